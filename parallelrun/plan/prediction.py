@@ -13,6 +13,7 @@ from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.layout import Layout
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import device_memory, peak, routing, sample_sets
 from parallelrun.plan.parameters import distinct_parameters
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, once
@@ -118,22 +119,33 @@ def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
 
 
 def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
-    data, pp_rank, is_combined = plan.data, coordinate["pp"], plan.mesh.size("dp") > 1
-    stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
-    num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
+    data, pp_rank = plan.data, coordinate["pp"]
     weights = gradients = states = 0
     for held, count in distinct_parameters(plan, pp_rank):
-        weight, gradient, state = (
-            count * layout_of(held.spec, held.layout, plan).local_numel(held.spec.shape, plan.mesh.sizes, coordinate)
-            for layout_of in (data.weight_layout, data.gradient_layout, data.state_layout)
-        )
-        weights += weight * stored
-        if not held.spec.frozen:
-            gradients += gradient * reduce if is_combined and data.keeps_gradients else 0
-            states += state * stored * num_states
+        weight, gradient, state = parameter_bytes(held.spec, held.layout, plan, coordinate)
+        weights += count * weight
+        gradients += count * gradient
+        states += count * state
     weights += data.gathered_bytes(pp_rank, coordinate, plan)
-    gradients += data.held_bytes(pp_rank, coordinate, plan) if is_combined else 0
+    gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.mesh.size("dp") > 1 else 0
     return weights, gradients, states
+
+
+def parameter_bytes(
+    spec: ParameterSpec, layout: Layout, plan: Plan, coordinate: dict[str, int]
+) -> tuple[int, int, int]:
+    """Bytes of a parameter that a rank holds: weights, gradients that stay allocated, optimizer state. layout: before
+    the data strategy shards it (`module_layout`)."""
+    data, stored = plan.data, BYTES[plan.precision.stored]
+    weight, gradient, state = (
+        layout_of(spec, layout, plan).local_numel(spec.shape, plan.mesh.sizes, coordinate)
+        for layout_of in (data.weight_layout, data.gradient_layout, data.state_layout)
+    )
+    if spec.frozen:
+        return weight * stored, 0, 0
+    keeps = plan.mesh.size("dp") > 1 and data.keeps_gradients
+    num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
+    return weight * stored, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * stored * num_states
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:

@@ -13,8 +13,9 @@ from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import expert_axes, prediction
 from parallelrun.plan.load import data_strategy
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.search.legal import Group, Legal
-from parallelrun.plan.step_time.step import Known, block_times
+from parallelrun.plan.parameters import module_layout
+from parallelrun.plan.search.legal import Group, Legal, schedule_of
+from parallelrun.plan.step_time.step import Known, blocks_of, why_unknown
 from parallelrun.plan.structure import BatchSizes, Plan, once
 
 
@@ -26,50 +27,77 @@ class Bounds:
         self._found: Known = {}
         alike = legal.spec.first_alike
         self._blocks = {name: legal.spec.block(name) for name in dict.fromkeys(alike.values())}
-        self._counts = Counter(alike[block.name] for block in legal.spec.blocks)
-        self._plainest = legal.space.recomputes()[0]
+        counts = Counter(alike[block.name] for block in legal.spec.blocks)
+        self._plainest, self._most = legal.space.recomputes()[0], legal.space.recomputes()[-1]
+        self._commonest = max(counts, key=lambda name: counts[name] * self._blocks[name].forward_flops)
 
-    def busy_s(self, group: Group, micro_batch: int) -> float | None:
-        """Seconds in which a pp rank works at least, on average; None where the time is unknown."""
-        key = "busy", self._tensor(group), micro_batch
-
-        def compute() -> float | None:
-            plan = self._plan(group, micro_batch, self._plainest)
-            times = block_times(plan, self._cluster, self._known)
-            seconds = 0.0
-            for name, number in self._counts.items():
-                time = times(self._blocks[name]) if times else None
-                if time is None:
-                    return None
-                seconds += number * sum(sum(parts.values()) for parts in (time.forward, time.backward, time.again))
-            return seconds
-
-        microbatch: float | None = once(self._found, key, compute)
+    def least_s(self, group: Group, micro_batch: int, recompute: str) -> float:
+        """A lower bound of a step's seconds, from the model's commonest block; 0 where the cluster gives no rates."""
+        key = "seconds", self._tensor(group), micro_batch
+        forward, backward, again = once(self._found, key, lambda: self._seconds(group, micro_batch))
+        backward += again if recompute == self._most else 0.0
         count = self._legal.space.global_batch // group.dp // micro_batch
-        return None if microbatch is None else microbatch * count / group.pp
+        paths = once(self._found, ("paths", self._placed(group)), lambda: self._paths(group))
+        return max(head * forward + tail * backward + work * count * (forward + backward) for head, work, tail in paths)
+
+    def _seconds(self, group: Group, micro_batch: int) -> tuple[float, float, float]:
+        """(forward, backward, recomputation) of a block; recomputation in the form that repeats most."""
+        plan = self._plan(group, micro_batch, self._most)
+        if why_unknown(plan, self._cluster):
+            return 0.0, 0.0, 0.0
+        time = blocks_of(plan, self._cluster, self._known)(self._blocks[self._commonest])
+        if time is None:
+            return 0.0, 0.0, 0.0
+        return sum(time.forward.values()), sum(time.backward.values()), sum(time.again.values())
+
+    def _paths(self, group: Group) -> set[tuple[int, float, int]]:
+        """Numbers of blocks, as in `simulate.least`: forward before a pp rank can begin, of its own (on average where
+        pp ranks share cores), backward after its last action. Of all pp ranks, those that can be the longest."""
+        plain, alike = not schedule_of(group).splits_backward, self._legal.spec.first_alike
+        own, heads, before = [0] * group.pp, [0] * group.pp, 0
+        for stage in reversed(stages := self._legal.stages(group)[0]):
+            heads[stage.pp_rank] = stage.index
+        numbers = [sum(alike[name] == self._commonest for name in stage.blocks) for stage in stages]
+        sums = [0]
+        for stage, number in zip(stages, numbers):
+            own[stage.pp_rank] += number
+            before += number
+            sums.append(before)
+        if self._cluster.cores:
+            return {(0, before / group.pp, 0)}
+        found: dict[int, int] = {}
+        for rank, number in enumerate(own):
+            found[number] = max(found.get(number, 0), sums[heads[rank]])
+        return {(head, number, head if plain else 0) for number, head in found.items()}
 
     def held_bytes(self, group: Group, data: DataStrategyConfig) -> int:
-        """Bytes that pp rank 0 holds throughout a step, or fewer."""
-        counts, _ = self._of_first_rank(group)
-        each = once(self._found, ("held", self._tensor(group), group.dp, repr(data)), lambda: self._held(group, data))
-        return sum(number * each[name] for name, number in counts.items())
+        """Bytes that pp rank 0 holds of the commonest block throughout a step, or fewer."""
+        key = "held", group.tp, group.number, group.ep, group.dp, repr(data)
+        return self._of_first_rank(group)[0] * once(self._found, key, lambda: self._held(group, data))
 
     def kept_bytes(self, group: Group, micro_batch: int, recompute: str) -> int:
         """Bytes that pp rank 0 keeps for backward when its first backward begins, or fewer."""
-        key = "kept", self._tensor(group), micro_batch, recompute
-
-        def compute() -> dict[str, int]:
-            plan = self._plan(group, micro_batch, recompute)
-            return {name: plan.tensor.saved_bytes(block, plan) for name, block in self._blocks.items()}
-
-        each, (_, stages) = once(self._found, key, compute), self._of_first_rank(group)
-        least = min(sum(number * each[name] for name, number in counts.items()) for counts in stages)
-        schedule = self._legal.schedule(group)
+        key = "kept", self._tensor(group), recompute
+        each, more = once(self._found, key, lambda: self._kept(group, recompute))
         count = self._legal.space.global_batch // group.dp // micro_batch
-        return least * schedule.least_in_flight(group.pp, group.virtual_stages, count)
+        flight = schedule_of(group).least_in_flight(group.pp, group.virtual_stages, count)
+        return self._of_first_rank(group)[1] * flight * (each + more * micro_batch)
+
+    def _kept(self, group: Group, recompute: str) -> tuple[int, int]:
+        """(bytes that a block keeps whatever the micro-batch, bytes for each of its samples)."""
+        unit = group.micro_batches[0]
+        block = self._blocks[self._commonest]
+        plans = [self._plan(group, size, recompute) for size in (unit, 2 * unit)]
+        first, second = (plan.tensor.saved_bytes(block, plan) for plan in plans)
+        return 2 * first - second, (second - first) // unit
 
     def _tensor(self, group: Group) -> object:
-        return group.tp, group.number, group.ep, self._legal.schedule(group).splits_backward
+        return group.tp, group.number, group.ep, schedule_of(group).splits_backward
+
+    @staticmethod
+    def _placed(group: Group) -> object:
+        """What says which rank has which blocks."""
+        return group.pp, group.virtual_stages, group.pipeline.kind
 
     def _plan(self, group: Group, micro_batch: int, recompute: str) -> Plan:
         """A plan whose blocks are those of the candidates with this tensor strategy, micro-batch and recomputation."""
@@ -79,25 +107,23 @@ class Bounds:
         )  # fmt: skip
         count = self._legal.space.global_batch // group.dp // micro_batch
         batch = BatchSizes(plan.batch.global_batch, micro_batch, count)
-        return self._legal.again(plan, group, batch, recompute)
+        return replace(plan, batch=batch, recompute=recompute)
 
-    def _of_first_rank(self, group: Group) -> tuple[Counter[str], list[Counter[str]]]:
-        """(blocks of pp rank 0, by the first equal block; those of each of its stages)."""
+    def _of_first_rank(self, group: Group) -> tuple[int, int]:
+        """How many of the commonest block pp rank 0 has, and the fewest of one of its stages."""
 
-        def compute() -> tuple[Counter[str], list[Counter[str]]]:
+        def compute() -> tuple[int, int]:
             alike = self._legal.spec.first_alike
             own = [stage for stage in self._legal.stages(group)[0] if stage.pp_rank == 0]
-            stages = [Counter(alike[name] for name in stage.blocks) for stage in own]
-            return sum(stages, Counter()), stages
+            numbers = [sum(alike[name] == self._commonest for name in stage.blocks) for stage in own]
+            return sum(numbers), min(numbers)
 
-        key = "first rank", group.pp, group.virtual_stages, group.pipeline.kind
-        found: tuple[Counter[str], list[Counter[str]]] = once(self._found, key, compute)
+        found: tuple[int, int] = once(self._found, ("first", self._placed(group)), compute)
         return found
 
-    def _held(self, group: Group, data: DataStrategyConfig) -> dict[str, int]:
+    def _held(self, group: Group, data: DataStrategyConfig) -> int:
         plan = self._plan(group, group.micro_batches[0], self._plainest)
-        request = self._legal.request(group, data)
-        strategy = data_strategy(data.kind).resolve(request)
+        strategy = data_strategy(data.kind).resolve(self._legal.request_of(group, data))
         inner = tuple((axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("ep")) if plan.expert else ()
         ep = inner, tuple((axis, parts) for axis, parts in plan.mesh.flattened if axis == "ep")
         dims, flattened = expert_axes.split(*strategy.mesh_dims(group.dp), *(ep if inner else ((), ())))
@@ -108,17 +134,16 @@ class Bounds:
         )
         batch = BatchSizes(plan.batch.global_batch, plan.batch.replica_batch, 1)
         changed = replace(plan, data=strategy, mesh=mesh, batch=batch)
-        return {name: _block_bytes(block, changed) for name, block in self._blocks.items()}
+        return _block_bytes(self._blocks[self._commonest], changed)
 
 
 def _block_bytes(block: BlockSpec, plan: Plan) -> int:
     """Bytes of a block's matrices that a rank holds: weights, gradients that stay, optimizer state."""
-    coordinate: dict[str, int] = {}
     known: dict[object, int] = {}
     return sum(
         once(
             known, (spec.shape, spec.layer_role, spec.heads, spec.frozen),
-            lambda: sum(prediction.parameter_bytes(spec, plan, coordinate)),  # noqa: B023
+            lambda: sum(prediction.parameter_bytes(spec, module_layout(spec, plan), plan, {})),  # noqa: B023
         )
         for spec in block.parameters if len(spec.shape) > 1
     )  # fmt: skip

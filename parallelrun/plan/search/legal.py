@@ -20,6 +20,7 @@ from parallelrun.plan import expert_axes, partition, routing, rules, sample_sets
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.draft import PlanDraft, check_depth, check_length
 from parallelrun.plan.load import StrategyClasses, data_strategy, pipeline_schedule, tensor_strategy
+from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.plan.request import Request
 from parallelrun.plan.search.space import Choice, Space
 from parallelrun.plan.structure import BatchSizes, Plan, Stage, once
@@ -89,13 +90,13 @@ class Legal:
     def plan(self, group: Group, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
         """The plan of one candidate of a group."""
         draft, batch = self.draft(group, recompute, data), self._batch(group, micro_batch)
-        request = replace(self._request(group, draft.config, self.spec), batch=batch)
+        request = replace(self.request(group, draft.config, self.spec), batch=batch)
         sets = draft.sample_sets(request)[0] if self._has_sets else None
-        return draft.plan(request, self._stages(group)[0], sets)
+        return draft.plan(request, self.stages(group)[0], sets)
 
     def _legal(self, group: Group) -> Group | None:
         """The group's legal candidates; None where there are none."""
-        pipeline = pipeline_schedule(self._kind(group))
+        pipeline = schedule_of(group)
         tensor = group.tp, group.number, pipeline.splits_backward
         problems = once(self._known, ("tensor", tensor), lambda: self._of_tensor(group))
         if problems is not None:
@@ -132,7 +133,7 @@ class Legal:
 
     def _of_tensor(self, group: Group) -> list[Problem] | None:
         """The violations of the tensor layout; None where it is legal. One layout stands for all in an example."""
-        request, strategy = self._request(group, self._config(group, group.datas[0]), self.small), group.tensor.kind
+        request, strategy = self.request(group, self._config(group, group.datas[0]), self.small), group.tensor.kind
         images = rules.check_images(self.spec, request.config, group.tp)
         if not images and tensor_strategy(strategy).is_legal(request):
             return None
@@ -141,19 +142,19 @@ class Legal:
         )
 
     def _of_stages(self, group: Group) -> list[Problem]:
-        request = self._request(group, self._config(group, group.datas[0]), self.spec)
-        return check_depth(request) + self._stages(group)[1]
+        request = self.request(group, self._config(group, group.datas[0]), self.spec)
+        return check_depth(request) + self.stages(group)[1]
 
     def _of_experts(self, group: Group) -> list[Problem]:
         """The violations of the expert dispatcher by the degrees, and keys that it would have to read."""
-        request = self._request(group, self._config(group, group.datas[0]), self.small)
+        request = self.request(group, self._config(group, group.datas[0]), self.small)
         expert = self._classes(group, group.datas[0].kind).expert
         found = routing.unread(self.space.folded, self.space.given, self.spec.experts, group.ep)
         return found + routing.check(request, 1) + (expert.check(request) if expert else [])
 
     def _parts(self, group: Group) -> int:
         """What divides every micro-batch."""
-        request = self._request(group, self._config(group, group.datas[0]), self.small)
+        request = self.request(group, self._config(group, group.datas[0]), self.small)
         parts: int = tensor_strategy(group.tensor.kind).micro_batch_divisor(request)
         return parts * (self.spec.router.group_samples if self.spec.router else 1)
 
@@ -174,7 +175,7 @@ class Legal:
         return kept, removed
 
     def _of_batch(self, group: Group, size: int) -> list[Problem]:
-        request = self._request(group, self._config(group, group.datas[0]), self.small)
+        request = self.request(group, self._config(group, group.datas[0]), self.small)
         classes, filled = self._classes(group, group.datas[0].kind), replace(request, batch=self._batch(group, size))
         found = classes.pipeline.check(filled) + check_length(filled)
         return found + (classes.expert.check(filled) if classes.expert else [])
@@ -183,7 +184,7 @@ class Legal:
         """The data strategies without violations."""
         kept, removed = [], []
         for data in group.datas:
-            request, strategy = self._request(group, self._config(group, data), self.small), data_strategy(data.kind)
+            request, strategy = self.request(group, self._config(group, data), self.small), data_strategy(data.kind)
             found = strategy.check(request)
             found += expert_axes.check(request, strategy) if group.ep > 1 and not found else []
             kept += [] if found else [data]
@@ -196,16 +197,16 @@ class Legal:
         for size in sizes:
             found: list[Problem] = []
             for data in datas:
-                request = self._request(group, self._config(group, data), self.spec)
+                request = self.request(group, self._config(group, data), self.spec)
                 request = replace(request, batch=self._batch(group, size))
                 found += sample_sets.resolve(request, data_strategy(data.kind).resolve(request))[1]
             kept += [] if found else [size]
             removed += [(SAMPLES, 1, found[0])] if found else []
         return kept, removed
 
-    def _stages(self, group: Group) -> tuple[tuple[Stage, ...], list[Problem]]:
+    def stages(self, group: Group) -> tuple[tuple[Stage, ...], list[Problem]]:
         """(the stages, violations)."""
-        pp, number, schedule = group.pp, group.pp * group.virtual_stages, pipeline_schedule(self._kind(group))
+        pp, number, schedule = group.pp, group.pp * group.virtual_stages, schedule_of(group)
 
         def compute() -> tuple[tuple[Stage, ...], list[Problem]]:
             cuts, problems = once(
@@ -226,8 +227,11 @@ class Legal:
             compute,
         )
 
-    def _request(self, group: Group, config: Config, spec: ModelSpec) -> Request:
+    def request(self, group: Group, config: Config, spec: ModelSpec) -> Request:
         return Request(config, spec, group.pp, group.dp, group.tp, group.virtual_stages, None, 0, group.ep)
+
+    def request_of(self, group: Group, data: DataStrategyConfig) -> Request:
+        return self.request(group, self._config(group, data), self.spec)
 
     def _batch(self, group: Group, micro_batch: int) -> BatchSizes:
         size = self.space.global_batch
@@ -235,13 +239,8 @@ class Legal:
 
     def _classes(self, group: Group, data: str) -> StrategyClasses:
         expert = routing.dispatcher(self.base, self.spec) if group.ep > 1 else None
-        kinds = tensor_strategy(group.tensor.kind), pipeline_schedule(self._kind(group))
+        kinds = tensor_strategy(group.tensor.kind), schedule_of(group)
         return StrategyClasses(data_strategy(data), *kinds, expert)
-
-    @staticmethod
-    def _kind(group: Group) -> str:
-        """The schedule of a group's plans."""
-        return group.pipeline.kind if group.pp > 1 else "none"
 
     def _virtual_stages(self, pipeline: PipelineConfig, pp: int) -> int:
         schedule = pipeline_schedule(pipeline.kind)
@@ -249,6 +248,11 @@ class Legal:
             return 1
         default = schedule.default_virtual_stages(pp, partition.num_cuttable(self.spec))
         return pipeline.virtual_stages or default
+
+
+def schedule_of(group: Group) -> type[PipelineSchedule]:
+    """The schedule of a group's plans."""
+    return pipeline_schedule(group.pipeline.kind if group.pp > 1 else "none")
 
 
 def _distinct(spec: ModelSpec) -> ModelSpec:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from parallelrun.plan.step_time.step import StepTime
 
+MEMORY = "memory"  # the rule that candidates do not fit a device
+
 
 @dataclass(frozen=True)
 class Found:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
@@ -91,6 +90,16 @@ def step_time_with(
     return StepTime(total, LOW * total, HIGH * total, tokens, mfu, shown)
 
 
+def least_s(known: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
+    """A lower bound of the schedule's length, and so of a step; None as `step_time`. known: see `step_time_with`."""
+    rates = rates_of(cluster, plan.precision.name)
+    if rates is None or why_unknown(plan, cluster):
+        return None
+    rates = cores.of_a_rank(rates, plan, cluster)
+    stages, messages = stages_of(plan, cluster, rates, True, known), messages_of(plan, cluster, rates, known)
+    return None if stages is None or messages is None else _schedule(plan, cluster, stages, messages, True)[0]
+
+
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     """Return why the time of a step cannot be predicted; empty if it can."""
     reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
@@ -131,29 +140,43 @@ class StageTime:
 def stages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool, known: Known) -> list[StageTime] | None:
     """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
 
-    def compute() -> list[StageTime] | None:
-        times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
-        return _stages(plan, times, lambda block: block_time(block, plan, cluster, rates, fused))
-
-    return once(known, ("stages", _of_stages(plan)), compute)
+    time_of = _blocks_of(plan, cluster, rates, fused, known)
+    return once(known, ("stages", _of_stages(plan)), lambda: _stages(plan, time_of))
 
 
-def _stages(
-    plan: Plan, times: dict[object, Any], time_of: Callable[[BlockSpec], BlockTime | None]
-) -> list[StageTime] | None:
+def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
+    """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
+    rates = rates_of(cluster, plan.precision.name)
+    assert rates is not None, "asked only where the cluster gives the rates"
+    return _blocks_of(plan, cluster, cores.of_a_rank(rates, plan, cluster), True, known)
+
+
+def _blocks_of(
+    plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool, known: Known
+) -> Callable[[BlockSpec], BlockTime | None]:
+    times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
+
+    def time_of(block: BlockSpec) -> BlockTime | None:
+        alike = plan.spec.first_alike[block.name]
+        return once(times, alike, lambda: block_time(block, plan, cluster, rates, fused))
+
+    return time_of
+
+
+def _stages(plan: Plan, time_of: Callable[[BlockSpec], BlockTime | None]) -> list[StageTime] | None:
     stages = []
     for stage in plan.stages:
         forward = backward = 0.0
         parts: Parts = defaultdict(float)
-        for name in stage.blocks:
-            time = once(times, plan.spec.first_alike[name], partial(time_of, plan.spec.block(name)))
+        for name, number in Counter(plan.spec.first_alike[name] for name in stage.blocks).items():
+            time = time_of(plan.spec.block(name))
             if time is None:
                 return None
             again = sum(time.again.values())
-            forward += sum(time.forward.values())
-            backward += sum(time.backward.values()) + again
+            forward += number * sum(time.forward.values())
+            backward += number * (sum(time.backward.values()) + again)
             for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
-                parts[kind] += seconds
+                parts[kind] += number * seconds
         stages.append(StageTime(forward, backward, dict(parts)))
     return stages
 
