@@ -35,14 +35,14 @@ def goodput_text(found: Facts, brief: bool = False) -> str:
     shares, days = goodput.shares, ""
     if found.training and found.time and shares.useful:
         days = f": {digits(found.training.steps * found.time.step_s / DAY / shares.useful)} days"
-    every = f"checkpoint.every={goodput.interval_steps}" if goodput.interval_steps else "checkpoints"
+    every = f"checkpoint.every={goodput.interval_steps}, " if goodput.interval_steps else "save every "
     formulas = f"Young {_time(goodput.young_s)}, Daly {_time(goodput.daly_s)}"
     spares, sure = counted(goodput.spares, "spare node"), f"{CONFIDENCE:.0%} sure"
     lines = (
         f"{shares.useful:.1%} of the time is useful{days} with failures every {_time(goodput.mtbf_s)}",
         f"else: {shares.saving:.1%} saving ({_time(goodput.save_s)} each), {shares.repeated:.1%} repeated, "
         f"{shares.restarting:.1%} restarting, {shares.waiting:.1%} waiting",
-        f"{every} ({_time(goodput.interval_s)}; {formulas})",
+        f"{every}{_time(goodput.interval_s)} ({formulas})",
         f"{spares} beside {goodput.nodes:,}: {sure} not to await repairs of {_time(goodput.repair_s)}",
     )
     return "\n".join(line for line in lines if not (brief and line is lines[1]))

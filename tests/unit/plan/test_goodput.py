@@ -159,7 +159,7 @@ def test_the_interval_is_in_whole_steps_and_on_screen_and_in_the_document():
     lines = text.splitlines()
     assert lines[0].startswith(f"{found['shares']['useful']:.1%} of the time is useful: ") and "every 2.03 days" in text
     assert f"{found['shares']['saving']:.1%} saving" in lines[1]
-    assert lines[2].startswith(f"checkpoint.every={found['interval_steps']} (") and "Young 1.69 h, Daly" in lines[2]
+    assert lines[2].startswith(f"checkpoint.every={found['interval_steps']}, ") and "Young 1.69 h, Daly" in lines[2]
     assert lines[3].startswith(f"{found['spares']} spare nodes beside 128: 95% sure")
     assert describe(plan, composed(*OVERRIDES).config)["goodput"] is None
 
