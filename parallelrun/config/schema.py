@@ -130,7 +130,18 @@ class ClusterConfig:
     description: str = ""
     nodes: int | None = key(None, "number of hosts", least=1, most=COUNT)
     gpus_per_node: int | None = key(None, "GPUs of a host", least=1, most=COUNT)
-    memory_gb: float | None = key(None, "memory of a GPU", above=0, plausible=(0.1, 4000), unit="GB")
+    memory_gb: float | None = key(
+        None, "memory of a GPU, as its driver reports it", above=0, plausible=(0.1, 4000), unit="GB"
+    )
+    context_gb: float = key(
+        0.0, "of a GPU: what CUDA, its libraries and kernels take", least=0, plausible=(0.05, 8), unit="GB"
+    )
+    communicator_gb: float = key(
+        0.0, "of a GPU: the buffers of a process group", least=0, plausible=(0.005, 4), unit="GB"
+    )
+    allocator_slack: float = key(
+        0.0, "blocks that the allocator holds unused, as a part of the tensors' bytes", least=0, most=1
+    )
     peak_tflops: Any = key(
         None, "dense peak of a GPU: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}",
         above=0, plausible=(0.001, 10_000), unit="TFLOP/s",

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from parallelrun.config.schema import ClusterConfig
 from parallelrun.layout import Layout
-from parallelrun.plan import peak, routing, sample_sets
+from parallelrun.plan import device_memory, peak, routing, sample_sets
 from parallelrun.plan.parameters import distinct_parameters
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, once
 from parallelrun.precision import BYTES
 
 CONTROL = "control"
 INT64_BYTES = 8
-LEAVES_OUT = (
+LEAVES_OUT = (  # the first two unless the cluster's constants give them (`device_memory.on_device`)
     "the framework's own memory (CUDA context, communicators)",
     "allocator fragmentation",
     "what kernels and collectives allocate inside",
@@ -105,14 +106,18 @@ def memory(plan: Plan, rank: int) -> Memory:
         return plan.data.server_memory(rank - plan.num_workers, plan)
     coordinate = plan.mesh.coordinate(rank)
     pp_rank = coordinate["pp"]
-    key = "held", peak.alike_key(plan, pp_rank), peak.within_stage(coordinate)
-    weights, gradients, states = once(plan.cache, key, lambda: _held_bytes(plan, coordinate))
+    weights, gradients, states = held_bytes(plan, coordinate)
     moment = peak.Walk(plan, pp_rank, coordinate).worst()
     return Memory(weights, gradients + moment.gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
 
 
-def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
+def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state that a rank holds throughout a step."""
+    key = "held", peak.alike_key(plan, coordinate["pp"]), peak.within_stage(coordinate)
+    return once(plan.cache, key, lambda: _held_bytes(plan, coordinate))
+
+
+def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     data, pp_rank, is_combined = plan.data, coordinate["pp"], plan.mesh.size("dp") > 1
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
     num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
@@ -233,6 +238,12 @@ def traffic(plan: Plan) -> tuple[int, tuple[TrafficRow, ...]]:
     return busiest, tuple(table)
 
 
-def memories(plan: Plan) -> dict[int, Memory]:
-    """Per pp rank, the Memory of its first rank, which holds most."""
-    return {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in range(plan.mesh.size("pp"))}
+def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memory]:
+    """Per pp rank, the Memory of its first rank, which holds most; with what a device of `cluster` holds besides."""
+    pp_ranks = range(plan.mesh.size("pp"))
+    found: dict[int, Memory] = once(
+        plan.cache, "memories", lambda: {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in pp_ranks}
+    )
+    if cluster is None:
+        return dict(found)
+    return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items()}

@@ -62,7 +62,7 @@ def test_the_parts_are_the_time_in_which_ranks_work(name):
     """The schedule is simulated with whole stages, apart from their parts."""
     plan, cluster = planned(*PLANS[name]), composed(*PLANS[name]).config.cluster
     rates = rates_of(cluster, plan.precision.name)
-    stages, messages = step._stages(plan, cluster, rates, True), step._messages(plan, cluster, rates)
+    stages, messages = step.stages_of(plan, cluster, rates, True, {}), step.messages_of(plan, cluster, rates, {})
     _, busy = step._schedule(plan, cluster, stages, messages)
     count = plan.batch.microbatches
     assert sum(step._parts_of(plan, stages).values()) + messages * count == pytest.approx(busy, rel=1e-12)
