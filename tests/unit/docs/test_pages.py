@@ -60,5 +60,6 @@ def test_the_prediction_for_llama_3_is_what_plan_prints(capsys: pytest.CaptureFi
     assert main(command.group(1).split()) == 0
     assert shown.group(1) in capsys.readouterr().out
     slow = [word.replace("gb_s=2000", "gb_s=20") for word in command.group(1).split()]
-    assert main(slow) == 0 and "74." in capsys.readouterr().out.partition("goodput   ")[2][:3]
-    assert "With storage of 20 GB/s it would be 74 %" in text
+    assert main(slow) == 0
+    useful = float(capsys.readouterr().out.partition("goodput   ")[2].partition("%")[0])
+    assert f"With storage of 20 GB/s it would be {useful:.0f} %" in text
