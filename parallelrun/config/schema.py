@@ -139,9 +139,11 @@ class ClusterConfig:
     attention_efficiency: float = key(0.38, "part of the peak that fused attention reaches", above=0, most=1)
     memory_efficiency: float = key(0.8, "part of the memory's bandwidth that simple kernels reach", above=0, most=1)
     kernel_us: float = key(4.0, "time from one kernel to the next in microseconds", least=0)
-    operation_us: float = key(20.0, "time of the host to issue an operation in microseconds", least=0)
-    link_efficiency: float = key(0.78, "part of a link's bandwidth that collectives reach", above=0, most=1)
+    operation_us: float = key(10.0, "time of the host to issue an operation in microseconds", least=0)
+    link_efficiency: float = key(0.78, "part of a link's bandwidth in a host that collectives reach", above=0, most=1)
+    inter_efficiency: float = key(0.9, "part of a port's bandwidth that collectives reach", above=0, most=1)
     collective_us: float = key(30.0, "time of a collective beside its bytes in microseconds", least=0)
+    hop_us: float = key(0.0, "time from rank to rank of a collective inside a node in microseconds", least=0)
     step_us: float = key(0.0, "time of a step beside its blocks and bytes in microseconds", least=0)
     cores: int | None = key(
         None, "CPU: cores of a host that its ranks share; null: a device for each", least=1, most=COUNT

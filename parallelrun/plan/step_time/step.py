@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import prediction
-from parallelrun.plan.step_time import cores, other_blocks, servers
+from parallelrun.plan.step_time import cores, other_blocks, overlap, servers
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates, missing, rates_of
+from parallelrun.plan.step_time.stack import OURS, Stack
 from parallelrun.plan.structure import Plan
+from parallelrun.precision import BYTES
 
 PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
     "pipeline communication", "bubble", "data communication", "optimizer", "recompute", "fixed",
 )  # fmt: skip
-OVERLAP = 0.8  # the part of the backward pass under which gradients can travel
-SLOWED = 0.1  # of hidden communication, the part by which it slows down the computation that hides it
 LOW, HIGH = 0.85, 1.20  # of the prediction: p10 and p90
 
 
@@ -36,26 +36,22 @@ class StepTime:
     parts: Mapping[str, float]
 
 
-def step_time(plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped: bool = True) -> StepTime | None:
-    """Predict a step; None for the reasons that `why_unknown` gives.
-
-    fused: attention keeps no scores. overlapped: the data strategy communicates while backward computes.
-    """
+def step_time(plan: Plan, cluster: ClusterConfig, stack: Stack = OURS) -> StepTime | None:
+    """Predict a step; None for the reasons that `why_unknown` gives. stack: the program that runs the plan."""
     rates = rates_of(cluster, plan.precision.name)
     if rates is None or why_unknown(plan, cluster):
         return None
     rates = cores.of_a_rank(rates, plan, cluster)
-    stages = _stages(plan, cluster, rates, fused)
-    messages = _messages(plan, cluster, rates)
-    data = _data(plan, cluster, rates)
+    stages = _stages(plan, cluster, rates, stack)
+    messages = _messages(plan, cluster, rates, stack)
+    data = _data(plan, cluster, rates, stack)
     if stages is None or messages is None or data is None:
         return None
     makespan, busy = _schedule(plan, cluster, stages, messages)
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
-    hides = overlapped and not rates.synchronous  # a host that computes itself does nothing beside
-    parts[DATA] = _exposed(plan, data, stages, makespan) if hides else sum(data.values())
+    parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
     memory = prediction.memory(plan, 0)
     parts[OPTIMIZER] = streaming_s(2 * memory.optimizer + 3 * memory.weights, 20, rates)
     parts[FIXED] = rates.step_s
@@ -92,7 +88,7 @@ class _Stage:
     parts: Parts
 
 
-def _stages(plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool) -> list[_Stage] | None:
+def _stages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> list[_Stage] | None:
     known: dict[str, BlockTime | None] = {}
     stages = []
     for stage in plan.stages:
@@ -101,7 +97,7 @@ def _stages(plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool) -> li
         for name in stage.blocks:
             alike = plan.spec.first_alike[name]
             if alike not in known:
-                known[alike] = block_time(plan.spec.block(name), plan, cluster, rates, fused)
+                known[alike] = block_time(plan.spec.block(name), plan, cluster, rates, stack)
             time = known[alike]
             if time is None:
                 return None
@@ -114,15 +110,29 @@ def _stages(plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool) -> li
     return stages
 
 
-def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
+def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> float | None:
     """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
     pp = plan.mesh.size("pp")
     if pp == 1:
         return 0.0
     rows = prediction.collectives(plan, plan.mesh.rank(pp=pp // 2))
-    found = [collective_s(row, plan, cluster, rates) for row in rows if row.axis == "pp" and row.operation == "send"]
-    seconds = [one for one in found if one is not None]
-    return sum(seconds) / plan.batch.microbatches if len(seconds) == len(found) else None
+    seconds = 0.0
+    for row in rows:
+        if row.axis != "pp" or row.operation != "send":
+            continue
+        parts = [row]
+        if stack.scattered_messages and not plan.tensor.sequence_parallel:
+            tp = plan.mesh.size("tp")
+            parts = [
+                replace(row, payload_bytes=row.payload_bytes // tp),
+                replace(row, axis="tp", operation="all_gather"),
+            ]
+        for part in parts:
+            took = collective_s(part, plan, cluster, rates)
+            if took is None:
+                return None
+            seconds += took
+    return seconds / plan.batch.microbatches
 
 
 def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[_Stage], messages: float) -> tuple[float, float]:
@@ -147,26 +157,29 @@ def _parts_of(plan: Plan, stages: list[_Stage]) -> Parts:
     return dict(parts)
 
 
-def _data(plan: Plan, cluster: ClusterConfig, rates: Rates) -> dict[str, float] | None:
-    """Seconds of the data strategy's communication and of the last sums of gradients, by operation."""
-    found: Parts = defaultdict(float)
+def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> tuple[float, float] | None:
+    """Seconds in which the data strategy gathers weights, and in which it sums gradients, the last sums included."""
+    compute = BYTES[plan.precision.compute]
+    rounded = plan.data.exchange_form(plan).gathers_rounded or not stack.rounded_weights
+    of_gathers = 1.0 if rounded else compute / BYTES[plan.precision.stored]
+    of_sums = compute / BYTES[plan.precision.reduce] if stack.rounded_gradients else 1.0
+    gathers = sums = 0.0
     coordinate = plan.mesh.coordinate(0)
     for row in plan.data.collectives(coordinate["pp"], coordinate, plan):
-        seconds = collective_s(row, plan, cluster, rates)
+        factor = of_gathers if row.operation == "all_gather" else of_sums
+        seconds = collective_s(replace(row, payload_bytes=round(factor * row.payload_bytes)), plan, cluster, rates)
         if seconds is None:
             return None
-        found[row.operation] += seconds / prediction.steps_between(plan, row.purpose)
-    return dict(found)
+        seconds /= prediction.steps_between(plan, row.purpose)
+        if row.operation == "all_gather":
+            gathers += seconds
+        else:
+            sums += seconds
+    return gathers, sums
 
 
-def _exposed(plan: Plan, data: dict[str, float], stages: list[_Stage], makespan: float) -> float:
-    """What backward (gradients) and forward (weights) do not hide; sharded weights travel in every microbatch."""
-    gathers = data.get("all_gather", 0.0)
-    sums = sum(data.values()) - gathers
+def _exposed(plan: Plan, data: tuple[float, float], stages: list[_Stage], stack: Stack) -> float:
+    """What of the data strategy's communication the computation of a pp rank's stages does not hide."""
     pp = plan.mesh.size("pp")
-    forward, backward = (OVERLAP * sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
-    if plan.data.shards_weights:
-        hidden = min(gathers + sums, OVERLAP * makespan)
-    else:
-        hidden = min(sums, backward) + min(gathers, forward)
-    return gathers + sums - (1 - SLOWED) * hidden
+    forward, backward = (sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
+    return overlap.data_s(*data, forward, backward, stack, plan)
