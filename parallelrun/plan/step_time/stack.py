@@ -13,12 +13,14 @@ class Stack:
     fused_rotation: one kernel rotates queries and keys. stops_early: full recomputation ends at the last tensor that
     backward needs, before the last product of a block (`torch.utils.checkpoint` without reentrance); selective
     recomputation computes norms and activations again, else attention alone. operations: that the host issues for a
-    block, relative to this program's; recompute_operations: besides, to recompute a block (states of random
-    numbers). data_overlap: the data strategy sends while backward and forward compute;
-    gather_overlap: the new weights of a sharded optimizer too. tensor_overlap: gathers and reduce-scatters of sequence
-    parallelism run under the products beside them. scattered_messages: tp ranks with equal activations
-    each send a part of them to the next stage, which gathers them. rounded_weights: weights are kept in the compute dtype, which is
-    what is gathered. rounded_gradients: gradients are added up and summed over ranks in the compute dtype.
+    block, relative to this program's; recompute_operations: besides, to recompute it (states of random numbers).
+
+    data_overlap: the data strategy sends while backward and forward compute; gather_overlap: the new weights of a
+    sharded optimizer too. gradient_overlap: tensor parallelism sums the gradient of an input while that of the weights
+    is computed, as the plan asks. tensor_overlap: gathers and reduce-scatters of sequence parallelism run under the
+    products beside them. scattered_messages: tp ranks with equal activations each send a part of them to the next
+    stage, which gathers them. rounded_weights: weights are kept in the compute dtype, which is what is gathered.
+    rounded_gradients: gradients are added up and summed over ranks in the compute dtype.
     """
 
     fused_attention: bool = True

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
+from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction
 from parallelrun.plan.step_time import cores, other_blocks, overlap, servers
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
-from parallelrun.plan.step_time.rates import Rates, missing, rates_of
+from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
 from parallelrun.plan.step_time.stack import OURS, Stack
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import Plan, once
 from parallelrun.precision import BYTES
 
 PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
@@ -36,24 +39,38 @@ class StepTime:
     parts: Mapping[str, float]
 
 
+Known = dict[object, Any]
+
+
 def step_time(plan: Plan, cluster: ClusterConfig, stack: Stack = OURS) -> StepTime | None:
     """Predict a step; None for the reasons that `why_unknown` gives. stack: the program that runs the plan."""
+    return step_time_with({}, plan, cluster, stack)
+
+
+def step_time_with(known: Known, plan: Plan, cluster: ClusterConfig, stack: Stack = OURS) -> StepTime | None:
+    """`step_time` of one of many plans. known: parts that plans share, by what they depend on; it is filled.
+
+    Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
+    optimizer, cluster, stack and partition.
+    """
     rates = rates_of(cluster, plan.precision.name)
     if rates is None or why_unknown(plan, cluster):
         return None
     rates = cores.of_a_rank(rates, plan, cluster)
-    stages = _stages(plan, cluster, rates, stack)
-    messages = _messages(plan, cluster, rates, stack)
-    data = _data(plan, cluster, rates, stack)
+    stages = stages_of(plan, cluster, rates, stack, known)
+    messages = messages_of(plan, cluster, rates, stack, known)
+    data = once(known, ("data", _of_weights(plan)), lambda: _data(plan, cluster, rates, stack))
     if stages is None or messages is None or data is None:
         return None
-    makespan, busy = _schedule(plan, cluster, stages, messages)
+    key = "schedule", plan.pipeline, plan.batch.microbatches, _of_stages(plan)
+    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages))
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
     parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
-    memory = prediction.memory(plan, 0)
-    parts[OPTIMIZER] = streaming_s(2 * memory.optimizer + 3 * memory.weights, 20, rates)
+    held = once(known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0)))
+    weights, _, states = held
+    parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
     parts[FIXED] = rates.step_s
     if plan.servers:
         exchanged = servers.exchange(plan, cluster, rates, makespan)
@@ -71,16 +88,33 @@ def step_time(plan: Plan, cluster: ClusterConfig, stack: Stack = OURS) -> StepTi
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     """Return why the time of a step cannot be predicted; empty if it can."""
     reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
-    if reason:
-        return reason
-    absent = missing(cluster, plan.precision.name)
-    if not absent and plan.world > (cluster.gpus_per_node or plan.world) and not cluster.inter_gb_s:
-        absent = ("inter_gb_s",)
-    return f"cluster.{absent[0]} is not given" if absent else ""
+    return reason or not_given(plan, cluster)
+
+
+def _of_blocks(plan: Plan) -> object:
+    """What the time of a block depends on."""
+    inner = tuple((axis, plan.mesh.size(axis)) for name in ("ep", "tp") for axis in plan.mesh.mesh_dims_of(name))
+    shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
+    return (
+        plan.tensor, plan.expert, inner, plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward,
+        plan.world, shared, plan.data.shards_weights, plan.batch.microbatches > 1,
+    )  # fmt: skip
+
+
+def _of_stages(plan: Plan) -> object:
+    """What the time of a microbatch on every stage depends on, and that of the messages between them."""
+    return plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), _of_blocks(plan)
+
+
+def _of_weights(plan: Plan) -> object:
+    """What the bytes of weights and the traffic of gradients depend on."""
+    return (
+        plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.batch.microbatches, plan.servers,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Stage:
+class StageTime:
     """Seconds of one microbatch. parts: of both passes together."""
 
     forward: float
@@ -88,17 +122,25 @@ class _Stage:
     parts: Parts
 
 
-def _stages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> list[_Stage] | None:
-    known: dict[str, BlockTime | None] = {}
+def stages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known) -> list[StageTime] | None:
+    """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
+
+    def compute() -> list[StageTime] | None:
+        times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
+        return _stages(plan, times, lambda block: block_time(block, plan, cluster, rates, stack))
+
+    return once(known, ("stages", _of_stages(plan)), compute)
+
+
+def _stages(
+    plan: Plan, times: dict[object, Any], time_of: Callable[[BlockSpec], BlockTime | None]
+) -> list[StageTime] | None:
     stages = []
     for stage in plan.stages:
         forward = backward = 0.0
         parts: Parts = defaultdict(float)
         for name in stage.blocks:
-            alike = plan.spec.first_alike[name]
-            if alike not in known:
-                known[alike] = block_time(plan.spec.block(name), plan, cluster, rates, stack)
-            time = known[alike]
+            time = once(times, plan.spec.first_alike[name], partial(time_of, plan.spec.block(name)))
             if time is None:
                 return None
             again = sum(time.again.values())
@@ -106,27 +148,26 @@ def _stages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> l
             backward += sum(time.backward.values()) + again
             for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
                 parts[kind] += seconds
-        stages.append(_Stage(forward, backward, dict(parts)))
+        stages.append(StageTime(forward, backward, dict(parts)))
     return stages
 
 
-def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> float | None:
+def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known) -> float | None:
     """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
-    pp = plan.mesh.size("pp")
-    if pp == 1:
+    if plan.mesh.size("pp") == 1:
         return 0.0
-    rows = prediction.collectives(plan, plan.mesh.rank(pp=pp // 2))
+    return once(known, ("messages", _of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
+
+
+def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> float | None:
     seconds = 0.0
-    for row in rows:
+    for row in prediction.merge(plan.pipeline.collectives(plan.mesh.size("pp") // 2, plan)):
         if row.axis != "pp" or row.operation != "send":
             continue
         parts = [row]
         if stack.scattered_messages and not plan.tensor.sequence_parallel:
-            tp = plan.mesh.size("tp")
-            parts = [
-                replace(row, payload_bytes=row.payload_bytes // tp),
-                replace(row, axis="tp", operation="all_gather"),
-            ]
+            part = replace(row, payload_bytes=row.payload_bytes // plan.mesh.size("tp"))
+            parts = [part, replace(row, axis="tp", operation="all_gather")]
         for part in parts:
             took = collective_s(part, plan, cluster, rates)
             if took is None:
@@ -135,7 +176,7 @@ def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) ->
     return seconds / plan.batch.microbatches
 
 
-def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[_Stage], messages: float) -> tuple[float, float]:
+def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float) -> tuple[float, float]:
     """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works)."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     each = messages * pp / len(stages) / 2
@@ -148,7 +189,7 @@ def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[_Stage], messages
     return cores.makespan(plan, cluster, times, busy), busy
 
 
-def _parts_of(plan: Plan, stages: list[_Stage]) -> Parts:
+def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
     """The mean over pp ranks of the seconds of all microbatches, by kind of work."""
     parts: Parts = defaultdict(float)
     for stage in stages:
@@ -178,7 +219,7 @@ def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> tup
     return gathers, sums
 
 
-def _exposed(plan: Plan, data: tuple[float, float], stages: list[_Stage], stack: Stack) -> float:
+def _exposed(plan: Plan, data: tuple[float, float], stages: list[StageTime], stack: Stack) -> float:
     """What of the data strategy's communication the computation of a pp rank's stages does not hide."""
     pp = plan.mesh.size("pp")
     forward, backward = (sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
