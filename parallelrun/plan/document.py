@@ -95,8 +95,7 @@ def _model(plan: Plan) -> dict[str, Any]:
 
 
 def _bytes(memory: Memory) -> dict[str, int]:
-    keys = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
-    return {key: getattr(memory, key) for key in keys}
+    return {**memory.parts, "total": memory.total}
 
 
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def facts(plan: Plan, config: Config) -> Facts:
     data_axis = costs(plan, config.cluster, cost)
     cost = agreed(cost, data_axis)
     training = cluster_cost.training_time(plan, config.cluster, cost, config.tokens) if config.tokens else None
-    memories = prediction.memories(plan)
+    memories = prediction.memories(plan, config.cluster)
     time = step_time(plan, config.cluster)
     known = {} if time else known_parts(plan, config.cluster)
     return Facts(simulation, busiest, rows, memories, cost, time, known, training, compare(plan, config), data_axis)

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from parallelrun.config.schema import ClusterConfig
 from parallelrun.layout import Layout
-from parallelrun.plan import peak, routing, sample_sets
+from parallelrun.plan import device_memory, peak, routing, sample_sets
 from parallelrun.plan.parameters import distinct_parameters
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, once
 from parallelrun.precision import BYTES
 
 CONTROL = "control"
 INT64_BYTES = 8
-LEAVES_OUT = (
+LEAVES_OUT = (  # the first two unless the cluster's constants give them (`device_memory.on_device`)
     "the framework's own memory (CUDA context, communicators)",
     "allocator fragmentation",
     "what kernels and collectives allocate inside",
@@ -225,6 +226,12 @@ def traffic(plan: Plan) -> tuple[int, tuple[TrafficRow, ...]]:
     return busiest, tuple(table)
 
 
-def memories(plan: Plan) -> dict[int, Memory]:
-    """Per pp rank, the Memory of its first rank, which holds most."""
-    return {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in range(plan.mesh.size("pp"))}
+def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memory]:
+    """Per pp rank, the Memory of its first rank, which holds most; with what a device of `cluster` holds besides."""
+    pp_ranks = range(plan.mesh.size("pp"))
+    found: dict[int, Memory] = once(
+        plan.cache, "memories", lambda: {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in pp_ranks}
+    )
+    if cluster is None:
+        return dict(found)
+    return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items()}

@@ -181,9 +181,9 @@ def _memory(found: Facts, config: Config) -> Text:
 def _memory_by_kind(found: Facts) -> Table:
     worst = found.memories[found.heaviest_pp_rank]
     unit, size = byte_unit(worst.total)
-    kinds = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
-    drawn = table(*(f">{kind}" for kind in kinds), "", rule=False, padding=(0, 2, 0, 0))
-    drawn.add_row(*(digits(getattr(worst, kind) / size) for kind in kinds), unit)
+    sizes = {**worst.parts, "total": worst.total}
+    drawn = table(*(f">{kind}" for kind in sizes), "", rule=False, padding=(0, 2, 0, 0))
+    drawn.add_row(*(digits(one / size) for one in sizes.values()), unit)
     return drawn
 
 

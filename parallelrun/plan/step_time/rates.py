@@ -21,8 +21,9 @@ class Rates:
     fused attention reaches. memory_bytes_s: of the device's memory, as reached by simple kernels. kernel_s: from the
     end of a kernel to the begin of the next. operation_s: of the host, to issue one operation. intra_bytes_s,
     inter_bytes_s: of a device's link inside a node and between nodes, as reached by collectives. collective_s: of a
-    collective, whatever it sends; hop_s, message_s: from one rank to the next inside a node, and between nodes. step_s: of a step, beside its blocks and bytes. synchronous: the host computes itself
-    (CPU), so that the time to issue an operation adds to the operation's own.
+    collective, whatever it sends; hop_s, message_s: from one rank to the next inside a node, and between nodes. step_s:
+    of a step, beside its blocks and bytes. synchronous: the host computes itself (CPU), so that the time to issue an
+    operation adds to the operation's own.
     """
 
     peak_flops: float
