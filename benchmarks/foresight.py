@@ -43,7 +43,7 @@ MEGATRON_2021 = Stack(
 STACKS: dict[str, Stack] = {
     "fit_sc21_table1": MEGATRON_2021,
     "dev_vtrain_single_half": MEGATRON_2021,
-    "dev_llmfoundry_a100": Stack(rounded_gradients=True),
+    "dev_llmfoundry_a100": Stack(rounded_gradients=True, attention=0.52),
     "dev_mcore_h100": Stack(
         stops_early=False,
         tensor_overlap=True,
