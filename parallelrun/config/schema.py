@@ -264,6 +264,21 @@ class Config:
         None, "plan: more sections: ranks | stages | schedule | traffic | data_axis | layouts | all"
     )
     tokens: float | None = key(None, "plan: predict the days that this many tokens take", above=0)
+    mtbf_gpu_hours: float | None = key(
+        None, "plan: hours of one GPU between failures that end the training", above=0, plausible=(100, 1e8),
+        unit="hours",
+    )  # fmt: skip
+    checkpoint_gb_s: float | None = key(
+        None, "plan: rate at which all ranks together write or read a checkpoint, while training pauses", above=0,
+        plausible=(0.001, 1e5), unit="GB/s",
+    )  # fmt: skip
+    restart_s: float | None = key(
+        None, "plan: from a failure to the next step, without reading the checkpoint; null: 600", least=0,
+        plausible=(0.1, 1e5), unit="seconds",
+    )  # fmt: skip
+    repair_hours: float | None = key(
+        None, "plan: until a failed node is a spare one; null: 24", least=0, plausible=(0.01, 1e4), unit="hours"
+    )
     plot: str | None = key(None, "plan, explain: draw as NAME.svg (and NAME.csv)")
     profile: list[int] = key(list, "steps that torch.profiler traces, on every rank")
     tracker: str = key("none", "experiment tracker", choices=("none", "tensorboard"))

@@ -136,6 +136,18 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     return weights, gradients, states
 
 
+def checkpoint_bytes(plan: Plan) -> int:
+    """Bytes of a checkpoint, over all ranks: weights, optimizer state and state of the data strategy.
+
+    Each element is saved once, and once more for each replica that trains independently.
+    """
+    trained = plan.spec.num_parameters - plan.spec.num_frozen
+    state = plan.spec.num_parameters + trained * plan.optimizer_states
+    replicas = plan.mesh.size("dp")
+    copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
+    return (state * copies + trained * plan.data.kept_states) * BYTES[plan.precision.stored]
+
+
 def pp_rank_classes(plan: Plan) -> list[list[int]]:
     """Group pp ranks whose ranks send the same and hold the same weights (`peak.alike_key`)."""
     classes: dict[object, list[int]] = {}
