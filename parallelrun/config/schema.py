@@ -161,10 +161,14 @@ class ClusterConfig:
     memory_efficiency: float = key(0.8, "part of the memory's bandwidth that simple kernels reach", above=0, most=1)
     kernel_us: float = key(4.0, "time from one kernel to the next", least=0, plausible=(0.001, 1e4), unit="us")
     operation_us: float = key(
-        20.0, "time of the host to issue an operation", least=0, plausible=(0.001, 1e5), unit="us"
+        10.0, "time of the host to issue an operation", least=0, plausible=(0.001, 1e5), unit="us"
     )
-    link_efficiency: float = key(0.78, "part of a link's bandwidth that collectives reach", above=0, most=1)
+    link_efficiency: float = key(0.78, "part of a link's bandwidth in a host that collectives reach", above=0, most=1)
+    inter_efficiency: float = key(0.9, "part of a port's bandwidth that collectives reach", above=0, most=1)
     collective_us: float = key(30.0, "time of a collective beside its bytes", least=0, plausible=(0.01, 1e6), unit="us")
+    hop_us: float = key(
+        0.0, "time of a collective from rank to rank inside a host", least=0, plausible=(0.001, 1e4), unit="us"
+    )
     step_us: float = key(0.0, "time of a step beside its blocks and bytes", least=0, plausible=(0.01, 1e7), unit="us")
     cores: int | None = key(
         None, "CPU: cores of a host that its ranks share; null: a device for each", least=1, most=COUNT
