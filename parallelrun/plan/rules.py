@@ -23,7 +23,8 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LARGEST = 2**40  # bound of integers without one in the schema: far more than any machine can hold
 DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` bounds them
 _PEAK = Key("", "float", optional=True, above=0)  # a rate
-VERBS = {"detail": ("plan",), "plot": ("plan", "explain"), "tokens": ("plan",)}  # keys that only these verbs read
+# keys that only these verbs read
+VERBS = {"plot": ("plan", "explain"), **dict.fromkeys(("detail", "tokens", "explain", "objective", "days"), ("plan",))}
 
 
 def too_large(config: Config) -> list[Problem]:
@@ -57,7 +58,8 @@ def check(config: Config) -> list[Problem]:
             problems.append(Problem(what, key, "the preset's own name"))
     for key, verbs in VERBS.items():
         value = getattr(config, key)
-        if value is not None and config.verb not in verbs:
+        if value not in (None, False) and config.verb not in verbs:
+            value = "true" if value is True else value
             what = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
             command = f"parallelrun plan ... {key}={value}"
             problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
@@ -70,6 +72,14 @@ def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:
         return []
     what = f"tokens={config.tokens:g}: model={spec.name} reads {spec.kind}, not tokens"
     return [Problem(what, "tokens", "leave tokens out", kind="undefined")]
+
+
+def check_devices(config: Config, given: frozenset[str], servers: int) -> list[Problem]:
+    """Refuse `gpus` where some ranks are servers, which have no device."""
+    if not servers or "gpus" not in given:
+        return []
+    what = f"gpus={config.world} counts a device for every rank, and servers of strategy={config.strategy.name} have none"
+    return [Problem(what, "gpus", f"world={config.world}, servers included", kind="contradiction")]
 
 
 def check_images(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
