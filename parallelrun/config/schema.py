@@ -145,6 +145,12 @@ class ClusterConfig:
     operation_us: float = key(20.0, "time of the host to issue an operation in microseconds", least=0)
     link_efficiency: float = key(0.78, "part of a link's bandwidth that collectives reach", above=0, most=1)
     collective_us: float = key(30.0, "time of a collective beside its bytes in microseconds", least=0)
+    step_us: float = key(0.0, "time of a step beside its blocks and bytes in microseconds", least=0)
+    cores: int | None = key(
+        None, "CPU: cores of a host that its ranks share; null: a device for each", least=1, most=COUNT
+    )
+    thread_efficiency: float = key(0.8, "CPU: what each further thread of a rank adds to its rate", least=0, most=1)
+    convolution_efficiency: float | None = key(None, "part of the peak that convolutions reach", above=0, most=1)
     ps: list[str] | None = key(None, "TensorFlow cluster: host:port of every parameter server")
     worker: list[str] | None = key(None, "TensorFlow cluster: host:port of every worker, worker 0 first")
 

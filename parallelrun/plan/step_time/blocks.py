@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec, LayerSpec
+from parallelrun.plan import sample_sets
+from parallelrun.plan.step_time import host, other_blocks
 from parallelrun.plan.step_time.kernels import attention_s, product_s, streaming_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates
@@ -16,7 +18,7 @@ from parallelrun.precision import BYTES
 from parallelrun.product import Product
 
 PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound", "host"
-TENSOR, EXPERT = "tensor communication", "expert communication"
+TENSOR, EXPERT, STATISTICS = "tensor communication", "expert communication", "statistics communication"
 Parts = dict[str, float]
 
 # Bytes per element that the simple kernels of a transformer block read and write in forward, for 16-bit numbers: norms,
@@ -49,17 +51,24 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
     forward, backward = _products(block, plan, rates), _products(block, plan, rates, backward=True)
     if block.kind == "transformer":
         _add_attention(forward, backward, block, plan, rates, fused)
+    else:
+        _add_convolutions(forward, backward, block, plan, cluster, rates)
     _add_streaming(forward, backward, block, plan, rates)
     several = plan.mesh.size("tp") > 1
     for parts, issued in zip((forward, backward), OPERATIONS.get(block.kind, (4, 4))):
         operations = issued + OPERATIONS_OF_TENSOR_PARALLEL * several
-        parts[HOST] = max(0.0, operations * rates.operation_s - sum(parts.values()))
+        busy = sum(parts.values())
+        parts[HOST] = max(0.0, operations * rates.operation_s - busy)
+    if rates.synchronous:
+        for parts, number in zip((forward, backward), host.operations(block, plan.spec)):
+            parts[HOST] = number * rates.operation_s
     time = BlockTime(forward, backward, _recomputed(block, forward, plan, fused))
     for kind, parts, row, share in _traffic(block, plan, time):
         seconds = collective_s(row, plan, cluster, rates)
         if seconds is None:
             return None
-        parts[kind] = parts.get(kind, 0.0) + share * seconds
+        around = row.calls * host.OF_COLLECTIVE * rates.operation_s if rates.synchronous else 0.0
+        parts[kind] = parts.get(kind, 0.0) + share * (seconds + around)
     return time
 
 
@@ -78,6 +87,9 @@ def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[st
         for row in plan.expert.collectives((block,), plan):
             for parts in used:
                 yield EXPERT, parts, row, 1 / len(used) / plan.batch.microbatches
+    for row in sample_sets.collectives((block,), plan):
+        for parts in (time.forward, time.backward):
+            yield STATISTICS, parts, row, 1 / 2 / plan.batch.microbatches
 
 
 def _recomputed(block: BlockSpec, forward: Parts, plan: Plan, fused: bool) -> Parts:
@@ -136,6 +148,18 @@ def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan
         backward[PRODUCTS] += 2 * seconds
 
 
+def _add_convolutions(
+    forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates
+) -> None:
+    """What of a block's FLOPs no matrix product does."""
+    dense = sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
+    left = block.forward_flops * plan.batch.micro_batch - dense
+    if left > 1e-3 * dense:
+        seconds = other_blocks.convolution_s(left, cluster, rates)
+        forward[PRODUCTS] += seconds
+        backward[PRODUCTS] += 2 * seconds
+
+
 def _add_streaming(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates) -> None:
     tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
     rows, features = plan.tensor.activation_layout(None, plan).local(plan.num_rows, spec.hidden, plan.mesh.sizes)
@@ -147,6 +171,8 @@ def _add_streaming(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan
         logits = plan.num_rows * spec.vocab / tp
         forward[MEMORY_BOUND] = streaming_s(LOGIT_BYTES * logits, 6, rates)
         backward[MEMORY_BOUND] = streaming_s(LOGIT_GRADIENT_BYTES * logits, 3, rates)
+    elif block.kind != "embedding":
+        forward[MEMORY_BOUND], backward[MEMORY_BOUND] = other_blocks.streaming(block, plan, rates)
     else:
         for parts in (forward, backward):
             parts[MEMORY_BOUND] = streaming_s(EMBEDDING_BYTES * rows * features, 4, rates)

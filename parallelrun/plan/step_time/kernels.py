@@ -29,7 +29,8 @@ def product_s(rows: int, inner: int, columns: int, width: int, rates: Rates) -> 
             for high, wide in TILES
         )  # fmt: skip
     ramp = (inner + rates.product_ramp) / inner
-    aligned = max((factor for size, factor in ALIGNMENTS if inner % size or columns % size), default=1.0)
+    factors = () if rates.synchronous else ALIGNMENTS
+    aligned = max((factor for size, factor in factors if inner % size or columns % size), default=1.0)
     computing = flops / (rates.peak_flops * rates.product_efficiency) * ramp * aligned
     moved = width * (rows * inner + inner * columns + rows * columns)
     return max(computing, moved / rates.memory_bytes_s) + rates.kernel_s

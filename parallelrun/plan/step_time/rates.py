@@ -20,7 +20,8 @@ class Rates:
     fused attention reaches. memory_bytes_s: of the device's memory, as reached by simple kernels. kernel_s: from the
     end of a kernel to the begin of the next. operation_s: of the host, to issue one operation. intra_bytes_s,
     inter_bytes_s: of a device's link inside a node and between nodes, as reached by collectives. intra_s, inter_s: of a
-    collective, whatever it sends.
+    collective, whatever it sends. step_s: of a step, beside its blocks and bytes. synchronous: the host computes itself
+    (CPU), so that the time to issue an operation adds to the operation's own.
     """
 
     peak_flops: float
@@ -35,6 +36,8 @@ class Rates:
     inter_bytes_s: float | None
     intra_s: float
     inter_s: float
+    step_s: float = 0.0
+    synchronous: bool = False
 
 
 def rates_of(cluster: ClusterConfig, precision: str) -> Rates | None:
@@ -57,6 +60,8 @@ def rates_of(cluster: ClusterConfig, precision: str) -> Rates | None:
         inter_bytes_s=cluster.inter_gb_s * 1e9 * share if cluster.inter_gb_s else None,
         intra_s=cluster.collective_us * 1e-6,
         inter_s=(cluster.collective_us + (cluster.latency_us or 0.0)) * 1e-6,
+        step_s=cluster.step_us * 1e-6,
+        synchronous=bool(cluster.cores),
     )
 
 

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallelrun.config.schema import ClusterConfig
-from parallelrun.plan import prediction, simulate
+from parallelrun.plan import prediction
+from parallelrun.plan.step_time import cores, other_blocks, servers
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates, missing, rates_of
 from parallelrun.plan.structure import Plan
 
-PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE = (
-    "pipeline communication", "bubble", "data communication", "optimizer", "recompute",
+PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
+    "pipeline communication", "bubble", "data communication", "optimizer", "recompute", "fixed",
 )  # fmt: skip
 OVERLAP = 0.8  # the part of the backward pass under which gradients can travel
 SLOWED = 0.1  # of hidden communication, the part by which it slows down the computation that hides it
@@ -43,20 +44,28 @@ def step_time(plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped
     rates = rates_of(cluster, plan.precision.name)
     if rates is None or why_unknown(plan, cluster):
         return None
+    rates = cores.of_a_rank(rates, plan, cluster)
     stages = _stages(plan, cluster, rates, fused)
     messages = _messages(plan, cluster, rates)
     data = _data(plan, cluster, rates)
     if stages is None or messages is None or data is None:
         return None
-    makespan, busy = _schedule(plan, stages, messages)
+    makespan, busy = _schedule(plan, cluster, stages, messages)
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
-    parts[DATA] = _exposed(plan, data, stages, makespan) if overlapped else sum(data.values())
+    hides = overlapped and not rates.synchronous  # a host that computes itself does nothing beside
+    parts[DATA] = _exposed(plan, data, stages, makespan) if hides else sum(data.values())
     memory = prediction.memory(plan, 0)
     parts[OPTIMIZER] = streaming_s(2 * memory.optimizer + 3 * memory.weights, 20, rates)
+    parts[FIXED] = rates.step_s
+    if plan.servers:
+        exchanged = servers.exchange(plan, cluster, rates, makespan)
+        if exchanged is None:
+            return None
+        parts[DATA], parts[OPTIMIZER] = exchanged
     total = sum(parts.values())
-    tokens = plan.batch.global_batch * plan.spec.seq / total / plan.world
+    tokens = plan.batch.global_batch * max(plan.spec.seq, 1) / total / plan.world
     flops = 3 * plan.spec.forward_flops * plan.batch.global_batch
     mfu = flops / total / plan.num_workers / rates.peak_flops
     shown = {name: seconds for name, seconds in parts.items() if seconds}
@@ -65,10 +74,9 @@ def step_time(plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped
 
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     """Return why the time of a step cannot be predicted; empty if it can."""
-    if plan.servers:
-        return "the time of workers with parameter servers is not predicted"
-    if plan.spec.kind != "tokens" or not plan.spec.forward_flops:
-        return "the time of this kind of model is not predicted"
+    reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
+    if reason:
+        return reason
     absent = missing(cluster, plan.precision.name)
     if not absent and plan.world > (cluster.gpus_per_node or plan.world) and not cluster.inter_gb_s:
         absent = ("inter_gb_s",)
@@ -117,7 +125,7 @@ def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
     return sum(seconds) / plan.batch.microbatches if len(seconds) == len(found) else None
 
 
-def _schedule(plan: Plan, stages: list[_Stage], messages: float) -> tuple[float, float]:
+def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[_Stage], messages: float) -> tuple[float, float]:
     """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works)."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     each = messages * pp / len(stages) / 2
@@ -127,7 +135,7 @@ def _schedule(plan: Plan, stages: list[_Stage], messages: float) -> tuple[float,
         return busy, busy
     half = [seconds / 2 for seconds in backward]
     times = {"F": forward, "B": backward, "I": half, "W": half}
-    return simulate.run(plan, times).makespan, busy
+    return cores.makespan(plan, cluster, times, busy), busy
 
 
 def _parts_of(plan: Plan, stages: list[_Stage]) -> Parts:

@@ -62,7 +62,7 @@ def test_the_parts_are_the_time_in_which_ranks_work(name):
     plan, cluster = planned(*PLANS[name]), composed(*PLANS[name]).config.cluster
     rates = rates_of(cluster, plan.precision.name)
     stages, messages = step._stages(plan, cluster, rates, True), step._messages(plan, cluster, rates)
-    _, busy = step._schedule(plan, stages, messages)
+    _, busy = step._schedule(plan, cluster, stages, messages)
     count = plan.batch.microbatches
     assert sum(step._parts_of(plan, stages).values()) + messages * count == pytest.approx(busy, rel=1e-12)
 
@@ -131,7 +131,7 @@ def test_recomputation_repeats_the_forward_pass_of_the_layers():
         (("model=gpt", "cluster=local"), "cluster.peak_tflops.fp32 is not given"),
         (("model=gpt", "dp=16", "cluster=a100_dgx", "cluster.inter_gb_s=null"), "cluster.inter_gb_s is not given"),
         (("model=gpt", "strategy=ps", "dp=2", "servers=1", "cluster=a100_dgx"), "parameter servers"),
-        (("model=resnet50", "strategy=ddp", "dp=2", "cluster=a100_dgx"), "this kind of model"),
+        (("model=resnet50", "strategy=ddp", "dp=2", "cluster=a100_dgx"), "cluster.convolution_efficiency is not given"),
     ],
 )
 def test_what_cannot_be_predicted_is_said(overrides, reason):

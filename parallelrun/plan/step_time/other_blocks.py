@@ -1,0 +1,41 @@
+"""Seconds of the blocks of models that are no transformers: mlp and image classifiers. Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.config.schema import ClusterConfig
+from parallelrun.model_spec import BlockSpec
+from parallelrun.plan.step_time.kernels import streaming_s
+from parallelrun.plan.step_time.rates import Rates
+from parallelrun.plan.structure import Plan
+from parallelrun.precision import BYTES
+
+# How often simple kernels read or write a tensor that is kept for backward: a norm or an activation function reads and
+# writes it in forward, and reads it, the arriving gradient and the norm's sums in backward.
+FORWARD_PASSES, BACKWARD_PASSES = 3, 5
+
+
+def convolution_s(flops: float, cluster: ClusterConfig, rates: Rates) -> float:
+    """Seconds of convolutions of so many FLOPs. The cluster must give their rate."""
+    assert cluster.convolution_efficiency or not flops, "cluster.convolution_efficiency is not given"
+    return flops / (rates.peak_flops * (cluster.convolution_efficiency or 1.0))
+
+
+def streaming(block: BlockSpec, plan: Plan, rates: Rates) -> tuple[float, float]:
+    """Seconds (forward, backward) of the simple kernels of one microbatch of a block."""
+    kept = (block.saved_elements or 0.0) * plan.batch.micro_batch * BYTES[plan.precision.compute]
+    kernels = 2 * len(block.layers)
+    return streaming_s(FORWARD_PASSES * kept, kernels, rates), streaming_s(BACKWARD_PASSES * kept, 2 * kernels, rates)
+
+
+def has_convolutions(plan: Plan) -> bool:
+    """Whether the model has layers whose weights are more than matrices."""
+    return any(len(parameter.shape) > 3 for parameter in plan.spec.parameters.values())
+
+
+def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
+    """Return why the time of this kind of model is unknown; empty if it is not."""
+    if not plan.spec.forward_flops:
+        return "the model does not say its FLOPs"
+    if has_convolutions(plan) and not cluster.convolution_efficiency:
+        return "cluster.convolution_efficiency is not given, and the model has convolutions"
+    return ""
