@@ -1,4 +1,4 @@
-"""`strategy=auto`, and `plan` without a strategy: whether a search chooses the plan, and what it has chosen. Torch-free.
+"""`strategy=auto`, and `plan` without a strategy: whether a search chooses the plan, and what it chose. Torch-free.
 
 A search compares plans by the predicted time of a step, so the cluster must give the rates of its devices and links.
 """
@@ -6,11 +6,13 @@ A search compares plans by the predicted time of a step, so the cluster must giv
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from parallelrun.config import presets
 from parallelrun.config.schema import Config, StrategyConfig
 from parallelrun.config.strategy_keys import completed
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.plan import no_plan
 from parallelrun.plan.search.result import Found, Search
 from parallelrun.plan.search.search import search
 from parallelrun.plan.step_time.rates import missing
@@ -59,15 +61,18 @@ def base_of(config: Config) -> Config:
     if not config.strategy.searches:
         return config
     name = StrategyConfig().name
-    same = {key: value for key, value in presets.values("strategy", name).items() if key in ("fill_order", "demo")}
-    description = f"chosen by strategy={config.strategy.name}"
-    return replace(config, strategy=replace(config.strategy, name=name, description=description, searches=False, **same))
+    same: dict[str, Any] = {key: presets.values("strategy", name)[key] for key in ("fill_order", "demo")}
+    same["description"] = f"chosen by strategy={config.strategy.name}"
+    return replace(config, strategy=replace(config.strategy, name=name, searches=False, **same))
 
 
 def searched(config: Config, given: frozenset[str], world: int, gpus: int | None = None, keep: int = KEPT) -> Search:
     """Search on `world` ranks. Raises ConfigError where the cluster lacks rates, or no plan is legal and fits."""
     check_rates(config, world)
-    found = search(base_of(config), given - {"strategy"}, world, keep, gpus=gpus)
+    base, held = base_of(config), given - {"strategy"}
+    found = search(base, held, world, keep, gpus=gpus)
+    if not found.best:
+        raise no_plan.error(base, held, found, gpus)
     return found
 
 

@@ -78,7 +78,9 @@ def check_devices(config: Config, given: frozenset[str], servers: int) -> list[P
     """Refuse `gpus` where some ranks are servers, which have no device."""
     if not servers or "gpus" not in given:
         return []
-    what = f"gpus={config.world} counts a device for every rank, and servers of strategy={config.strategy.name} have none"
+    what = (
+        f"gpus={config.world} counts a device for every rank, and servers of strategy={config.strategy.name} have none"
+    )
     return [Problem(what, "gpus", f"world={config.world}, servers included", kind="contradiction")]
 
 
