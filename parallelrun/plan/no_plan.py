@@ -34,9 +34,7 @@ def error(config: Config, given: frozenset[str], found: Search, gpus: int | None
     changes = " or ".join(_changes(config, given, found, finds))
     if found.considered:
         least = found.nearest
-        needs = (
-            f"; the smallest, {' '.join(least.overrides)}, needs {gib(least.heaviest_bytes)} a device" if least else ""
-        )
+        needs = f"; the smallest needs {gib(least.heaviest_bytes)}: {' '.join(least.overrides)}" if least else ""
         has = f" of {gib(config.cluster.memory_gb * 1e9)}" if config.cluster.memory_gb else ""
         what = f"none of {counted(found.considered, 'legal plan')} on {said} fits a device{has}{needs}"
         return ConfigError(Problem(what, "gpus", changes, kind="arithmetic"))
