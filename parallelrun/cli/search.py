@@ -11,10 +11,10 @@ from parallelrun.cli.verbs import print_json
 from parallelrun.config.compose import Composed
 from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan import chosen
+from parallelrun.plan.rules import VERBS
 from parallelrun.plan.search.result import Found
 
 KEPT = 200  # plans, from which the ones that are shown side by side are taken
-_OF_PLAN = ("explain", "objective", "days", "tokens", "detail", "plot")  # keys that only `plan` reads
 
 
 def show(composed: Composed, world: int | None, as_json: bool) -> None:
@@ -51,6 +51,6 @@ def settled(composed: Composed, world: int | None, quiet: bool = False) -> Compo
 def command_of(found: Found, typed: Sequence[str]) -> str:
     """The command that runs a plan which a search has found. typed: the overrides of the search."""
     own = {text.partition("=")[0] for text in found.overrides}
-    dropped = {"strategy", *_OF_PLAN, *own, *(["local_batch"] if "global_batch" in own else [])}
+    dropped = {"strategy", *VERBS, *own, *(["local_batch"] if "global_batch" in own else [])}
     kept = [text for text in typed if text.partition("=")[0] not in dropped]
     return shlex.join(["parallelrun", *kept, *found.overrides])
