@@ -191,7 +191,7 @@ def _nearest(found: Search, config: Config) -> list[tuple[str, Text]]:
     nearest = found.nearest
     gained = timed(found.best[0]).step_s - timed(nearest).step_s
     over = nearest.heaviest_bytes - config.cluster.memory_gb * 1e9
-    lacks = f"{gib(over)} more than a device has" if over > 0 else "so little is left that what is not counted decides"
+    lacks = f"{gib(over)} more than a device has" if nearest.fits == "no" else "so close to all that it may not fit"
     plan, needs = " ".join(nearest.overrides), gib(nearest.heaviest_bytes)
     return [("too large", Text(f"{plan} would be {seconds_text(gained)} faster; it needs {needs}, {lacks}"))]
 
