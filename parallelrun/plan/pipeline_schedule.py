@@ -32,13 +32,15 @@ class PipelineSchedule(AxisStrategy):
     config_class: its keys of `strategy.pipeline`. takes_microbatches: more than one
     microbatch is allowed. takes_virtual_stages: a rank may hold several stages. splits_backward: input and weight
     gradients are computed in separate passes, so hooks of parameters fire for half of them and custom backward
-    functions run twice. virtual_stages: stages per rank.
+    functions run twice. repeats: after as many microbatches as there are stages,
+    every rank goes on in equal rounds, and holds no more. virtual_stages: stages per rank.
     """
 
     config_class: ClassVar[type[PipelineConfig]] = PipelineConfig
     takes_microbatches: ClassVar[bool] = True
     takes_virtual_stages: ClassVar[bool] = False
     splits_backward: ClassVar[bool] = False
+    repeats: ClassVar[bool] = False
 
     virtual_stages: int = 1
 

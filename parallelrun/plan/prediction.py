@@ -7,7 +7,7 @@ ranks is computed once, so 16,384 ranks take no longer than 16 (a test compares 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -148,6 +148,18 @@ def parameter_bytes(
     return weight * stored, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * stored * num_states
 
 
+def checkpoint_bytes(plan: Plan) -> int:
+    """Bytes of a checkpoint, over all ranks: weights, optimizer state and state of the data strategy.
+
+    Each element is saved once, and once more for each replica that trains independently.
+    """
+    trained = plan.spec.num_parameters - plan.spec.num_frozen
+    state = plan.spec.num_parameters + trained * plan.optimizer_states
+    replicas = plan.mesh.size("dp")
+    copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
+    return (state * copies + trained * plan.data.kept_states) * BYTES[plan.precision.stored]
+
+
 def pp_rank_classes(plan: Plan) -> list[list[int]]:
     """Group pp ranks whose ranks send the same and hold the same weights (`peak.alike_key`)."""
     classes: dict[object, list[int]] = {}
@@ -240,10 +252,36 @@ def traffic(plan: Plan) -> tuple[int, tuple[TrafficRow, ...]]:
 
 def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memory]:
     """Per pp rank, the Memory of its first rank, which holds most; with what a device of `cluster` holds besides."""
-    pp_ranks = range(plan.mesh.size("pp"))
-    found: dict[int, Memory] = once(
-        plan.cache, "memories", lambda: {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in pp_ranks}
-    )
+    found = {pp_rank: _memory_of(plan, pp_rank) for pp_rank in range(plan.mesh.size("pp"))}
     if cluster is None:
-        return dict(found)
+        return found
     return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items()}
+
+
+def heaviest(plan: Plan, cluster: ClusterConfig) -> Memory:
+    """The largest of `memories`: of pp ranks with equal blocks and neighbours, the first holds most microbatches."""
+    found = {ranks[0]: _memory_of(plan, ranks[0]) for ranks in pp_rank_classes(plan)}
+    on_device = (device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items())
+    return max(on_device, key=lambda memory: memory.total)
+
+
+def _memory_of(plan: Plan, pp_rank: int) -> Memory:
+    """The Memory of a pp rank's first rank. Where a schedule repeats itself, a shorter step holds as much at its peak;
+    only the batch is smaller."""
+
+    def compute() -> Memory:
+        rank, short = plan.mesh.rank(pp=pp_rank), once(plan.cache, "shortened", lambda: _shortened(plan))
+        found = memory(short, rank)
+        batch = peak.batch_bytes(plan, pp_rank) - peak.batch_bytes(short, pp_rank)
+        return replace(found, temporary=found.temporary + batch)
+
+    return once(plan.cache, ("memory", pp_rank), compute)
+
+
+def _shortened(plan: Plan) -> Plan:
+    """The plan with fewer microbatches, in equal rounds, if its schedule then repeats itself; else the plan."""
+    pp, count = plan.mesh.size("pp"), plan.batch.microbatches
+    rounds = peak.ROUNDS * pp
+    if not plan.pipeline.repeats or count <= rounds or (count % pp and plan.pipeline.virtual_stages > 1):
+        return plan
+    return replace(plan, batch=replace(plan.batch, microbatches=rounds))

@@ -26,7 +26,9 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LARGEST = 2**40  # bound of integers without one in the schema: far more than any machine can hold
 MOST_FLOPS_PER_BYTE = 5000  # of memory bandwidth: ten times that of an H100 in 8 bits
 DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` bounds them
-VERBS = {"detail": ("plan",), "plot": ("plan", "explain"), "tokens": ("plan",)}  # keys that only these verbs read
+OF_GOODPUT = ("mtbf_gpu_hours", "checkpoint_gb_s", "restart_s", "repair_hours")  # the first two are needed
+OF_PLAN = ("detail", "tokens", "explain", "objective", "days", *OF_GOODPUT)
+VERBS = {"plot": ("plan", "explain"), **dict.fromkeys(OF_PLAN, ("plan",))}  # keys that only these verbs read
 
 
 def too_large(config: Config) -> list[Problem]:
@@ -59,13 +61,23 @@ def check(config: Config) -> list[Problem]:
         if not RUN_NAME.fullmatch(name):
             what = f"{key}={name[:80]!r} is part of directory names: it needs 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
             problems.append(Problem(what, key, "the preset's own name"))
+    problems += _goodput(config)
     for key, verbs in VERBS.items():
         value = getattr(config, key)
-        if value is not None and config.verb not in verbs:
+        if value not in (None, False) and config.verb not in verbs:
+            value = "true" if value is True else value
             what = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
             command = f"parallelrun plan ... {key}={value}"
             problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
     return problems
+
+
+def _goodput(config: Config) -> list[Problem]:
+    """Refuse failures without the rate of checkpoints, or the other way round."""
+    given = [key for key in OF_GOODPUT if getattr(config, key) is not None]
+    absent = [key for key in OF_GOODPUT[:2] if key not in given] if given else []
+    examples = {"mtbf_gpu_hours": "mtbf_gpu_hours=50000", "checkpoint_gb_s": "checkpoint_gb_s=20"}
+    return [Problem(f"{given[0]} is given without {key}", key, examples[key]) for key in absent]
 
 
 def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:
@@ -74,6 +86,16 @@ def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:
         return []
     what = f"tokens={config.tokens:g}: model={spec.name} reads {spec.kind}, not tokens"
     return [Problem(what, "tokens", "leave tokens out", kind="undefined")]
+
+
+def check_devices(config: Config, given: frozenset[str], servers: int) -> list[Problem]:
+    """Refuse `gpus` where some ranks are servers, which have no device."""
+    if not servers or "gpus" not in given:
+        return []
+    what = (
+        f"gpus={config.world} counts a device for every rank, and servers of strategy={config.strategy.name} have none"
+    )
+    return [Problem(what, "gpus", f"world={config.world}, servers included", kind="contradiction")]
 
 
 def check_images(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:

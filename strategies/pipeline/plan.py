@@ -81,6 +81,7 @@ class OneFOneB(Schedule):
     """1F1B with flush (PipeDream-Flush): GPipe's bubble with at most pp microbatches in flight."""
 
     kind = "1f1b"
+    repeats = True
     torch_name = "Schedule1F1B"
     orders = staticmethod(orders.one_f_one_b)
     explained = (
@@ -114,6 +115,7 @@ class Interleaved(Schedule):
     """Interleaved 1F1B, as torch's ScheduleInterleaved1F1B: equal rounds of about pp microbatches."""
 
     kind = "interleaved"
+    repeats = True
     torch_name = "ScheduleInterleaved1F1B"
     orders = staticmethod(orders.interleaved)
     explained = (

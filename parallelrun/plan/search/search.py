@@ -148,7 +148,7 @@ class _Searched:
 
     def _found(self, plan: Plan, leaf: Leaf, time: StepTime | None) -> Found:
         group, *chosen = leaf
-        memory = max(prediction.memories(plan, self.cluster).values(), key=lambda memory: memory.total)
+        memory = prediction.heaviest(plan, self.cluster)
         return Found(
             self.legal.space.overrides(group.choice(*chosen)),
             time,
