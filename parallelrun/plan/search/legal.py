@@ -41,6 +41,7 @@ class Group:
     number: int
     tensor: TensorStrategyConfig
     pipeline: PipelineConfig
+    schedule: type[PipelineSchedule]
     virtual_stages: int
     micro_batches: tuple[int, ...]
     datas: tuple[DataStrategyConfig, ...]
@@ -72,15 +73,18 @@ class Legal:
             pipelines = once(self._known, ("pipelines", pp), lambda: self._pipelines(pp))  # noqa: B023
             for ep in self.space.expert_degrees(dp, self.spec):
                 for number, tensor in enumerate(tensors):
-                    for pipeline, virtual_stages in pipelines:
-                        shape = pp, dp, tp, ep, number, tensor, pipeline, virtual_stages
+                    for of_pipeline in pipelines:
+                        shape = pp, dp, tp, ep, number, tensor, *of_pipeline
                         legal = self._legal(Group(*shape, sizes, datas))
                         if legal is not None:
                             yield legal
 
-    def _pipelines(self, pp: int) -> list[tuple[PipelineConfig, int]]:
+    def _pipelines(self, pp: int) -> list[tuple[PipelineConfig, type[PipelineSchedule], int]]:
         """Schedules with their numbers of stages per rank."""
-        return [(one, self._virtual_stages(one, pp)) for one in self.space.pipelines(pp, self.spec)]
+        found = [
+            (one, pipeline_schedule(one.kind if pp > 1 else "none")) for one in self.space.pipelines(pp, self.spec)
+        ]
+        return [(one, schedule, self._virtual_stages(one, schedule, pp)) for one, schedule in found]
 
     def draft(self, group: Group, recompute: str, data: DataStrategyConfig) -> PlanDraft:
         degrees = Degrees(group.pp, group.dp, group.tp, group.ep, device=self._device)
@@ -92,12 +96,14 @@ class Legal:
         draft, batch = self.draft(group, recompute, data), self._batch(group, micro_batch)
         request = replace(self.request(group, draft.config, self.spec), batch=batch)
         sets = draft.sample_sets(request)[0] if self._has_sets else None
-        return draft.plan(request, self.stages(group)[0], sets)
+        plan = draft.plan(request, self.stages(group)[0], sets)
+        key = "weights", plan.tensor, plan.data, plan.mesh, group.virtual_stages, group.pipeline.kind
+        vars(plan)["weights_cache"] = once(self._known, key, dict)
+        return plan
 
     def _legal(self, group: Group) -> Group | None:
         """The group's legal candidates; None where there are none."""
-        pipeline = schedule_of(group)
-        tensor = group.tp, group.number, pipeline.splits_backward
+        tensor = group.tp, group.number, group.schedule.splits_backward
         problems = once(self._known, ("tensor", tensor), lambda: self._of_tensor(group))
         if problems is not None:
             self._count(LAYOUT, len(group.micro_batches) * len(group.datas), problems)
@@ -206,7 +212,7 @@ class Legal:
 
     def stages(self, group: Group) -> tuple[tuple[Stage, ...], list[Problem]]:
         """(the stages, violations)."""
-        pp, number, schedule = group.pp, group.pp * group.virtual_stages, schedule_of(group)
+        pp, number, schedule = group.pp, group.pp * group.virtual_stages, group.schedule
 
         def compute() -> tuple[tuple[Stage, ...], list[Problem]]:
             cuts, problems = once(
@@ -239,20 +245,14 @@ class Legal:
 
     def _classes(self, group: Group, data: str) -> StrategyClasses:
         expert = routing.dispatcher(self.base, self.spec) if group.ep > 1 else None
-        kinds = tensor_strategy(group.tensor.kind), schedule_of(group)
+        kinds = tensor_strategy(group.tensor.kind), group.schedule
         return StrategyClasses(data_strategy(data), *kinds, expert)
 
-    def _virtual_stages(self, pipeline: PipelineConfig, pp: int) -> int:
-        schedule = pipeline_schedule(pipeline.kind)
+    def _virtual_stages(self, pipeline: PipelineConfig, schedule: type[PipelineSchedule], pp: int) -> int:
         if pp == 1 or not schedule.takes_virtual_stages:
             return 1
         default = schedule.default_virtual_stages(pp, partition.num_cuttable(self.spec))
         return pipeline.virtual_stages or default
-
-
-def schedule_of(group: Group) -> type[PipelineSchedule]:
-    """The schedule of a group's plans."""
-    return pipeline_schedule(group.pipeline.kind if group.pp > 1 else "none")
 
 
 def _distinct(spec: ModelSpec) -> ModelSpec:

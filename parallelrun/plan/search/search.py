@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from parallelrun.config.schema import ClusterConfig, Config, DataStrategyConfig
@@ -20,13 +20,42 @@ from parallelrun.plan import cluster_cost, device_memory, prediction, routing, r
 from parallelrun.plan.resolve import spec_of
 from parallelrun.plan.search.bounds import Bounds
 from parallelrun.plan.search.legal import Group, Legal
-from parallelrun.plan.search.result import Found, Removed, Search
+from parallelrun.plan.search.result import MEMORY, Found, Removed, Search
 from parallelrun.plan.search.space import Space
 from parallelrun.plan.step_time.step import Known, StepTime, least_s, step_time_with, why_unknown
 from parallelrun.plan.structure import Memory, Plan
 
-Leaf = tuple[Group, int, str, DataStrategyConfig]  # micro-batch, recompute, data strategy
 NEVER = float("inf")
+MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
+MOST_NEAR = 100  # plans that do not fit and are looked at, the lightest first
+
+
+@dataclass(frozen=True)
+class Row:
+    """Candidates that differ in the data strategy alone. datas: with the bytes that pp rank 0 holds at least, the least
+    first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or fewer."""
+
+    group: Group
+    micro_batch: int
+    recompute: str
+    datas: tuple[tuple[int, DataStrategyConfig], ...]
+    fitting: int
+    kept: int
+    least_s: float = 0.0
+
+
+Leaf = tuple[Row, DataStrategyConfig]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A row, or one of its candidates. is_bounded: its bound contains all communication. time: exact."""
+
+    row: Row
+    data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
+    plan: Plan | None = None
+    is_bounded: bool = False
+    time: StepTime | None = None
 
 
 def search(
@@ -47,8 +76,8 @@ def search(
     space = Space(config, given, world)
     device = config.device if config.device in ("cpu", "cuda") else "cuda" if gpus else "cpu"
     found = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep)
-    found.list()
-    found.find(against)
+    found.survey()
+    found.find()
     return found.result(against)
 
 
@@ -62,95 +91,114 @@ def _spec(space: Space) -> ModelSpec:
     return spec
 
 
-@dataclass
 class _Searched:
-    """A search under way. considered: legal candidates. may_fit: those whose lower bound of memory fits."""
+    """A search under way. considered, may_fit: legal candidates, and those whose lower bound of memory fits."""
 
-    legal: Legal
-    cluster: ClusterConfig
-    keep: int
-    known: Known = field(default_factory=dict)
-    considered: int = 0
-    may_fit: int = 0
-    rows: list[tuple[float, int, Group, int, str, tuple[DataStrategyConfig, ...]]] = field(default_factory=list)
-    heavy: list[tuple[int, int, Leaf]] = field(default_factory=list)  # bytes at least, number, candidate
-    best: list[Found] = field(default_factory=list)
-    unfit: list[Found] = field(default_factory=list)
-    unpriced: dict[str, Found] = field(default_factory=dict)
-    num_unpriced: Counter[str] = field(default_factory=Counter)
-    rank: int = 0
+    def __init__(self, legal: Legal, cluster: ClusterConfig, keep: int):
+        self.legal, self.cluster, self.keep = legal, cluster, keep
+        self.known: Known = {}
+        self.bounds, self.limit = Bounds(legal, cluster, self.known), _most_bytes(cluster)
+        self.most = legal.space.recomputes()[-1]
+        self.considered = self.may_fit = 0
+        self.rows: list[Row] = []
+        self.fitting: list[Found] = []
+        self.unfit: list[Found] = []
+        self.unpriced: list[Found] = []
+        self.num_unpriced: Counter[str] = Counter()
+        self.is_counted = False
 
-    def __post_init__(self) -> None:
-        self.bounds = Bounds(self.legal, self.cluster, self.known)
-        self.limit = _most_bytes(self.cluster)
-
-    def list(self) -> None:
-        """Look at all candidates: `rows` of those that may fit, `heavy` for the lightest of each row that do not."""
-        number, recomputes = count(), self.legal.space.recomputes()
+    def survey(self) -> None:
+        """Look at all candidates, by lower bounds alone."""
+        recomputes = self.legal.space.recomputes()
         for group in self.legal.groups():
-            held = sorted((self.bounds.held_bytes(group, one), next(number), one) for one in group.datas)
-            for micro_batch in group.micro_batches:
+            held = sorted(((self.bounds.held_bytes(group, one), one) for one in group.datas), key=lambda item: item[0])
+            for size in group.micro_batches:
+                flight = self.bounds.in_flight(group, size)
                 for recompute in recomputes:
-                    kept = self.bounds.kept_bytes(group, micro_batch, recompute)
-                    fitting = tuple(data for size, _, data in held if size + kept <= self.limit)
-                    self.may_fit += len(fitting)
-                    if fitting:
-                        least = self.bounds.least_s(group, micro_batch, recompute)
-                        self.rows.append((least, next(number), group, micro_batch, recompute, fitting))
-                    if len(fitting) < len(held):
-                        size, _, data = held[len(fitting)]
-                        self.heavy.append((size + kept, next(number), (group, micro_batch, recompute, data)))
-            self.considered += len(held) * len(group.micro_batches) * len(recomputes)
+                    kept = flight * self.bounds.kept_bytes(group, size, recompute)
+                    fitting = sum(one + kept <= self.limit for one, _ in held)
+                    least = self._least_s(group, size, recompute) if fitting else 0.0
+                    self.rows.append(Row(group, size, recompute, tuple(held), fitting, kept, least))
+                    self.considered += len(held)
+                    self.may_fit += fitting
 
-    def find(self, against: float | None) -> None:
-        """Price candidates, the ones with the least bound first, until `best` is known."""
-        for time, plan, leaf in self._priced():
-            if len(self.best) >= self.keep and time.step_s > (self.best[-1].time or time).step_s:
-                break
+    def _least_s(self, group: Group, micro_batch: int, recompute: str) -> float:
+        forward, backward, again = self.bounds.seconds(group, micro_batch)
+        backward += again if recompute == self.most else 0.0
+        microbatches = self.legal.space.global_batch // group.dp // micro_batch
+        return max(
+            head * forward + work * microbatches * (forward + backward) + tail * backward
+            for head, work, tail in self.bounds.paths(group)
+        )
+
+    def find(self) -> None:
+        """Price candidates, the ones with the least bound first, until those in front are the best."""
+        if self._leaves_all():
+            return
+        self.is_counted = self.may_fit <= MOST_COUNTED
+        for plan, leaf, time in self._priced():
+            if not self.is_counted and len(self.fitting) >= self.keep:
+                slowest = self.fitting[self.keep - 1].time
+                if slowest and time.step_s > slowest.step_s:
+                    break
             found = self._found(plan, leaf, time)
-            (self.best if _is_fit(found, self.cluster) else self.unfit).append(found)
+            (self.fitting if _is_fit(found, self.cluster) else self.unfit).append(found)
 
-    def _priced(self) -> Iterator[tuple[StepTime, Plan, Leaf]]:
+    def _leaves_all(self) -> bool:
+        """Whether no plan can be priced, for a reason that does not depend on the plan."""
+        row = next((row for row in self.rows if row.fitting), None)
+        if row is None or not why_unknown(plan := self._plan(row, row.datas[0][1]), self.cluster):
+            return False
+        self._leave(plan, (row, row.datas[0][1]))
+        self.num_unpriced[why_unknown(plan, self.cluster)] = self.may_fit
+        return True
+
+    def _priced(self) -> Iterator[tuple[Plan, Leaf, StepTime]]:
         """The candidates that may fit, the fastest first."""
         number = count()
-        heap: list[tuple[float, int, int, tuple]] = [(row[0], 0, next(number), row[2:]) for row in self.rows]
+        heap: list[tuple[float, int, _Waiting]] = []
+        for row in self.rows:
+            if row.fitting:
+                heap.append((row.least_s, next(number), _Waiting(row)))
         heapq.heapify(heap)
         while heap:
-            _, stage, _, item = heapq.heappop(heap)
-            if stage == 0:
-                group, micro_batch, recompute, datas = item
-                plan = self.legal.plan(group, micro_batch, recompute, datas[0])
-                least = least_s(self.known, plan, self.cluster)
-                heapq.heappush(heap, (least or 0.0, 1, next(number), item))
-            elif stage == 1:
-                group, micro_batch, recompute, datas = item
-                for data in datas:
-                    plan = self.legal.plan(group, micro_batch, recompute, data)
-                    time = step_time_with(self.known, plan, self.cluster, least=True)
-                    leaf = group, micro_batch, recompute, data
-                    if time is None:
-                        self._unpriced(plan, leaf)
-                    else:
-                        heapq.heappush(heap, (time.step_s, 2, next(number), (plan, leaf)))
-            elif stage == 2:
-                plan, leaf = item
-                time = step_time_with(self.known, plan, self.cluster)
-                assert time is not None
-                heapq.heappush(heap, (time.step_s, 3, next(number), (time, plan, leaf)))
-            else:
-                yield item
+            _, _, one = heapq.heappop(heap)
+            if one.plan is not None and one.time is not None:
+                yield one.plan, (one.row, one.data), one.time
+                continue
+            for seconds, closer in self._closer(one):
+                heapq.heappush(heap, (seconds, next(number), closer))
 
-    def _unpriced(self, plan: Plan, leaf: Leaf) -> None:
-        reason = why_unknown(plan, self.cluster)
-        self.num_unpriced[reason] += 1
-        if reason not in self.unpriced:
-            self.unpriced[reason] = self._found(plan, leaf, None)
+    def _closer(self, one: _Waiting) -> list[tuple[float, _Waiting]]:
+        """What waits instead, with closer bounds: the candidates of a row, a candidate with its data communication,
+        a candidate with its time."""
+        if one.plan is None:
+            plans = [(data, self._plan(one.row, data)) for _, data in one.row.datas[: one.row.fitting]]
+            bounds = [(least_s(self.known, plan, self.cluster) or 0.0, data, plan) for data, plan in plans]
+            return [(seconds, _Waiting(one.row, data, plan)) for seconds, data, plan in bounds]
+        time = step_time_with(self.known, one.plan, self.cluster, least=not one.is_bounded)
+        if time is None:
+            self._leave(one.plan, (one.row, one.data))
+            return []
+        if one.is_bounded:
+            return [(time.step_s, replace(one, time=time))]
+        return [(time.step_s, replace(one, is_bounded=True))]
+
+    def _plan(self, row: Row, data: DataStrategyConfig) -> Plan:
+        return self.legal.plan(row.group, row.micro_batch, row.recompute, data)
+
+    def _leave(self, plan: Plan, leaf: Leaf) -> None:
+        """Take down a plan that cannot be priced."""
+        found = why_unknown(plan, self.cluster)
+        if found not in self.num_unpriced:
+            self.unpriced.append(self._found(plan, leaf, None))
+        self.num_unpriced[found] += 1
 
     def _found(self, plan: Plan, leaf: Leaf, time: StepTime | None) -> Found:
-        group, *chosen = leaf
+        row, data = leaf
         memory = prediction.heaviest(plan, self.cluster)
         return Found(
-            self.legal.space.overrides(group.choice(*chosen)),
+            self.legal.space.overrides(row.group.choice(row.micro_batch, row.recompute, data)),
             time,
             memory.total,
             cluster_cost.fits(memory, self.cluster),
@@ -158,16 +206,54 @@ class _Searched:
             "" if time else why_unknown(plan, self.cluster),
         )
 
+    def _nearest(self, best: Found | None) -> Found | None:
+        """The plan that misses least of those that do not fit and are faster than the best."""
+        limit = best.time.step_s if best and best.time else NEVER
+        near = [one for one in self.unfit if one.time and one.time.step_s < limit]
+        nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
+        heavy = [(row.datas[row.fitting][0] + row.kept, index, row.fitting)
+                 for index, row in enumerate(self.rows) if row.fitting < len(row.datas)]  # fmt: skip
+        heapq.heapify(heavy)
+        for _ in range(MOST_NEAR):
+            if not heavy or (nearest and heavy[0][0] >= nearest.heaviest_bytes):
+                break
+            _, index, number = heapq.heappop(heavy)
+            row = self.rows[index]
+            if number + 1 < len(row.datas):
+                heapq.heappush(heavy, (row.datas[number + 1][0] + row.kept, index, number + 1))
+            data = row.datas[number][1]
+            plan = self._plan(row, data)
+            least = step_time_with(self.known, plan, self.cluster, least=True)
+            time = step_time_with(self.known, plan, self.cluster) if least and least.step_s < limit else None
+            if time and time.step_s < limit:
+                found = self._found(plan, (row, data), time)
+                nearest = min((one for one in (nearest, found) if one), key=lambda one: one.heaviest_bytes)
+        return nearest
+
     def result(self, against: float | None) -> Search:
+        ordered = sorted(self.fitting, key=_order)
+        best = tuple(ordered[: self.keep])
+        examples, space = self.legal.examples, self.legal.space
+        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.may_fit
         removed = [
-            Removed(rule, number, self.legal.examples[rule].what, self.legal.examples[rule].suggestion)
+            Removed(rule, number, examples[rule].what, examples[rule].suggestion)
             for rule, number in self.legal.removed.items()
         ]
-        best = tuple(sorted(self.best, key=_order))[: self.keep]
+        nearest = self._nearest(best[0] if best else None)
+        if fitting < self.considered:
+            removed.append(Removed(MEMORY, self.considered - fitting, " ".join(nearest.overrides) if nearest else ""))
         return Search(
-            self.legal.space.world, self.legal.space.global_batch, self.considered, self.may_fit, best, None,
-            tuple(self.unpriced.values()), dict(self.num_unpriced), tuple(removed), None,
+            space.world, space.global_batch, self.considered, fitting, self.is_counted, best, nearest,
+            tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda one: -one.candidates)),
+            self._rank(ordered, against),
         )  # fmt: skip
+
+    def _rank(self, ordered: Sequence[Found], against: float | None) -> int | None:
+        if against is None:
+            return None
+        if self.is_counted:
+            return 1 + sum(one.time.step_s < against for one in ordered if one.time)
+        return 1 + sum(row.fitting for row in self.rows if row.least_s < against)
 
 
 def _is_fit(found: Found, cluster: ClusterConfig) -> bool:

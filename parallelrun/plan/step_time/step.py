@@ -60,7 +60,7 @@ def step_time_with(
     rates = cores.of_a_rank(rates, plan, cluster)
     stages = stages_of(plan, cluster, rates, stack, known)
     messages = messages_of(plan, cluster, rates, stack, known)
-    data = once(known, ("data", _of_weights(plan)), lambda: _data(plan, cluster, rates, stack))
+    data = once(known, ("data", _of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
     if stages is None or messages is None or data is None:
         return None
     key = "schedule", least, plan.pipeline, plan.batch.microbatches, _of_stages(plan)
@@ -69,8 +69,9 @@ def step_time_with(
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
     parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
-    held = once(known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0)))
-    weights, _, states = held
+    weights, _, states = once(
+        known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0))
+    )
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
     parts[FIXED] = rates.step_s
     if plan.servers:
@@ -118,10 +119,8 @@ def _of_stages(plan: Plan) -> object:
 
 
 def _of_weights(plan: Plan) -> object:
-    """What the bytes of weights and the traffic of gradients depend on."""
-    return (
-        plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.batch.microbatches, plan.servers,
-    )  # fmt: skip
+    """What the bytes of weights and optimizer state depend on, and with the microbatches the traffic of gradients."""
+    return plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
 
 
 @dataclass(frozen=True)
