@@ -54,7 +54,8 @@ def _keys() -> list[dict[str, str]]:
     rows = []
     for key in known_keys().values():
         limits = [f"{sign}{getattr(key, name)}" for name, sign in bounds if getattr(key, name) is not None]
-        values = " | ".join(key.choices) or " ".join([key.kind, ", ".join(limits)]).strip()
+        plausible = f"{key.plausible[0]:g} to {key.plausible[1]:g} {key.unit}" if key.plausible else ", ".join(limits)
+        values = " | ".join(key.choices) or f"{key.kind} {plausible}".strip()
         if not key.is_of_presets:
             rows.append({"name": key.name, "values": values, "description": key.help})
     return rows

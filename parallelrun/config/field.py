@@ -18,16 +18,19 @@ def key(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    plausible: tuple[float, float] | None = None,
+    unit: str = "",
     choices: tuple[str, ...] = (),
     of_degrees: bool = False,
 ) -> Any:
     """A field of the configuration; a callable default is a factory.
 
-    Bounds: at least `least`, greater than `above`, at most `most`, less than `below`, one of `choices`. of_degrees: a
+    Bounds: at least `least`, greater than `above`, at most `most`, less than `below`, one of `choices`. plausible: the
+    least and the most that a machine has, in `unit`; a value outside is in another unit (`config.units`). of_degrees: a
     value suits certain degrees only, so a run that continues another under other degrees does not take it over.
     """
     bounds = dict(least=least, above=above, most=most, below=below, choices=choices)
-    metadata = dict(help=help, **bounds, of_degrees=of_degrees)
+    metadata = dict(help=help, **bounds, plausible=plausible, unit=unit, of_degrees=of_degrees)
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

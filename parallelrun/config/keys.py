@@ -66,6 +66,8 @@ class Key:
     above: float | None = None
     most: float | None = None
     below: float | None = None
+    plausible: tuple[float, float] | None = None
+    unit: str = ""
     choices: tuple[str, ...] = ()
     of_degrees: bool = False
 

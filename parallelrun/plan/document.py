@@ -11,6 +11,7 @@ from parallelrun.plan.advice import warnings
 from parallelrun.plan.data_axis import DataAxis
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import backend_of_axis, ranks_per_node
+from parallelrun.plan.step_time.step import why_unknown
 from parallelrun.plan.structure import WORLD, Memory, Plan
 
 MOST_LINKED_RANKS = 64  # links are listed for at most this many ranks
@@ -73,6 +74,7 @@ def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, 
         },
         "cost": asdict(found.cost),
         "time": asdict(found.time) if found.time else None,
+        "time_unknown": {"why": why_unknown(plan, cluster), "at_least": found.known_parts} if not found.time else None,
         "training": asdict(found.training) if found.training else None,
         "layouts": asdict(found.layouts) if found.layouts else None,
         "data_axis": _data_axis(found.data_axis) if found.data_axis else None,

@@ -9,6 +9,7 @@ from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.compare import Comparison, compare
 from parallelrun.plan.data_axis import DataAxis, agreed, costs
+from parallelrun.plan.step_time.partial import known_parts
 from parallelrun.plan.step_time.step import StepTime, step_time
 from parallelrun.plan.structure import Memory, Plan
 
@@ -17,7 +18,8 @@ from parallelrun.plan.structure import Memory, Plan
 class Facts:
     """The results of every computation about a plan.
 
-    cost: bounds at peak rates. time: the prediction, if the cluster gives the rates for it.
+    cost: bounds at peak rates. time: the prediction, if the cluster gives the rates for it; else known_parts: what
+    parts of it take at least, in seconds.
     memories: per pp rank, of its rank that holds most. training: the time for `tokens` tokens, if they are given.
     layouts, data_axis: the tensor layouts and the data strategies compared, if there is something to compare.
     """
@@ -28,6 +30,7 @@ class Facts:
     memories: dict[int, Memory]
     cost: cluster_cost.Cost
     time: StepTime | None
+    known_parts: dict[str, float]
     training: cluster_cost.TrainingTime | None
     layouts: Comparison | None
     data_axis: DataAxis | None
@@ -49,7 +52,8 @@ def facts(plan: Plan, config: Config) -> Facts:
     training = cluster_cost.training_time(plan, config.cluster, cost, config.tokens) if config.tokens else None
     memories = prediction.memories(plan)
     time = step_time(plan, config.cluster)
-    return Facts(simulation, busiest, rows, memories, cost, time, training, compare(plan, config), data_axis)
+    known = {} if time else known_parts(plan, config.cluster)
+    return Facts(simulation, busiest, rows, memories, cost, time, known, training, compare(plan, config), data_axis)
 
 
 def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:

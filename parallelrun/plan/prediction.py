@@ -105,14 +105,18 @@ def memory(plan: Plan, rank: int) -> Memory:
         return plan.data.server_memory(rank - plan.num_workers, plan)
     coordinate = plan.mesh.coordinate(rank)
     pp_rank = coordinate["pp"]
-    key = "held", peak.alike_key(plan, pp_rank), peak.within_stage(coordinate)
-    weights, gradients, states = once(plan.cache, key, lambda: _held_bytes(plan, coordinate))
+    weights, gradients, states = held_bytes(plan, coordinate)
     moment = peak.Walk(plan, pp_rank, coordinate).worst()
     return Memory(weights, gradients + moment.gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
 
 
-def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
+def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state that a rank holds throughout a step."""
+    key = "held", peak.alike_key(plan, coordinate["pp"]), peak.within_stage(coordinate)
+    return once(plan.cache, key, lambda: _held_bytes(plan, coordinate))
+
+
+def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     data, pp_rank, is_combined = plan.data, coordinate["pp"], plan.mesh.size("dp") > 1
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
     num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states

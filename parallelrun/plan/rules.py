@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from math import isfinite
 from operator import attrgetter, ge, gt, le, lt
 from typing import Any
 
 from parallelrun.config.keys import Key, known_keys
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.config.strategy_keys import completed
+from parallelrun.config.units import implausible
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
+from parallelrun.plan.cluster_cost import peak_flops
 from parallelrun.plan.load import tensor_strategy
 from parallelrun.plan.optimizers import OPTIMIZERS, check_lr_scale
 from parallelrun.precision import TABLE
@@ -21,8 +24,8 @@ from parallelrun.wording import DETAILS, did_you_mean, one_of
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LARGEST = 2**40  # bound of integers without one in the schema: far more than any machine can hold
+MOST_FLOPS_PER_BYTE = 5000  # of memory bandwidth: ten times that of an H100 in 8 bits
 DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` bounds them
-_PEAK = Key("", "float", optional=True, above=0)  # a rate
 VERBS = {"detail": ("plan",), "plot": ("plan", "explain"), "tokens": ("plan",)}  # keys that only these verbs read
 
 
@@ -45,6 +48,7 @@ def check(config: Config) -> list[Problem]:
     problems = out_of_bounds(config) + one_of("optimizer", config.optimizer.name, OPTIMIZERS)
     problems += _betas(list(config.optimizer.betas)) + check_lr_scale(config) + _profile(config)
     problems += _peaks(config.cluster.peak_tflops)
+    problems += [] if problems else _balance(config.cluster)
     for section in config.detail.split(",") if config.detail is not None else ():
         problems += one_of("detail", section, (*DETAILS, "all"))
     if config.name is not None and not RUN_NAME.fullmatch(config.name):
@@ -120,9 +124,11 @@ def _outside(key: Key, name: str, value: Any) -> list[Problem]:
     limits = [(word, holds, bound) for word, holds, bound in bounds if bound is not None]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
     if not limits or (is_number and all(holds(value, bound) for _, holds, bound in limits)):
-        return []
+        return implausible(key, name, value)
     inside = key.least if key.least is not None else 1.0 if key.below is None and key.most is None else 0.5
     what = f"{name}={value} is not a finite number {' and '.join(f'{word} {bound}' for word, _, bound in limits)}"
+    if key.most == 1 and is_number and 1 < value <= 100:
+        return [Problem(f"{what}; {value:g} % are {value / 100:g}", name, f"{name}={value / 100:g}")]
     return [Problem(what, name, f"{name}={_default(name, inside)}")]
 
 
@@ -144,14 +150,28 @@ def _profile(config: Config) -> list[Problem]:
 def _peaks(given: Any) -> list[Problem]:
     """Check `cluster.peak_tflops`: one rate, or one per precision."""
     key = "cluster.peak_tflops"
+    peak = replace(known_keys()[key], kind="float")
     if not isinstance(given, Mapping):
-        return _outside(_PEAK, key, given)
+        return _outside(peak, key, given)
     unknown = [name for name in given if name not in TABLE]
     problems = [
         Problem(f"{key} has no {name}; it is one of {', '.join(TABLE)}", key, f"{key}.{did_you_mean(name, TABLE)}")
         for name in map(str, unknown)
     ]
-    return problems + [p for name in TABLE for p in _outside(_PEAK, f"{key}.{name}", given.get(name))]
+    return problems + [p for name in TABLE for p in _outside(peak, f"{key}.{name}", given.get(name))]
+
+
+def _balance(cluster: ClusterConfig) -> list[Problem]:
+    """Refuse a memory's bandwidth in TB/s: each rate may be plausible while their ratio is not."""
+    peak, key = max((peak_flops(cluster, name) or 0.0 for name in TABLE), default=0.0), "cluster.memory_gb_s"
+    rate = cluster.memory_gb_s
+    if not rate or peak / (rate * 1e9) <= MOST_FLOPS_PER_BYTE:
+        return []
+    what = (
+        f"{key}={rate:g}: a device of {peak / 1e12:g} TFLOP/s computes {peak / (rate * 1e9):,.0f} FLOPs for each byte"
+    )
+    fix = f"{key}={rate * 1e3:g}"
+    return [Problem(f"{what} that it reads, where at most {MOST_FLOPS_PER_BYTE:,} are plausible", key, fix)]
 
 
 def _betas(betas: list[float]) -> list[Problem]:

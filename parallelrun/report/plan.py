@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +15,8 @@ from parallelrun.plan.document import backends, experts, server_rows
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.prediction import TrafficRow
-from parallelrun.plan.step_time.step import StepTime, why_unknown
+from parallelrun.plan.step_time.rates import not_given
+from parallelrun.plan.step_time.step import why_unknown
 from parallelrun.plan.structure import Plan
 from parallelrun.report import plan_details
 from parallelrun.report.figures import (
@@ -87,7 +90,7 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("traffic", _traffic(plan, found, most)),
         ("", ""),
         ("cost", Text(_cost(plan, config, found))),
-        *([("time", Text(_time(plan, config, found.time)))] if found.cost.compute_s else []),
+        *([("time", Text(_time(plan, config, found)))] if found.cost.compute_s or found.known_parts else []),
         *([("training", Text(_training(found)))] if found.training else []),
         ("", ""),
     ]
@@ -243,8 +246,7 @@ def _cost(plan: Plan, config: Config, found: Facts) -> str:
     if cost.hardware_flops > cost.model_flops:
         text += f", {flops_text(cost.hardware_flops)} with recompute={plan.recompute}"
     if cost.compute_s is None:
-        given = f"no peak rate of {name} (cluster.peak_tflops.{name})" if config.cluster.peak_tflops else "no rates"
-        return f"{text}\ntime: unknown, because the cluster gives {given}; try cluster=a100_80gb"
+        return f"{text}\ntime unknown: {not_given(plan, config.cluster)}; try cluster=a100_80gb"
     peak = f"{(cluster_cost.peak_flops(config.cluster, name) or 0) / 1e12:g} TFLOP/s"
     text += f"\ncomputation takes {seconds_text(cost.compute_s)}, bubble included, at the peak rate of {name} ({peak})"
     if cost.step_s is None or cost.communication_s is None:
@@ -259,19 +261,25 @@ def _cost(plan: Plan, config: Config, found: Facts) -> str:
     )
 
 
-def _time(plan: Plan, config: Config, time: StepTime | None) -> str:
+def _time(plan: Plan, config: Config, found: Facts) -> str:
     """Return the predicted time of a step and the parts that it consists of."""
+    time = found.time
     if time is None:
-        return f"not predicted: {why_unknown(plan, config.cluster)}"
-    parts = sorted(time.parts.items(), key=lambda part: -part[1])[:MOST_PARTS]
-    others = time.step_s - sum(seconds for _, seconds in parts)
-    if len(time.parts) > MOST_PARTS:
-        parts.append(("others", others))
+        known = f"\nat least {_sum_text(found.known_parts)}" if found.known_parts else ""
+        return f"not predicted: {why_unknown(plan, config.cluster)}{known}"
     return (
         f"a step takes about {seconds_text(time.step_s)} ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}): "
-        f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.0%} of the peak\n= "
-        + " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts)
+        f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.0%} of the peak\n"
+        f"= {_sum_text(time.parts)}"
     )
+
+
+def _sum_text(parts: Mapping[str, float]) -> str:
+    """Return the longest parts and the sum of the others."""
+    shown = sorted(parts.items(), key=lambda part: -part[1])
+    if len(shown) > MOST_PARTS:
+        shown[MOST_PARTS:] = [("others", sum(seconds for _, seconds in shown[MOST_PARTS:]))]
+    return " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in shown)
 
 
 def _training(found: Facts) -> str:

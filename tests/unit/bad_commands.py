@@ -361,6 +361,12 @@ cluster=a100
 cluster=dgx
 cluster.nodes=0
 cluster.memory_gb=-1
+cluster.memory_gb=80000
+cluster.intra_gb_s=0
+cluster.inter_gb_s=200
+cluster.peak_tflops=312e12
+cluster.latency_us=5e-6
+cluster.link_efficiency=78
 cluster.ps=[localhost]
 strategy=ddp cluster.ps=[localhost:2222] cluster.worker=[localhost:2223]
 strategy=ps cluster.worker=[localhost:2223]

@@ -37,5 +37,5 @@ def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     if not plan.spec.forward_flops:
         return "the model does not say its FLOPs"
     if has_convolutions(plan) and not cluster.convolution_efficiency:
-        return "cluster.convolution_efficiency is not given, and the model has convolutions"
+        return "the model has convolutions, and cluster.convolution_efficiency is not given"
     return ""

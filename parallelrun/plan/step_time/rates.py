@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan.cluster_cost import peak_flops
+from parallelrun.plan.structure import Plan
 
 NEEDED = ("memory_gb_s", "intra_gb_s")
 
@@ -69,3 +70,12 @@ def missing(cluster: ClusterConfig, precision: str) -> tuple[str, ...]:
     """The `cluster` keys without which the time of a step is unknown."""
     peak = () if peak_flops(cluster, precision) else (f"peak_tflops.{precision}",)
     return (*peak, *(key for key in NEEDED if not getattr(cluster, key)))
+
+
+def not_given(plan: Plan, cluster: ClusterConfig) -> str:
+    """Return which keys are missing to predict the plan's time, as a clause; empty if none is."""
+    absent = missing(cluster, plan.precision.name)
+    if plan.world > (cluster.gpus_per_node or plan.world) and not cluster.inter_gb_s:
+        absent = (*absent, "inter_gb_s")
+    names = " and ".join(", ".join(f"cluster.{key}" for key in absent).rsplit(", ", 1))
+    return f"{names} {'is' if len(absent) == 1 else 'are'} not given" if absent else ""

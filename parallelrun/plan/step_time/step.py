@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
+from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction
 from parallelrun.plan.step_time import cores, other_blocks, servers
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
-from parallelrun.plan.step_time.rates import Rates, missing, rates_of
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
+from parallelrun.plan.structure import Plan, once
 
 PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
     "pipeline communication", "bubble", "data communication", "optimizer", "recompute", "fixed",
@@ -36,28 +39,44 @@ class StepTime:
     parts: Mapping[str, float]
 
 
+Known = dict[object, Any]
+
+
 def step_time(plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped: bool = True) -> StepTime | None:
     """Predict a step; None for the reasons that `why_unknown` gives.
 
     fused: attention keeps no scores. overlapped: the data strategy communicates while backward computes.
     """
+    return step_time_with({}, plan, cluster, fused, overlapped)
+
+
+def step_time_with(
+    known: Known, plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped: bool = True
+) -> StepTime | None:
+    """`step_time` of one of many plans. known: parts that plans share, by what they depend on; it is filled.
+
+    Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
+    optimizer, cluster and partition.
+    """
     rates = rates_of(cluster, plan.precision.name)
     if rates is None or why_unknown(plan, cluster):
         return None
     rates = cores.of_a_rank(rates, plan, cluster)
-    stages = _stages(plan, cluster, rates, fused)
-    messages = _messages(plan, cluster, rates)
-    data = _data(plan, cluster, rates)
+    stages = stages_of(plan, cluster, rates, fused, known)
+    messages = messages_of(plan, cluster, rates, known)
+    data = once(known, ("data", _of_weights(plan)), lambda: _data(plan, cluster, rates))
     if stages is None or messages is None or data is None:
         return None
-    makespan, busy = _schedule(plan, cluster, stages, messages)
+    key = "schedule", plan.pipeline, plan.batch.microbatches, _of_stages(plan)
+    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages))
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
     hides = overlapped and not rates.synchronous  # a host that computes itself does nothing beside
     parts[DATA] = _exposed(plan, data, stages, makespan) if hides else sum(data.values())
-    memory = prediction.memory(plan, 0)
-    parts[OPTIMIZER] = streaming_s(2 * memory.optimizer + 3 * memory.weights, 20, rates)
+    held = once(known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0)))
+    weights, _, states = held
+    parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
     parts[FIXED] = rates.step_s
     if plan.servers:
         exchanged = servers.exchange(plan, cluster, rates, makespan)
@@ -75,16 +94,33 @@ def step_time(plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     """Return why the time of a step cannot be predicted; empty if it can."""
     reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
-    if reason:
-        return reason
-    absent = missing(cluster, plan.precision.name)
-    if not absent and plan.world > (cluster.gpus_per_node or plan.world) and not cluster.inter_gb_s:
-        absent = ("inter_gb_s",)
-    return f"cluster.{absent[0]} is not given" if absent else ""
+    return reason or not_given(plan, cluster)
+
+
+def _of_blocks(plan: Plan) -> object:
+    """What the time of a block depends on."""
+    inner = tuple((axis, plan.mesh.size(axis)) for name in ("ep", "tp") for axis in plan.mesh.mesh_dims_of(name))
+    shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
+    return (
+        plan.tensor, plan.expert, inner, plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward,
+        plan.world, shared,
+    )  # fmt: skip
+
+
+def _of_stages(plan: Plan) -> object:
+    """What the time of a microbatch on every stage depends on, and that of the messages between them."""
+    return plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), _of_blocks(plan)
+
+
+def _of_weights(plan: Plan) -> object:
+    """What the bytes of weights and the traffic of gradients depend on."""
+    return (
+        plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.batch.microbatches, plan.servers,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Stage:
+class StageTime:
     """Seconds of one microbatch. parts: of both passes together."""
 
     forward: float
@@ -92,17 +128,25 @@ class _Stage:
     parts: Parts
 
 
-def _stages(plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool) -> list[_Stage] | None:
-    known: dict[str, BlockTime | None] = {}
+def stages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool, known: Known) -> list[StageTime] | None:
+    """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
+
+    def compute() -> list[StageTime] | None:
+        times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
+        return _stages(plan, times, lambda block: block_time(block, plan, cluster, rates, fused))
+
+    return once(known, ("stages", _of_stages(plan)), compute)
+
+
+def _stages(
+    plan: Plan, times: dict[object, Any], time_of: Callable[[BlockSpec], BlockTime | None]
+) -> list[StageTime] | None:
     stages = []
     for stage in plan.stages:
         forward = backward = 0.0
         parts: Parts = defaultdict(float)
         for name in stage.blocks:
-            alike = plan.spec.first_alike[name]
-            if alike not in known:
-                known[alike] = block_time(plan.spec.block(name), plan, cluster, rates, fused)
-            time = known[alike]
+            time = once(times, plan.spec.first_alike[name], partial(time_of, plan.spec.block(name)))
             if time is None:
                 return None
             again = sum(time.again.values())
@@ -110,22 +154,25 @@ def _stages(plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool) -> li
             backward += sum(time.backward.values()) + again
             for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
                 parts[kind] += seconds
-        stages.append(_Stage(forward, backward, dict(parts)))
+        stages.append(StageTime(forward, backward, dict(parts)))
     return stages
 
 
-def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
+def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, known: Known) -> float | None:
     """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
-    pp = plan.mesh.size("pp")
-    if pp == 1:
+    if plan.mesh.size("pp") == 1:
         return 0.0
-    rows = prediction.collectives(plan, plan.mesh.rank(pp=pp // 2))
+    return once(known, ("messages", _of_stages(plan)), lambda: _messages(plan, cluster, rates))
+
+
+def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
+    rows = prediction.merge(plan.pipeline.collectives(plan.mesh.size("pp") // 2, plan))
     found = [collective_s(row, plan, cluster, rates) for row in rows if row.axis == "pp" and row.operation == "send"]
     seconds = [one for one in found if one is not None]
     return sum(seconds) / plan.batch.microbatches if len(seconds) == len(found) else None
 
 
-def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[_Stage], messages: float) -> tuple[float, float]:
+def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float) -> tuple[float, float]:
     """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works)."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     each = messages * pp / len(stages) / 2
@@ -138,7 +185,7 @@ def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[_Stage], messages
     return cores.makespan(plan, cluster, times, busy), busy
 
 
-def _parts_of(plan: Plan, stages: list[_Stage]) -> Parts:
+def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
     """The mean over pp ranks of the seconds of all microbatches, by kind of work."""
     parts: Parts = defaultdict(float)
     for stage in stages:
@@ -159,7 +206,7 @@ def _data(plan: Plan, cluster: ClusterConfig, rates: Rates) -> dict[str, float] 
     return dict(found)
 
 
-def _exposed(plan: Plan, data: dict[str, float], stages: list[_Stage], makespan: float) -> float:
+def _exposed(plan: Plan, data: dict[str, float], stages: list[StageTime], makespan: float) -> float:
     """What backward (gradients) and forward (weights) do not hide; sharded weights travel in every microbatch."""
     gathers = data.get("all_gather", 0.0)
     sums = sum(data.values()) - gathers

@@ -54,7 +54,7 @@ def test_every_change_that_is_advised_makes_the_plan_fit_and_is_not_made_already
 
 
 def test_what_fits_no_device_is_said_with_the_least_that_was_found():
-    config = config_of(dp=2, **{"cluster.memory_gb": 1e-4})
+    config = config_of(dp=2, **{"model.hidden": 4096, "cluster.memory_gb": 0.1})
     assert re.search(r"=.* needs the least that was found, 0\.\d+ GiB", memory_advice(resolve(config), config))
 
 

@@ -12,6 +12,7 @@ from parallelrun.plan.cluster_cost import peak_flops
 from parallelrun.plan.step_time import blocks, step
 from parallelrun.plan.step_time.kernels import product_s
 from parallelrun.plan.step_time.links import collective_s
+from parallelrun.plan.step_time.partial import known_parts
 from parallelrun.plan.step_time.rates import rates_of
 from parallelrun.plan.step_time.step import step_time, why_unknown
 from parallelrun.plan.structure import Collective
@@ -61,7 +62,7 @@ def test_the_parts_are_the_time_in_which_ranks_work(name):
     """The schedule is simulated with whole stages, apart from their parts."""
     plan, cluster = planned(*PLANS[name]), composed(*PLANS[name]).config.cluster
     rates = rates_of(cluster, plan.precision.name)
-    stages, messages = step._stages(plan, cluster, rates, True), step._messages(plan, cluster, rates)
+    stages, messages = step.stages_of(plan, cluster, rates, True, {}), step.messages_of(plan, cluster, rates, {})
     _, busy = step._schedule(plan, cluster, stages, messages)
     count = plan.batch.microbatches
     assert sum(step._parts_of(plan, stages).values()) + messages * count == pytest.approx(busy, rel=1e-12)
@@ -128,7 +129,10 @@ def test_recomputation_repeats_the_forward_pass_of_the_layers():
     ("overrides", "reason"),
     [
         (("model=gpt", "cluster=laptop"), "cluster.memory_gb_s is not given"),
-        (("model=gpt", "cluster=local"), "cluster.peak_tflops.fp32 is not given"),
+        (
+            ("model=gpt", "cluster=local"),
+            "cluster.peak_tflops.fp32, cluster.memory_gb_s and cluster.intra_gb_s are not given",
+        ),
         (("model=gpt", "dp=16", "cluster=a100_dgx", "cluster.inter_gb_s=null"), "cluster.inter_gb_s is not given"),
         (("model=gpt", "strategy=ps", "dp=2", "servers=1", "cluster=a100_dgx"), "parameter servers"),
         (("model=resnet50", "strategy=ddp", "dp=2", "cluster=a100_dgx"), "cluster.convolution_efficiency is not given"),
@@ -137,6 +141,22 @@ def test_recomputation_repeats_the_forward_pass_of_the_layers():
 def test_what_cannot_be_predicted_is_said(overrides, reason):
     plan, cluster = planned(*overrides), composed(*overrides).config.cluster
     assert step_time(plan, cluster) is None and reason in why_unknown(plan, cluster)
+
+
+@pytest.mark.parametrize("key", ["peak_tflops", "memory_gb_s", "intra_gb_s", "inter_gb_s"])
+def test_without_a_rate_the_parts_are_lower_bounds(key):
+    overrides = (*LARGE, "tp=8", "pp=4", "dp=4")
+    whole, lacking = predicted(*overrides), replace(CLUSTER, **{key: None})
+    known = known_parts(planned(*overrides), lacking)
+    assert {blocks.PRODUCTS, blocks.TENSOR} <= known.keys()
+    assert all(0 < seconds <= whole.parts[name] * (1 + 1e-12) for name, seconds in known.items())
+    if key == "inter_gb_s":  # tensor-parallel groups are inside a node
+        assert all(known[name] == pytest.approx(whole.parts[name]) for name in (blocks.PRODUCTS, blocks.TENSOR))
+        assert known[step.PIPELINE] < whole.parts[step.PIPELINE]
+
+
+def test_without_any_rate_no_part_is_known():
+    assert not known_parts(planned("model=gpt"), composed("cluster=local").config.cluster)
 
 
 def test_the_trainings_of_sc21_are_predicted_within_three_percent():

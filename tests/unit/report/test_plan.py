@@ -188,7 +188,8 @@ def test_above_200_ranks_the_screen_says_how_many_are_left_out():
 
 
 def test_what_does_not_fit_is_a_warning():
-    text = shown({"dp": 2, "tp": 2, "pp": 2, "device": "cuda", "cluster.memory_gb": 1e-5}, width=120)
+    large = {"model.hidden": 2048, "cluster.memory_gb": 0.1}
+    text = shown({"dp": 2, "tp": 2, "pp": 2, "device": "cuda", **large}, width=120)
     assert "fits: no" in text and "does not fit" in text
 
 

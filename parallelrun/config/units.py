@@ -1,0 +1,33 @@
+"""Refuse rates and sizes that no machine has: they are in another unit. No Hydra, no torch."""
+
+from __future__ import annotations
+
+from parallelrun.config.keys import Key
+from parallelrun.errors import Problem
+
+# For a unit, the units that are written instead of it by mistake, each with its size in the right unit. The first one
+# that makes a value plausible is suggested.
+CONFUSED = {
+    "GB": (("MB", 1e-3), ("B", 1e-9), ("TB", 1e3)),
+    "GB/s": (("Gb/s", 1 / 8), ("MB/s", 1e-3), ("Mb/s", 1e-3 / 8), ("B/s", 1e-9), ("TB/s", 1e3)),
+    "TFLOP/s": (("GFLOP/s", 1e-3), ("FLOP/s", 1e-12), ("PFLOP/s", 1e3)),
+    "us": (("ns", 1e-3), ("ms", 1e3), ("s", 1e6)),
+    "hours": (("seconds", 1 / 3600), ("years", 8766.0)),
+    "seconds": (("ms", 1e-3), ("hours", 3600.0)),
+}
+
+
+def implausible(key: Key, name: str, value: float) -> list[Problem]:
+    """The violation of the plausible range of `key` (called `name` in the message) by `value`, with the likely fix."""
+    if key.plausible is None:
+        return []
+    low, high = key.plausible
+    if low <= value <= high or (value == 0 and key.least == 0):
+        return []
+    what = f"{name}={value:g}: {low:g} to {high:g} {key.unit} are plausible ({key.help})"
+    for unit, size in CONFUSED.get(key.unit, ()):
+        right = float(f"{value * size:.4g}")
+        if low <= right <= high:
+            meant = f"{value:g} {unit} {'is' if value == 1 else 'are'} {right:g} {key.unit}"
+            return [Problem(f"{what}; {meant}", name, f"{name}={right:g}")]
+    return [Problem(what, name, f"{name}={low if value < low else high:g}")]
