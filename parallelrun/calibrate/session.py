@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
@@ -39,12 +40,13 @@ ALLOWED_S = 15.0  # the longest that a training of the list is expected to take
 
 @dataclass
 class Session:
-    """seconds: the budget. backend: of CPU collectives. steps: the trainings to time. say: hears what is measured."""
+    """seconds: the budget. backend: of CPU collectives. steps: the trainings to time; timed: how. say: hears progress."""
 
     seconds: float = 100.0
     backend: str = "auto"
     device: str = "auto"
     steps: Sequence[tuple[str, tuple[str, ...]]] = STEPS
+    timed: Sequence[str] = TIMED_STEPS
     say: Callable[[str], None] = lambda text: None
     _began: float = field(default_factory=time.monotonic)
     _skipped: list[str] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Session:
             cores=own,
             facts=_facts(ranks[0], self.backend, on_cpu),
             peaks={name: max(one.flops_s(clock), fastest * (name == "fp32")) for name, one in peaks.items()},
-            memory_bytes_s=_median(row["memory_bytes_s"] for row in ranks),
+            memory_bytes_s=_median(row["memory_bytes_s"][clock] for row in ranks),
             multiprocessors=ranks[0].get("multiprocessors", 0),
             memory_bytes=ranks[0].get("memory_bytes") or (available_bytes() or 0) / own,
             products=tuple(products),
@@ -123,15 +125,16 @@ class Session:
                 continue
             self.say(f"training: {name}")
             try:
-                step = self._training(root, name, words, own, on_cpu)
+                step = self.training(root, name, words, own, on_cpu)
             except (ConfigError, EnvironmentProblem) as error:
                 self._skipped.append(f"{name}: {error}")
                 continue
             yield step
 
-    def _training(self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool) -> Step:
+    def training(self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool) -> Step:
+        """Bench one training on this machine. Raises ConfigError, EnvironmentProblem."""
         config, plan = composed(
-            [*words, f"backend={self.backend}", f"device={'cpu' if on_cpu else 'cuda'}", *TIMED_STEPS]
+            [f"backend={self.backend}", f"device={'cpu' if on_cpu else 'cuda'}", *self.timed, *words]
         )
         if not on_cpu and plan.world > own:
             raise EnvironmentProblem(f"{plan.world} ranks on {own} GPUs")
@@ -181,8 +184,6 @@ def _over_ranks(rows: list[list[dict[str, Any]]], kind: type[Product]) -> list[P
 
 
 def _median(values: Any) -> float:
-    import statistics
-
     return float(statistics.median(values))
 
 

@@ -21,6 +21,7 @@ TOOLS = {
     "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters; ls keys: every key",
     "show": "print a recipe's composed configuration",
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
+    "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
     "tokenize": "write Megatron .bin/.idx token files from text",
 }
 # The kinds that `ls` lists -> their configuration groups; the group's name is understood too.
