@@ -90,7 +90,8 @@ _KEYS = """  degrees     world dp tp pp ep
   resume      resume=latest (the newest run) | auto (this training, or fresh) | DIR
   records     eval.every eval.batches checkpoint.every keep last, tracker profile=[STEPS]
   plan        detail=ranks|stages|schedule|traffic|data_axis|layouts|all (sections to add, several with commas),
-              tokens=300e9 (days of training), plot=NAME (costs of the data axis, as NAME.svg and NAME.csv)
+              tokens=300e9 (days of training), plot=NAME (costs of the data axis, as NAME.svg and NAME.csv),
+              mtbf_gpu_hours=50000 checkpoint_gb_s=20 (failures: the useful part of the time)
   explain     plot=NAME (every message, as NAME-data.svg, NAME-tensor.svg, ...)"""
 
 _EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad

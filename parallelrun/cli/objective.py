@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.report.sweep import FINISHED
+from parallelrun.report.sweep_rows import FINISHED
 from parallelrun.wording import did_you_mean
 
 DEFAULTS = {"run": "val_loss", "bench": "median_s", "verify": "max_error.params", "plan": "step_time_predicted_s"}

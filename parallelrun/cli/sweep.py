@@ -38,7 +38,7 @@ from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan.freeze import identity
 from parallelrun.plan.structure import Plan
 from parallelrun.records import append_jsonl
-from parallelrun.report import chart, comparison, scaling
+from parallelrun.report import chart, comparison, scaling, sweep_rows
 from parallelrun.report import sweep as report
 
 _BASIC = "basic"  # Hydra's default sweeper; it runs every point and ignores objectives
@@ -58,7 +58,7 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
     with tempfile.TemporaryDirectory(prefix="parallelrun-sweep-") as scratch:
         planned = line.verb == "plan"
         directory = Path(scratch) if planned else _directory(line)
-        invocation = 1 + max((row.get("invocation", 0) for row in report.read(directory)), default=0)
+        invocation = 1 + max((row.get("invocation", 0) for row in sweep_rows.read(directory)), default=0)
         sweep = _Sweep(line, tuple(words), prepared, directory, invocation)
         hydra_argv = (*prepared.argv, *_hydra_overrides(line, directory, scratch))
         stopped, failure = EXIT_OK, None
@@ -68,7 +68,7 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
             stopped = error.exit_code if isinstance(error, _Stopped) else EXIT_INTERRUPTED
         except Exception as error:
             failure = error
-        rows = report.read(directory)
+        rows = sweep_rows.read(directory)
         if failure is not None and not any(row.get("invocation") == invocation for row in rows):
             raise failure
         if planned:
@@ -84,7 +84,9 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
         print(f"parallelrun: stopped; continue with sweep.resume={directory}", file=sys.stderr)
         return stopped, rows
     states = {row["state"] for row in rows if "same_as" not in row}
-    if failure is not None and states & set(report.FINISHED):  # otherwise the sweeper only got no number from any point
+    if failure is not None and states & set(
+        sweep_rows.FINISHED
+    ):  # otherwise the sweeper only got no number from any point
         raise failure
     if "failed" in states:
         return EXIT_RUN_FAILED, rows
@@ -100,13 +102,13 @@ def _directory(line: CommandLine) -> Path:
     """The sweep's directory: a new one, or the one to continue."""
     resume = _given(line, "sweep.resume")
     if resume is not None:
-        if not (Path(resume) / report.RESULTS).is_file():
-            what = f"sweep.resume={resume}: not a sweep directory (it has no {report.RESULTS})"
+        if not (Path(resume) / sweep_rows.RESULTS).is_file():
+            what = f"sweep.resume={resume}: not a sweep directory (it has no {sweep_rows.RESULTS})"
             raise EnvironmentProblem(Problem(what, "sweep.resume", command="ls -d runs/sweep-*"))
         return Path(resume).absolute()
     chosen = _given(line, "sweep.directory") or _given(line, "hydra.sweep.dir")
     if chosen is not None:
-        if (Path(chosen) / report.RESULTS).exists():
+        if (Path(chosen) / sweep_rows.RESULTS).exists():
             what = f"{chosen} already holds a sweep"
             raise EnvironmentProblem(Problem(what, "sweep.directory", f"sweep.resume={chosen}, or another directory"))
         return Path(chosen).absolute()
@@ -168,14 +170,14 @@ class _Sweep:
             code = errors.report(known, self.line.verbose)
             row |= {"state": "failed", "exit_code": code, "reason": str(known) or type(known).__name__}
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        append_jsonl(self.directory / report.RESULTS, row)
+        append_jsonl(self.directory / sweep_rows.RESULTS, row)
         if row.get("exit_code") in _STOPPING:
             raise _Stopped(row["exit_code"])
         return None if _sweeper(self.line) == _BASIC else self._objective(row, key)
 
     def _objective(self, row: dict[str, Any], key: str | None) -> float:
         """The objective of the point, or of the point that it repeats. An unknown sweep.objective stops the sweep."""
-        rows = report.read(self.directory)
+        rows = sweep_rows.read(self.directory)
         row = next((old for old in rows if old["point"] == row.get("same_as") and old["state"] != "skipped"), row)
         try:
             return objective(row, key, self.line.verb)
@@ -185,7 +187,7 @@ class _Sweep:
     def _resolve_and_run(self, composed: Composed, row: dict[str, Any]) -> dict[str, Any]:
         from parallelrun.plan.resolve import resolve
 
-        rows = report.read(self.directory)
+        rows = sweep_rows.read(self.directory)
         now = [old for old in rows if old.get("invocation") == self.invocation]
         if (found := self._known(row, "config_sha256", rows)) is not None:
             return found
@@ -209,7 +211,7 @@ class _Sweep:
             same = first.get("same_as", first["point"])
             reason = "; ".join((f"the same run as point {same}", *warnings))
             self._say(f"point {row['point']}: skipped: {reason}")
-            shape = {name: first[name] for name in report.DEGREES if name in first}
+            shape = {name: first[name] for name in sweep_rows.DEGREES if name in first}
             return {**shape, "state": "skipped", "exit_code": EXIT_OK, "same_as": same, "reason": reason}
         done = next((old for old in alike if old["state"] == "done"), None)
         if done is None:
@@ -224,7 +226,7 @@ class _Sweep:
         from parallelrun.report import layouts
 
         found = facts(plan, composed.config)
-        planned = {"state": report.PLANNED, **figures(plan, composed.config.cluster, found)}
+        planned = {"state": sweep_rows.PLANNED, **figures(plan, composed.config.cluster, found)}
         if self.line.json:
             write_plot(plan, composed.config, found, row["point"])
             return {**planned, "plan": document(plan, composed.config, found)}
@@ -242,7 +244,7 @@ class _Sweep:
         self._say(f"\npoint {row['point']}: {' '.join(row['overrides'])}")
         degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self.directory / report.RESULTS).touch(mode=0o600)  # a sweep killed in its first point can be resumed
+        (self.directory / sweep_rows.RESULTS).touch(mode=0o600)  # a sweep killed in its first point can be resumed
         directory = _fresh(self.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
         config = composed.config
         if config.checkpoint.last is None:  # points are not resumed, and their checkpoints fill the disk
@@ -254,10 +256,10 @@ class _Sweep:
         state = "done" if code == EXIT_OK else "stopped" if code in _STOPPING else "failed"
         found: dict[str, Any] = {"state": state, "exit_code": code, "directory": directory.name}
         if state == "failed":
-            found["reason"] = report.read_json(directory / "status.json").get("error") or f"exit code {code}"
+            found["reason"] = sweep_rows.read_json(directory / "status.json").get("error") or f"exit code {code}"
         if plan.warnings:
             found["notes"] = list(plan.warnings)
-        return {**report.summary(directory, self.line.verb), **found}
+        return {**sweep_rows.summary(directory, self.line.verb), **found}
 
     def _say(self, text: str) -> None:
         if not self.line.json:

@@ -250,7 +250,7 @@ def screen_on_stderr() -> Iterator[None]:
 
 def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str, Any]:
     """The JSON document of a run: exit code, directory, `status.json` and the verb's result (null if missing)."""
-    from parallelrun.report.sweep import read_json
+    from parallelrun.report.sweep_rows import read_json
 
     names = ("status", _RESULTS[verb])
     found = {name: read_json(directory / f"{name}.json") or None if directory else None for name in names}

@@ -130,7 +130,18 @@ class ClusterConfig:
     description: str = ""
     nodes: int | None = key(None, "number of hosts", least=1, most=COUNT)
     gpus_per_node: int | None = key(None, "GPUs of a host", least=1, most=COUNT)
-    memory_gb: float | None = key(None, "memory of a GPU", above=0, plausible=(0.1, 4000), unit="GB")
+    memory_gb: float | None = key(
+        None, "memory of a GPU, as its driver reports it", above=0, plausible=(0.1, 4000), unit="GB"
+    )
+    context_gb: float = key(
+        0.0, "of a GPU: what CUDA, its libraries and kernels take", least=0, plausible=(0.05, 8), unit="GB"
+    )
+    communicator_gb: float = key(
+        0.0, "of a GPU: the buffers of a process group", least=0, plausible=(0.005, 4), unit="GB"
+    )
+    allocator_slack: float = key(
+        0.0, "blocks that the allocator holds unused, as a part of the tensors' bytes", least=0, most=1
+    )
     peak_tflops: Any = key(
         None, "dense peak of a GPU: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}",
         above=0, plausible=(0.001, 10_000), unit="TFLOP/s",
@@ -249,6 +260,21 @@ class Config:
         None, "plan: more sections: ranks | stages | schedule | traffic | data_axis | layouts | all"
     )
     tokens: float | None = key(None, "plan: predict the days that this many tokens take", above=0)
+    mtbf_gpu_hours: float | None = key(
+        None, "plan: hours of one GPU between failures that end the training", above=0, plausible=(100, 1e8),
+        unit="hours",
+    )  # fmt: skip
+    checkpoint_gb_s: float | None = key(
+        None, "plan: rate at which all ranks together write or read a checkpoint, while training pauses", above=0,
+        plausible=(0.001, 1e5), unit="GB/s",
+    )  # fmt: skip
+    restart_s: float | None = key(
+        None, "plan: from a failure to the next step, without reading the checkpoint; null: 600", least=0,
+        plausible=(0.1, 1e5), unit="seconds",
+    )  # fmt: skip
+    repair_hours: float | None = key(
+        None, "plan: until a failed node is a spare one; null: 24", least=0, plausible=(0.01, 1e4), unit="hours"
+    )
     plot: str | None = key(None, "plan, explain: draw as NAME.svg (and NAME.csv)")
     profile: list[int] = key(list, "steps that torch.profiler traces, on every rank")
     tracker: str = key("none", "experiment tracker", choices=("none", "tensorboard"))

@@ -14,7 +14,6 @@ from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import Attached, host_cores, num_cores
 from parallelrun.plan import prediction
 from parallelrun.plan.structure import Plan
-from parallelrun.precision import BYTES
 from parallelrun.routing_log import NUMBERS_WRITTEN
 from parallelrun.wording import counted, gib
 
@@ -163,23 +162,14 @@ class DiskNeed(NamedTuple):
 
 
 def disk_need(config: Config, plan: Plan) -> DiskNeed:
-    """Return the disk space that a run of `plan` needs.
-
-    A checkpoint has weights, optimizer state and state of the data strategy: each element once, and once more for each
-    replica that trains independently.
-    """
-    trained = plan.spec.num_parameters - plan.spec.num_frozen
-    state = plan.spec.num_parameters + trained * plan.optimizer_states
-    replicas = plan.mesh.size("dp")
-    copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
-    kept_state = trained * plan.data.kept_states
+    """Return the disk space that a run of `plan` needs."""
     every, steps = config.checkpoint.every, config.steps
     saves = steps // every if every else 0
     saves += keeps_last_state(config) and (not every or steps % every > 0)
     num_routers = sum(layer.layer_role == "router" for layer in plan.spec.layers())
     loads = min(NUMBERS_WRITTEN, 2 * steps * num_routers * config.model.experts)
     return DiskNeed(
-        checkpoint_bytes=(state * copies + kept_state) * BYTES[plan.precision.stored],
+        checkpoint_bytes=prediction.checkpoint_bytes(plan),
         num_checkpoints=min(saves, max(1, config.checkpoint.keep) + 1),
         record_bytes=steps * _ROW_BYTES + int(loads) * _NUMBER_BYTES,
     )

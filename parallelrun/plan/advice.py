@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, gcd
 from typing import Any
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.config.strategy_keys import kinds
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.batch import in_whole_rounds
@@ -55,39 +55,40 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     return texts
 
 
-def heaviest(plan: Plan) -> Memory:
-    """The Memory of the rank that holds most."""
-    if "heaviest" not in plan.cache:
-        plan.cache["heaviest"] = max(prediction.memories(plan).values(), key=lambda memory: memory.total)
-    found: Memory = plan.cache["heaviest"]
-    return found
+def heaviest(plan: Plan, cluster: ClusterConfig) -> Memory:
+    """The Memory of the rank that holds most, on a device of `cluster`."""
+    return max(prediction.memories(plan, cluster).values(), key=lambda memory: memory.total)
 
 
 def memory_advice(plan: Plan, config: Config) -> str:
     """The single changes that make the plan fit; else changes that do so together; else the best that was found."""
     typed: Change = {}
+
+    def needed(plan: Plan) -> int:
+        return heaviest(plan, config.cluster).total
+
     for number in range(MOST_CHANGES):
         tried = [
             ({**typed, **change}, found)
             for change in _smaller(plan, config)
             if (found := _planned(plan, config, {**typed, **change}))
         ]
-        enough = [f"{_typed(change)} ({gib(heaviest(found).total)})" for change, found in tried if _fits(found, config)]
+        enough = [f"{_typed(change)} ({gib(needed(found))})" for change, found in tried if _fits(found, config)]
         if enough and not number:
             return f"{' or '.join(enough)} fits"
-        change, least = min(tried, key=lambda item: heaviest(item[1]).total, default=(typed, plan))
-        if heaviest(least).total >= heaviest(plan).total:
+        change, least = min(tried, key=lambda item: needed(item[1]), default=(typed, plan))
+        if needed(least) >= needed(plan):
             break
         typed, plan = change, least
         if _fits(plan, config):
-            return f"{_typed(typed)} fits ({gib(heaviest(plan).total)})"
+            return f"{_typed(typed)} fits ({gib(needed(plan))})"
     if not typed:
         return "none of the changes that were tried needs less"
-    return f"{_typed(typed)} needs the least that was found, {gib(heaviest(plan).total)}"
+    return f"{_typed(typed)} needs the least that was found, {gib(needed(plan))}"
 
 
 def _fits(plan: Plan, config: Config) -> bool:
-    return cluster_cost.fits(heaviest(plan), config.cluster) == "yes"
+    return cluster_cost.fits(heaviest(plan, config.cluster), config.cluster) == "yes"
 
 
 def _typed(change: Change) -> str:

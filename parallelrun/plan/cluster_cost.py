@@ -18,15 +18,15 @@ DAY = 86400.0  # seconds
 # The part of a GPU's peak rate that full training runs reach, with recomputation counted as work: the median of the ten
 # models of 1.7 B to 1 T parameters in table 1 of Narayanan et al. (SC21), which reach 43 % to 52 % of an A100's peak.
 SUSTAINED = 0.455
-SURE = 0.9  # of a device's memory: the rest may be needed by what `Memory.leaves_out` lists
+SURE = 0.9  # of a device's memory, where the cluster does not say what a GPU holds beside tensors: the rest is for that
 
 
 def fits(memory: Memory, cluster: ClusterConfig) -> str:
-    """yes | no | unknown: unknown without a memory size, and above SURE of it, where uncounted memory decides."""
+    """yes | no | unknown: unknown without a memory size, and where the allocator or uncounted memory decides."""
     available = (cluster.memory_gb or 0) * 1e9
-    if available and memory.total > available:
+    if available and memory.total - memory.slack > available:
         return "no"
-    return "yes" if memory.total <= SURE * available else "unknown"
+    return "yes" if memory.total <= available * (1 if memory.context else SURE) else "unknown"
 
 
 def why_fits(memory: Memory, cluster: ClusterConfig) -> str:
@@ -34,9 +34,10 @@ def why_fits(memory: Memory, cluster: ClusterConfig) -> str:
     if not cluster.memory_gb:
         return "cluster.memory_gb is not given"
     available = cluster.memory_gb * 1e9
-    close = fits(memory, cluster) == "unknown"
-    left = f"; what is not counted may need more than the {gib(available - memory.total)} left" if close else ""
-    return f"a device has {gib(available)}{left}"
+    text, left = f"a device has {gib(available)}", gib(available - memory.total + memory.slack)
+    if fits(memory, cluster) != "unknown":
+        return text
+    return f"{text}; {'the allocator' if memory.context else 'what is not counted'} may need more than the {left} left"
 
 
 def peak_flops(cluster: ClusterConfig, precision: str) -> float | None:

@@ -76,6 +76,7 @@ def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, 
         "time": asdict(found.time) if found.time else None,
         "time_unknown": {"why": why_unknown(plan, cluster), "at_least": found.known_parts} if not found.time else None,
         "training": asdict(found.training) if found.training else None,
+        "goodput": asdict(found.goodput) if found.goodput else None,
         "layouts": asdict(found.layouts) if found.layouts else None,
         "data_axis": _data_axis(found.data_axis) if found.data_axis else None,
     }
@@ -95,8 +96,7 @@ def _model(plan: Plan) -> dict[str, Any]:
 
 
 def _bytes(memory: Memory) -> dict[str, int]:
-    keys = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
-    return {key: getattr(memory, key) for key in keys}
+    return {**memory.parts, "total": memory.total}
 
 
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class PlanDraft:
         stages, problems = draft.stages(request)
         if problems:
             return True
-        memories = prediction.memories(draft.plan(request, stages))
+        memories = prediction.memories(draft.plan(request, stages), self.config.cluster)
         return all(cluster_cost.fits(memory, self.config.cluster) == "yes" for memory in memories.values())
 
 

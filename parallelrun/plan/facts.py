@@ -9,6 +9,7 @@ from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.compare import Comparison, compare
 from parallelrun.plan.data_axis import DataAxis, agreed, costs
+from parallelrun.plan.goodput import Goodput, goodput
 from parallelrun.plan.step_time.partial import known_parts
 from parallelrun.plan.step_time.step import StepTime, step_time
 from parallelrun.plan.structure import Memory, Plan
@@ -21,6 +22,7 @@ class Facts:
     cost: bounds at peak rates. time: the prediction, if the cluster gives the rates for it; else known_parts: what
     parts of it take at least, in seconds.
     memories: per pp rank, of its rank that holds most. training: the time for `tokens` tokens, if they are given.
+    goodput: the useful part of the time, if failures are given.
     layouts, data_axis: the tensor layouts and the data strategies compared, if there is something to compare.
     """
 
@@ -32,6 +34,7 @@ class Facts:
     time: StepTime | None
     known_parts: dict[str, float]
     training: cluster_cost.TrainingTime | None
+    goodput: Goodput | None
     layouts: Comparison | None
     data_axis: DataAxis | None
 
@@ -50,10 +53,12 @@ def facts(plan: Plan, config: Config) -> Facts:
     data_axis = costs(plan, config.cluster, cost)
     cost = agreed(cost, data_axis)
     training = cluster_cost.training_time(plan, config.cluster, cost, config.tokens) if config.tokens else None
-    memories = prediction.memories(plan)
+    memories = prediction.memories(plan, config.cluster)
     time = step_time(plan, config.cluster)
     known = {} if time else known_parts(plan, config.cluster)
-    return Facts(simulation, busiest, rows, memories, cost, time, known, training, compare(plan, config), data_axis)
+    useful = goodput(plan, config, time.step_s if time else None)
+    layouts = compare(plan, config)
+    return Facts(simulation, busiest, rows, memories, cost, time, known, training, useful, layouts, data_axis)
 
 
 def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from parallelrun.config.schema import ClusterConfig
 from parallelrun.layout import Layout
-from parallelrun.plan import peak, routing, sample_sets
+from parallelrun.plan import device_memory, peak, routing, sample_sets
 from parallelrun.plan.parameters import distinct_parameters
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, once
 from parallelrun.precision import BYTES
 
 CONTROL = "control"
 INT64_BYTES = 8
-LEAVES_OUT = (
+LEAVES_OUT = (  # the first two unless the cluster's constants give them (`device_memory.on_device`)
     "the framework's own memory (CUDA context, communicators)",
     "allocator fragmentation",
     "what kernels and collectives allocate inside",
@@ -135,6 +136,18 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     return weights, gradients, states
 
 
+def checkpoint_bytes(plan: Plan) -> int:
+    """Bytes of a checkpoint, over all ranks: weights, optimizer state and state of the data strategy.
+
+    Each element is saved once, and once more for each replica that trains independently.
+    """
+    trained = plan.spec.num_parameters - plan.spec.num_frozen
+    state = plan.spec.num_parameters + trained * plan.optimizer_states
+    replicas = plan.mesh.size("dp")
+    copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
+    return (state * copies + trained * plan.data.kept_states) * BYTES[plan.precision.stored]
+
+
 def pp_rank_classes(plan: Plan) -> list[list[int]]:
     """Group pp ranks whose ranks send the same and hold the same weights (`peak.alike_key`)."""
     classes: dict[object, list[int]] = {}
@@ -225,6 +238,12 @@ def traffic(plan: Plan) -> tuple[int, tuple[TrafficRow, ...]]:
     return busiest, tuple(table)
 
 
-def memories(plan: Plan) -> dict[int, Memory]:
-    """Per pp rank, the Memory of its first rank, which holds most."""
-    return {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in range(plan.mesh.size("pp"))}
+def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memory]:
+    """Per pp rank, the Memory of its first rank, which holds most; with what a device of `cluster` holds besides."""
+    pp_ranks = range(plan.mesh.size("pp"))
+    found: dict[int, Memory] = once(
+        plan.cache, "memories", lambda: {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in pp_ranks}
+    )
+    if cluster is None:
+        return dict(found)
+    return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items()}

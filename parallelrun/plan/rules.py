@@ -26,7 +26,9 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LARGEST = 2**40  # bound of integers without one in the schema: far more than any machine can hold
 MOST_FLOPS_PER_BYTE = 5000  # of memory bandwidth: ten times that of an H100 in 8 bits
 DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` bounds them
-VERBS = {"detail": ("plan",), "plot": ("plan", "explain"), "tokens": ("plan",)}  # keys that only these verbs read
+OF_GOODPUT = ("mtbf_gpu_hours", "checkpoint_gb_s", "restart_s", "repair_hours")  # the first two are needed
+# Keys that only these verbs read.
+VERBS = {"detail": ("plan",), "plot": ("plan", "explain"), "tokens": ("plan",), **dict.fromkeys(OF_GOODPUT, ("plan",))}
 
 
 def too_large(config: Config) -> list[Problem]:
@@ -59,6 +61,7 @@ def check(config: Config) -> list[Problem]:
         if not RUN_NAME.fullmatch(name):
             what = f"{key}={name[:80]!r} is part of directory names: it needs 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
             problems.append(Problem(what, key, "the preset's own name"))
+    problems += _goodput(config)
     for key, verbs in VERBS.items():
         value = getattr(config, key)
         if value is not None and config.verb not in verbs:
@@ -66,6 +69,14 @@ def check(config: Config) -> list[Problem]:
             command = f"parallelrun plan ... {key}={value}"
             problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
     return problems
+
+
+def _goodput(config: Config) -> list[Problem]:
+    """Refuse failures without the rate of checkpoints, or the other way round."""
+    given = [key for key in OF_GOODPUT if getattr(config, key) is not None]
+    absent = [key for key in OF_GOODPUT[:2] if key not in given] if given else []
+    examples = {"mtbf_gpu_hours": "mtbf_gpu_hours=50000", "checkpoint_gb_s": "checkpoint_gb_s=20"}
+    return [Problem(f"{given[0]} is given without {key}", key, examples[key]) for key in absent]
 
 
 def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:

@@ -16,7 +16,7 @@ from typing import Any
 from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import byte_unit, csv_text, digits
-from parallelrun.report.sweep import read, read_json, read_jsonl, varied
+from parallelrun.report.sweep_rows import read, read_json, read_jsonl, varied
 
 PICTURE, NUMBERS = "comparison.svg", "comparison.csv"
 MEASURES = {"loss": "training loss", "val_loss": "validation loss", "val_top1": "top-1 accuracy"}

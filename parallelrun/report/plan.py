@@ -18,7 +18,7 @@ from parallelrun.plan.prediction import TrafficRow
 from parallelrun.plan.step_time.rates import not_given
 from parallelrun.plan.step_time.step import why_unknown
 from parallelrun.plan.structure import Plan
-from parallelrun.report import plan_details
+from parallelrun.report import plan_details, training
 from parallelrun.report.figures import (
     byte_unit,
     bytes_text,
@@ -91,7 +91,8 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("", ""),
         ("cost", Text(_cost(plan, config, found))),
         *([("time", Text(_time(plan, config, found)))] if found.cost.compute_s or found.known_parts else []),
-        *([("training", Text(_training(found)))] if found.training else []),
+        *([("training", Text(training.text(found)))] if found.training else []),
+        *([("goodput", Text(training.goodput_text(found, brief=most == 1)))] if found.goodput else []),
         ("", ""),
     ]
 
@@ -181,9 +182,9 @@ def _memory(found: Facts, config: Config) -> Text:
 def _memory_by_kind(found: Facts) -> Table:
     worst = found.memories[found.heaviest_pp_rank]
     unit, size = byte_unit(worst.total)
-    kinds = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
-    drawn = table(*(f">{kind}" for kind in kinds), "", rule=False, padding=(0, 2, 0, 0))
-    drawn.add_row(*(digits(getattr(worst, kind) / size) for kind in kinds), unit)
+    sizes = {**worst.parts, "total": worst.total}
+    drawn = table(*(f">{kind}" for kind in sizes), "", rule=False, padding=(0, 2, 0, 0))
+    drawn.add_row(*(digits(one / size) for one in sizes.values()), unit)
     return drawn
 
 
@@ -280,20 +281,3 @@ def _sum_text(parts: Mapping[str, float]) -> str:
     if len(shown) > MOST_PARTS:
         shown[MOST_PARTS:] = [("others", sum(seconds for _, seconds in shown[MOST_PARTS:]))]
     return " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in shown)
-
-
-def _training(found: Facts) -> str:
-    """Return how many days the given number of tokens takes."""
-    training = found.training
-    assert training is not None
-    text = f"{count_text(training.tokens)} tokens are {training.steps:,} steps: "
-    if found.time:
-        days = training.steps * found.time.step_s / cluster_cost.DAY
-        return f"{text}about {digits(days)} days"
-    if training.sustained is None:
-        return f"{text}days unknown, because the cluster gives no rates"
-    if training.at_peak is not None:
-        longest, shortest = (digits(days) for days in training.at_peak)
-        text += f"{shortest} days (communication overlapped) to {longest} days (not overlapped) at the peak rate, "
-    share = f"{cluster_cost.SUSTAINED:.1%} of it, the median of the trainings in SC21"
-    return f"{text}{digits(training.sustained)} days at {share}"

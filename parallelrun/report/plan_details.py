@@ -19,6 +19,7 @@ from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
 
 MOST_RANKS, MOST_SERVERS = 200, 16  # rows
+SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ.", "temporary": "temp."}
 
 
 def show(name: str, plan: Plan, config: Config, found: Facts, console: Console) -> None:
@@ -80,9 +81,9 @@ def ranks_text(ranks: list[int]) -> str:
 
 def _stages(plan: Plan, found: Facts) -> Group:
     """Return blocks, parameters and memory of the heaviest rank for each pp rank, then the servers."""
-    kinds = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
-    drawn = table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">temp.", ">total")
     stages, heaviest = stage_rows(plan), found.heaviest_pp_rank
+    names = [SHORT.get(name, name) for name in found.memories[heaviest].parts]
+    drawn = table("pp", "blocks", ">params", *(f">{name}" for name in names), ">total")
     unit, size = byte_unit(found.memories[heaviest].total)
     shown = sorted({*evenly(plan.mesh.size("pp"), timeline.MOST_ROWS), heaviest})
     for pp_rank in shown:
@@ -92,7 +93,7 @@ def _stages(plan: Plan, found: Facts) -> Group:
             f"{pp_rank}{' *' if marked else ''}",
             "; ".join(_block_range(stage["blocks"]) for stage in mine),
             count_text(sum(stage["parameters"] for stage in mine)),
-            *(digits(getattr(memory, kind) / size) for kind in kinds),
+            *(digits(one / size) for one in (*memory.parts.values(), memory.total)),
             style="bold" if marked else None,
         )
     notes = [f"weights to total: {unit} on the heaviest rank of this pp rank; *: the heaviest of all"]

@@ -15,7 +15,7 @@ from typing import Any
 from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
-from parallelrun.report.sweep import DEGREES, FINISHED, read, varied
+from parallelrun.report.sweep_rows import DEGREES, FINISHED, read, varied
 
 PICTURE = "scaling.svg"
 RATE = "samples_per_s"

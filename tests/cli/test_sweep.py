@@ -15,7 +15,7 @@ import pytest
 
 from parallelrun.cli import main as program
 from parallelrun.records import write_json
-from parallelrun.report import sweep as report
+from parallelrun.report import sweep_rows
 from tests import compositions
 
 pytestmark = pytest.mark.usefixtures("composed_once")
@@ -57,7 +57,7 @@ def only_directory() -> Path:
 
 
 def states(directory: Path) -> list[str]:
-    return [row["state"] for row in report.read(directory)]
+    return [row["state"] for row in sweep_rows.read(directory)]
 
 
 def test_illegal_points_are_skipped_and_failing_ones_do_not_stop_it(launcher, capsys):
@@ -66,7 +66,7 @@ def test_illegal_points_are_skipped_and_failing_ones_do_not_stop_it(launcher, ca
     directory = only_directory()
     assert launcher.started == ["ddp", "tp", "gpipe"]
     assert states(directory) == ["done", "failed", "skipped", "done"]
-    rows = report.read(directory)
+    rows = sweep_rows.read(directory)
     assert rows[1]["reason"] == "code 6" and rows[1]["exit_code"] == 6
     assert "one device" in rows[2]["reason"]
     assert rows[0]["loss"] == 1.5 and rows[0]["degrees.dp"] == 2 and "times" not in rows[0]
@@ -79,7 +79,7 @@ def test_illegal_points_are_skipped_and_failing_ones_do_not_stop_it(launcher, ca
 def test_a_point_that_differs_only_in_a_key_that_nobody_reads_is_run_once(launcher, capsys):
     assert sweep("strategy=ddp,ps world=4 consistency=sync,async") == 0
     assert launcher.started == ["ddp", "ps", "ps"]
-    rows = report.read(only_directory())
+    rows = sweep_rows.read(only_directory())
     assert [row["state"] for row in rows] == ["done", "skipped", "done", "done"]
     assert rows[1]["reason"].startswith("the same run as point 0; consistency=async is read by none")
     assert "skipped: the same run as point 0" in capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_a_point_that_differs_only_in_a_key_that_nobody_reads_is_run_once(launch
 def test_a_repeated_point_runs_once_and_is_listed_as_the_same_as_the_first(launcher, capsys):
     assert sweep("strategy=ddp,tp world=2 optimizer.lr=1e-3,0.001") == 0
     assert launcher.started == ["ddp", "tp"]
-    rows = report.read(only_directory())
+    rows = sweep_rows.read(only_directory())
     assert [row["state"] for row in rows] == ["done", "skipped", "done", "skipped"]
     assert [row.get("same_as") for row in rows] == [None, 0, None, 2] and rows[0]["loss"] == 1.5
     out = capsys.readouterr().out
@@ -110,7 +110,7 @@ def test_repeated_points_are_listed_once_each_when_a_sweep_goes_on(launcher):
     launcher.started.clear()
     assert sweep(f"{points} sweep.resume={only_directory()}") == 0
     assert launcher.started == ["tp"]
-    rows = report.read(only_directory())
+    rows = sweep_rows.read(only_directory())
     assert [(row["point"], row["state"], row.get("same_as")) for row in rows] == [
         (0, "done", None), (1, "skipped", 0), (2, "done", None), (3, "skipped", 2),
     ]  # fmt: skip
@@ -200,7 +200,7 @@ def test_an_exception_of_one_point_is_its_row_and_no_more(launcher, capsys):
     launcher.codes["ddp"] = ZeroDivisionError("by zero")
     assert sweep("strategy=ddp,tp world=2") == 1
     assert states(only_directory()) == ["failed", "done"]
-    assert "by zero" in report.read(only_directory())[0]["reason"]
+    assert "by zero" in sweep_rows.read(only_directory())[0]["reason"]
 
 
 def test_fail_fast_runs_nothing_after_a_failure(launcher):
@@ -229,7 +229,7 @@ def test_a_sweep_goes_on_where_it_stopped(launcher):
     assert launcher.started == ["tp", "gpipe"]
     assert states(directory) == ["done", "done", "done"]
     assert only_directory() == directory
-    assert len({row["directory"] for row in report.read(directory)}) == 3
+    assert len({row["directory"] for row in sweep_rows.read(directory)}) == 3
 
 
 def test_a_sweep_that_is_killed_within_its_first_point_goes_on(launcher):
@@ -283,14 +283,14 @@ def test_a_recipe_can_be_swept_and_is_shown_as_typed(launcher, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults:\n  - override /strategy: tp\ntp: 2\n")
     assert sweep("recipe=./mine.yaml,quickstart steps=1") == 0
     assert launcher.started == ["tp", "ptdp"]
-    assert report.read(only_directory())[0]["overrides"] == ["recipe=./mine.yaml", "steps=1"]
+    assert sweep_rows.read(only_directory())[0]["overrides"] == ["recipe=./mine.yaml", "steps=1"]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
-    (tmp_path / report.RESULTS).write_text(json.dumps({"point": 0, "state": "done"}) + '\n{"point": 1, "sta')
-    assert [row["point"] for row in report.read(tmp_path)] == [0]
+    (tmp_path / sweep_rows.RESULTS).write_text(json.dumps({"point": 0, "state": "done"}) + '\n{"point": 1, "sta')
+    assert [row["point"] for row in sweep_rows.read(tmp_path)] == [0]
 
 
 def test_the_table_names_what_varies():
     rows = [{"overrides": ["a=1", "b=2"]}, {"overrides": ["a=1", "b=3"]}]
-    assert report.varied(rows) == [["b=2"], ["b=3"]]
+    assert sweep_rows.varied(rows) == [["b=2"], ["b=3"]]

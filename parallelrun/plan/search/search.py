@@ -75,7 +75,7 @@ def _order(one: Found) -> tuple[float, int]:
 
 def _found(plan: Plan, space: Space, one: Choice) -> Found:
     cluster = space.base.cluster
-    memory = max(prediction.memories(plan).values(), key=lambda memory: memory.total)
+    memory = max(prediction.memories(plan, cluster).values(), key=lambda memory: memory.total)
     time = step_time(plan, cluster)
     return Found(
         space.overrides(one),

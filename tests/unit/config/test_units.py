@@ -52,6 +52,8 @@ def test_every_real_machine_is_allowed(machine):
         ("memory_gb", 80_000.0, "MB", 80.0),
         ("memory_gb", 80e9, "B", 80.0),
         ("memory_gb", 0.08, "TB", 80.0),
+        ("context_gb", 500.0, "MB", 0.5),
+        ("communicator_gb", 550.0, "MB", 0.55),
         ("memory_gb_s", 2_039_000.0, "MB/s", 2039.0),
         ("peak_tflops", 312_000.0, "GFLOP/s", 312.0),
         ("peak_tflops", 312e12, "FLOP/s", 312.0),

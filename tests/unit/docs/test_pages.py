@@ -50,3 +50,16 @@ def test_the_figure_of_a_schedule_is_what_plan_prints(capsys: pytest.CaptureFixt
     assert figure is not None and command is not None
     assert main(command.group(1).split()) == 0
     assert figure.group(1) in capsys.readouterr().out
+
+
+def test_the_prediction_for_llama_3_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / "goodput.md").read_text()
+    shown = re.search(r"<!-- goodput -->\n```\n(.*?)```", text, re.S)
+    command = re.search(r"^parallelrun (plan model=llama3_70b .*?)$", text.replace("\\\n", ""), re.M)
+    assert shown is not None and command is not None
+    assert main(command.group(1).split()) == 0
+    assert shown.group(1) in capsys.readouterr().out
+    slow = [word.replace("gb_s=2000", "gb_s=20") for word in command.group(1).split()]
+    assert main(slow) == 0
+    useful = float(capsys.readouterr().out.partition("goodput   ")[2].partition("%")[0])
+    assert f"With storage of 20 GB/s it would be {useful:.0f} %" in text

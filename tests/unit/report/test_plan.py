@@ -47,6 +47,7 @@ PRESETS = (
     "model=gpt3_175b strategy=ptdp tp=8 pp=64 dp=6",
     "model=gpt3_175b strategy=ptdp tp=8 pp=64 dp=6 cluster=a100_40gb tokens=300e9",
     "recipe=sc21_1t",
+    "model=gpt_1t strategy=ptdp tp=8 pp=64 dp=6 cluster=a100_dgx tokens=450e9 mtbf_gpu_hours=5e4 checkpoint_gb_s=20",
     "model=vgg16 strategy=ps dp=6 servers=2 cluster=ethernet_25g",
     "model=gpt strategy=ps dp=3 servers=2 consistency=ssp staleness=1",
     "model=resnet50 strategy=horovod dp=8",

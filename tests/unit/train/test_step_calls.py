@@ -26,7 +26,7 @@ FEW, MANY = 2, 6  # layers
 PARAMETERS_OF_A_LAYER = 16
 PACKAGE = Path(parallelrun.__file__).parent
 # Everything around forward and backward: gradients, norm, clipping, update, totals.
-AROUND = (f"{PACKAGE}/train/", f"{PACKAGE}/optimizer.py", f"{PACKAGE}/torch_private.py", f"{TORCH}/optim/")
+AROUND = (f"{PACKAGE}/train/", f"{PACKAGE}/optimizer.py", f"{PACKAGE}/torch_private/", f"{TORCH}/optim/")
 # A parameter's gradient is looked at (`is_contiguous`), measured (`numel`) and put in a list (`append`), or measured in
 # rows; everything else is done by one call for all of them.
 CALLS_PER_PARAMETER = 3.0

@@ -1,0 +1,61 @@
+"""The only package that uses torch's private symbols. Each function says why it needs them."""
+
+from parallelrun.torch_private.compiler import before_compiling, keep_compiled_buffers
+from parallelrun.torch_private.fsdp import fsdp_initialise, fsdp_reduce
+from parallelrun.torch_private.groups import default_store, gloo_group
+from parallelrun.torch_private.observers import (
+    current_dispatch_modes,
+    dispatch_modes,
+    is_observed,
+    observe,
+    observed,
+    observers,
+)
+from parallelrun.torch_private.pipelines import (
+    greet_others_only,
+    receive_on_demand,
+    set_messages,
+    start_messages,
+    trust_metadata,
+)
+from parallelrun.torch_private.tensors import (
+    add_all,
+    copy_all,
+    fused_adamw,
+    grouped_product,
+    has_grouped_product,
+    multiply,
+    norms,
+)
+from parallelrun.torch_private.timing import in_stream, phase, timed, timed_waits
+
+__all__ = [
+    "add_all",
+    "before_compiling",
+    "copy_all",
+    "current_dispatch_modes",
+    "default_store",
+    "dispatch_modes",
+    "fsdp_initialise",
+    "fsdp_reduce",
+    "fused_adamw",
+    "gloo_group",
+    "greet_others_only",
+    "grouped_product",
+    "has_grouped_product",
+    "in_stream",
+    "is_observed",
+    "keep_compiled_buffers",
+    "multiply",
+    "norms",
+    "observe",
+    "observed",
+    "observers",
+    "phase",
+    "receive_on_demand",
+    "set_messages",
+    "start_messages",
+    "timed",
+    "timed_waits",
+    "trust_metadata",
+]

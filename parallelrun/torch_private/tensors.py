@@ -1,0 +1,82 @@
+"""Operations on many tensors in one call from Python, and products that torch keeps private."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def multiply(tensors: list[Tensor], factor: float) -> None:
+    """Multiply many tensors in place with one call from Python, which is faster than a loop."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the 2-norm of each tensor, 0-d, with one call from Python."""
+    return list(torch._foreach_norm(tensors)) if tensors else []
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy many tensors with one call from Python."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add many tensors in place with one call from Python."""
+    if targets:
+        torch._foreach_add_(targets, sources)
+
+
+def fused_adamw(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take a step of torch's fused AdamW on tensors of one dtype.
+
+    `torch.optim.AdamW.step` does the same after it has collected the lists, in several loops over the parameters.
+    """
+    torch._foreach_add_(steps, 1)
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def has_grouped_product(rows: Tensor, weights: Tensor) -> bool:
+    """Return whether `grouped_product` supports them: not fp64, some rows, lines that are multiples of 16 bytes."""
+    line = 16 // rows.element_size()
+    aligned = rows.size(-1) % line == 0 and weights.size(1) % line == 0
+    return rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned and rows.size(0) > 0
+
+
+def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Multiply rows (n, in), sorted by group, by their group's weights (groups, out, in); return (n, out).
+
+    counts: (groups,), the rows of each group. `functional.grouped_mm` is private in older versions of torch.
+    """
+    grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    product: Tensor = grouped(rows.contiguous(), weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    return product
