@@ -154,8 +154,8 @@ def plan_of_exchange(ranks: int, device: str) -> Plan:
 
 
 def exchange_seconds(row: Exchange, plan: Plan, cluster: ClusterConfig) -> float:
-    """Predicted seconds of one call of a collective."""
-    rates = rates_of(cluster, PRECISION)
+    """Predicted seconds of one call of a collective, with no operations of a training around it."""
+    rates = rates_of(replace(cluster, operation_us=0.0), PRECISION)
     assert rates is not None, "a calibrated cluster has rates"
     own = cores.of_a_rank(rates, plan, cluster)
     return collective_s(Collective("dp", row.operation, "", 1, row.num_bytes), plan, cluster, own) or 0.0

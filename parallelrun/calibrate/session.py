@@ -40,7 +40,7 @@ ALLOWED_S = 15.0  # the longest that a training of the list is expected to take
 
 @dataclass
 class Session:
-    """seconds: the budget. backend: of CPU collectives. steps: the trainings to time; timed: how. say: hears progress."""
+    """seconds: the budget. backend: of CPU collectives. steps: the trainings to time; timed: how. say: hears of it."""
 
     seconds: float = 100.0
     backend: str = "auto"

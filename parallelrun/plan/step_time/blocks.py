@@ -67,8 +67,7 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
         seconds = collective_s(row, plan, cluster, rates)
         if seconds is None:
             return None
-        around = row.calls * host.OF_COLLECTIVE * rates.operation_s if rates.synchronous else 0.0
-        parts[kind] = parts.get(kind, 0.0) + share * (seconds + around)
+        parts[kind] = parts.get(kind, 0.0) + share * seconds
     return time
 
 

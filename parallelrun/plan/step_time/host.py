@@ -8,11 +8,16 @@ router and expert is several lines of Python.
 from __future__ import annotations
 
 from parallelrun.model_spec import BlockSpec, ModelSpec
+from parallelrun.plan.step_time.kernels import streaming_s
+from parallelrun.plan.step_time.rates import Rates
+from parallelrun.plan.structure import Plan
 
 FORWARD = 0.4  # the part of the operations in forward
 OF_GPT, OF_LLAMA, OF_EXPERTS, OF_MLP, OF_ENDS = 132, 238, 530, 32, 30
 OF_SIMPLE_LAYER = 14  # of a convolution, a norm, or a linear layer with what stands between it and the next
-OF_COLLECTIVE = 6  # of a collective inside a block: copies around it, and its place in the graph
+OF_COLLECTIVE = 20  # of a collective or message in a step: copies around it, its place in the graph, its label
+OF_UNIT = 150  # of a gather or a reduction by torch's FSDP2, which is Python for every parameter
+OF_MICROBATCH = 40  # of one of several microbatches: its samples, its messages' buffers; and one for every gradient
 
 
 def operations(block: BlockSpec, spec: ModelSpec) -> tuple[float, float]:
@@ -29,3 +34,22 @@ def _total(block: BlockSpec, spec: ModelSpec) -> int:
     if block.kind == "mlp":
         return OF_MLP
     return max(OF_ENDS, OF_SIMPLE_LAYER * len(block.layers))
+
+
+def around_data_s(plan: Plan, rates: Rates) -> float:
+    """Seconds of a step that a host spends around the communication of sharded weights: Python, copies in and out."""
+    if not rates.synchronous or not plan.data.shards_weights:
+        return 0.0
+    coordinate = plan.mesh.coordinate(0)
+    rows = plan.data.collectives(coordinate["pp"], coordinate, plan)
+    calls, payload = sum(row.calls for row in rows), sum(row.payload_bytes for row in rows)
+    return calls * OF_UNIT * rates.operation_s + streaming_s(2.0 * payload, 0, rates)
+
+
+def of_microbatches_s(plan: Plan, rates: Rates) -> float:
+    """Seconds of a step that a host spends on having several microbatches, whose gradients it sums."""
+    if not rates.synchronous or plan.batch.microbatches == 1:
+        return 0.0
+    blocks = [plan.spec.block(name) for stage in plan.stages_of(0) for name in stage.blocks]
+    weights = sum(len(block.parameters) for block in blocks)
+    return plan.batch.microbatches * (OF_MICROBATCH + weights) * rates.operation_s

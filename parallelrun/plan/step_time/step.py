@@ -11,7 +11,7 @@ from typing import Any
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction
-from parallelrun.plan.step_time import cores, other_blocks, servers
+from parallelrun.plan.step_time import cores, host, other_blocks, servers
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
@@ -74,10 +74,11 @@ def step_time_with(
     parts[BUBBLE] = makespan - busy
     hides = overlapped and not rates.synchronous  # a host that computes itself does nothing beside
     parts[DATA] = _exposed(plan, data, stages, makespan) if hides else sum(data.values())
+    parts[DATA] += host.around_data_s(plan, rates)
     held = once(known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0)))
     weights, _, states = held
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
-    parts[FIXED] = rates.step_s
+    parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
     if plan.servers:
         exchanged = servers.exchange(plan, cluster, rates, makespan)
         if exchanged is None:
@@ -103,7 +104,7 @@ def _of_blocks(plan: Plan) -> object:
     shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
     return (
         plan.tensor, plan.expert, inner, plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward,
-        plan.world, shared,
+        plan.world, plan.servers, shared,
     )  # fmt: skip
 
 
