@@ -35,7 +35,11 @@ OF_STEPS = (
     Constant("memory_efficiency", 0.5, 0.01, 1.0),
     Constant("operation_us", 6.0, 0.2, 200.0),
 )
-OF_LINKS = (Constant("collective_us", 60.0, 0.5, 20_000.0), Constant("link_efficiency", 0.5, 0.01, 1.0))
+OF_LINKS = (
+    Constant("collective_us", 60.0, 0.5, 20_000.0),
+    Constant("hop_us", 10.0, 0.1, 5000.0),
+    Constant("link_efficiency", 0.5, 0.01, 1.0),
+)
 OF_CORES = (
     Constant("step_us", 1000.0, 10.0, 100_000.0),
     Constant("thread_efficiency", 0.6, 0.01, 1.0, 2.0),

@@ -47,7 +47,7 @@ def of_a_rank(rates: Rates, plan: Plan, cluster: ClusterConfig) -> Rates:
     if not cluster.cores:
         return rates
     crowd = ranks_per_core(plan, cluster)
-    around_s = host.OF_COLLECTIVE * rates.operation_s
+    around_s = host.OF_CALL * rates.operation_s
     speed = (1 + (threads(plan, cluster) - 1) * cluster.thread_efficiency) / crowd
     return replace(
         rates,
@@ -57,8 +57,8 @@ def of_a_rank(rates: Rates, plan: Plan, cluster: ClusterConfig) -> Rates:
         operation_s=rates.operation_s * crowd,
         step_s=rates.step_s * crowd,
         intra_bytes_s=rates.intra_bytes_s / crowd,
-        intra_s=(rates.intra_s + around_s) * crowd,
-        inter_s=rates.inter_s + rates.intra_s * (crowd - 1) + around_s * crowd,
+        collective_s=(rates.collective_s + around_s) * crowd,
+        hop_s=rates.hop_s * crowd,
     )
 
 

@@ -11,6 +11,7 @@ from parallelrun.plan import simulate
 from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.step_time import blocks, cores, step
 from parallelrun.plan.step_time.rates import rates_of
+from parallelrun.plan.step_time.stack import Stack
 from parallelrun.plan.step_time.step import step_time, why_unknown
 from parallelrun.plan.structure import Plan
 from tests.unit.config.test_presets import plan as planned
@@ -46,7 +47,7 @@ def test_a_rank_with_several_cores_computes_with_as_many_threads():
 
 def test_nothing_is_hidden_where_the_host_computes():
     plan = planned(*SMALL, "strategy=ddp", "dp=2")
-    assert step_time(plan, HOST).parts == step_time(plan, HOST, overlapped=False).parts
+    assert step_time(plan, HOST).parts == step_time(plan, HOST, Stack(data_overlap=False)).parts
 
 
 def test_a_device_for_each_rank_has_the_rates_of_the_keys():
@@ -91,7 +92,7 @@ def test_servers_exchange_what_their_messages_say():
     few, many = (parts(planned(*PS, "dp=2", f"servers={n}", "local_batch=4", "model.hidden=128")) for n in (1, 2))
     assert many[step.DATA] < few[step.DATA], "two servers share the bytes"
     assert many[step.OPTIMIZER] < few[step.OPTIMIZER]
-    wide = replace(HOST, intra_gb_s=8.0, collective_us=0.0)
+    wide = replace(HOST, intra_gb_s=8.0, collective_us=0.0, hop_us=0.0, operation_us=0.0)
     narrow = replace(wide, intra_gb_s=4.0)
     plan = planned(*PS, "dp=2", "servers=1", "local_batch=4")
     assert parts(plan, narrow)[step.DATA] == pytest.approx(2 * parts(plan, wide)[step.DATA], rel=1e-6)
