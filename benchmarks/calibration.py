@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import write
-from parallelrun.calibrate.constants import Calibration, Known, calibrated, step_seconds
+from parallelrun.calibrate.constants import Calibration, PlannedStep, calibrated, step_seconds
 from parallelrun.calibrate.measurements import Measurements, load, save
 from parallelrun.calibrate.session import Session
 from parallelrun.errors import ParallelrunError
@@ -82,7 +82,7 @@ def row(name: str, words: Sequence[str], measured: Measurements, found: Calibrat
     on_cpu = measured.device == "cpu"
     session = Session(device="cpu" if on_cpu else "auto", timed=TIMED)
     step = session.training(root, name, words, num_cores(), on_cpu)
-    plan, seconds = Known.of(step).plan, step.sample.seconds(measured.clock)
+    plan, seconds = PlannedStep.of(step).plan, step.sample.seconds(measured.clock)
     return {
         "case": name, "degrees": plan.degrees, "ranks": plan.world, "measured_s": seconds or None,
         "wall_s": step.sample.wall_s, "spread": step.sample.spread,

@@ -13,7 +13,7 @@ from math import exp
 from typing import Any
 
 from parallelrun.calibrate.fit import Constant, fit
-from parallelrun.calibrate.measurements import CPU, WALL, Exchange, Measurements, Product, Step
+from parallelrun.calibrate.measurements import CPU, WALL, Measurements, TimedExchange, TimedProduct, TimedStep
 from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
@@ -46,20 +46,24 @@ OF_CORES = (
     Constant("convolution_efficiency", 0.3, 0.005, 1.0),
 )
 OF_DEVICES = (Constant("kernel_us", 4.0, 0.2, 100.0), Constant("convolution_efficiency", 0.4, 0.005, 1.0))
-EXPECTED = {Product: 0.25, Exchange: 0.35, Step: 0.06}  # errors of single measurements: steps are what is predicted
+EXPECTED = {
+    TimedProduct: 0.25,
+    TimedExchange: 0.35,
+    TimedStep: 0.06,
+}  # errors of single measurements: steps are what is predicted
 # By the CPU clock, of a rank with several threads: they spin while they wait for each other, longer on a busy machine.
 EXPECTED_OF_THREADS = 0.6
 
 
 @dataclass(frozen=True)
-class Known:
+class PlannedStep:
     """A training step with its plan."""
 
-    step: Step
+    step: TimedStep
     plan: Plan
 
     @classmethod
-    def of(cls, step: Step) -> Known:
+    def of(cls, step: TimedStep) -> PlannedStep:
         return cls(step, resolve(load_frozen(step.config)))
 
 
@@ -69,7 +73,7 @@ class Calibration:
 
     cluster: ClusterConfig
     fitted: tuple[str, ...]
-    ratios: tuple[tuple[Step, float], ...]
+    ratios: tuple[tuple[TimedStep, float], ...]
 
     @cached_property
     def error(self) -> float:
@@ -99,7 +103,7 @@ def fastest_exchange(measured: Measurements) -> float:
     return max((_wire(row) / row.sample.seconds(measured.clock) for row in measured.exchanges), default=0.0)
 
 
-def _wire(row: Exchange) -> float:
+def _wire(row: TimedExchange) -> float:
     from parallelrun.plan.prediction import wire_bytes
 
     return float(wire_bytes(Collective("dp", row.operation, "", 1, row.num_bytes), row.ranks))
@@ -111,11 +115,15 @@ def constants_of(measured: Measurements) -> tuple[Constant, ...]:
     return (*found, *(OF_LINKS if measured.exchanges else ()))
 
 
-def calibrated(measured: Measurements, name: str, more: Sequence[Step] = ()) -> Calibration:
+def calibrated(measured: Measurements, name: str, more: Sequence[TimedStep] = ()) -> Calibration:
     """Fit the constants to everything measured and to `more` steps."""
     start, constants = base(measured, name), constants_of(measured)
-    steps = [Known.of(step) for step in (*measured.steps, *more)]
-    rows: list[Product | Exchange | Step] = [*measured.products, *measured.exchanges, *(one.step for one in steps)]
+    steps = [PlannedStep.of(step) for step in (*measured.steps, *more)]
+    rows: list[TimedProduct | TimedExchange | TimedStep] = [
+        *measured.products,
+        *measured.exchanges,
+        *(one.step for one in steps),
+    ]
     plans = {ranks: plan_of_exchange(ranks, measured.device) for ranks in {row.ranks for row in measured.exchanges}}
 
     def cluster(values: Sequence[float]) -> ClusterConfig:
@@ -128,9 +136,9 @@ def calibrated(measured: Measurements, name: str, more: Sequence[Step] = ()) -> 
         found += [exchange_seconds(row, plans[row.ranks], given) for row in measured.exchanges]
         return found + [step_seconds(one.plan, given, measured.clock) for one in steps]
 
-    def expected(one: Known) -> float:
+    def expected(one: PlannedStep) -> float:
         spins = measured.clock == CPU and cores.threads(one.plan, start) > 1
-        return EXPECTED_OF_THREADS if spins else EXPECTED[Step]
+        return EXPECTED_OF_THREADS if spins else EXPECTED[TimedStep]
 
     seconds = [row.sample.seconds(measured.clock) for row in rows]
     errors_of = [*(EXPECTED[type(row)] for row in rows[: len(rows) - len(steps)]), *map(expected, steps)]
@@ -140,12 +148,12 @@ def calibrated(measured: Measurements, name: str, more: Sequence[Step] = ()) -> 
     return Calibration(cluster(result.values), tuple(constant.key for constant in constants), ratios)
 
 
-def ratios_of(cluster: ClusterConfig, clock: str, steps: Sequence[Step]) -> list[float]:
+def ratios_of(cluster: ClusterConfig, clock: str, steps: Sequence[TimedStep]) -> list[float]:
     """Predicted over measured seconds of steps by a cluster that is already there."""
-    return [step_seconds(Known.of(one).plan, cluster, clock) / one.sample.seconds(clock) for one in steps]
+    return [step_seconds(PlannedStep.of(one).plan, cluster, clock) / one.sample.seconds(clock) for one in steps]
 
 
-def product_seconds(row: Product, cluster: ClusterConfig) -> float:
+def product_seconds(row: TimedProduct, cluster: ClusterConfig) -> float:
     """Predicted seconds of a product on one core or device."""
     rates = rates_of(cluster, PRECISION)
     assert rates is not None, "a calibrated cluster has rates"
@@ -157,7 +165,7 @@ def plan_of_exchange(ranks: int, device: str) -> Plan:
     return resolve(replace(Config(), dp=ranks, global_batch=ranks, device=device))
 
 
-def exchange_seconds(row: Exchange, plan: Plan, cluster: ClusterConfig) -> float:
+def exchange_seconds(row: TimedExchange, plan: Plan, cluster: ClusterConfig) -> float:
     """Predicted seconds of one call of a collective, with no operations of a training around it."""
     rates = rates_of(replace(cluster, operation_us=0.0), PRECISION)
     assert rates is not None, "a calibrated cluster has rates"

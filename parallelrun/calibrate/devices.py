@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from parallelrun import comm
-from parallelrun.calibrate.measurements import CPU, WALL, Exchange, Product, Sample
+from parallelrun.calibrate.measurements import CPU, WALL, Sample, TimedExchange, TimedProduct
 from parallelrun.mesh import Group, Mesh
 
 REPEATS = 5
@@ -74,21 +74,21 @@ def shapes() -> Iterator[tuple[str, int, int, int]]:
         yield "weight", columns, rows, inner
 
 
-def products(clock: Clock, start: Callable[[], None]) -> list[Product]:
+def products(clock: Clock, start: Callable[[], None]) -> list[TimedProduct]:
     """Time every shape in fp32. start: waits for the other ranks."""
     found = []
     for kind, rows, inner, columns in shapes():
         body = _product(kind, rows, inner, columns, torch.float32, clock.device)
         start()
-        found.append(Product(rows, inner, columns, clock.sample(body)))
+        found.append(TimedProduct(rows, inner, columns, clock.sample(body)))
     return found
 
 
-def peak(clock: Clock, dtype: torch.dtype) -> Product:
+def peak(clock: Clock, dtype: torch.dtype) -> TimedProduct:
     """Time a large square product."""
     size = PEAK_SIZES[clock.device.type == "cuda"]
     sample = clock.sample(_product("forward", size, size, size, dtype, clock.device))
-    return Product(size, size, size, sample)
+    return TimedProduct(size, size, size, sample)
 
 
 def _product(
@@ -113,7 +113,7 @@ def copies(clock: Clock) -> dict[str, float]:
     return fastest
 
 
-def exchanges(clock: Clock, mesh: Mesh, group: Group) -> list[Exchange]:
+def exchanges(clock: Clock, mesh: Mesh, group: Group) -> list[TimedExchange]:
     """Time every collective at every size over the group; the wall time of this rank, its CPU seconds."""
     found = []
     for operation in OPERATIONS:
@@ -121,7 +121,7 @@ def exchanges(clock: Clock, mesh: Mesh, group: Group) -> list[Exchange]:
             body = exchange(operation, size, group, clock.device)
             calls = max(2, min(30, 2**21 // size))
             comm.all_reduce(torch.zeros(1, device=clock.device), group, PURPOSE)
-            found.append(Exchange(operation, size, group.size, clock.sample(body, calls)))
+            found.append(TimedExchange(operation, size, group.size, clock.sample(body, calls)))
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from parallelrun.calibrate.constants import Calibration
-from parallelrun.calibrate.measurements import CPU, Measurements, Step, save
+from parallelrun.calibrate.measurements import CPU, Measurements, TimedStep, save
 from parallelrun.config import presets
 from parallelrun.config.recipes import NAME
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
@@ -50,7 +50,7 @@ def prepare(path: Path) -> None:
         raise EnvironmentProblem(Problem(what, "cluster", command="--config-dir FOLDER, a writable folder")) from error
 
 
-def write(path: Path, measured: Measurements, found: Calibration, more: Sequence[Step]) -> None:
+def write(path: Path, measured: Measurements, found: Calibration, more: Sequence[TimedStep]) -> None:
     """Write both files. Raises EnvironmentProblem."""
     try:
         write_text(path, text(measured, found, more))
@@ -59,7 +59,7 @@ def write(path: Path, measured: Measurements, found: Calibration, more: Sequence
         raise EnvironmentProblem(Problem(f"cannot write {path}: {error.strerror}", "cluster")) from error
 
 
-def text(measured: Measurements, found: Calibration, more: Sequence[Step] = ()) -> str:
+def text(measured: Measurements, found: Calibration, more: Sequence[TimedStep] = ()) -> str:
     """The YAML of a calibrated cluster, with its provenance as comments."""
     facts, cluster = measured.facts, found.cluster
     crowd = f"{measured.cores} {'cores' if measured.device == 'cpu' else 'GPUs'}"
@@ -75,7 +75,7 @@ def text(measured: Measurements, found: Calibration, more: Sequence[Step] = ()) 
     return "".join(comments) + str(yaml.safe_dump(given, sort_keys=False, width=118))
 
 
-def provenance(measured: Measurements, found: Calibration, more: Sequence[Step]) -> list[str]:
+def provenance(measured: Measurements, found: Calibration, more: Sequence[TimedStep]) -> list[str]:
     """Lines on when, where, with what and how well the constants were measured."""
     facts = measured.facts
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())

@@ -29,7 +29,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Product:
+class TimedProduct:
     """A matrix product of fp32: rows x inner times inner x columns, on one thread, while every core does one."""
 
     rows: int
@@ -43,7 +43,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TimedExchange:
     """One call of a collective over `ranks` ranks. num_bytes: payload, as `plan.structure.Collective` counts it."""
 
     operation: str
@@ -53,7 +53,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """A training step. config: the frozen configuration of its run. source: calibrate, or the run's directory."""
 
     name: str
@@ -79,9 +79,9 @@ class Measurements:
     memory_bytes_s: float
     multiprocessors: int = 0
     memory_bytes: float = 0.0
-    products: tuple[Product, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
-    steps: tuple[Step, ...] = ()
+    products: tuple[TimedProduct, ...] = ()
+    exchanges: tuple[TimedExchange, ...] = ()
+    steps: tuple[TimedStep, ...] = ()
     skipped: tuple[str, ...] = ()
     seconds: float = 0.0
     busy_share: float = 1.0
@@ -97,7 +97,7 @@ def load(path: Path) -> Measurements:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         known = {one.name: values[one.name] for one in fields(Measurements) if one.name in values}
-        for name, kind in (("products", Product), ("exchanges", Exchange), ("steps", Step)):
+        for name, kind in (("products", TimedProduct), ("exchanges", TimedExchange), ("steps", TimedStep)):
             known[name] = tuple(kind(**{**row, "sample": Sample(**row["sample"])}) for row in values[name])
         return Measurements(**{**known, "skipped": tuple(values["skipped"])})
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Step times of runs that were made anyway, as `calibrate from=runs/...` adds them to a fit."""
+"""TimedStep times of runs that were made anyway, as `calibrate from=runs/...` adds them to a fit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from parallelrun.calibrate.constants import Known, step_seconds
-from parallelrun.calibrate.measurements import CPU, Measurements, Sample, Step
+from parallelrun.calibrate.constants import PlannedStep, step_seconds
+from parallelrun.calibrate.measurements import CPU, Measurements, Sample, TimedStep
 from parallelrun.calibrate.session import sample_of
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.errors import ConfigError, ParallelrunError, Problem
@@ -16,13 +16,13 @@ from parallelrun.errors import ConfigError, ParallelrunError, Problem
 KEY = "from"
 
 
-def steps_of(folders: list[str], measured: Measurements, cluster: ClusterConfig) -> list[Step]:
+def steps_of(folders: list[str], measured: Measurements, cluster: ClusterConfig) -> list[TimedStep]:
     """The step time of each run directory. Raises ConfigError with every one that cannot be used, and why."""
     problems, found = [], []
     for folder in folders:
         try:
             step = _step(Path(folder).expanduser(), measured)
-            if not step_seconds(Known.of(step).plan, cluster):
+            if not step_seconds(PlannedStep.of(step).plan, cluster):
                 raise ValueError("the time of its plan cannot be predicted")
             found.append(step)
         except (OSError, ValueError, KeyError, TypeError, ParallelrunError) as error:
@@ -33,7 +33,7 @@ def steps_of(folders: list[str], measured: Measurements, cluster: ClusterConfig)
     return found
 
 
-def _step(folder: Path, measured: Measurements) -> Step:
+def _step(folder: Path, measured: Measurements) -> TimedStep:
     config = (folder / "config.yaml").read_text(encoding="utf-8")
     bench, summary = (_json(folder / f"{name}.json") for name in ("bench", "summary"))
     if bench is None and summary is None:
@@ -46,7 +46,7 @@ def _step(folder: Path, measured: Measurements) -> Step:
         raise ValueError("only a bench counts CPU seconds, by which this calibration was made on a shared machine")
     if not sample.wall_s or sample.wall_s <= 0:
         raise ValueError("no step was timed")
-    return Step(folder.name, config, sample, str(folder))
+    return TimedStep(folder.name, config, sample, str(folder))
 
 
 def _json(path: Path) -> Any:

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from parallelrun.calibrate.measurements import CPU, WALL, Exchange, Measurements, Product, Sample, Step
+from parallelrun.calibrate.measurements import CPU, WALL, Measurements, Sample, TimedExchange, TimedProduct, TimedStep
 from parallelrun.calibrate.training import STEPS, TIMED_STEPS
 from parallelrun.config import compose
 from parallelrun.config import overrides as override_checks
@@ -65,12 +65,14 @@ class Session:
         on_cpu, own = not gpus, gpus or num_cores()
         with tempfile.TemporaryDirectory(prefix="parallelrun-calibrate-") as root:
             ranks = list(self._devices(Path(root), own, on_cpu))
-            products = _over_ranks([row["products"] for row in ranks], Product)
+            products = _over_ranks([row["products"] for row in ranks], TimedProduct)
             busy = _median(one.sample.cpu_s / one.sample.wall_s for one in products) if on_cpu else 1.0
             clock = WALL if busy >= SHARED else CPU
             exchanges = list(self._exchanges(Path(root), own, on_cpu))
             steps = list(self._trainings(Path(root), own, on_cpu))
-        peaks = {name: _over_ranks([[row["peaks"][name]] for row in ranks], Product)[0] for name in ranks[0]["peaks"]}
+        peaks = {
+            name: _over_ranks([[row["peaks"][name]] for row in ranks], TimedProduct)[0] for name in ranks[0]["peaks"]
+        }
         fastest = max(one.flops_s(clock) for one in products)  # a small product may beat the large one
         return Measurements(
             clock=clock,
@@ -94,7 +96,7 @@ class Session:
         seconds = MEASUREMENT_S if self.left_s > 60 else SHORT_S
         yield from self._measured(root, own, on_cpu, ["products"], seconds)
 
-    def _exchanges(self, root: Path, own: int, on_cpu: bool) -> Iterator[Exchange]:
+    def _exchanges(self, root: Path, own: int, on_cpu: bool) -> Iterator[TimedExchange]:
         """Groups as large as the cores or GPUs, half as large, and on CPUs twice as large."""
         sizes = sorted({size for size in ((2, 2 * own) if on_cpu else (own, own // 2)) if size > 1})
         if not sizes:
@@ -103,7 +105,8 @@ class Session:
             self.say(f"collectives of {size} ranks")
             found = self._measured(root, size, on_cpu, ["exchanges"], SHORT_S)
             rows = [
-                [Exchange(**{**row, "sample": Sample(**row["sample"])}) for row in one["exchanges"]] for one in found
+                [TimedExchange(**{**row, "sample": Sample(**row["sample"])}) for row in one["exchanges"]]
+                for one in found
             ]
             crowd = min(size, own) if on_cpu else size
             for same in zip(*rows):
@@ -118,7 +121,7 @@ class Session:
         folder = self._launch(root, config, plan, "measure", {"parts": parts, "seconds": seconds})
         return [json.loads((folder / f"measured_{rank}.json").read_text()) for rank in range(ranks)]
 
-    def _trainings(self, root: Path, own: int, on_cpu: bool) -> Iterator[Step]:
+    def _trainings(self, root: Path, own: int, on_cpu: bool) -> Iterator[TimedStep]:
         for name, words in self.steps:
             if self.left_s < ALLOWED_S:
                 self._skipped.append(f"{name}: no time was left")
@@ -131,7 +134,7 @@ class Session:
                 continue
             yield step
 
-    def training(self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool) -> Step:
+    def training(self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool) -> TimedStep:
         """Bench one training on this machine. Raises ConfigError, EnvironmentProblem."""
         config, plan = composed(
             [f"backend={self.backend}", f"device={'cpu' if on_cpu else 'cuda'}", *self.timed, *words]
@@ -139,7 +142,7 @@ class Session:
         if not on_cpu and plan.world > own:
             raise EnvironmentProblem(f"{plan.world} ranks on {own} GPUs")
         folder = self._launch(root, filled(config, plan), plan, "steps", None)
-        return Step(name, freeze(config, plan), sample_of(json.loads((folder / "bench.json").read_text()), own))
+        return TimedStep(name, freeze(config, plan), sample_of(json.loads((folder / "bench.json").read_text()), own))
 
     def _launch(self, root: Path, config: Config, plan: Plan, function: str, asked: dict[str, Any] | None) -> Path:
         folder = directory.create(root, "calibrate")
@@ -173,7 +176,7 @@ def sample_of(bench: dict[str, Any], own: int) -> Sample:
     return Sample(bench["median_s"], share, spread)
 
 
-def _over_ranks(rows: list[list[dict[str, Any]]], kind: type[Product]) -> list[Product]:
+def _over_ranks(rows: list[list[dict[str, Any]]], kind: type[TimedProduct]) -> list[TimedProduct]:
     """The same measurements of several ranks, each by its medians."""
     found = []
     for same in zip(*rows):

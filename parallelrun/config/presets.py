@@ -36,10 +36,13 @@ def folder() -> Path:
 
 
 def own_clusters() -> Path:
-    """The folder in which `parallelrun calibrate` keeps the clusters of this user: every command line finds them."""
+    """The folder in which `parallelrun calibrate` keeps the clusters of this user: every command line finds them.
+
+    In $PARALLELRUN_CONFIG, else $XDG_CONFIG_HOME/parallelrun, else ~/.config/parallelrun.
+    """
     home = os.environ.get("XDG_CONFIG_HOME", "")
     root = Path(home) if os.path.isabs(home) else Path.home() / ".config"  # the XDG base directory specification
-    return root / "parallelrun" / CLUSTER
+    return Path(os.environ.get("PARALLELRUN_CONFIG") or root / "parallelrun") / CLUSTER
 
 
 def own_file(group: str, name: str) -> Path | None:
