@@ -29,24 +29,36 @@ from parallelrun.config.overrides import read
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
 from parallelrun.plan.resolve import resolve
+from parallelrun.plan.step_time.stack import Stack
 from parallelrun.plan.step_time.step import step_time
 from parallelrun.plan.structure import Plan
 
 PUBLISHED = Path(__file__).parent / "published"
 CLUSTERS = {"A100": "a100_dgx", "H100": "h100_dgx", "V100": "v100_32gb"}
-MEGATRON_2021 = {"fused": False, "overlapped": False}  # attention with scores in memory; gradients summed at the end
+MEGATRON_2021 = Stack(
+    fused_attention=False, stops_early=False, operations=1.44, recompute_operations=36,
+    scattered_messages=True, data_overlap=False, gradient_overlap=False, rounded_weights=True,
+    rounded_gradients=True,
+)  # fmt: skip
+STACKS: dict[str, Stack] = {
+    "fit_sc21_table1": MEGATRON_2021,
+    "dev_vtrain_single_half": MEGATRON_2021,
+    "dev_llmfoundry_a100": Stack(rounded_gradients=True, attention=0.52),
+    "dev_mcore_h100": Stack(
+        stops_early=False,
+        tensor_overlap=True,
+        rounded_weights=True,
+        fused_rotation=True,
+        attention=1.5,
+        rounded_gradients=True,
+    ),
+    "dev_ultrascale_3b": Stack(gather_overlap=False, rounded_weights=True, fused_rotation=True),
+}
 MODEL_SIZES = {
     "hidden": "h", "layers": "L", "heads": "a", "kv_heads": "kv", "ffn": "ffn", "vocab": "V", "seq": "s",
 }  # fmt: skip
 PLAN_SIZES = {"world": "N", "tp": "tp", "pp": "pp", "dp": "dp", "global_batch": "gbs", "micro_batch": "mbs"}
 NUMBERS = (*MODEL_SIZES.values(), *PLAN_SIZES.values(), "v")
-STACKS: dict[str, dict[str, bool]] = {
-    "fit_sc21_table1": MEGATRON_2021,
-    "dev_vtrain_single_half": MEGATRON_2021,
-    "dev_llmfoundry_a100": {},
-    "dev_mcore_h100": {},
-    "dev_ultrascale_3b": {},
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ def rows_of(name: str, every: int = 1) -> Iterator[Row]:
             plan, config = planned(row)
         except ConfigError:
             continue  # such as more stages than layers
-        time = step_time(plan, config.cluster, **STACKS[name])
+        time = step_time(plan, config.cluster, STACKS[name])
         assert time is not None, row
         flops = 3 * plan.spec.forward_flops * plan.batch.global_batch / plan.world
         yield Row(row["name"], row["group"], float(row["measured_s"]), time.step_s, flops)
