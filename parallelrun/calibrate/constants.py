@@ -21,10 +21,12 @@ from parallelrun.plan.step_time import cores
 from parallelrun.plan.step_time.kernels import product_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import rates_of
-from parallelrun.plan.step_time.step import BUBBLE, step_time
+from parallelrun.plan.step_time.spread import BUBBLE
+from parallelrun.plan.step_time.step import step_time
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 
+INTRA_GB_S = 16.0  # of a link that nobody has measured: PCIe 4 on 8 lanes
 PRECISION = "fp32"  # of products and exchanges
 OF_PRODUCTS = (
     Constant("product_efficiency", 0.8, 0.05, 1.0, 2.0),
@@ -92,7 +94,7 @@ def base(measured: Measurements, name: str) -> ClusterConfig:
         memory_gb=measured.memory_bytes / 1e9 if measured.memory_bytes else None,
         peak_tflops={precision: flops / 1e12 for precision, flops in measured.peaks.items()},
         memory_gb_s=measured.memory_bytes_s / 1e9,
-        intra_gb_s=fastest_exchange(measured) / 1e9 or None,
+        intra_gb_s=fastest_exchange(measured) / 1e9 or INTRA_GB_S,
         multiprocessors=measured.multiprocessors,
         kernel_us=0.0 if on_cpu else ClusterConfig().kernel_us,
     )

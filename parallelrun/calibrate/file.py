@@ -95,8 +95,16 @@ def provenance(measured: Measurements, found: Calibration, more: Sequence[TimedS
     lines += [f"Added: {step.source}" for step in more]
     lines += [f"Not measured: {one}" for one in measured.skipped]
     if not measured.exchanges:
-        lines.append("No collectives were measured: link_efficiency and collective_us have their defaults.")
+        lines.append(
+            f"No collectives were measured: intra_gb_s={cluster_link(found):g} is a guess, and link_efficiency, "
+            "collective_us and hop_us have their defaults."
+        )
     return lines
+
+
+def cluster_link(found: Calibration) -> float:
+    """GB/s of a rank's link inside the host."""
+    return found.cluster.intra_gb_s or 0.0
 
 
 def rounded(value: object) -> object:

@@ -16,6 +16,13 @@ from parallelrun.errors import ConfigError, ParallelrunError, Problem
 KEY = "from"
 
 
+def check_folders(folders: list[str]) -> None:
+    """Raise ConfigError with every folder that is no run's, before anything is measured."""
+    absent = [one for one in folders if not (Path(one).expanduser() / "config.yaml").is_file()]
+    if absent:
+        raise ConfigError(*(Problem(f"{KEY}={one}: no config.yaml of a run is there", KEY) for one in absent))
+
+
 def steps_of(folders: list[str], measured: Measurements, cluster: ClusterConfig) -> list[TimedStep]:
     """The step time of each run directory. Raises ConfigError with every one that cannot be used, and why."""
     problems, found = [], []

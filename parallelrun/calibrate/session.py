@@ -16,8 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from parallelrun.calibrate import training
 from parallelrun.calibrate.measurements import CPU, WALL, Measurements, Sample, TimedExchange, TimedProduct, TimedStep
-from parallelrun.calibrate.training import STEPS, TIMED_STEPS
 from parallelrun.config import compose
 from parallelrun.config import overrides as override_checks
 from parallelrun.config.schema import Config
@@ -40,13 +40,12 @@ ALLOWED_S = 15.0  # the longest that a training of the list is expected to take
 
 @dataclass
 class Session:
-    """seconds: the budget. backend: of CPU collectives. steps: the trainings to time; timed: how. say: hears of it."""
+    """seconds: the budget. backend: of CPU collectives. timed: how trainings are timed. say: hears progress."""
 
     seconds: float = 100.0
     backend: str = "auto"
     device: str = "auto"
-    steps: Sequence[tuple[str, tuple[str, ...]]] = STEPS
-    timed: Sequence[str] = TIMED_STEPS
+    timed: Sequence[str] = ()
     say: Callable[[str], None] = lambda text: None
     _began: float = field(default_factory=time.monotonic)
     _skipped: list[str] = field(default_factory=list)
@@ -122,7 +121,7 @@ class Session:
         return [json.loads((folder / f"measured_{rank}.json").read_text()) for rank in range(ranks)]
 
     def _trainings(self, root: Path, own: int, on_cpu: bool) -> Iterator[TimedStep]:
-        for name, words in self.steps:
+        for name, words in training.STEPS:
             if self.left_s < ALLOWED_S:
                 self._skipped.append(f"{name}: no time was left")
                 continue
@@ -137,7 +136,12 @@ class Session:
     def training(self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool) -> TimedStep:
         """Bench one training on this machine. Raises ConfigError, EnvironmentProblem."""
         config, plan = composed(
-            [f"backend={self.backend}", f"device={'cpu' if on_cpu else 'cuda'}", *self.timed, *words]
+            [
+                f"backend={self.backend}",
+                f"device={'cpu' if on_cpu else 'cuda'}",
+                *(self.timed or training.TIMED_STEPS),
+                *words,
+            ]
         )
         if not on_cpu and plan.world > own:
             raise EnvironmentProblem(f"{plan.world} ranks on {own} GPUs")

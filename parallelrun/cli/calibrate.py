@@ -85,15 +85,17 @@ def _calibrate(asked: Asked) -> dict[str, Any]:
     """Measure or read, fit, write; return everything that is shown."""
     from parallelrun.calibrate import file
     from parallelrun.calibrate.constants import calibrated, ratios_of
-    from parallelrun.calibrate.runs import steps_of
+    from parallelrun.calibrate.runs import check_folders, steps_of
 
     name = asked.values["cluster"]
     path = file.place(name, asked.config_dir)
+    folders = asked.values["from"].split(",") if asked.values["from"] else []
+    check_folders(folders)
     file.prepare(path)
     measured = _measured(asked, path)
     found, added, before = calibrated(measured, name), [], []
-    if asked.values["from"]:
-        added = steps_of(asked.values["from"].split(","), measured, found.cluster)
+    if folders:
+        added = steps_of(folders, measured, found.cluster)
         before = ratios_of(found.cluster, measured.clock, added)
         found = calibrated(measured, name, added)
     file.write(path, measured, found, added)
