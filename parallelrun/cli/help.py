@@ -23,6 +23,7 @@ TOOLS = {
     "runs": "runs ls, show, rerun, gc: list, show, repeat and clean up run directories",
     "compare": "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI",
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
+    "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
     "tokenize": "write Megatron .bin/.idx token files from text",
 }
 # The kinds that `ls` lists -> their configuration groups; the group's name is understood too.

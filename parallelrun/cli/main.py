@@ -95,6 +95,10 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.cli import doctor
 
         return doctor.main(words)
+    if tool == "calibrate":
+        from parallelrun.cli import calibrate
+
+        return calibrate.main(words)
     if tool == "runs":
         from parallelrun.cli import runs
 
