@@ -17,6 +17,7 @@ from parallelrun.config.strategy_keys import narrowed
 from parallelrun.errors import ConfigError
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import cluster_cost, device_memory, prediction, routing, rules
+from parallelrun.plan.degrees import device_of
 from parallelrun.plan.resolve import spec_of
 from parallelrun.plan.search.bounds import Bounds
 from parallelrun.plan.search.legal import Group, Legal
@@ -26,6 +27,7 @@ from parallelrun.plan.step_time.step import Known, StepTime, least_s, step_time_
 from parallelrun.plan.structure import Memory, Plan
 
 NEVER = float("inf")
+ROUNDING = 1e-9  # by which a lower bound can be above the time that it bounds
 MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
 MOST_NEAR = 100  # plans that do not fit and are looked at, the lightest first
 
@@ -74,8 +76,7 @@ def search(
     `resolve` takes it. Raises ConfigError where no plan can be listed: an unknown model or a bad value.
     """
     space = Space(config, given, world)
-    device = config.device if config.device in ("cpu", "cuda") else "cuda" if gpus else "cpu"
-    found = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep)
+    found = _Searched(Legal(space, _spec(space), device_of(config, gpus)), space.base.cluster, keep)
     found.survey()
     found.find()
     return found.result(against)
@@ -139,7 +140,7 @@ class _Searched:
         for plan, leaf, time in self._priced():
             if not self.is_counted and len(self.fitting) >= self.keep:
                 slowest = self.fitting[self.keep - 1].time
-                if slowest and time.step_s > slowest.step_s:
+                if slowest and time.step_s > (1 + ROUNDING) * slowest.step_s:
                     break
             found = self._found(plan, leaf, time)
             (self.fitting if _is_fit(found, self.cluster) else self.unfit).append(found)

@@ -10,19 +10,15 @@ from typing import Any
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction, simulate
-from parallelrun.plan.step_time import cores, other_blocks, overlap, servers
+from parallelrun.plan.step_time import cores, host, other_blocks, overlap, servers, spread
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
+from parallelrun.plan.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
 from parallelrun.plan.step_time.stack import OURS, Stack
 from parallelrun.plan.structure import Plan, once
 from parallelrun.precision import BYTES
-
-PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
-    "pipeline communication", "bubble", "data communication", "optimizer", "recompute", "fixed",
-)  # fmt: skip
-LOW, HIGH = 0.85, 1.20  # of the prediction: p10 and p90
 
 
 @dataclass(frozen=True)
@@ -54,10 +50,10 @@ def step_time_with(
     Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
     optimizer, cluster, stack and partition. least: with a lower bound of the schedule's length, which is not simulated.
     """
-    rates = rates_of(cluster, plan.precision.name)
-    if rates is None or why_unknown(plan, cluster):
+    setting = _setting(plan, cluster, stack)
+    if setting is None:
         return None
-    rates = cores.of_a_rank(rates, plan, cluster)
+    rates, stack = setting
     stages = stages_of(plan, cluster, rates, stack, known)
     messages = messages_of(plan, cluster, rates, stack, known)
     data = once(known, ("data", _of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
@@ -69,11 +65,12 @@ def step_time_with(
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
     parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
+    parts[DATA] += host.around_data_s(plan, rates)
     weights, _, states = once(
         known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0))
     )
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
-    parts[FIXED] = rates.step_s
+    parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
     if plan.servers:
         exchanged = servers.exchange(plan, cluster, rates, makespan)
         if exchanged is None:
@@ -84,16 +81,25 @@ def step_time_with(
     flops = 3 * plan.spec.forward_flops * plan.batch.global_batch
     mfu = flops / total / plan.num_workers / rates.peak_flops
     shown = {name: seconds for name, seconds in parts.items() if seconds}
-    return StepTime(total, LOW * total, HIGH * total, tokens, mfu, shown)
+    return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
 
 
-def least_s(known: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
-    """A lower bound of the schedule's length, and so of a step; None as `step_time`. known: see `step_time_with`."""
+def _setting(plan: Plan, cluster: ClusterConfig, stack: Stack) -> tuple[Rates, Stack] | None:
+    """(the rates of one rank, what the program does on such a device); None where the time of a step is unknown."""
     rates = rates_of(cluster, plan.precision.name)
     if rates is None or why_unknown(plan, cluster):
         return None
     rates = cores.of_a_rank(rates, plan, cluster)
-    stages, messages = stages_of(plan, cluster, rates, OURS, known), messages_of(plan, cluster, rates, OURS, known)
+    keeps_scores = rates.synchronous and host.keeps_scores(plan.spec)
+    return rates, replace(stack, fused_attention=False) if keeps_scores else stack
+
+
+def least_s(known: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
+    """A lower bound of the schedule's length, and so of a step; None as `step_time`. known: see `step_time_with`."""
+    setting = _setting(plan, cluster, OURS)
+    if setting is None:
+        return None
+    stages, messages = stages_of(plan, cluster, *setting, known), messages_of(plan, cluster, *setting, known)
     return None if stages is None or messages is None else _schedule(plan, cluster, stages, messages, True)[0]
 
 
@@ -109,7 +115,7 @@ def _of_blocks(plan: Plan) -> object:
     shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
     return (
         plan.tensor, plan.expert, inner, plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward,
-        plan.world, shared, plan.data.shards_weights, plan.batch.microbatches > 1,
+        plan.world, plan.servers, shared, plan.data.shards_weights, plan.batch.microbatches > 1,
     )  # fmt: skip
 
 
@@ -141,9 +147,9 @@ def stages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, kn
 
 def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
     """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
-    rates = rates_of(cluster, plan.precision.name)
-    assert rates is not None, "asked only where the cluster gives the rates"
-    return _blocks_of(plan, cluster, cores.of_a_rank(rates, plan, cluster), OURS, known)
+    setting = _setting(plan, cluster, OURS)
+    assert setting is not None, "asked only where the cluster gives the rates"
+    return _blocks_of(plan, cluster, *setting, known)
 
 
 def _blocks_of(
@@ -229,15 +235,17 @@ def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
 
 def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> tuple[float, float] | None:
     """Seconds in which the data strategy gathers weights, and in which it sums gradients, the last sums included."""
-    compute = BYTES[plan.precision.compute]
+    compute, kept = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
     rounded = plan.data.exchange_form(plan).gathers_rounded or not stack.rounded_weights
     of_gathers = 1.0 if rounded else compute / BYTES[plan.precision.stored]
-    of_sums = compute / BYTES[plan.precision.reduce] if stack.rounded_gradients else 1.0
+    of_sums = compute / kept if stack.rounded_gradients else 1.0
     gathers = sums = 0.0
     coordinate = plan.mesh.coordinate(0)
     for row in plan.data.collectives(coordinate["pp"], coordinate, plan):
         factor = of_gathers if row.operation == "all_gather" else of_sums
-        seconds = collective_s(replace(row, payload_bytes=round(factor * row.payload_bytes)), plan, cluster, rates)
+        calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (kept * stack.bucket))
+        sent = replace(row, calls=min(row.calls, calls), payload_bytes=round(factor * row.payload_bytes))
+        seconds = collective_s(sent, plan, cluster, rates)
         if seconds is None:
             return None
         seconds /= prediction.steps_between(plan, row.purpose)
