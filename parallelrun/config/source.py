@@ -11,6 +11,7 @@ import pickle
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
@@ -19,6 +20,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from parallelrun.config import presets
+from parallelrun.config.recipe_check import LOADER
 from parallelrun.config.strategy_keys import complete_class
 
 if TYPE_CHECKING:
@@ -134,4 +136,5 @@ def _parsed(name: str) -> Container:
 
 @cache
 def _pickled(name: str) -> bytes:
-    return pickle.dumps(OmegaConf.create(_texts()[name]), pickle.HIGHEST_PROTOCOL)
+    content = yaml.load(_texts()[name], Loader=LOADER)
+    return pickle.dumps(OmegaConf.create(content or {}), pickle.HIGHEST_PROTOCOL)
