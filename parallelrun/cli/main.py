@@ -99,6 +99,14 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.cli import doctor
 
         return doctor.main(words)
+    if tool == "runs":
+        from parallelrun.cli import runs
+
+        return runs.main(words)
+    if tool == "compare":
+        from parallelrun.cli import compare
+
+        return compare.main(words)
     from parallelrun.cli import listing
 
     return listing.ls(words) if tool == "ls" else listing.show(words)

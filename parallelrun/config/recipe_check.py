@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from parallelrun.config.keys import GROUPS, Key, in_mapping, known_keys, nearest, nearest_keys, sections
+from parallelrun.config.keys import GROUPS, MAPPINGS, Key, in_mapping, known_keys, nearest, nearest_keys, sections
 from parallelrun.config.recipes import NAME
 from parallelrun.config.untrusted import TRUST, WRITTEN_KEYS, is_instruction
 from parallelrun.config.values import string_trap, trap
@@ -195,6 +195,8 @@ class RecipeCheck:
         if key.name == "model.source":
             self._refuse("model.source: a recipe may not name code", key_node)
         wanted = {"list": yaml.SequenceNode, "dict": yaml.MappingNode}.get(key.kind)
+        if key.name in MAPPINGS and isinstance(value, yaml.MappingNode):  # it may be one value, too
+            wanted = yaml.MappingNode
         if wanted is not None and not isinstance(value, wanted):
             self._report(f"{key.name}: must be a {'list' if key.kind == 'list' else 'mapping'}", key_node)
         elif wanted is None and not isinstance(value, yaml.ScalarNode):

@@ -26,7 +26,7 @@ class Gpt2(Family):
     skipped = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(set(GELUS.values())),
+        allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
                    "bias": (True,), "experts": (0,), "kv_heads": (None, config.model.heads)}  # fmt: skip
         return options(config, self.architecture, allowed)
 

@@ -52,8 +52,8 @@ def of_a_rank(rates: Rates, plan: Plan, cluster: ClusterConfig) -> Rates:
         operation_s=rates.operation_s * crowd,
         step_s=rates.step_s * crowd,
         intra_bytes_s=rates.intra_bytes_s / crowd,
-        intra_s=rates.intra_s * crowd,
-        inter_s=rates.inter_s + rates.intra_s * (crowd - 1),
+        collective_s=rates.collective_s * crowd,
+        hop_s=rates.hop_s * crowd,
     )
 
 

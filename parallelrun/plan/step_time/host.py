@@ -15,6 +15,20 @@ OF_SIMPLE_LAYER = 14  # of a convolution, a norm, or a linear layer with what st
 OF_COLLECTIVE = 6  # of a collective inside a block: copies around it, and its place in the graph
 
 
+# A device waits for its host while short kernels follow each other, even if the long ones would leave the host time
+# enough: the longer of both times, rounded off by a norm of this degree.
+SHARPNESS = 4
+
+
+def waited_s(issuing: float, computing: float) -> float:
+    """Seconds that a device waits for a host that takes `issuing` for kernels that take `computing`."""
+    if not issuing:
+        return 0.0
+    longer, shorter = max(issuing, computing), min(issuing, computing)
+    together = longer * (1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)
+    return float(together - computing)
+
+
 def operations(block: BlockSpec, spec: ModelSpec) -> tuple[float, float]:
     """The operations of one microbatch of a block (forward, backward)."""
     total = _total(block, spec)
