@@ -33,7 +33,7 @@ MOST_NEAR = 100  # plans that do not fit and are looked at, the lightest first
 
 
 @dataclass(frozen=True)
-class Row:
+class CandidateRow:
     """Candidates that differ in the data strategy alone. datas: with the bytes that pp rank 0 holds at least, the least
     first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or fewer."""
 
@@ -46,14 +46,14 @@ class Row:
     least_s: float = 0.0
 
 
-Leaf = tuple[Row, DataStrategyConfig]
+Leaf = tuple[CandidateRow, DataStrategyConfig]
 
 
 @dataclass(frozen=True)
 class _Waiting:
     """A row, or one of its candidates. is_bounded: its bound contains all communication. time: exact."""
 
-    row: Row
+    row: CandidateRow
     data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
     plan: Plan | None = None
     is_bounded: bool = False
@@ -101,7 +101,7 @@ class _Searched:
         self.bounds, self.limit = Bounds(legal, cluster, self.known), _most_bytes(cluster)
         self.most = legal.space.recomputes()[-1]
         self.considered = self.may_fit = 0
-        self.rows: list[Row] = []
+        self.rows: list[CandidateRow] = []
         self.fitting: list[Found] = []
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
@@ -119,7 +119,7 @@ class _Searched:
                     kept = flight * self.bounds.kept_bytes(group, size, recompute)
                     fitting = sum(one + kept <= self.limit for one, _ in held)
                     least = self._least_s(group, size, recompute) if fitting else 0.0
-                    self.rows.append(Row(group, size, recompute, tuple(held), fitting, kept, least))
+                    self.rows.append(CandidateRow(group, size, recompute, tuple(held), fitting, kept, least))
                     self.considered += len(held)
                     self.may_fit += fitting
 
@@ -185,7 +185,7 @@ class _Searched:
             return [(time.step_s, replace(one, time=time))]
         return [(time.step_s, replace(one, is_bounded=True))]
 
-    def _plan(self, row: Row, data: DataStrategyConfig) -> Plan:
+    def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
         return self.legal.plan(row.group, row.micro_batch, row.recompute, data)
 
     def _leave(self, plan: Plan, leaf: Leaf) -> None:
