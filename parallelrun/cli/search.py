@@ -6,31 +6,76 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.cli.verbs import print_json
 from parallelrun.config.compose import Composed
 from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan import chosen
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.rules import VERBS
-from parallelrun.plan.search.result import Found
+from parallelrun.plan.search.result import Found, Search
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from parallelrun.plan.sizes import Size
+    from parallelrun.report.search import Context
 
 KEPT = 200  # plans, from which the ones that are shown side by side are taken
 
 
 def show(composed: Composed, world: int | None, as_json: bool) -> None:
     """Search, and print the best plans. world: the number of ranks that a launcher has started. Raises ConfigError."""
-    config, gpus = composed.config, visible_gpus()
-    found = chosen.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, KEPT)
-    command = command_of(found.best[0], composed.overrides)
+    from parallelrun.plan import sizes
     from parallelrun.report import search as report
 
+    config, gpus = composed.config, visible_gpus()
+    compared = None
+    if sizes.compares_sizes(config):
+        compared = sizes.compared(config, composed.given, KEPT)
+        found = compared[1].found
+    else:
+        found = chosen.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, KEPT)
+    context = report.Context(chosen.base_of(config), command_of(found.best[0], composed.overrides))
     if as_json:
-        print_json({"schema": 1, "model": config.model.preset, "cluster": config.cluster.name,
-                    "search": report.document(found), "command": command})  # fmt: skip
+        print_json(_document(found, context, compared))
         return
+    from parallelrun.report import sizes as sizes_report
     from parallelrun.report.screen import open_console
 
-    report.show(found, report.Context(chosen.base_of(config), command), open_console(emoji=False))
+    console = open_console(emoji=False)
+    if compared:
+        sizes_report.show(*compared, config, console)
+    training = sizes.training_of(config, found)
+    more = [("training", sizes_report.training_text(training, config))] if training else []
+    report.show(found, context, console, more)
+    if config.explain:
+        _explain(composed, found, console)
+
+
+def _document(found: Search, context: Context, compared: tuple[list[Size], Size] | None) -> dict[str, Any]:
+    from parallelrun.report import search as report
+    from parallelrun.report import sizes as sizes_report
+
+    config = context.config
+    fields = {"schema": 1, "model": config.model.preset, "cluster": config.cluster.name, "world": found.world}
+    fields |= {"sizes": sizes_report.document(*compared)} if compared else {}
+    return {**fields, "search": report.document(found), "command": context.command}
+
+
+def _explain(composed: Composed, found: Search, console: Console) -> None:
+    """Print why the best plan takes its time, and where another one would win."""
+    from parallelrun.plan.flips import flips
+    from parallelrun.plan.limits import limits
+    from parallelrun.report import why
+
+    best, cluster = found.best[0], composed.config.cluster
+    assert best.time is not None
+    config, given = chosen.settled(composed.config, composed.given, best)
+    limited = limits(resolve(config, given=given, gpus=visible_gpus()), cluster, best.time)
+    elsewhere = flips(composed.config, composed.given, found)
+    why.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
 
 
 def settled(composed: Composed, world: int | None, quiet: bool = False) -> Composed:
