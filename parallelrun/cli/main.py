@@ -95,6 +95,10 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.cli import doctor
 
         return doctor.main(words)
+    if tool == "compare":
+        from parallelrun.cli import compare
+
+        return compare.main(words)
     from parallelrun.cli import listing
 
     return listing.ls(words) if tool == "ls" else listing.show(words)

@@ -168,6 +168,9 @@ class ClusterConfig:
     )
     link_efficiency: float = key(0.78, "part of a link's bandwidth in a host that collectives reach", above=0, most=1)
     inter_efficiency: float = key(0.9, "part of a port's bandwidth that collectives reach", above=0, most=1)
+    congestion: float = key(
+        0.0, "a port of a network of n hosts has n ** -congestion of its bandwidth", least=0, most=1
+    )
     collective_us: float = key(30.0, "time of a collective beside its bytes", least=0, plausible=(0.01, 1e6), unit="us")
     hop_us: float = key(
         0.0, "time of a collective from rank to rank inside a host", least=0, plausible=(0.001, 1e4), unit="us"

@@ -43,6 +43,7 @@ MISTAKES_AND_PLANS = [
     (["plan", "--json", "model=gpt3_175b", "tp=8", "pp=64", "dp=6"], 0),
     (["ls"], 0),
     (["show", "quickstart"], 0),
+    (["compare", "no-such-run", "latest"], 2),
     (["--help"], 0),
     (["-m", "plan", "tp=1,2"], 2),
     (["plan", "-m", "--json", "tp=1,2"], 0),

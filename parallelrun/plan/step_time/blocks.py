@@ -106,7 +106,7 @@ def _recomputed(block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stac
     if plan.recompute == "selective":
         if stack.stops_early:
             return {MEMORY_BOUND: streaming.recomputed(plan, forward[MEMORY_BOUND])}
-        return {} if stack.fused_attention else {ATTENTION: forward[ATTENTION]}
+        return {ATTENTION: forward[ATTENTION]}
     again = dict(forward)
     shapes = list(_shapes(block, plan))
     if stack.stops_early and shapes:

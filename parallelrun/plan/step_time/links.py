@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, log2
+from math import ceil, log2, pow
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import prediction
@@ -11,6 +11,8 @@ from parallelrun.plan.step_time.rates import Rates
 from parallelrun.plan.structure import Collective, Plan
 
 MESSAGES = ("send", "recv")
+GATHERS = ("all_gather", "reduce_scatter")
+OF_GATHERS = 0.9  # of the rate of an all-reduce (SimuMax, B200: 0.67 of the link to 0.74; H100: 320 GB/s, autoparallel)
 SERIAL = 0.5  # the part of the shorter step of a collective in two steps that runs alone
 
 
@@ -24,28 +26,35 @@ def collective_s(row: Collective, plan: Plan, cluster: ClusterConfig, rates: Rat
     in_node = size if inside else 1 if is_message else ranks_in_node(plan, cluster, row.axis)
     latency = row.calls * latency_s(row.operation, 2 if is_message else size, in_node, rates)
     if inside:
-        return prediction.wire_bytes(row, size) / rates.intra_bytes_s + latency
+        return prediction.wire_bytes(row, size) / intra_bytes_s(row, rates) + latency
     if rates.inter_bytes_s is None:
         return None
     if is_message:
         return prediction.wire_bytes(row, size) / min(rates.intra_bytes_s, rates.inter_bytes_s) + latency
-    return bytes_s(row, size, in_node, rates, rates.inter_bytes_s) + latency
+    return bytes_s(row, size, in_node, rates) + latency
 
 
-def bytes_s(row: Collective, size: int, in_node: int, rates: Rates, inter_bytes_s: float) -> float:
+def intra_bytes_s(row: Collective, rates: Rates) -> float:
+    """Bytes a second of a rank inside a node: a gather or a reduce-scatter reaches less than an all-reduce."""
+    return rates.intra_bytes_s * (OF_GATHERS if row.operation in GATHERS else 1.0)
+
+
+def bytes_s(row: Collective, size: int, in_node: int, rates: Rates) -> float:
     """Seconds in which the bytes of a collective over several nodes travel.
 
     In steps: the ranks on a node exchange parts, then each sends its part between nodes through a port of its own (or
     all-to-all: as much as the other nodes' ranks need), and both steps run half beside each other (ml-engineering:
-    "between the larger and the sum"). Never slower than a ring through all ranks at the rate of a node's ports.
+    "between the larger and the sum"). Never slower than a ring through all ranks at the rate of a node's ports. A port
+    is slower the more nodes the network connects, by `cluster.congestion`.
     """
-    between = prediction.wire_bytes(row, size)
-    flat = between / min(rates.intra_bytes_s, in_node * inter_bytes_s)
+    assert rates.inter_bytes_s is not None
     nodes = size // in_node
+    inside_rate, port = intra_bytes_s(row, rates), rates.inter_bytes_s * pow(nodes, -rates.congestion)
+    flat = prediction.wire_bytes(row, size) / min(inside_rate, in_node * port)
     if in_node == 1 or nodes * in_node != size:
         return flat
-    inside_s = prediction.wire_bytes(row, in_node) / rates.intra_bytes_s
-    between_s = prediction.wire_bytes(row, nodes) / (in_node * inter_bytes_s)
+    inside_s = prediction.wire_bytes(row, in_node) / inside_rate
+    between_s = prediction.wire_bytes(row, nodes) / (in_node * port)
     if row.operation == "all_to_all":
         between_s = between_s * in_node
     return min(flat, max(inside_s, between_s) + SERIAL * min(inside_s, between_s))

@@ -16,11 +16,12 @@ class Stack:
     block, relative to this program's; recompute_operations: besides, to recompute it (states of random numbers).
 
     data_overlap: the data strategy sends while backward and forward compute; gather_overlap: the new weights of a
-    sharded optimizer too. gradient_overlap: tensor parallelism sums the gradient of an input while that of the weights
-    is computed, as the plan asks. tensor_overlap: gathers and reduce-scatters of sequence parallelism run under the
-    products beside them. scattered_messages: tp ranks with equal activations each send a part of them to the next
-    stage, which gathers them. rounded_weights: weights are kept in the compute dtype, which is what is gathered.
-    rounded_gradients: gradients are added up and summed over ranks in the compute dtype.
+    sharded optimizer too. bucket: gradients that travel together; None: as in the plan. gradient_overlap: tensor
+    parallelism sums the gradient of an input while that of the weights is computed, as the plan asks. tensor_overlap:
+    gathers and reduce-scatters of sequence parallelism run under the products beside them. scattered_messages: tp ranks
+    with equal activations each send a part of them to the next stage, which gathers them. rounded_weights: weights are
+    kept in the compute dtype, which is what is gathered. rounded_gradients: gradients are added up and summed over
+    ranks in the compute dtype.
     """
 
     fused_attention: bool = True
@@ -31,6 +32,7 @@ class Stack:
     recompute_operations: float = 0.0
     data_overlap: bool = True
     gather_overlap: bool = True
+    bucket: int | None = None
     gradient_overlap: bool = True
     tensor_overlap: bool = False
     scattered_messages: bool = False

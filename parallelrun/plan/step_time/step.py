@@ -11,19 +11,15 @@ from typing import Any
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction
-from parallelrun.plan.step_time import cores, other_blocks, overlap, servers
+from parallelrun.plan.step_time import cores, other_blocks, overlap, servers, spread
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
+from parallelrun.plan.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
 from parallelrun.plan.step_time.stack import OURS, Stack
 from parallelrun.plan.structure import Plan, once
 from parallelrun.precision import BYTES
-
-PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
-    "pipeline communication", "bubble", "data communication", "optimizer", "recompute", "fixed",
-)  # fmt: skip
-LOW, HIGH = 0.85, 1.20  # of the prediction: p10 and p90
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def step_time_with(known: Known, plan: Plan, cluster: ClusterConfig, stack: Stac
     flops = 3 * plan.spec.forward_flops * plan.batch.global_batch
     mfu = flops / total / plan.num_workers / rates.peak_flops
     shown = {name: seconds for name, seconds in parts.items() if seconds}
-    return StepTime(total, LOW * total, HIGH * total, tokens, mfu, shown)
+    return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
 
 
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
@@ -200,15 +196,17 @@ def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
 
 def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> tuple[float, float] | None:
     """Seconds in which the data strategy gathers weights, and in which it sums gradients, the last sums included."""
-    compute = BYTES[plan.precision.compute]
+    compute, kept = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
     rounded = plan.data.exchange_form(plan).gathers_rounded or not stack.rounded_weights
     of_gathers = 1.0 if rounded else compute / BYTES[plan.precision.stored]
-    of_sums = compute / BYTES[plan.precision.reduce] if stack.rounded_gradients else 1.0
+    of_sums = compute / kept if stack.rounded_gradients else 1.0
     gathers = sums = 0.0
     coordinate = plan.mesh.coordinate(0)
     for row in plan.data.collectives(coordinate["pp"], coordinate, plan):
         factor = of_gathers if row.operation == "all_gather" else of_sums
-        seconds = collective_s(replace(row, payload_bytes=round(factor * row.payload_bytes)), plan, cluster, rates)
+        calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (kept * stack.bucket))
+        sent = replace(row, calls=min(row.calls, calls), payload_bytes=round(factor * row.payload_bytes))
+        seconds = collective_s(sent, plan, cluster, rates)
         if seconds is None:
             return None
         seconds /= prediction.steps_between(plan, row.purpose)

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallelrun.models import recompute
 from parallelrun.models.gpt import network
 from parallelrun.plan import prediction
-from parallelrun.plan.step_time import blocks, host, overlap, step, streaming
+from parallelrun.plan.step_time import blocks, host, overlap, spread, step, streaming
 from parallelrun.plan.step_time.kernels import attention_s
-from parallelrun.plan.step_time.links import bytes_s, latency_s
+from parallelrun.plan.step_time.links import bytes_s, intra_bytes_s, latency_s
 from parallelrun.plan.step_time.rates import rates_of
 from parallelrun.plan.step_time.stack import OURS, Stack
 from parallelrun.plan.step_time.step import step_time
@@ -59,9 +59,9 @@ def test_steps_within_and_between_nodes_are_no_slower_than_one_ring(operation, i
     row = Collective("dp", operation, "gradients", 1, 10**9)
     for nodes in (2, 8, 64):
         size = nodes * in_node
-        found = bytes_s(row, size, in_node, RATES, RATES.inter_bytes_s)
+        found = bytes_s(row, size, in_node, RATES)
         wire = prediction.wire_bytes(row, size)
-        assert 0 < found <= wire / min(RATES.intra_bytes_s, in_node * RATES.inter_bytes_s)
+        assert 0 < found <= wire / min(intra_bytes_s(row, RATES), in_node * RATES.inter_bytes_s)
         crossing = row.payload_bytes * (nodes - 1) / nodes / in_node  # at least, of each rank
         assert found >= crossing / RATES.inter_bytes_s * (1 - 1e-9)
 
@@ -93,8 +93,8 @@ def test_recomputation_ends_before_the_last_product():
     block = blocks.block_time(plan.spec.blocks[1], plan, CLUSTER, rates, OURS)
     share = 1 - block.again[blocks.PRODUCTS] / block.forward[blocks.PRODUCTS]
     assert share == pytest.approx(1 / 3, rel=0.05), "4h of 12h of a layer's weights"
-    assert early[step.RECOMPUTE] < whole[step.RECOMPUTE]
-    assert {**early, step.RECOMPUTE: 0} == {**whole, step.RECOMPUTE: 0}
+    assert early[spread.RECOMPUTE] < whole[spread.RECOMPUTE]
+    assert {**early, spread.RECOMPUTE: 0} == {**whole, spread.RECOMPUTE: 0}
 
 
 def test_rounded_weights_and_gradients_send_half():
@@ -108,7 +108,7 @@ def test_rounded_weights_and_gradients_send_half():
 
 def test_a_message_in_parts_uses_the_ports_of_all_tp_ranks():
     whole, parts = (
-        predicted(*PLANS["pipeline"], scattered_messages=value).parts[step.PIPELINE] for value in (False, True)
+        predicted(*PLANS["pipeline"], scattered_messages=value).parts[spread.PIPELINE] for value in (False, True)
     )
     assert parts < whole / 2
 

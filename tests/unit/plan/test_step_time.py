@@ -9,7 +9,7 @@ import pytest
 from benchmarks.foresight import rows_of, scores
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan.cluster_cost import peak_flops
-from parallelrun.plan.step_time import blocks, step
+from parallelrun.plan.step_time import blocks, spread, step
 from parallelrun.plan.step_time.kernels import product_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.partial import known_parts
@@ -53,9 +53,13 @@ def test_the_parts_add_up_and_no_device_is_faster_than_its_peak(name):
 
 
 def test_parts_are_named_by_what_the_plan_does():
-    assert not {step.BUBBLE, step.DATA, blocks.TENSOR, step.RECOMPUTE} & predicted(*PLANS["one device"]).parts.keys()
-    assert step.DATA in predicted(*PLANS["ddp"]).parts
-    assert {step.BUBBLE, step.PIPELINE, blocks.TENSOR, step.RECOMPUTE} <= predicted(*PLANS["pipeline"]).parts.keys()
+    assert (
+        not {spread.BUBBLE, spread.DATA, blocks.TENSOR, spread.RECOMPUTE} & predicted(*PLANS["one device"]).parts.keys()
+    )
+    assert spread.DATA in predicted(*PLANS["ddp"]).parts
+    assert {spread.BUBBLE, spread.PIPELINE, blocks.TENSOR, spread.RECOMPUTE} <= predicted(
+        *PLANS["pipeline"]
+    ).parts.keys()
 
 
 @pytest.mark.parametrize("name", ["2D", "pipeline", "interleaved", "experts"])
@@ -118,14 +122,14 @@ def test_a_group_across_nodes_uses_the_ports_of_all_its_ranks_on_a_node():
 
 def test_gradients_travel_under_the_backward_pass():
     hidden, apart = (predicted(*PLANS["ddp"], data_overlap=overlapped) for overlapped in (True, False))
-    assert hidden.parts[step.DATA] < apart.parts[step.DATA]
-    assert {**hidden.parts, step.DATA: 0} == {**apart.parts, step.DATA: 0}
+    assert hidden.parts[spread.DATA] < apart.parts[spread.DATA]
+    assert {**hidden.parts, spread.DATA: 0} == {**apart.parts, spread.DATA: 0}
 
 
 def test_recomputation_repeats_the_forward_pass_of_the_layers():
     without = predicted(*LARGE[:-1], "tp=8")
     found = predicted(*LARGE, "tp=8")
-    assert found.step_s - without.step_s == pytest.approx(found.parts[step.RECOMPUTE], rel=1e-3)
+    assert found.step_s - without.step_s == pytest.approx(found.parts[spread.RECOMPUTE], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_without_a_rate_the_parts_are_lower_bounds(key):
     assert all(0 < seconds <= whole.parts[name] * (1 + 1e-12) for name, seconds in known.items())
     if key == "inter_gb_s":  # tensor-parallel groups are inside a node
         assert all(known[name] == pytest.approx(whole.parts[name]) for name in (blocks.PRODUCTS, blocks.TENSOR))
-        assert known[step.PIPELINE] < whole.parts[step.PIPELINE]
+        assert known[spread.PIPELINE] < whole.parts[spread.PIPELINE]
 
 
 def test_without_any_rate_no_part_is_known():
