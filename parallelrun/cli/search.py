@@ -19,7 +19,10 @@ from parallelrun.plan.search.result import Found, Search
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from parallelrun.config.schema import Config
+    from parallelrun.plan.facts import Facts
     from parallelrun.plan.sizes import Size
+    from parallelrun.plan.structure import Plan
     from parallelrun.report.search import Context
 
 KEPT = 200  # plans, from which the ones that are shown side by side are taken
@@ -35,6 +38,9 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     if sizes.compares_sizes(config):
         compared = sizes.compared(config, composed.given, KEPT)
         found = compared[1].found
+        typed = [text for text in composed.overrides if text.partition("=")[0] not in ("gpus", "world")]
+        config = replace(config, world=found.world)
+        composed = replace(composed, config=config, overrides=(*typed, f"gpus={found.world}"))
     else:
         found = chosen.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, KEPT)
     context = report.Context(chosen.base_of(config), command_of(found.best[0], composed.overrides))
@@ -76,6 +82,34 @@ def _explain(composed: Composed, found: Search, console: Console) -> None:
     limited = limits(resolve(config, given=given, gpus=visible_gpus()), cluster, best.time)
     elsewhere = flips(composed.config, composed.given, found)
     why.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
+
+
+def among_all(plan: Plan, config: Config, facts: Facts) -> Search | None:
+    """The search among all plans of as many ranks and samples; None where times are not predicted."""
+    return chosen.among_all(plan, config, facts.time, visible_gpus()) if facts.time else None
+
+
+def rank_document(found: Search | None) -> dict[str, Any]:
+    """The field of `plan --json` on the rank of the plan."""
+    from parallelrun.report import search as report
+
+    return {"search": report.document(found) if found else None}
+
+
+def show_rank(plan: Plan, config: Config, facts: Facts, found: Search, console: Console) -> None:
+    """Print where a plan stands among all others, and what limits it if `explain` asks for that."""
+    from parallelrun.plan import cluster_cost
+    from parallelrun.report import search as report
+
+    assert facts.time is not None
+    memory = facts.memories[facts.heaviest_pp_rank]
+    report.show_rank(found, facts.time, cluster_cost.fits(memory, config.cluster), console)
+    if config.explain:
+        from parallelrun.plan.limits import limits
+        from parallelrun.report import why
+
+        limited = limits(plan, config.cluster, facts.time)
+        why.show(facts.time, limited, (), (memory.total, config.cluster), None, console)
 
 
 def settled(composed: Composed, world: int | None, quiet: bool = False) -> Composed:

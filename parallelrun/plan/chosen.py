@@ -15,7 +15,10 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan import no_plan
 from parallelrun.plan.search.result import Found, Search
 from parallelrun.plan.search.search import search
+from parallelrun.plan.shorthands import short_keys
 from parallelrun.plan.step_time.rates import missing
+from parallelrun.plan.step_time.step import StepTime
+from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import parsed, with_value
 
 PLAN = "plan"  # the verb
@@ -74,6 +77,27 @@ def searched(config: Config, given: frozenset[str], world: int, gpus: int | None
     if not found.best:
         raise no_plan.error(base, held, found, gpus)
     return found
+
+
+def among_all(plan: Plan, config: Config, time: StepTime, gpus: int | None = None) -> Search | None:
+    """Search among all plans of as many ranks and samples, with the rank of this one; None if there is none to compare.
+
+    config: of the plan, which takes `time` for a step.
+    """
+    if plan.servers or missing(config.cluster, config.precision.name):
+        return None
+    free: dict[str, Any] = dict.fromkeys(
+        ("layout", "schedule", "microbatches", "micro_batch", "local_batch", "pp", "dp", "tp", "ep", *short_keys())
+    )
+    pipeline = replace(config.strategy.pipeline, virtual_stages=None, split=[])
+    strategy = replace(config.strategy, pipeline=pipeline)
+    size = plan.batch.global_batch
+    changed = replace(config, **free, strategy=strategy, virtual_stages=None, world=plan.world, global_batch=size)
+    try:
+        found = search(changed, frozenset(), plan.world, KEPT, against=time.step_s, gpus=gpus)
+    except ConfigError:
+        return None
+    return found if found.best else None
 
 
 def check_rates(config: Config, world: int) -> None:

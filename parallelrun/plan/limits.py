@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
-from parallelrun.plan.step_time.step import BUBBLE, StepTime, step_time
+from parallelrun.plan.step_time.spread import BUBBLE
+from parallelrun.plan.step_time.step import StepTime, step_time
 from parallelrun.plan.structure import Plan
 
 ENDLESS = 1e9  # a rate at which nothing takes any time

@@ -12,7 +12,8 @@ from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan.step_time.blocks import EXPERT, TENSOR
 from parallelrun.plan.step_time.cores import ranks_per_core
-from parallelrun.plan.step_time.step import BUBBLE, DATA, OPTIMIZER, PIPELINE, StepTime, step_time
+from parallelrun.plan.step_time.spread import BUBBLE, DATA, OPTIMIZER, PIPELINE
+from parallelrun.plan.step_time.step import StepTime, step_time
 from parallelrun.plan.structure import Plan
 
 STEP = "step_s"
