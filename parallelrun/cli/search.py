@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun.cli.verbs import print_json
 from parallelrun.config.compose import Composed
+from parallelrun.errors import ConfigError, Problem
 from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan import chosen
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.rules import VERBS
 from parallelrun.plan.search.result import Found, Search
+from parallelrun.plan.step_time.step import why_unknown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,19 +99,26 @@ def rank_document(found: Search | None) -> dict[str, Any]:
 
 
 def show_rank(plan: Plan, config: Config, facts: Facts, found: Search, console: Console) -> None:
-    """Print where a plan stands among all others, and what limits it if `explain` asks for that."""
+    """Print where a plan stands among all others."""
     from parallelrun.plan import cluster_cost
     from parallelrun.report import search as report
 
     assert facts.time is not None
     memory = facts.memories[facts.heaviest_pp_rank]
     report.show_rank(found, facts.time, cluster_cost.fits(memory, config.cluster), console)
-    if config.explain:
-        from parallelrun.plan.limits import limits
-        from parallelrun.report import why
 
-        limited = limits(plan, config.cluster, facts.time)
-        why.show(facts.time, limited, (), (memory.total, config.cluster), None, console)
+
+def explain_plan(plan: Plan, config: Config, facts: Facts, console: Console) -> None:
+    """Print the parts of a step of a plan, and what limits it. Raises ConfigError where its time is not predicted."""
+    from parallelrun.plan.limits import limits
+    from parallelrun.report import why
+
+    if facts.time is None:
+        what = f"the time of this plan is not predicted: {why_unknown(plan, config.cluster)}"
+        raise ConfigError(Problem(what, "explain", "leave explain out, or cluster=h100_dgx"))
+    limited = limits(plan, config.cluster, facts.time)
+    heaviest = facts.memories[facts.heaviest_pp_rank].total
+    why.show(facts.time, limited, (), (heaviest, config.cluster), None, console)
 
 
 def settled(composed: Composed, world: int | None, quiet: bool = False) -> Composed:

@@ -203,6 +203,8 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
     report.show(plan, config, console, found)
     if among is not None:
         search.show_rank(plan, config, found, among, console)
+    if config.explain:
+        search.explain_plan(plan, config, found, console)
     for path in written:
         print(f"written: {path}")
 

@@ -91,7 +91,10 @@ def show(found: Search, context: Context, console: Console, more: Sequence[tuple
 
 
 def show_rank(found: Search, mine: StepTime, fits: str, console: Console) -> None:
-    """Print where a plan stands among all plans of as many ranks and samples. mine: its time; fits: yes | no | unknown."""
+    """Print where a plan stands among all plans of as many ranks and samples.
+
+    mine: its time. fits: yes | no | unknown.
+    """
     best = found.best[0]
     time, count = timed(best), f"{counted(found.fitting, 'plan')} that fit"
     if found.rank == 1 and fits == "yes":
