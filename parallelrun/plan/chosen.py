@@ -32,13 +32,24 @@ def is_open(config: Config, given: frozenset[str]) -> bool:
 
     `strategy=auto` asks for it. `plan` without a strategy and without a degree searches if it is told what to search
     on: a number of devices, or a cluster that gives the rates of its devices. `plan model=gpt` alone shows the default
-    strategy.
+    strategy. Raises ConfigError for keys that only a search reads where a strategy or a degree is given.
     """
     if config.strategy.searches:
         return True
-    if config.verb != PLAN or given & {*CHOSEN}:
+    if config.verb != PLAN:
+        return False
+    if chosen := [key for key in CHOSEN if key in given]:
+        _refuse_unread(given, chosen[0])
         return False
     return bool(given & {*SIZES}) or ("cluster" in given and not missing(config.cluster, config.precision.name))
+
+
+def _refuse_unread(given: frozenset[str], chosen: str) -> None:
+    """Raise ConfigError for keys of a search where `chosen` says what to plan."""
+    for key in SIZES[1:]:
+        if key in given:
+            what = f"{key} is read by a search, and {chosen} says what to plan"
+            raise ConfigError(Problem(what, key, f"leave {chosen} out or leave {key} out", kind="unread"))
 
 
 def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
