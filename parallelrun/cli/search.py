@@ -35,6 +35,7 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     from parallelrun.plan import sizes
     from parallelrun.report import search as report
 
+    composed = replace(composed, config=chosen.calibrated(composed.config, composed.given))
     config, gpus = composed.config, visible_gpus()
     compared = None
     if sizes.compares_sizes(config):
@@ -123,7 +124,7 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, console: Console) -> 
 
 def settled(composed: Composed, world: int | None, quiet: bool = False) -> Composed:
     """`composed` with the fastest plan in the place of a strategy that searches. Raises ConfigError."""
-    config, gpus = composed.config, visible_gpus()
+    config, gpus = chosen.calibrated(composed.config, composed.given), visible_gpus()
     found = chosen.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
     best = found.best[0]
     assert best.time is not None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from parallelrun.config import presets
-from parallelrun.config.schema import Config, StrategyConfig
+from parallelrun.config.schema import ClusterConfig, Config, StrategyConfig
 from parallelrun.config.strategy_keys import completed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan import no_plan
@@ -70,6 +70,14 @@ def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
     return found
 
 
+def calibrated(config: Config, given: frozenset[str]) -> Config:
+    """`config` with the rates of this machine, if they have been measured and no cluster was chosen."""
+    chosen = any(key.partition(".")[0] == "cluster" for key in given)
+    if chosen or not missing(config.cluster, config.precision.name) or not presets.own_file("cluster", presets.MINE):
+        return config
+    return replace(config, cluster=replace(ClusterConfig(), **presets.values("cluster", presets.MINE)))
+
+
 def base_of(config: Config) -> Config:
     """The configuration that a search starts from: the default strategy in the place of the one that searches."""
     if not config.strategy.searches:
@@ -120,8 +128,8 @@ def check_rates(config: Config, world: int) -> None:
     if absent:
         keys = ", ".join(f"cluster.{key}" for key in absent)
         what = f"a search compares predicted times, and cluster={cluster.name} does not give {keys}"
-        fix = "a cluster with rates, such as cluster=h100_dgx, or one of your own"
-        raise ConfigError(Problem(what, "cluster", fix, "parallelrun ls clusters"))
+        fix = f"cluster=h100_dgx, or cluster={presets.MINE} after a calibration of this machine"
+        raise ConfigError(Problem(what, "cluster", fix, "parallelrun calibrate"))
 
 
 def settled(config: Config, given: frozenset[str], found: Found) -> tuple[Config, frozenset[str]]:

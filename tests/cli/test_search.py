@@ -145,3 +145,17 @@ def test_a_run_of_auto_is_frozen_without_a_search(tmp_path, capsys, monkeypatch)
 def test_auto_without_rates_says_which_keys_are_missing(run):
     code, _, err = run("model=gpt", "strategy=auto", "world=2")
     assert code == 2 and "does not give cluster.peak_tflops.fp32, cluster.memory_gb_s, cluster.intra_gb_s" in err
+
+
+def test_auto_uses_the_rates_that_were_measured_here(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path / "own"))
+    folder = tmp_path / "own" / "cluster"
+    folder.mkdir(parents=True)
+    rates = "peak_tflops: {fp32: 0.1}\nmemory_gb_s: 10.0\nintra_gb_s: 2.0\n"
+    (folder / "mine.yaml").write_text(f"name: mine\ndescription: measured\n{rates}")
+    words = ["model=gpt", "strategy=auto", "world=2", "micro_batch=4", "global_batch=16", "recompute=none"]
+    code, out, _ = run("plan", *words)
+    assert code == 0 and out.startswith("search: gpt on 2 devices of mine:")
+    code, _, err = run("plan", *words, "cluster=laptop")
+    assert code == 2 and "cluster=laptop does not give cluster.memory_gb_s" in err
+    assert "cluster=mine after a calibration" in err and "try: parallelrun calibrate" in err
