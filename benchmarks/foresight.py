@@ -19,7 +19,7 @@ import csv
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,8 @@ MODEL_SIZES = {
     "hidden": "h", "layers": "L", "heads": "a", "kv_heads": "kv", "ffn": "ffn", "vocab": "V", "seq": "s",
 }  # fmt: skip
 PLAN_SIZES = {"world": "N", "tp": "tp", "pp": "pp", "dp": "dp", "global_batch": "gbs", "micro_batch": "mbs"}
-NUMBERS = (*MODEL_SIZES.values(), *PLAN_SIZES.values(), "v")
+EXPERT_SIZES = {"experts": "experts", "expert_ffn": "efn", "shared_experts": "shared", "dense_layers": "dense"}
+NUMBERS = (*MODEL_SIZES.values(), *PLAN_SIZES.values(), *EXPERT_SIZES.values(), "topk", "ep", "v")
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,14 @@ def kind_of(row: dict[str, str], config: Config) -> str:
 
 def planned(row: dict[str, str]) -> tuple[Plan, Config]:
     """The plan of a published row. Raises ConfigError if it is not legal here."""
-    number = {key: int(float(row[key])) for key in NUMBERS}
+    number = {key: int(float(row[key] or 0)) for key in NUMBERS}
     config, given = _composed(*_choices(row, number))
     sizes: dict[str, Any] = {name: number[column] for name, column in MODEL_SIZES.items()}
     degrees: dict[str, Any] = {name: number[column] for name, column in PLAN_SIZES.items()}
+    if number["experts"]:
+        sizes |= {name: number[column] for name, column in EXPERT_SIZES.items()}
+        sizes["router"] = replace(config.model.router, top_k=number["topk"])
+        degrees["ep"] = number["ep"]
     config = replace(
         config,
         model=replace(config.model, **sizes),
@@ -123,6 +128,9 @@ def _choices(row: dict[str, str], number: dict[str, int]) -> Iterator[str]:
     yield from (f"strategy=ptdp device=cuda recompute={row['recomp']} strategy.data.kind={row['data']}").split()
     yield f"strategy.tensor.sequence_parallel={str(row['sp'] == '1' and number['tp'] > 1).lower()}"
     yield from (f"precision={row['prec']} cluster={cluster_of(row)}").split()
+    if number["experts"]:
+        yield from ["strategy.expert.kind=dropless", "model.expert_period=1", "model.experts=8", "model.router.top_k=2"]
+        yield from ["model.expert_ffn=1024", "model.dense_layers=0", "model.shared_experts=0", "ep=1"]
     if number["pp"] > 1 and number["gbs"] // (number["mbs"] * number["dp"]) < number["pp"]:
         yield "schedule=gpipe"  # 1F1B needs a microbatch per stage here
     elif number["v"] > 1:
@@ -164,6 +172,20 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def _regret(rows: Sequence[Row], first: int) -> float:
     chosen = sorted(rows, key=lambda row: row.predicted)[:first]
     return min(row.measured for row in chosen) / min(row.measured for row in rows) - 1
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """The scores of stored results as the Markdown table of docs/step_time.md."""
+    head = ("set", "constants", "rows", "MAPE", "bias", "constant rate", "between p10 and p90", "rank correlation",
+            "regret of the first, of the best of three")  # fmt: skip
+    lines = [head, ("---",) * len(head)]
+    for one in results:
+        order = ("", "") if one["spearman"] is None else (
+            f"{one['spearman']:.2f}", f"{one['regret_top1']:.1%}, {one['regret_top3']:.1%}"
+        )  # fmt: skip
+        percents = (f"{one[key]:.1%}" for key in ("mape", "bias", "constant_mape"))
+        lines.append((one["case"], one["constants"], str(one["rows"]), *percents, f"{one['held']:.0%}", *order))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def main() -> None:
