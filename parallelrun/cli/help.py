@@ -20,6 +20,7 @@ VERBS = {
 TOOLS = {
     "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters; ls keys: every key",
     "show": "print a recipe's composed configuration",
+    "runs": "runs ls, show, rerun, gc: list, show, repeat and clean up run directories",
     "compare": "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI",
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "tokenize": "write Megatron .bin/.idx token files from text",
@@ -70,7 +71,7 @@ SHORT = """parallelrun: one command composes a model, a dataset and a parallelis
   parallelrun --help                                everything else"""
 
 _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separated values, one table at the end
-  --json                print one JSON document and nothing else (all verbs; ls, show, compare, doctor)
+  --json                print one JSON document and nothing else (all verbs; ls, show, runs, compare, doctor)
   -v, --verbose         show tracebacks
   --trust               let a recipe name code and write anywhere
   -np N, -H h1:4,h2:4   as in horovodrun: N ranks in the slots of these hosts, in order; other hosts by ssh

@@ -258,10 +258,11 @@ def _change(change: float | None) -> str:
 
 def _losses(comparison: RunComparison) -> list[str]:
     base = comparison.columns[0].label
-    return [_loss_text(base, one) for one in comparison.losses]
+    return [loss_text(base, one) for one in comparison.losses]
 
 
-def _loss_text(base: str, one: LossDifference) -> str:
+def loss_text(base: str, one: LossDifference) -> str:
+    """Say where the losses of a run part from those of the run `base`, and by how much."""
     pair = f"losses of {base} and {one.label}"
     if not one.num_common:
         return f"{pair}: no step in common"

@@ -36,8 +36,6 @@ def all_runs(runs: Path) -> list[Path]:
     """
     found = []
     for group in _folders(runs):
-        if group.name == LATEST:
-            continue
         of_sweep = _TIME.fullmatch(group.name)
         for path in _folders(group):
             time = of_sweep or _TIME.fullmatch(path.name)
@@ -50,7 +48,7 @@ def resolve(words: Iterable[str], runs: Path) -> list[Path]:
     """Return the run directories that `words` mean, in their order.
 
     A word is a run directory, a sweep's directory (all its points), or below `runs`: `latest`, a name (its newest run)
-    or the last part of a directory's path, in full or its random end. Raises ConfigError (exit 2).
+    or the end of a directory's path: its name, its random end, of a point `<random end>/<name>`. Raises ConfigError.
     """
     return [path for word in words for path in _resolve(word, runs)]
 
@@ -69,7 +67,7 @@ def _resolve(word: str, runs: Path) -> list[Path]:
             if named:
                 return [named[0]]
             raise ConfigError(Problem(f"{path} is not a run: it has no {CONFIG}", word, command="parallelrun runs ls"))
-    ending = [path for path in all_runs(runs) if path.name == word or path.name.endswith(f"-{word}")]
+    ending = [path for path in all_runs(runs) if path.name == word or str(path).endswith(f"-{word}")]
     if len(ending) == 1 and is_run(ending[0]):
         return ending
     if len(ending) > 1:
@@ -81,9 +79,10 @@ def _resolve(word: str, runs: Path) -> list[Path]:
 
 
 def _folders(directory: Path) -> list[Path]:
-    """The folders in a directory, sorted by name; none if there is no such directory."""
+    """The folders in a directory, sorted by name, without links; none if there is no such directory."""
     try:
         with os.scandir(directory) as entries:
-            return sorted(Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+            return sorted(Path(entry.path) for entry in entries if not entry.name.startswith(".")
+                          and entry.is_dir(follow_symlinks=False))  # fmt: skip
     except OSError:
         return []

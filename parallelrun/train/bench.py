@@ -13,6 +13,7 @@ from parallelrun.comm import gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK
 from parallelrun.plan import prediction
+from parallelrun.plan.step_time.measured import STEP, beside
 from parallelrun.records import write_json
 from parallelrun.report import bench as report
 from parallelrun.train.build import Training
@@ -74,4 +75,5 @@ def summarise(times: list[float], training: Training) -> dict[str, Any]:
         "samples_per_s": plan.batch.global_batch / median,
         "model_flops_per_s": 3 * plan.spec.forward_flops * plan.batch.global_batch / median,
         "payload_bytes_rank_0": payload,
+        "predicted": beside(plan, training.config.cluster, {STEP: median}),
     }

@@ -43,6 +43,8 @@ MISTAKES_AND_PLANS = [
     (["plan", "--json", "model=gpt3_175b", "tp=8", "pp=64", "dp=6"], 0),
     (["ls"], 0),
     (["show", "quickstart"], 0),
+    (["runs", "ls", "--runs", "."], 0),
+    (["runs", "gc", "--runs", "."], 0),
     (["compare", "no-such-run", "latest"], 2),
     (["--help"], 0),
     (["-m", "plan", "tp=1,2"], 2),
