@@ -9,7 +9,7 @@ comparison. Spearman's rank correlation and regret are within groups of alternat
 number of GPUs. Regret of the top 1 (3): how much longer the measured step of the plan predicted fastest (best of the
 three predicted fastest) is than the fastest measured one. `held`: rows between the predicted p10 and p90.
 
-Rows with tp above 8, and rows of pipelines over several nodes, are scored apart where a set has others: see README.md.
+Rows with tp above 8, and pipelines over several nodes of a congested network, are also scored apart: see README.md.
 What differs between the programs that were measured is said in `stacks`, from their documentation.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.pairs import read_arguments, write
 from benchmarks.stacks import cluster_of, stack_of
 from parallelrun.config import compose
 from parallelrun.config.overrides import read
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.errors import ConfigError
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.step_time.step import step_time
@@ -79,16 +79,15 @@ def rows_of(name: str, every: int = 1) -> Iterator[Row]:
         assert time is not None, row
         flops = 3 * plan.spec.forward_flops * plan.batch.global_batch / plan.world
         seconds = float(row["measured_s"]), time.step_s, time.p10_s, time.p90_s
-        yield Row(row["name"], row["group"], kind_of(row, config), *seconds, flops)
+        yield Row(row["name"], row["group"], kind_of(row, config.cluster), *seconds, flops)
 
 
-def kind_of(row: dict[str, str], config: Config) -> str:
-    """What tells rows apart whose measured times no model of the hardware explains from all others."""
+def kind_of(row: dict[str, str], cluster: ClusterConfig) -> str:
+    """What tells rows whose measured times no model of the hardware explains from all others."""
     if int(row["tp"]) > 8:
         return "tp > 8"
-    if int(row["pp"]) > 1 and config.cluster.congestion:
-        return "tp <= 8, stages"
-    return ""
+    several_nodes = int(row["N"]) > (cluster.gpus_per_node or 1)
+    return "stages over nodes" if int(row["pp"]) > 1 and several_nodes and cluster.congestion else ""
 
 
 def planned(row: dict[str, str]) -> tuple[Plan, Config]:
@@ -196,17 +195,22 @@ def main() -> None:
     )
     for name in arguments.case.split(","):
         rows = list(rows_of(name, int(arguments.every)))
-        kinds = sorted({row.kind for row in rows})
-        for kind in kinds:
-            some = [row for row in rows if row.kind == kind]
+        fitted = "fitted" if name.startswith("fit_") else "not fitted"
+        for case, some in cases(name, rows):
             score = scores(some)
-            case = f"{name} ({kind or 'others'})" if len(kinds) > 1 else name
-            fitted = "fitted" if name.startswith("fit_") else "not fitted"
             errors = {row.name: round(row.predicted / row.measured - 1, 4) for row in some}
             found.append({"case": case, "constants": fitted, **score, "errors": errors})
             print(line(case, score), flush=True)
     if arguments.name:
         print("written to", write(arguments.name, {"command": f"--every {arguments.every}"}, found))
+
+
+def cases(name: str, rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
+    """A set, and each kind of its rows where it has several."""
+    yield name, rows
+    kinds = sorted({row.kind for row in rows})
+    for kind in kinds if len(kinds) > 1 else ():
+        yield f"{name}: {kind or 'other rows'}", [row for row in rows if row.kind == kind]
 
 
 def line(case: str, score: dict[str, Any]) -> str:
