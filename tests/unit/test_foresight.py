@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 STORED = json.loads(max(ROOT.glob("benchmarks/results/*-foresight.json")).read_text())["rows"]
 MIXTRAL = {
     "set": "other", "gpu": "H100", "N": "64", "h": "4096", "L": "32", "a": "32", "kv": "8", "ffn": "14336",
-    "V": "32000", "s": "4096", "gbs": "256", "mbs": "1", "tp": "2", "pp": "4", "dp": "8", "ep": "8", "v": "1", "recomp": "none",
+    "V": "32000", "s": "4096", "gbs": "256", "mbs": "1", "tp": "2", "pp": "4", "dp": "8", "ep": "8",
+    "v": "1", "recomp": "none",
     "sp": "1", "data": "zero1", "prec": "bf16", "llama": "1", "tied": "0", "inter": "50", "experts": "8",
     "efn": "14336", "topk": "2", "shared": "0", "dense": "0",
 }  # fmt: skip
