@@ -91,10 +91,18 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.data.tokenize import main as tokenize
 
         return tokenize(words) or EXIT_OK
+    if tool in ("export", "import"):
+        from parallelrun.cli import exchange
+
+        return exchange.export(words) if tool == "export" else exchange.import_weights(words)
     if tool == "doctor":
         from parallelrun.cli import doctor
 
         return doctor.main(words)
+    if tool == "calibrate":
+        from parallelrun.cli import calibrate
+
+        return calibrate.main(words)
     if tool == "runs":
         from parallelrun.cli import runs
 

@@ -52,12 +52,13 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
         seconds = collective_s(row, plan, cluster, rates)
         if seconds is None:
             return None
-        around = row.calls * host.OF_COLLECTIVE * rates.operation_s if rates.synchronous else 0.0
-        parts[kind] = parts.get(kind, 0.0) + share * (seconds + around)
+        if rates.synchronous and kind == TENSOR:
+            seconds += host.around_layers_s(row, plan, rates)
+        parts[kind] = parts.get(kind, 0.0) + share * seconds
         if parts is not time.again:
             calls[parts is backward] += row.calls
     for parts, is_backward in ((forward, False), (backward, True)):
-        if parts.get(TENSOR):
+        if parts.get(TENSOR) and not rates.synchronous:
             parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], stack, plan, is_backward)
     _add_host(time, calls, block, plan, rates, stack)
     return time

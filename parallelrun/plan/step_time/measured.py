@@ -10,18 +10,19 @@ from typing import Any
 
 from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import ClusterConfig
-from parallelrun.plan.step_time.blocks import EXPERT, TENSOR
+from parallelrun.plan.step_time.blocks import EXPERT, STATISTICS, TENSOR
 from parallelrun.plan.step_time.cores import ranks_per_core
-from parallelrun.plan.step_time.step import BUBBLE, DATA, OPTIMIZER, PIPELINE, StepTime, step_time
+from parallelrun.plan.step_time.spread import BUBBLE, DATA, OPTIMIZER, PIPELINE
+from parallelrun.plan.step_time.step import StepTime, step_time
 from parallelrun.plan.structure import Plan
 
 STEP = "step_s"
 # The measured part (`train.timing.StepTimes`) that a predicted part belongs to; all others are computing.
 COMPUTING = "compute_s"
 MEASURED_AS = {
-    TENSOR: "comm_exposed_s", EXPERT: "comm_exposed_s", DATA: "comm_exposed_s",
-    PIPELINE: "bubble_s", BUBBLE: "bubble_s",
-}  # fmt: skip
+    **dict.fromkeys((TENSOR, EXPERT, STATISTICS, DATA), "comm_exposed_s"),
+    **dict.fromkeys((PIPELINE, BUBBLE), "bubble_s"),
+}
 AGREES = 0.05  # relative difference below which nothing is explained
 LEAST = 1e-9  # seconds: of a part that takes no time
 WIDEST = 16.0  # factor by which a constant is changed at most

@@ -11,7 +11,7 @@ from typing import Any
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction
-from parallelrun.plan.step_time import cores, other_blocks, overlap, servers, spread
+from parallelrun.plan.step_time import cores, host, other_blocks, overlap, servers, spread
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
@@ -53,6 +53,8 @@ def step_time_with(known: Known, plan: Plan, cluster: ClusterConfig, stack: Stac
     if rates is None or why_unknown(plan, cluster):
         return None
     rates = cores.of_a_rank(rates, plan, cluster)
+    if rates.synchronous and host.keeps_scores(plan.spec):
+        stack = replace(stack, fused_attention=False)
     stages = stages_of(plan, cluster, rates, stack, known)
     messages = messages_of(plan, cluster, rates, stack, known)
     data = once(known, ("data", _of_weights(plan)), lambda: _data(plan, cluster, rates, stack))
@@ -64,10 +66,11 @@ def step_time_with(known: Known, plan: Plan, cluster: ClusterConfig, stack: Stac
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
     parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
+    parts[DATA] += host.around_data_s(plan, rates)
     held = once(known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0)))
     weights, _, states = held
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
-    parts[FIXED] = rates.step_s
+    parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
     if plan.servers:
         exchanged = servers.exchange(plan, cluster, rates, makespan)
         if exchanged is None:
@@ -93,7 +96,7 @@ def _of_blocks(plan: Plan) -> object:
     shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
     return (
         plan.tensor, plan.expert, inner, plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward,
-        plan.world, shared, plan.data.shards_weights, plan.batch.microbatches > 1,
+        plan.world, plan.servers, shared, plan.data.shards_weights, plan.batch.microbatches > 1,
     )  # fmt: skip
 
 

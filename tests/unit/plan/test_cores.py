@@ -92,7 +92,7 @@ def test_servers_exchange_what_their_messages_say():
     few, many = (parts(planned(*PS, "dp=2", f"servers={n}", "local_batch=4", "model.hidden=128")) for n in (1, 2))
     assert many[spread.DATA] < few[spread.DATA], "two servers share the bytes"
     assert many[spread.OPTIMIZER] < few[spread.OPTIMIZER]
-    wide = replace(HOST, intra_gb_s=8.0, collective_us=0.0)
+    wide = replace(HOST, intra_gb_s=8.0, collective_us=0.0, hop_us=0.0, operation_us=0.0)
     narrow = replace(wide, intra_gb_s=4.0)
     plan = planned(*PS, "dp=2", "servers=1", "local_batch=4")
     assert parts(plan, narrow)[spread.DATA] == pytest.approx(2 * parts(plan, wide)[spread.DATA], rel=1e-6)

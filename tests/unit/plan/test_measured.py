@@ -10,7 +10,8 @@ import pytest
 from parallelrun.config.keys import known_keys
 from parallelrun.plan.step_time import blocks
 from parallelrun.plan.step_time.measured import STEP, _solved, as_measured, beside, explanation
-from parallelrun.plan.step_time.step import BUBBLE, DATA, OPTIMIZER, PIPELINE, step_time
+from parallelrun.plan.step_time.spread import BUBBLE, DATA, OPTIMIZER, PIPELINE
+from parallelrun.plan.step_time.step import step_time
 from parallelrun.report import predicted as report
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
