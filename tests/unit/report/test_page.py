@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 
@@ -169,13 +170,21 @@ def test_wide_numbers_get_a_logarithmic_axis_and_others_an_even_one():
     decades = [(float(step), 10.0**step) for step in range(4)]
     figure = charts.line_chart("loss", [ChartLine("a", 0, decades)])
     (points,) = coordinates(figure)
-    gaps = [before[1] - after[1] for before, after in zip(points, points[1:])]
+    gaps = [before[1] - after[1] for before, after in pairwise(points)]
     assert "(logarithmic)" in figure and max(gaps) - min(gaps) < 0.2
     assert "logarithmic" not in charts.line_chart("loss", [ChartLine("a", 0, [(0.0, 0.0), (1.0, 1000.0)])])
 
 
-@pytest.mark.parametrize("points", [[(1.0, 2.0)], [(1.0, 0.0), (2.0, 0.0)], [(1.0, -1e-9), (2.0, 1e-9)],
-                                    [(1.0, 1e12), (10000.0, 2e12)], [(float(n), n % 7) for n in range(5000)]])  # fmt: skip
+LINES = [
+    [(1.0, 2.0)],
+    [(1.0, 0.0), (2.0, 0.0)],
+    [(1.0, -1e-9), (2.0, 1e-9)],
+    [(1.0, 1e12), (10000.0, 2e12)],
+    [(float(number), number % 7) for number in range(5000)],
+]
+
+
+@pytest.mark.parametrize("points", LINES)
 def test_every_point_is_inside_the_figure(points):
     figure = charts.line_chart("loss", [ChartLine("a", 3, points, [0.0] * len(points))])
     found = [pair for line in coordinates(figure) for pair in line]
@@ -204,6 +213,6 @@ def test_a_gantt_chart_has_a_cell_for_every_action():
     places = [
         (float(x), float(width))
         for x, width in re.findall(r'class="bar k\d" x="([\d.]+)" y="\d+" width="([\d.]+)"', figure)
-    ]  # noqa: E501
+    ]
     assert places[1][1] == pytest.approx(2 * places[0][1], rel=1e-3)
     assert places[1][0] - places[0][0] == pytest.approx(2 * places[0][1], rel=1e-3)
