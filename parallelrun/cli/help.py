@@ -25,6 +25,8 @@ TOOLS = {
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
     "tokenize": "write Megatron .bin/.idx token files from text",
+    "export": "write a run's weights for other programs: Hugging Face, safetensors, torch.save",
+    "import": "make a checkpoint of a Hugging Face directory or an export, to start training from",
 }
 # The kinds that `ls` lists -> their configuration groups; the group's name is understood too.
 KINDS = {
@@ -89,6 +91,7 @@ _KEYS = """  degrees     world dp tp pp ep
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
   run         steps seed dropout recompute compile device name path runs
+  init        init.from=DIR (initial weights), model.from_hf=config.json (the model of Hugging Face transformers)
   resume      resume=latest (the newest run) | auto (this training, or fresh) | DIR
   records     eval.every eval.batches checkpoint.every keep last, tracker profile=[STEPS]
   plan        detail=ranks|stages|schedule|traffic|data_axis|layouts|all (sections to add, several with commas),

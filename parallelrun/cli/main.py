@@ -91,6 +91,10 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.data.tokenize import main as tokenize
 
         return tokenize(words) or EXIT_OK
+    if tool in ("export", "import"):
+        from parallelrun.cli import exchange
+
+        return exchange.export(words) if tool == "export" else exchange.import_weights(words)
     if tool == "doctor":
         from parallelrun.cli import doctor
 

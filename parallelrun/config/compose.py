@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from parallelrun.config import presets, recipes, short_names, source, sweeps, untrusted
+from parallelrun.config import from_hf, presets, recipes, short_names, source, sweeps, untrusted
 from parallelrun.config.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
@@ -190,6 +190,7 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     for group, option in choices.items():
         given |= prepared.recipe_keys.get(f"{group}={option}", frozenset())
     config = _with_file_names(config, choices)
+    config = replace(config, model=from_hf.filled(config.model, given))
     config, given = short_names.fold(_with_choices_of_model(config, given), given)
     if config.strategy.router and "model.own_router" not in given and _preset_has_router():
         config = replace(config, model=replace(config.model, own_router=True))

@@ -14,7 +14,8 @@ from parallelrun.config.strategy_keys import complete_class
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = {
-    "path", "dataset.path", "resume", "runs", "name", "recipe", "model.source", "plot",
+    "path", "dataset.path", "resume", "runs", "name", "recipe", "model.source", "model.from_hf", "plot",
+    "init.weights",
     "sweep.resume", "sweep.directory",
 }  # fmt: skip
 # Open mappings of the schema: users may add keys of their own below them.

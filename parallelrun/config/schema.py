@@ -199,6 +199,13 @@ class CheckpointConfig:
 
 
 @dataclass
+class InitConfig:
+    weights: str | None = key(
+        None, "initial weights: Hugging Face directory, export, run or checkpoint; init.from is short for it"
+    )
+
+
+@dataclass
 class VerifyConfig:
     steps: int = key(3, "steps to compare", least=1)
     optimizer: str = key("sgd", "sgd: plain SGD, checked; same: the run's own, only reported", choices=("sgd", "same"))
@@ -295,6 +302,7 @@ class Config:
     timeout_s: float = key(300.0, "seconds without progress that count as a hang (exit 7)", above=0)
     verb: str = "run"
 
+    init: InitConfig = field(default_factory=InitConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
