@@ -111,6 +111,10 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.cli import runs
 
         return runs.main(words)
+    if tool == "report":
+        from parallelrun.cli import report
+
+        return report.main(words)
     if tool == "compare":
         from parallelrun.cli import compare
 
