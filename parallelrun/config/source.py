@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
@@ -20,6 +21,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from parallelrun.config import presets
+from parallelrun.config.recipe_check import LOADER
 from parallelrun.config.strategy_keys import complete_class
 
 if TYPE_CHECKING:
@@ -145,4 +147,5 @@ def _parsed(name: str) -> Container:
 
 @cache
 def _pickled(name: str) -> bytes:
-    return pickle.dumps(OmegaConf.create(_texts()[name]), pickle.HIGHEST_PROTOCOL)
+    content = yaml.load(_texts()[name], Loader=LOADER)
+    return pickle.dumps(OmegaConf.create(content or {}), pickle.HIGHEST_PROTOCOL)

@@ -52,10 +52,10 @@ class Search:
     global_batch: int
     considered: int
     fitting: int
-    is_counted: bool
     best: tuple[Found, ...]
     nearest: Found | None = None
     unpriced: tuple[Found, ...] = ()
     num_unpriced: dict[str, int] = field(default_factory=dict)
     removed: tuple[Removed, ...] = ()
     rank: int | None = None
+    is_counted: bool = True

@@ -244,9 +244,9 @@ class _Searched:
         if fitting < self.considered:
             removed.append(Removed(MEMORY, self.considered - fitting, " ".join(nearest.overrides) if nearest else ""))
         return Search(
-            space.world, space.global_batch, self.considered, fitting, self.is_counted, best, nearest,
+            space.world, space.global_batch, self.considered, fitting, best, nearest,
             tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda one: -one.candidates)),
-            self._rank(ordered, against),
+            self._rank(ordered, against), self.is_counted,
         )  # fmt: skip
 
     def _rank(self, ordered: Sequence[Found], against: float | None) -> int | None:
