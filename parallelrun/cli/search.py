@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
     from parallelrun.report.search import Context
 
-KEPT = 200  # plans, from which the ones that are shown side by side are taken
+KEPT = 24  # plans, from which the ones that are shown side by side are taken
 
 
 def show(composed: Composed, world: int | None, as_json: bool) -> None:
@@ -88,8 +88,11 @@ def _explain(composed: Composed, found: Search, console: Console) -> None:
 
 
 def among_all(plan: Plan, config: Config, facts: Facts) -> Search | None:
-    """The search among all plans of as many ranks and samples; None where times are not predicted."""
-    return chosen.among_all(plan, config, facts.time, visible_gpus()) if facts.time else None
+    """The search among all plans of as many ranks and samples; None where times are not predicted.
+
+    Only if `explain` asks for it: a hundred thousand plans take seconds.
+    """
+    return chosen.among_all(plan, config, facts.time, visible_gpus()) if config.explain and facts.time else None
 
 
 def rank_document(found: Search | None) -> dict[str, Any]:

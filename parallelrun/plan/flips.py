@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from time import monotonic
 
+from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import Config
 from parallelrun.plan import chosen
 from parallelrun.plan.resolve import solve
@@ -19,7 +22,9 @@ from parallelrun.plan.suggest import with_value
 
 LINKS = ("cluster.inter_gb_s", "cluster.intra_gb_s")
 SIZES = ("global_batch", "model.seq")
-FARTHEST, STEPS = 8.0, 2  # factor of a rate within which it is looked for; factors of two of a size
+FARTHEST, STEPS = 3, 2  # factors of two, of a rate and of a size, within which another plan is looked for
+HELD = ("recompute",)
+BUDGET_S = 10.0  # a space of 100,000 plans takes seconds to search
 BISECTIONS = 12
 SHAPE = ("pp", "dp", "tp", "ep", "layout", "strategy.data.kind")  # a plan that differs in one of these is another
 
@@ -35,24 +40,44 @@ class Flip:
 
 
 def flips(config: Config, given: frozenset[str], found: Search) -> list[Flip]:
-    """Where another plan beats the best one of a search. config, given: as searched with."""
-    world, best = found.world, found.best[0]
-    base = replace(chosen.base_of(config), global_batch=found.global_batch, local_batch=None)
+    """Where another plan beats the best one of a search. config, given: as searched with.
+
+    Recomputation is held as in the best plan, and for links its microbatch too. No search begins after BUDGET_S.
+    """
+    end, world, best = monotonic() + BUDGET_S, found.world, found.best[0]
+    plain = replace(chosen.base_of(config), global_batch=found.global_batch, local_batch=None)
     given = given - {"strategy", "local_batch"} | {"global_batch"}
-    links = [_of_link(base, given, world, best, key, factor) for key in LINKS for factor in (1 / FARTHEST, FARTHEST)]
-    sizes = [_of_size(base, given, world, best, key, factor) for key in SIZES for factor in (0.5, 2.0)]
-    return [one for one in (*links, *sizes) if one is not None]
+    flipped = []
+    for key, factor in product((*LINKS, *SIZES), (1 / 2, 2)):
+        held = (*HELD, "micro_batch") if key in LINKS else HELD
+        base, keys = _holding(plain, given, best, held)
+        if monotonic() < end:
+            look = _of_link if key in LINKS else _of_size
+            flipped.append(look(base, keys, world, best, key, factor))
+    return [one for one in flipped if one is not None]
+
+
+def _holding(
+    config: Config, given: frozenset[str], best: Found, keys: tuple[str, ...]
+) -> tuple[Config, frozenset[str]]:
+    """The configuration in which every plan has the best one's values of some keys."""
+    settled, _ = chosen.settled(config, given, best)
+    if "micro_batch" in keys and config.microbatches is not None:
+        keys = HELD
+    return replace(config, **{key: getattr(settled, key) for key in keys}), given | {*keys}
 
 
 def _of_link(config: Config, given: frozenset[str], world: int, best: Found, key: str, factor: float) -> Flip | None:
-    """The rate at which another plan begins to win, towards `factor` times the rate; None if none does."""
+    """The rate at which another plan begins to win, towards `factor` times the rate or more; None if none does."""
     now = _value(config, key)
-    far = with_value(config, key, now * factor) if now else None
+    least, most = known_keys()[key].plausible or (0.0, float("inf"))
+    farthest = min(max((now or 0) * factor**FARTHEST, least), most)
+    far = with_value(config, key, farthest) if now else None
     other = _other(far, given, world, best) if far else None
     plans = [_plan(config, given, one) for one in (best, other) if one]
     if other is None or len(plans) < 2 or None in plans or now is None:
         return None
-    near, end = now, now * factor
+    near, end = now, farthest
     for _ in range(BISECTIONS):
         middle = (near * end) ** 0.5
         ours, theirs = (_seconds(plan, with_value(config, key, middle)) for plan in plans)

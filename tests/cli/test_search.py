@@ -21,6 +21,7 @@ SPACE = (*HELD[:-1], "gpus=4")
 def run(capsys, monkeypatch, tmp_path):
     """run("plan", "gpus=4") -> (exit code, stdout, stderr), in an empty working folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path / "own"))  # no calibration of this machine
 
     def call(*words: str):
         code = program.main(list(words))
@@ -147,8 +148,7 @@ def test_auto_without_rates_says_which_keys_are_missing(run):
     assert code == 2 and "does not give cluster.peak_tflops.fp32, cluster.memory_gb_s, cluster.intra_gb_s" in err
 
 
-def test_auto_uses_the_rates_that_were_measured_here(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path / "own"))
+def test_auto_uses_the_rates_that_were_measured_here(run, tmp_path):
     folder = tmp_path / "own" / "cluster"
     folder.mkdir(parents=True)
     rates = "peak_tflops: {fp32: 0.1}\nmemory_gb_s: 10.0\nintra_gb_s: 2.0\n"
