@@ -28,6 +28,8 @@ TOOLS = {
     "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
     "tokenize": "write Megatron .bin/.idx token files from text",
     "export": "write a run's weights for other programs: Hugging Face, safetensors, torch.save",
+    "generate": "continue a text: generate RUN TEXT [max_tokens= temperature= top_k= seed=]",
+    "eval": "perplexity, bits per byte and top-1 of a run: eval RUN [dataset= path= split= samples=]",
     "import": "make a checkpoint of a Hugging Face directory or an export, to start training from",
 }
 # The kinds that `ls` lists -> their configuration groups; the group's name is understood too.
