@@ -18,7 +18,12 @@ MISSING = object()  # the value of a key that a run does not have
 SEED = "seed"
 # Keys that do not change what a run computes, as in plan.freeze, and texts about other keys.
 _VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
-_OF_PRESETS = ("strategy.own_axis", "strategy.fill_order", "strategy.demo.")  # how degrees were filled
+_OF_PRESETS = (
+    "strategy.own_axis",
+    "strategy.fill_order",
+    "strategy.demo.",
+    "strategy.searches",
+)  # how degrees were filled
 _VERSIONS = ("versions.", "code_sha256", "git.sha", "git.dirty", "platform", "hosts", "device", "cores")
 _NOT_OF_A_PLAN = (
     "schema",
@@ -105,12 +110,12 @@ class RunComparison:
 
 def compare(runs: Sequence[RunRecord]) -> RunComparison:
     """Return the comparison of at least two runs with the first one."""
-    columns = _columns(runs)
+    columns = columns_of(runs)
     everything = Column("all", tuple(runs))
     replicates = len({_identity(run) for run in runs}) == 1 and len(set(everything.seeds)) == len(runs)
     heads = [column.runs[0] for column in columns]
     keys = dict.fromkeys(key for run in runs for key in run.results)
-    measures = [MeasureRow(key, tuple(_spread(column, key) for column in columns)) for key in keys]
+    measures = [MeasureRow(key, tuple(spread_of(column, key) for column in columns)) for key in keys]
     return RunComparison(
         columns=columns,
         config=_differences([_asked(run) for run in heads], replicated=len(columns) < len(runs)),
@@ -118,7 +123,7 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
         versions=_differences([_only(run.manifest, _VERSIONS) for run in heads]),
         measures=tuple(row for row in measures if any(row.values)),
         losses=tuple(_loss_difference(columns[0], column) for column in columns[1:]),
-        over_seeds={key: one for key in keys if (one := _spread(everything, key))} if replicates else {},
+        over_seeds={key: one for key in keys if (one := spread_of(everything, key))} if replicates else {},
     )
 
 
@@ -135,8 +140,8 @@ def label(index: int) -> str:
     return f"{letter}{times + 1}" if times else letter
 
 
-def _columns(runs: Sequence[RunRecord]) -> tuple[Column, ...]:
-    """Group replicates. Runs with the same seed, or all runs if there would be one column, stay apart."""
+def columns_of(runs: Sequence[RunRecord]) -> tuple[Column, ...]:
+    """Return the runs, with replicates grouped, unless two have the same seed or there would be one column."""
     alike: dict[str, list[RunRecord]] = {}
     for run in runs:
         alike.setdefault(_identity(run), []).append(run)
@@ -165,6 +170,11 @@ def _asked(run: RunRecord) -> dict[str, Any]:
     }
 
 
+def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the keys of the configuration whose values are not the same in all runs."""
+    return [row.key for row in _differences([_asked(run) for run in runs])]
+
+
 def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key.partition(".")[0] not in names}
 
@@ -183,8 +193,8 @@ def _differences(values: Sequence[Mapping[str, Any]], replicated: bool = False) 
     )  # fmt: skip
 
 
-def _spread(column: Column, key: str) -> Spread | None:
-    """None unless every run of the column has the result as a number."""
+def spread_of(column: Column, key: str) -> Spread | None:
+    """Return the spread of a result; None unless every run of the column has it as a number."""
     values = [run.number(key) for run in column.runs]
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values) or not numbers:
