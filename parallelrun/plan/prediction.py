@@ -129,7 +129,7 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
         )
         weights += weight * stored
         if not held.spec.frozen:
-            gradients += gradient * reduce if is_combined and data.keeps_gradients else 0
+            gradients += gradient * reduce if is_combined and data.keeps_gradients(plan) else 0
             states += state * stored * num_states
     weights += data.gathered_bytes(pp_rank, coordinate, plan)
     gradients += data.held_bytes(pp_rank, coordinate, plan) if is_combined else 0
