@@ -227,7 +227,7 @@ class DataStrategy(AxisStrategy):
     # Memory (asked only where dp > 1, but for `gathered_bytes`)
 
     def keeps_gradients(self, plan: Plan) -> bool:
-        """Whether gradients are there at every peak of a step: in buffers of the strategy, or of earlier microbatches."""
+        """Whether gradients are held at every peak of a step: in the strategy's buffers, or of earlier microbatches."""
         return False
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
