@@ -1,14 +1,16 @@
 """Score the predicted time of a step on measurements that others have published: error, bias, order and regret.
 
-    python -m benchmarks.foresight                       # every set; half a minute on one core
+    python -m benchmarks.foresight                       # every set; 20 seconds on one core
     python -m benchmarks.foresight --case fit_sc21_table1,dev_llmfoundry_a100 --every 4
 
-Nothing is fitted here. `constant`: the best single rate, in FLOP/s of a GPU, that one could have fitted on the set
-itself, for comparison. Spearman's rank correlation and regret are within groups of alternatives: plans of one model,
-batch and number of GPUs. Regret of the top 1 (3): how much longer the measured step of the plan predicted fastest (best
-of the three predicted fastest) is than the fastest measured one.
+A set is a file of published/ with the columns of its README. Constants may be fitted on those named fit_*; nothing is
+fitted here. `constant`: the best single rate, in FLOP/s of a GPU, that one could have fitted on the set itself, for
+comparison. Spearman's rank correlation and regret are within groups of alternatives: plans of one model, batch and
+number of GPUs. Regret of the top 1 (3): how much longer the measured step of the plan predicted fastest (best of the
+three predicted fastest) is than the fastest measured one. `held`: rows between the predicted p10 and p90.
 
-What differs between the programs that were measured is said per set (`STACKS`), from their documentation.
+Rows with tp above 8, and pipelines over several nodes of a congested network, are also scored apart: see README.md.
+What differs between the programs that were measured is said in `stacks`, from their documentation.
 """
 
 from __future__ import annotations
@@ -17,47 +19,51 @@ import csv
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import read_arguments, write
+from benchmarks.stacks import cluster_of, stack_of
 from parallelrun.config import compose
 from parallelrun.config.overrides import read
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.errors import ConfigError
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.step_time.step import step_time
 from parallelrun.plan.structure import Plan
 
 PUBLISHED = Path(__file__).parent / "published"
-CLUSTERS = {"A100": "a100_dgx", "H100": "h100_dgx", "V100": "v100_32gb"}
-MEGATRON_2021 = {"fused": False, "overlapped": False}  # attention with scores in memory; gradients summed at the end
 MODEL_SIZES = {
     "hidden": "h", "layers": "L", "heads": "a", "kv_heads": "kv", "ffn": "ffn", "vocab": "V", "seq": "s",
 }  # fmt: skip
 PLAN_SIZES = {"world": "N", "tp": "tp", "pp": "pp", "dp": "dp", "global_batch": "gbs", "micro_batch": "mbs"}
-NUMBERS = (*MODEL_SIZES.values(), *PLAN_SIZES.values(), "v")
-STACKS: dict[str, dict[str, bool]] = {
-    "fit_sc21_table1": MEGATRON_2021,
-    "dev_vtrain_single_half": MEGATRON_2021,
-    "dev_llmfoundry_a100": {},
-    "dev_mcore_h100": {},
-    "dev_ultrascale_3b": {},
-}
+EXPERT_SIZES = {"experts": "experts", "expert_ffn": "efn", "shared_experts": "shared", "dense_layers": "dense"}
+NUMBERS = (*MODEL_SIZES.values(), *PLAN_SIZES.values(), *EXPERT_SIZES.values(), "topk", "ep", "v")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published measurement and its prediction, in seconds. flops: of the model in one step, per GPU."""
+    """One published measurement and its prediction, in seconds. kind: of the row, where a set has several; flops: of
+    the model in one step, per GPU."""
 
     name: str
     group: str
+    kind: str
     measured: float
     predicted: float
+    p10: float
+    p90: float
     flops: float
+
+
+def sets() -> tuple[str, ...]:
+    """The files with measured steps, those that were fitted first."""
+    names = sorted(file.stem for file in PUBLISHED.glob("*.csv"))
+    found = [name for name in names if "measured_s" in (PUBLISHED / f"{name}.csv").read_text().partition("\n")[0]]
+    return tuple(sorted(found, key=lambda name: not name.startswith("fit_")))
 
 
 def rows_of(name: str, every: int = 1) -> Iterator[Row]:
@@ -69,18 +75,31 @@ def rows_of(name: str, every: int = 1) -> Iterator[Row]:
             plan, config = planned(row)
         except ConfigError:
             continue  # such as more stages than layers
-        time = step_time(plan, config.cluster, **STACKS[name])
+        time = step_time(plan, config.cluster, stack_of(row))
         assert time is not None, row
         flops = 3 * plan.spec.forward_flops * plan.batch.global_batch / plan.world
-        yield Row(row["name"], row["group"], float(row["measured_s"]), time.step_s, flops)
+        seconds = float(row["measured_s"]), time.step_s, time.p10_s, time.p90_s
+        yield Row(row["name"], row["group"], kind_of(row, config.cluster), *seconds, flops)
+
+
+def kind_of(row: dict[str, str], cluster: ClusterConfig) -> str:
+    """What tells rows whose measured times no model of the hardware explains from all others."""
+    if int(row["tp"]) > 8:
+        return "tp > 8"
+    several_nodes = int(row["N"]) > (cluster.gpus_per_node or 1)
+    return "stages over nodes" if int(row["pp"]) > 1 and several_nodes and cluster.congestion else ""
 
 
 def planned(row: dict[str, str]) -> tuple[Plan, Config]:
     """The plan of a published row. Raises ConfigError if it is not legal here."""
-    number = {key: int(float(row[key])) for key in NUMBERS}
+    number = {key: int(float(row[key] or 0)) for key in NUMBERS}
     config, given = _composed(*_choices(row, number))
     sizes: dict[str, Any] = {name: number[column] for name, column in MODEL_SIZES.items()}
     degrees: dict[str, Any] = {name: number[column] for name, column in PLAN_SIZES.items()}
+    if number["experts"]:
+        sizes |= {name: number[column] for name, column in EXPERT_SIZES.items()}
+        sizes["router"] = replace(config.model.router, top_k=number["topk"])
+        degrees["ep"] = number["ep"]
     config = replace(
         config,
         model=replace(config.model, **sizes),
@@ -107,7 +126,10 @@ def _choices(row: dict[str, str], number: dict[str, int]) -> Iterator[str]:
     yield f"model.tied_embeddings={str(row['tied'] == '1').lower()}"
     yield from (f"strategy=ptdp device=cuda recompute={row['recomp']} strategy.data.kind={row['data']}").split()
     yield f"strategy.tensor.sequence_parallel={str(row['sp'] == '1' and number['tp'] > 1).lower()}"
-    yield from (f"precision={row['prec']} cluster={CLUSTERS[row['gpu']]}").split()
+    yield from (f"precision={row['prec']} cluster={cluster_of(row)}").split()
+    if number["experts"]:
+        yield from ["strategy.expert.kind=dropless", "model.expert_period=1", "model.experts=8", "model.router.top_k=2"]
+        yield from ["model.expert_ffn=1024", "model.dense_layers=0", "model.shared_experts=0", "ep=1"]
     if number["pp"] > 1 and number["gbs"] // (number["mbs"] * number["dp"]) < number["pp"]:
         yield "schedule=gpipe"  # 1F1B needs a microbatch per stage here
     elif number["v"] > 1:
@@ -129,6 +151,8 @@ def scores(rows: Sequence[Row]) -> dict[str, Any]:
         "bias": statistics.mean(errors),
         "p90": sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1],
         "constant_mape": statistics.mean(map(abs, constant)),
+        "held": statistics.mean(row.p10 <= row.measured <= row.p90 for row in rows),
+        "spread": statistics.mean(row.p90 / row.predicted - 1 for row in rows),
         "spearman": statistics.mean(map(_spearman, several)) if several else None,
         "regret_top1": statistics.mean(_regret(group, 1) for group in several) if several else None,
         "regret_top3": statistics.mean(_regret(group, 3) for group in several) if several else None,
@@ -149,21 +173,54 @@ def _regret(rows: Sequence[Row], first: int) -> float:
     return min(row.measured for row in chosen) / min(row.measured for row in rows) - 1
 
 
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """The scores of stored results as the Markdown table of docs/step_time.md."""
+    head = ("set", "constants", "rows", "MAPE", "bias", "constant rate", "between p10 and p90", "rank correlation",
+            "regret of the first, of the best of three")  # fmt: skip
+    lines = [head, ("---",) * len(head)]
+    for one in results:
+        order = ("", "") if one["spearman"] is None else (
+            f"{one['spearman']:.2f}", f"{one['regret_top1']:.1%}, {one['regret_top3']:.1%}"
+        )  # fmt: skip
+        percents = (f"{one[key]:.1%}" for key in ("mape", "bias", "constant_mape"))
+        lines.append((one["case"], one["constants"], str(one["rows"]), *percents, f"{one['held']:.0%}", *order))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
 def main() -> None:
-    arguments = read_arguments(__doc__, "foresight", STACKS, every="1")
+    arguments = read_arguments(__doc__, "foresight", sets(), every="1")
     found = []
-    print(f"{'set':26}{'rows':>5}{'MAPE':>8}{'bias':>8}{'p90':>8}{'constant':>10}{'Spearman':>10}{'regret 1, 3':>15}")
+    print(
+        f"{'set':40}{'rows':>5}{'MAPE':>8}{'bias':>8}{'p90':>8}{'constant':>10}{'held':>7}{'Spearman':>10}{'regret':>14}"
+    )
     for name in arguments.case.split(","):
         rows = list(rows_of(name, int(arguments.every)))
-        score = scores(rows)
-        found.append({"case": name, **score, "errors": {row.name: row.predicted / row.measured - 1 for row in rows}})
-        order = "" if score["spearman"] is None else (
-            f"{score['spearman']:10.2f}{score['regret_top1']:8.1%}{score['regret_top3']:7.1%}"
-        )  # fmt: skip
-        print(f"{name:26}{score['rows']:5}{score['mape']:8.1%}{score['bias']:+8.1%}{score['p90']:8.1%}"
-              f"{score['constant_mape']:10.1%}{order}", flush=True)  # fmt: skip
+        fitted = "fitted" if name.startswith("fit_") else "not fitted"
+        for case, some in cases(name, rows):
+            score = scores(some)
+            errors = {row.name: round(row.predicted / row.measured - 1, 4) for row in some}
+            found.append({"case": case, "constants": fitted, **score, "errors": errors})
+            print(line(case, score), flush=True)
     if arguments.name:
         print("written to", write(arguments.name, {"command": f"--every {arguments.every}"}, found))
+
+
+def cases(name: str, rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
+    """A set, and each kind of its rows where it has several."""
+    yield name, rows
+    kinds = sorted({row.kind for row in rows})
+    for kind in kinds if len(kinds) > 1 else ():
+        yield f"{name}: {kind or 'other rows'}", [row for row in rows if row.kind == kind]
+
+
+def line(case: str, score: dict[str, Any]) -> str:
+    order = "" if score["spearman"] is None else (
+        f"{score['spearman']:10.2f}{score['regret_top1']:7.1%}{score['regret_top3']:7.1%}"
+    )  # fmt: skip
+    return (
+        f"{case:40}{score['rows']:5}{score['mape']:8.1%}{score['bias']:+8.1%}{score['p90']:8.1%}"
+        f"{score['constant_mape']:10.1%}{score['held']:7.0%}{order}"
+    )
 
 
 if __name__ == "__main__":

@@ -82,10 +82,12 @@ class Dataset:
 class DatasetDefinition(ABC):
     """A dataset before it is opened. Subclasses override `vocab_size`, `open` and, where needed, the rest.
 
-    reads_path: it reads `dataset.path`. vocab_follows_model: it generates token ids or classes of the model's vocab.
+    reads_path: it reads `dataset.path`. reads_bytes: token ids are the bytes of texts. vocab_follows_model: it
+    generates token ids or classes of the model's vocab.
     """
 
     reads_path: ClassVar[bool] = False
+    reads_bytes: ClassVar[bool] = False
     vocab_follows_model: ClassVar[bool] = False
 
     @abstractmethod

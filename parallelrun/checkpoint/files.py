@@ -7,9 +7,10 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BLOCK = 16 * 2**20
 
@@ -24,13 +25,16 @@ class Entry:
     num_bytes: int
 
 
-def write_safetensors(path: Path, entries: Sequence[Entry], contents: Iterable[memoryview]) -> tuple[int, str]:
+def write_safetensors(
+    path: Path, entries: Sequence[Entry], contents: Iterable[memoryview], metadata: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Write a new safetensors file, wait until it is on the disk, and return its (bytes, sha256).
 
     contents: in the order of `entries`. One tensor is in memory at a time, and is hashed before it reaches the disk.
-    Raises OSError (a full disk, an existing file).
+    metadata: the format's own free texts. Raises OSError (a full disk, an existing file).
     """
-    header, offset = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
     for entry in entries:
         end = offset + entry.num_bytes
         header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}

@@ -31,7 +31,7 @@ LATEST = "latest"
 AUTO = "auto"
 CONFIG_FILE = "config.yaml"
 _MAX_CONFIG_BYTES = 2**20
-_OF_A_TRAINING = ("model", "dataset", "optimizer", "precision", "seed", "dropout", "global_batch")
+_OF_A_TRAINING = ("model", "dataset", "optimizer", "precision", "seed", "dropout", "global_batch", "init")
 
 
 @dataclass(frozen=True)

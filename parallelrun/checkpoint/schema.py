@@ -197,15 +197,15 @@ def check_header(index: Index, path: Path, name: str) -> None:
         if part.file == name
     }
     try:
-        _check_entries(*_read_header(file), expected)
+        _check_entries(*read_header(file), expected)
     except OSError as error:
         raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
     except ValueError as error:
         raise broken(file, f"its header differs from {INDEX_FILE} ({error})") from error
 
 
-def _read_header(file: Path) -> tuple[Any, int]:
-    """Return the header of a safetensors file and the number of bytes after it."""
+def read_header(file: Path) -> tuple[Any, int]:
+    """Return a safetensors file's unchecked header and the number of bytes after it. Raises OSError, ValueError."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         start = stream.read(8)

@@ -99,7 +99,7 @@ class SafetensorsWriter(StorageWriter):
         entries = [_entry(item) for item in items]
         if len({entry.key for entry in entries}) != len(entries):
             raise ValueError("a rank writes two parts of one tensor")
-        written = write_safetensors(path, entries, (_bytes(planner.resolve_data(item)) for item in items))
+        written = write_safetensors(path, entries, (tensor_bytes(planner.resolve_data(item)) for item in items))
         note = (path.name, written)
         done.set_result([WriteResult(item.index, entry.num_bytes, note) for item, entry in zip(items, entries)])
         return done
@@ -243,6 +243,7 @@ def _entry(item: WriteItem) -> Entry:
     return Entry(item.index.fqn, DTYPES[dtype_name(dtype)][0], tuple(sizes), sizes.numel() * dtype.itemsize)
 
 
-def _bytes(tensor: Any) -> memoryview:
+def tensor_bytes(tensor: Any) -> memoryview:
+    """The elements of a tensor in C order, as a file holds them."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

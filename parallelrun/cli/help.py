@@ -20,8 +20,16 @@ VERBS = {
 TOOLS = {
     "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters; ls keys: every key",
     "show": "print a recipe's composed configuration",
+    "runs": "runs ls, show, rerun, gc: list, show, repeat and clean up run directories",
+    "compare": "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI",
+    "report": "write one HTML page about runs or a sweep, readable without a network",
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
+    "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
     "tokenize": "write Megatron .bin/.idx token files from text",
+    "export": "write a run's weights for other programs: Hugging Face, safetensors, torch.save",
+    "generate": "continue a text: generate RUN TEXT [max_tokens= temperature= top_k= seed=]",
+    "eval": "perplexity, bits per byte and top-1 of a run: eval RUN [dataset= path= split= samples=]",
+    "import": "make a checkpoint of a Hugging Face directory or an export, to start training from",
 }
 # The kinds that `ls` lists -> their configuration groups; the group's name is understood too.
 KINDS = {
@@ -69,7 +77,7 @@ SHORT = """parallelrun: one command composes a model, a dataset and a parallelis
   parallelrun --help                                everything else"""
 
 _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separated values, one table at the end
-  --json                print one JSON document and nothing else (all verbs; ls, show, doctor)
+  --json                print one JSON document and nothing else (all verbs; ls, show, runs, compare, doctor)
   -v, --verbose         show tracebacks
   --trust               let a recipe name code and write anywhere
   -np N, -H h1:4,h2:4   as in horovodrun: N ranks in the slots of these hosts, in order; other hosts by ssh
@@ -86,6 +94,7 @@ _KEYS = """  degrees     world dp tp pp ep
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
   run         steps seed dropout recompute compile device name path runs
+  init        init.from=DIR (initial weights), model.from_hf=config.json (the model of Hugging Face transformers)
   resume      resume=latest (the newest run) | auto (this training, or fresh) | DIR
   records     eval.every eval.batches checkpoint.every keep last, tracker profile=[STEPS]
   plan        detail=ranks|stages|schedule|traffic|data_axis|layouts|all (sections to add, several with commas),

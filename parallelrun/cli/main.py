@@ -91,10 +91,34 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.data.tokenize import main as tokenize
 
         return tokenize(words) or EXIT_OK
+    if tool in ("export", "import"):
+        from parallelrun.cli import exchange
+
+        return exchange.export(words) if tool == "export" else exchange.import_weights(words)
+    if tool in ("generate", "eval"):
+        from parallelrun.cli import inference
+
+        return inference.generate(words) if tool == "generate" else inference.evaluate(words)
     if tool == "doctor":
         from parallelrun.cli import doctor
 
         return doctor.main(words)
+    if tool == "calibrate":
+        from parallelrun.cli import calibrate
+
+        return calibrate.main(words)
+    if tool == "runs":
+        from parallelrun.cli import runs
+
+        return runs.main(words)
+    if tool == "report":
+        from parallelrun.cli import report
+
+        return report.main(words)
+    if tool == "compare":
+        from parallelrun.cli import compare
+
+        return compare.main(words)
     from parallelrun.cli import listing
 
     return listing.ls(words) if tool == "ls" else listing.show(words)

@@ -185,6 +185,8 @@ class _Sweep:
             raise _Stopped(errors.report(error, self.line.verbose)) from error
 
     def _resolve_and_run(self, composed: Composed, row: dict[str, Any]) -> dict[str, Any]:
+        from parallelrun.cli import search
+        from parallelrun.plan import chosen
         from parallelrun.plan.resolve import resolve
 
         rows = sweep_rows.read(self.directory)
@@ -194,6 +196,8 @@ class _Sweep:
         if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in now):
             reason = "an earlier point failed, and sweep.fail_fast is set"
             return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
+        if chosen.is_open(composed.config, composed.given):
+            composed = search.settled(composed, None, quiet=True)
         plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
         row["run_sha256"] = identity(composed.config, plan)
         row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}

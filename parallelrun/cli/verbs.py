@@ -58,10 +58,14 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     if line.multirun:
         return _sweep(line, words, attached)
     with _collector_paused():
-        resolved = _composed_and_resolved(line, attached)
+        found = _composed(line, attached)
+        if found is None:
+            return EXIT_OK
+        composed, run_root = found
+        resolved = _resolved(composed, attached, line)
         if resolved is None:
             return EXIT_OK
-        composed, plan, run_root = resolved
+        composed, plan = resolved
         if line.verb in _SHOWN:
             _SHOWN[line.verb](plan, composed.config, line.json)
             return EXIT_OK
@@ -113,8 +117,8 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> tuple[Composed, Plan, Path | None] | None:
-    """The configuration and plan of a command line, and the run directory that was asked for.
+def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, Path | None] | None:
+    """The configuration of a command line, and the run directory that was asked for.
 
     None if Hydra has answered one of its own flags.
     """
@@ -132,15 +136,27 @@ def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> tupl
         from parallelrun.launch import tf_config
 
         composed = replace(composed, config=tf_config.apply(composed.config, os.environ))
-    from parallelrun.plan.resolve import resolve
-
-    world = attached.world if attached is not None else None
     if composed.config.resume is not None:
         from parallelrun.cli.resume import with_saved_configuration
 
-        composed = with_saved_configuration(composed, world)
-    plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus())
-    return composed, plan, run_root
+        composed = with_saved_configuration(composed, attached.world if attached else None)
+    return composed, run_root
+
+
+def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) -> tuple[Composed, Plan] | None:
+    """The plan of a configuration, which a search may have settled; None if that search is all that was asked for."""
+    from parallelrun.plan import chosen
+    from parallelrun.plan.resolve import resolve
+
+    world = attached.world if attached is not None else None
+    if chosen.is_open(composed.config, composed.given):
+        from parallelrun.cli import search
+
+        if line.verb == chosen.PLAN:
+            search.show(composed, world, line.json)
+            return None
+        composed = search.settled(composed, world)
+    return composed, resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus())
 
 
 def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from parallelrun.config import presets, recipes, source, sweeps, untrusted
+from parallelrun.config import from_hf, presets, recipes, short_names, source, sweeps, untrusted
 from parallelrun.config.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
@@ -190,7 +190,8 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     for group, option in choices.items():
         given |= prepared.recipe_keys.get(f"{group}={option}", frozenset())
     config = _with_file_names(config, choices)
-    config, given = _fold_path(_with_choices_of_model(config, given), given)
+    config = replace(config, model=from_hf.filled(config.model, given))
+    config, given = short_names.fold(_with_choices_of_model(config, given), given)
     if config.strategy.router and "model.own_router" not in given and _preset_has_router():
         config = replace(config, model=replace(config.model, own_router=True))
     return Composed(config, frozenset(given), tuple(point_overrides(prepared)))
@@ -253,17 +254,6 @@ def _with_file_names(config: Config, choices: Mapping[str, Any]) -> Config:
     if choices.get("strategy") not in presets.options("strategy") and strategy.name == StrategyConfig().name:
         strategy = replace(strategy, name=str(choices["strategy"]))
     return replace(config, model=model, strategy=strategy)
-
-
-def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
-    """Move `path`, which recipes may use too, to dataset.path."""
-    if config.path is None:
-        return config, given
-    if config.dataset.path not in (None, config.path):
-        what = f"path={config.path} contradicts dataset.path={config.dataset.path}"
-        raise ConfigError(Problem(what, "path", "one of the two", kind="contradiction"))
-    dataset = replace(config.dataset, path=os.path.expanduser(config.path))
-    return replace(config, path=None, dataset=dataset), (given - {"path"}) | {"dataset.path"}
 
 
 def _node(recipe: Recipe) -> DictConfig:

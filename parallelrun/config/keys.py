@@ -14,13 +14,14 @@ from parallelrun.config.strategy_keys import complete_class
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = {
-    "path", "dataset.path", "resume", "runs", "name", "recipe", "model.source", "plot",
+    "path", "dataset.path", "resume", "runs", "name", "recipe", "model.source", "model.from_hf", "plot",
+    "init.weights",
     "sweep.resume", "sweep.directory",
 }  # fmt: skip
 # Open mappings of the schema: users may add keys of their own below them.
 LIST_TEXTS = {"detail"}  # text keys whose commas separate parts of one value, not the points of a sweep
 MAPPINGS = ("model.roles", "model.arguments", "strategy.demo", "cluster.peak_tflops")
-_OF_PRESETS = ("name", "preset", "description", "verb", "demo", "own_axis", "router")
+_OF_PRESETS = ("name", "preset", "description", "verb", "demo", "own_axis", "router", "searches")
 
 # The names that other tools use for our keys.
 _ELSEWHERE = {
@@ -38,7 +39,7 @@ _ELSEWHERE = {
     "sequence_length": "model.seq",
     "max_steps": "steps",
     "world_size": "world",
-    "num_gpus": "world",
+    "num_gpus": "gpus",
     "nproc": "world",
     "tensor_parallel": "tp",
     "pipeline_parallel": "pp",

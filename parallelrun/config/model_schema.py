@@ -83,6 +83,7 @@ class ModelConfig:
     roles: dict[str, str] = key(dict, "model=module: tensor-parallel roles by module name (fnmatch patterns)")
     blocks: list[str] = key(list, "model=module: pipeline blocks by module name (fnmatch patterns)")
     arguments: dict[str, Any] = key(dict, "model=module: arguments of the function")
+    from_hf: str | None = key(None, "config.json of Hugging Face transformers that fills all keys that are not given")
 
 
 @dataclass

@@ -27,6 +27,7 @@ from parallelrun.errors import Problem
 
 _OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<key>[^=\s@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?$", re.DOTALL)
 _ENTRY = re.compile(r"""\s*(?P<key>"[^"]*"|'[^']*'|[^:"']+)\s*:(?P<value>.*)""", re.DOTALL)
+SHORT_NAMES = {"path": "dataset.path", "init.from": "init.weights"}  # `from` is no name in Python
 _SWEEP_CALL = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag|extend_list)\(.*\)$", re.DOTALL)
 
 
@@ -83,7 +84,7 @@ def read(
             problems.append(Problem(f"{text}: not key=value", where, "=".join(parts) if all(parts) else ""))
             continue
         sign, key, package, value = (match[name] or "" for name in ("sign", "key", "package", "value"))
-        name = "dataset.path" if key == "path" else key
+        name = SHORT_NAMES.get(key, key)
         override = Override(text, sign, name, package, value, multirun, name in own_groups)
         if key in own_groups and not sign:
             override = replace(override, text=f"+{text}", sign="+")

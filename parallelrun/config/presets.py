@@ -5,6 +5,7 @@ YAML is imported late: most command lines need none of this, and it is slow to i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +17,8 @@ from parallelrun.config import recipes
 from parallelrun.config.keys import GROUPS, known_keys, nearest
 from parallelrun.config.recipes import RecipeFile
 from parallelrun.errors import ConfigError, Problem
+
+CLUSTER = "cluster"
 
 
 @dataclass(frozen=True)
@@ -32,21 +35,41 @@ def folder() -> Path:
     return Path(import_module("parallelrun.conf").__path__[0])
 
 
+def own_clusters() -> Path:
+    """The folder in which `parallelrun calibrate` keeps the clusters of this user: every command line finds them.
+
+    In $PARALLELRUN_CONFIG, else $XDG_CONFIG_HOME/parallelrun, else ~/.config/parallelrun.
+    """
+    home = os.environ.get("XDG_CONFIG_HOME", "")
+    root = Path(home) if os.path.isabs(home) else Path.home() / ".config"  # the XDG base directory specification
+    return Path(os.environ.get("PARALLELRUN_CONFIG") or root / "parallelrun") / CLUSTER
+
+
+def own_file(group: str, name: str) -> Path | None:
+    """The file of a cluster of the user's own; None where there is none, or a built-in one of that name."""
+    if group != CLUSTER or not recipes.NAME.match(name) or (folder() / group / f"{name}.yaml").is_file():
+        return None
+    path = own_clusters() / f"{name}.yaml"
+    return path if path.is_file() else None
+
+
 def options(group: str) -> list[str]:
-    """The sorted names of a group's built-in options; of recipes, the users' too."""
+    """The sorted names of a group's built-in options; of recipes and clusters, the users' too."""
     if group == "recipe":
         return list(recipes.find())
-    return sorted(path.stem for path in (folder() / group).glob("*.yaml"))
+    own = {path.stem for path in own_clusters().glob("*.yaml") if recipes.NAME.match(path.stem)}
+    return sorted({path.stem for path in (folder() / group).glob("*.yaml")} | (own if group == CLUSTER else set()))
 
 
 def values(group: str, name: str) -> dict[str, Any]:
-    """The content of a built-in option. Raises ConfigError for an unknown name."""
+    """The content of an option. Raises ConfigError for an unknown name."""
     import yaml
 
     if name not in options(group):
         suggestion = " or ".join(f"{group}={option}" for option in nearest(name, options(group)))
         raise ConfigError(Problem(f"{group}={name}: no such {group}", group, suggestion, f"parallelrun ls {group}"))
-    found: dict[str, Any] = yaml.safe_load((folder() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    path = own_file(group, name) or folder() / group / f"{name}.yaml"
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return found
 
 
@@ -54,7 +77,10 @@ def described(group: str) -> list[Option]:
     """The options of a group with source and one-line description."""
     if group == "recipe":
         return [Option(file.name, file.description, file.source) for file in recipes.find().values()]
-    return [Option(name, values(group, name).get("description", ""), "built-in") for name in options(group)]
+    return [
+        Option(name, values(group, name).get("description", ""), "user" if own_file(group, name) else "built-in")
+        for name in options(group)
+    ]
 
 
 def flag_values(argv: Sequence[str], *names: str) -> list[str]:

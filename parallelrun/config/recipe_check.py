@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from parallelrun.config.keys import GROUPS, Key, in_mapping, known_keys, nearest, nearest_keys, sections
+from parallelrun.config.keys import GROUPS, MAPPINGS, Key, in_mapping, known_keys, nearest, nearest_keys, sections
 from parallelrun.config.recipes import NAME
 from parallelrun.config.untrusted import TRUST, WRITTEN_KEYS, is_instruction
 from parallelrun.config.values import string_trap, trap
@@ -21,14 +21,14 @@ _PLAIN_INTERPOLATION = re.compile(r"\$\{(?!hydra\b)[A-Za-z_][A-Za-z0-9_.]*\}")
 _CHOICE = re.compile(r"(override +)?/?([a-z]+)")
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _KINDS = {"int": "a number", "float": "a number", "bool": "a boolean"}
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML has libyaml
 
 
 def parse(text: str, shown: str) -> yaml.MappingNode:
     """The one document of `text`, once its events are known to be few, shallow and free of tags and aliases."""
     try:
         _check_events(text, shown)
-        root = yaml.compose(text, Loader=_LOADER)
+        root = yaml.compose(text, Loader=LOADER)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{shown}:{mark.line + 1}:{mark.column + 1}" if mark else shown
@@ -42,7 +42,7 @@ def parse(text: str, shown: str) -> yaml.MappingNode:
 
 def _check_events(text: str, shown: str) -> None:
     depth = documents = nodes = 0
-    for event in yaml.parse(text, Loader=_LOADER):
+    for event in yaml.parse(text, Loader=LOADER):
         documents += isinstance(event, yaml.DocumentStartEvent)
         nodes += isinstance(event, yaml.NodeEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -195,6 +195,8 @@ class RecipeCheck:
         if key.name == "model.source":
             self._refuse("model.source: a recipe may not name code", key_node)
         wanted = {"list": yaml.SequenceNode, "dict": yaml.MappingNode}.get(key.kind)
+        if key.name in MAPPINGS and isinstance(value, yaml.MappingNode):  # it may be one value, too
+            wanted = yaml.MappingNode
         if wanted is not None and not isinstance(value, wanted):
             self._report(f"{key.name}: must be a {'list' if key.kind == 'list' else 'mapping'}", key_node)
         elif wanted is None and not isinstance(value, yaml.ScalarNode):

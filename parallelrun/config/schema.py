@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_GLOBAL_BATCH = 48
 BACKENDS = ("auto", "shm", "gloo")
 CONSISTENCIES = ("sync", "async", "ssp")
+OBJECTIVES = ("time", "cost", "gpus")
 
 
 @dataclass
@@ -84,6 +85,7 @@ class StrategyConfig:
     own_axis: str = "dp"
     fill_order: list[str] = key(list, "axes that share the unclaimed ranks, the first one first; []: own_axis")
     demo: dict[str, int] = key(dict, most=COUNT)
+    searches: bool = False  # stands for the fastest plan that fits: nothing runs before a search has chosen one
     data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
     tensor: TensorStrategyConfig = field(default_factory=TensorStrategyConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
@@ -154,6 +156,7 @@ class ClusterConfig:
     )
     latency_us: float | None = key(None, "latency of a message", least=0, plausible=(0.01, 1e5), unit="us")
     memory_gb_s: float | None = key(None, "bandwidth of a GPU's memory", above=0, plausible=(0.1, 30_000), unit="GB/s")
+    price_per_gpu_hour: float | None = key(None, "price of a GPU for an hour, in any currency", above=0)
     multiprocessors: int = key(0, "units of a GPU that each compute a tile of a product; 0: no tiles", least=0)
     product_efficiency: float = key(0.8, "part of the peak that a large product reaches", above=0, most=1)
     product_ramp: float = key(100.0, "inner size at which a product reaches half of that", least=0)
@@ -161,10 +164,17 @@ class ClusterConfig:
     memory_efficiency: float = key(0.8, "part of the memory's bandwidth that simple kernels reach", above=0, most=1)
     kernel_us: float = key(4.0, "time from one kernel to the next", least=0, plausible=(0.001, 1e4), unit="us")
     operation_us: float = key(
-        20.0, "time of the host to issue an operation", least=0, plausible=(0.001, 1e5), unit="us"
+        10.0, "time of the host to issue an operation", least=0, plausible=(0.001, 1e5), unit="us"
     )
-    link_efficiency: float = key(0.78, "part of a link's bandwidth that collectives reach", above=0, most=1)
+    link_efficiency: float = key(0.78, "part of a link's bandwidth in a host that collectives reach", above=0, most=1)
+    inter_efficiency: float = key(0.9, "part of a port's bandwidth that collectives reach", above=0, most=1)
+    congestion: float = key(
+        0.0, "a port of a network of n hosts has n ** -congestion of its bandwidth", least=0, most=1
+    )
     collective_us: float = key(30.0, "time of a collective beside its bytes", least=0, plausible=(0.01, 1e6), unit="us")
+    hop_us: float = key(
+        0.0, "time of a collective from rank to rank inside a host", least=0, plausible=(0.001, 1e4), unit="us"
+    )
     step_us: float = key(0.0, "time of a step beside its blocks and bytes", least=0, plausible=(0.01, 1e7), unit="us")
     cores: int | None = key(
         None, "CPU: cores of a host that its ranks share; null: a device for each", least=1, most=COUNT
@@ -186,6 +196,13 @@ class CheckpointConfig:
     every: int = key(0, "steps between checkpoints; 0: none (a preempted run is still saved)", least=0)
     keep: int = key(2, "checkpoints that are kept", least=1)
     last: bool | None = key(None, "save after the last step; null: yes, except in a sweep")
+
+
+@dataclass
+class InitConfig:
+    weights: str | None = key(
+        None, "initial weights: Hugging Face directory, export, run or checkpoint; init.from is short for it"
+    )
 
 
 @dataclass
@@ -222,6 +239,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     world: int | None = key(None, "number of ranks")
+    gpus: int | None = key(None, "number of devices, one for each rank: short for world", most=COUNT)
     dp: int | None = key(None, "data-parallel degree")
     tp: int | None = key(None, "tensor-parallel degree")
     pp: int | None = key(None, "pipeline-parallel degree")
@@ -260,6 +278,9 @@ class Config:
         None, "plan: more sections: ranks | stages | schedule | traffic | data_axis | layouts | all"
     )
     tokens: float | None = key(None, "plan: predict the days that this many tokens take", above=0)
+    explain: bool = key(False, "plan: waterfall of the step, what limits it, and where other plans would win")
+    objective: str | None = key(None, f"plan: what a search minimises; null: {OBJECTIVES[0]}", choices=OBJECTIVES)
+    days: float | None = key(None, "plan: the most days that training on `tokens` may take", above=0)
     mtbf_gpu_hours: float | None = key(
         None, "plan: hours of one GPU between failures that end the training", above=0, plausible=(100, 1e8),
         unit="hours",
@@ -281,6 +302,7 @@ class Config:
     timeout_s: float = key(300.0, "seconds without progress that count as a hang (exit 7)", above=0)
     verb: str = "run"
 
+    init: InitConfig = field(default_factory=InitConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)

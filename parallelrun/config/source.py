@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import pickle
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
@@ -19,6 +21,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from parallelrun.config import presets
+from parallelrun.config.recipe_check import LOADER
 from parallelrun.config.strategy_keys import complete_class
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ SCHEMA = "base_schema"
 
 
 class BuiltInSource(ConfigSource):
-    """The schema; with the path `parallelrun://conf` also the files of `parallelrun.conf`."""
+    """The schema; with the path `parallelrun://conf` also the files of `parallelrun.conf`, and the user's clusters."""
 
     @staticmethod
     def scheme() -> str:
@@ -39,9 +42,14 @@ class BuiltInSource(ConfigSource):
         name = config_path.removesuffix(".yaml")
         if not self.is_config(name):
             raise ConfigLoadError(f"Config not found: {name}")
-        text = "" if name == SCHEMA else _texts()[name]
-        header = self._get_header_dict(text)
-        return ConfigResult(self.provider, self.full_path(), _schema() if name == SCHEMA else _parsed(name), header)
+        own = self._own(name)
+        if own is not None:
+            text = own.read_text(encoding="utf-8")
+            node: Container = OmegaConf.create(text)
+        else:
+            text = "" if name == SCHEMA else _texts()[name]
+            node = _schema() if name == SCHEMA else _parsed(name)
+        return ConfigResult(self.provider, self.full_path(), node, self._get_header_dict(text))
 
     def available(self) -> bool:
         return True
@@ -51,11 +59,16 @@ class BuiltInSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         name = config_path.removesuffix(".yaml")
-        return name == SCHEMA or (self._has_files and name in _texts())
+        return name == SCHEMA or (self._has_files and name in _texts()) or self._own(name) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Nothing: Hydra lists the same files of `pkg://parallelrun.conf`."""
         return []
+
+    def _own(self, name: str) -> Path | None:
+        """The file of a cluster of the user's own (`parallelrun calibrate`)."""
+        group, _, option = name.partition("/")
+        return presets.own_file(group, option) if self._has_files and option else None
 
     @property
     def _has_files(self) -> bool:
@@ -134,4 +147,5 @@ def _parsed(name: str) -> Container:
 
 @cache
 def _pickled(name: str) -> bytes:
-    return pickle.dumps(OmegaConf.create(_texts()[name]), pickle.HIGHEST_PROTOCOL)
+    content = yaml.load(_texts()[name], Loader=LOADER)
+    return pickle.dumps(OmegaConf.create(content or {}), pickle.HIGHEST_PROTOCOL)

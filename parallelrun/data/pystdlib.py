@@ -23,6 +23,8 @@ class StandardLibrary(DatasetDefinition):
     Files are never cut, and belong to train or val by the hash of their name.
     """
 
+    reads_bytes = True
+
     def vocab_size(self, config: Config) -> int:
         return files.NUM_BYTES
 

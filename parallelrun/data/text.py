@@ -16,7 +16,7 @@ class TextFiles(DatasetDefinition):
     `dataset.max_bytes` limits the total.
     """
 
-    reads_path = True
+    reads_path = reads_bytes = True
 
     def vocab_size(self, config: Config) -> int:
         return files.NUM_BYTES

@@ -90,6 +90,11 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     if found and _is_finished(found, config):
         return None
     notes += definitions.dataset(config).notes(config, plan.spec, dataset) if dataset else []
+    if config.init.weights is not None and found is None:  # the ranks would find the same problems, one by one
+        from parallelrun.exchange import source
+
+        source.initial_weights(replace(config, resume=None), plan.spec)
+        notes += source.notes_on_initial(config)
     for note in [*notes, *preflight.disk_shortage(config, plan, run_root or Path(config.runs))]:
         print(f"note: {note}", file=sys.stderr)
     os.umask(0o077)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,12 +30,20 @@ BLOCK_BYTES = 16 * 2**20
 Ranges = tuple[tuple[int, int], ...]
 
 
-def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> None:
+class Given(Protocol):
+    """Initial values from elsewhere, such as trained weights."""
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        """The part `ranges` of a logical tensor, in any dtype."""
+        ...
+
+
+def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int, given: Given | None = None) -> None:
     """Give every parameter of this rank's stages storage on `mesh.device` and its initial values, in place.
 
-    Call it after the data strategy has sharded the parts: plain Parameters keep their identity, FSDP2's DTensors get
-    their local shard only. A tied copy gets its original's values. Buffers on meta stay there: modules compute their
-    constants in forward or hold them on a real device.
+    given: where those come from instead of `seed`. Call it after the data strategy has sharded the parts: plain
+    Parameters keep their identity, FSDP2's DTensors get their local shard only. A tied copy gets its original's values.
+    Buffers on meta stay there: modules compute their constants in forward or hold them on a real device.
     """
     originals = dict(plan.spec.tied)
     own: dict[str, Tensor] = {}
@@ -52,7 +61,7 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
             layout: Layout = plan.data.weight_layout(spec, module_layout(spec, plan), plan)
             local = parameter.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
-            fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own)
+            fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own, given)
 
 
 def logical(spec: ParameterSpec, seed: int, own: dict[str, Tensor] | None = None) -> Tensor:
@@ -62,12 +71,21 @@ def logical(spec: ParameterSpec, seed: int, own: dict[str, Tensor] | None = None
     return full
 
 
-def fill(local: Tensor, spec: ParameterSpec, ranges: Ranges, seed: int, own: dict[str, Tensor]) -> None:
+def fill(
+    local: Tensor,
+    spec: ParameterSpec,
+    ranges: Ranges,
+    seed: int,
+    own: dict[str, Tensor],
+    given: Given | None = None,
+) -> None:
     """Write the part `ranges` ([start, stop) per dim) of `spec`'s initial values into `local`, on any device."""
     shape = tuple(stop - start for start, stop in ranges)
     assert tuple(local.shape) == shape, f"{spec.name}: {tuple(local.shape)} is held, its layout says {shape}"
     kind = spec.initialiser.kind
-    if kind in ("zeros", "ones"):
+    if given is not None:
+        local.copy_(given.read(spec.name, ranges))
+    elif kind in ("zeros", "ones"):
         local.fill_(0.0 if kind == "zeros" else 1.0)
     elif kind == "own":
         local.copy_(own[spec.name][tuple(slice(*pair) for pair in ranges)])

@@ -141,14 +141,10 @@ def _bubble_warnings(plan: Plan, config: Config, simulation: Simulation) -> list
     if enough is None:
         return [f"{said}: the stages are uneven, no number of microbatches makes it {limit}; a lower pp does"]
     for change, microbatches in _batch_changes(plan, config, enough):
-        left = _simulated(plan, microbatches).bubble_of_total
+        left = simulate.of_plan(plan, microbatches).bubble_of_total
         if left <= LARGEST_BUBBLE and _planned(plan, config, {**schedule, **change}):
             return [f"{said}: {_typed({**schedule, **change})} makes it {left:.0%}"]
     return [f"{said}: {enough} microbatches or more make it at most {limit}"]
-
-
-def _simulated(plan: Plan, microbatches: int) -> Simulation:
-    return simulate.of_plan(replace(plan, batch=replace(plan.batch, microbatches=microbatches)))
 
 
 def _enough_microbatches(plan: Plan) -> int | None:
@@ -158,13 +154,13 @@ def _enough_microbatches(plan: Plan) -> int | None:
     longer ones. The first few rounds are exceptions.
     """
     pp = plan.mesh.size("pp")
-    few, more = _simulated(plan, 4 * pp), _simulated(plan, 5 * pp)
+    few, more = simulate.of_plan(plan, 4 * pp), simulate.of_plan(plan, 5 * pp)
     round_time = (1 - LARGEST_BUBBLE) * (more.makespan - few.makespan)
     gained = few.ideal / 4 - round_time  # the work of a round beyond the time that it may take
     if gained <= 0:
         return None
     enough = pp * max(1, ceil(((1 - LARGEST_BUBBLE) * few.makespan - 4 * round_time) / gained - 1e-9))
-    while _simulated(plan, enough).bubble_of_total > LARGEST_BUBBLE:
+    while simulate.of_plan(plan, enough).bubble_of_total > LARGEST_BUBBLE:
         enough += pp
     return enough
 

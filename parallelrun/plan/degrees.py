@@ -75,7 +75,7 @@ def fill(
     cluster spec, one rank each. experts: number in a layer. num_problems: that of a plan with these degrees.
     """
     before = len(problems)
-    device = config.device if config.device in ("cpu", "cuda") else "cuda" if gpus else "cpu"
+    device = device_of(config, gpus)
     degrees, asked = Degrees(servers=servers, device=device), _asked(config, problems)
     if cluster is None:
         degrees.servers = _enough_servers(config, asked, world, servers, degrees.filled)
@@ -106,6 +106,18 @@ def fill(
     if degrees.sound:
         degrees.ep = expert_axes.degree(config, asked["ep"], degrees.dp, experts, degrees.filled, problems)
     return degrees
+
+
+def device_of(config: Config, gpus: int | None) -> str:
+    """cpu | cuda: as set, else what this host or the cluster that is planned for has."""
+    if config.device in ("cpu", "cuda"):
+        return config.device
+    return "cuda" if gpus or _is_planned_for_gpus(config) else "cpu"
+
+
+def _is_planned_for_gpus(config: Config) -> bool:
+    """Return whether ranks are only planned, for a cluster whose hosts have GPUs: this machine then needs none."""
+    return config.verb in ("plan", "explain") and bool(config.cluster.gpus_per_node) and not config.cluster.cores
 
 
 def _asked(config: Config, problems: list[Problem]) -> dict[str, int | None]:

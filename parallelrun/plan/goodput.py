@@ -7,7 +7,6 @@ and `daly_s` are the formulas that neglect what it does not.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -156,6 +155,8 @@ def spare_nodes(mean: float, confidence: float = CONFIDENCE) -> int:
 def _operating_times(number: int) -> tuple[float, ...]:
     """Times from one failure to the next, over their mean, in random order: the quantiles of an exponential
     distribution, so that few of them already have its mean and its spread."""
+    import random  # slow to import, and few plans need it
+
     times = [-log(1 - (index + 0.5) / number) for index in range(number)]
     random.Random(SEED).shuffle(times)
     return tuple(times)

@@ -62,6 +62,7 @@ def solve(
     spec = spec_of(config, of_spec)
     experts = spec.experts if spec is not None else config.model.experts
     servers = _servers(config, cluster, problems)
+    problems += rules.check_devices(config, given, servers)
 
     def num_problems(trial: Degrees) -> int:
         return _num_trial_problems(config, spec, trial) if spec is not None and known_strategies else 0

@@ -27,8 +27,8 @@ LARGEST = 2**40  # bound of integers without one in the schema: far more than an
 MOST_FLOPS_PER_BYTE = 5000  # of memory bandwidth: ten times that of an H100 in 8 bits
 DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` bounds them
 OF_GOODPUT = ("mtbf_gpu_hours", "checkpoint_gb_s", "restart_s", "repair_hours")  # the first two are needed
-# Keys that only these verbs read.
-VERBS = {"detail": ("plan",), "plot": ("plan", "explain"), "tokens": ("plan",), **dict.fromkeys(OF_GOODPUT, ("plan",))}
+OF_PLAN = ("detail", "tokens", "explain", "objective", "days", *OF_GOODPUT)
+VERBS = {"plot": ("plan", "explain"), **dict.fromkeys(OF_PLAN, ("plan",))}  # keys that only these verbs read
 
 
 def too_large(config: Config) -> list[Problem]:
@@ -64,7 +64,8 @@ def check(config: Config) -> list[Problem]:
     problems += _goodput(config)
     for key, verbs in VERBS.items():
         value = getattr(config, key)
-        if value is not None and config.verb not in verbs:
+        if value not in (None, False) and config.verb not in verbs:
+            value = "true" if value is True else value
             what = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
             command = f"parallelrun plan ... {key}={value}"
             problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
@@ -85,6 +86,16 @@ def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:
         return []
     what = f"tokens={config.tokens:g}: model={spec.name} reads {spec.kind}, not tokens"
     return [Problem(what, "tokens", "leave tokens out", kind="undefined")]
+
+
+def check_devices(config: Config, given: frozenset[str], servers: int) -> list[Problem]:
+    """Refuse `gpus` where some ranks are servers, which have no device."""
+    if not servers or "gpus" not in given:
+        return []
+    what = (
+        f"gpus={config.world} counts a device for every rank, and servers of strategy={config.strategy.name} have none"
+    )
+    return [Problem(what, "gpus", f"world={config.world}, servers included", kind="contradiction")]
 
 
 def check_images(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:

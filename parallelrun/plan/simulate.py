@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parallelrun.plan.pipeline_schedule import Action
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import Plan, once
 
 FEW_ACTIONS = 4096  # a step of so many is simulated in full, and can be drawn
 Times = Mapping[str, Sequence[float]]  # kind of action -> seconds (or any unit) per stage index
@@ -139,20 +139,22 @@ def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
     return [share * sum(b.forward_flops for b in blocks if b.is_recomputed or not recomputed) for blocks in stages]
 
 
-def of_plan(plan: Plan) -> Simulation:
-    """Simulate a plan's step, with FLOPs as times."""
+def of_plan(plan: Plan, microbatches: int | None = None) -> Simulation:
+    """Simulate a plan's step, with FLOPs as times. microbatches: their number, if it is not the plan's."""
     times = action_times(plan)
-    return run(plan, times) if any(times["F"]) else of_schedule(plan)  # else the model gives no FLOPs
+    if any(times["F"]):
+        return run(plan, times, microbatches)
+    return of_schedule(plan if microbatches is None else _with_microbatches(plan, microbatches))  # no FLOPs are known
 
 
-def run(plan: Plan, times: Times) -> Simulation:
-    """Simulate a plan's step with the given times of actions.
+def run(plan: Plan, times: Times, microbatches: int | None = None) -> Simulation:
+    """Simulate a plan's step with the given times of actions. microbatches: see `of_plan`.
 
     Of many microbatches, only some are simulated if a further round then takes the longest forward and the longest
     backward of any pp rank. No round takes longer, so all others take as long, and their times are added. A round is
     one microbatch, or one per pp rank where a rank runs several stages.
     """
-    pp, count = plan.mesh.size("pp"), plan.batch.microbatches
+    pp, count = plan.mesh.size("pp"), plan.batch.microbatches if microbatches is None else microbatches
     each = 1 if len(plan.stages) == pp else pp
     first = pp + each + (count - pp) % each
     if pp == 1 or 2 * count * len(plan.stages) <= FEW_ACTIONS:
@@ -174,6 +176,27 @@ def run(plan: Plan, times: Times) -> Simulation:
     return _simulate_with(plan, count, times)
 
 
+def least(plan: Plan, times: Times) -> float:
+    """The least time of a step, whatever the order of actions: that of the pp rank for which this is longest.
+
+    Before it can begin, a microbatch goes forward through all earlier stages; then it does its work. A backward pass
+    is its last action, after which the microbatch goes back through them, unless backward is split.
+    """
+    kinds = "IW" if plan.pipeline.splits_backward else "B"
+    works = [0.0] * plan.mesh.size("pp")
+    heads: dict[int, float] = {}
+    tails: dict[int, float] = {}
+    forward = backward = 0.0
+    for stage in plan.stages:
+        heads.setdefault(stage.pp_rank, forward)
+        tails.setdefault(stage.pp_rank, backward)
+        back = sum(times[kind][stage.index] for kind in kinds)
+        works[stage.pp_rank] += times["F"][stage.index] + back
+        forward += times["F"][stage.index]
+        backward += 0.0 if plan.pipeline.splits_backward else back
+    return max(heads[rank] + plan.batch.microbatches * work + tails[rank] for rank, work in enumerate(works))
+
+
 def of_schedule(plan: Plan) -> Simulation:
     """Simulate the full step with equal stages: a forward takes 1, a backward 2."""
     times = {kind: [time] * len(plan.stages) for kind, time in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
@@ -181,5 +204,11 @@ def of_schedule(plan: Plan) -> Simulation:
 
 
 def _simulate_with(plan: Plan, count: int, times: Times) -> Simulation:
-    plan = replace(plan, batch=replace(plan.batch, microbatches=count))
-    return simulate(plan.pipeline.actions(plan), times, len(plan.stages))
+    """Simulate so many microbatches, once: steps of many microbatches begin and end alike."""
+    key = "simulated", count, tuple((kind, tuple(row)) for kind, row in times.items())
+    changed = _with_microbatches(plan, count)
+    return once(plan.cache, key, lambda: simulate(plan.pipeline.actions(changed), times, len(plan.stages)))
+
+
+def _with_microbatches(plan: Plan, count: int) -> Plan:
+    return replace(plan, batch=replace(plan.batch, microbatches=count))

@@ -29,7 +29,7 @@ def keep_helpful(problems: list[Problem], config: Config, solve: Solve) -> list[
         kept = []
         for alternative in _SEPARATOR.split(problem.suggestion):
             match = _PAIR.fullmatch(alternative)
-            changed = with_value(config, match[1], _value(match[2])) if match else None
+            changed = with_value(config, match[1], parsed(match[2])) if match else None
             if match and changed is not None and trials < MOST_TRIALS:
                 trials += 1
                 if not _helps(problem, problems, solve(changed, match[1])):
@@ -92,11 +92,11 @@ def with_value(config: Any, key: str, value: object) -> Any:
     return replace(config, **{name: value})  # type: ignore[type-var]
 
 
-def _value(text: str) -> object:
-    """The int, float, bool or str that `key=text` sets."""
+def parsed(text: str) -> object:
+    """The int, float, bool, None or str that `key=text` sets."""
     for parse in (int, float):
         try:
             return parse(text)
         except ValueError:
             continue
-    return {"true": True, "false": False}.get(text, text)
+    return {"true": True, "false": False, "null": None}.get(text, text)

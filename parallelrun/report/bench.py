@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallelrun.report import predicted
 from parallelrun.report.figures import degrees_text
 from parallelrun.report.screen import open_console, table
 from parallelrun.wording import counted
@@ -27,6 +28,8 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
     drawn.add_row("95th percentile", f"{ms['p95']:.1f} ms", "payload of rank 0 per step", payload)
     console.print(drawn)
     console.print(f"{counted(document['steps'], 'step')} after {document['warmup']} of warm-up, {document['device']}")
+    if document["predicted"]:
+        console.print(f"predicted: {predicted.text(document['predicted'], document['median_s'])}", soft_wrap=True)
     if document["device"] == "cpu" and document["world"] > document["cores"]:
         crowd = f"{counted(document['world'], 'rank')} on {counted(document['cores'], 'core')}"
         console.print(f"step time is no scaling measurement: {crowd}")

@@ -112,7 +112,7 @@ def _strategy(plan: Plan) -> str:
         text += f", expert {plan.expert.kind}"
     detail = f" ({plan.equivalence.detail})" if plan.equivalence.detail else ""
     text += f"\n{plan.precision.name}, {plan.optimizer}, recompute {plan.recompute}, on {plan.device}; "
-    return f"{text}equality to one device: {plan.equivalence.kind}{detail}"
+    return f"{text}against one device: {plan.equivalence.kind}{detail}"
 
 
 def _mesh(plan: Plan, config: Config) -> str:
@@ -179,13 +179,10 @@ def _memory(found: Facts, config: Config) -> Text:
     )
 
 
-def _memory_by_kind(found: Facts) -> Table:
+def _memory_by_kind(found: Facts) -> str:
     worst = found.memories[found.heaviest_pp_rank]
     unit, size = byte_unit(worst.total)
-    sizes = {**worst.parts, "total": worst.total}
-    drawn = table(*(f">{kind}" for kind in sizes), "", rule=False, padding=(0, 2, 0, 0))
-    drawn.add_row(*(digits(one / size) for one in sizes.values()), unit)
-    return drawn
+    return "= " + " + ".join(f"{kind} {digits(one / size)}" for kind, one in worst.parts.items()) + f" {unit}"
 
 
 def _servers(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from parallelrun.plan.prediction import matches_prediction
-from parallelrun.report import routing
+from parallelrun.report import predicted, routing
 from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
 from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_console, table
 from parallelrun.wording import counted
@@ -79,6 +79,8 @@ def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
     speed = Text(f"{summary['step_time_median_s'] * 1e3:.0f} ms a step (median), {_rate(summary)}")
     speed.append(_parts_of_a_step(summary))
     rows = [("speed", speed)]
+    if summary.get("predicted"):
+        rows.append(("predicted", Text(predicted.text(summary["predicted"], summary["step_time_median_s"]))))
     if summary.get("bubble_measured") is not None and summary["pp"] > 1:
         measured = f"{summary['bubble_measured']:.0%} of a step measured ({seconds_text(summary['bubble_s'])})"
         rows.append(("bubble", Text(f"{measured}, {summary['bubble_predicted']:.0%} predicted")))

@@ -1,4 +1,8 @@
-"""`parallelrun bench`: warm-up, then timed steps without evaluation or saving; median and spread."""
+"""`parallelrun bench`: warm-up, then timed steps without evaluation or saving; median and spread.
+
+`cpu_s` is the median of the CPU seconds that all ranks together spend in a step: other work on the machine hardly
+changes it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from parallelrun.comm import gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK
 from parallelrun.plan import prediction
+from parallelrun.plan.step_time.measured import STEP, beside
 from parallelrun.records import write_json
 from parallelrun.report import bench as report
 from parallelrun.train.build import Training
@@ -26,19 +31,23 @@ def run(training: Training, context: WorkerContext) -> int:
     config, plan = training.config, training.plan
     scaler = LossScaler(config.precision, scaled=plan.precision.scaled)
     times: list[float] = []
+    cpu: list[float] = []
     total = config.bench.warmup + config.bench.steps
     for step in range(1, total + 1):
         context.heartbeat(step, "bench")
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         result = train_step(training, step, learning_rate(config.optimizer, step, total), scaler)
         if training.mesh.device.type == "cuda":
             torch.cuda.synchronize()
         scaler.update(result.applied)
         if step > config.bench.warmup:
             times.append(time.perf_counter() - began)
-    everyone = gather_json({"times": times, "peak_bytes": peak_bytes(training.mesh.device)}, training.mesh)
+            cpu.append(time.process_time() - began_cpu)
+    own = {"times": times, "cpu": cpu, "peak_bytes": peak_bytes(training.mesh.device)}
+    everyone = gather_json(own, training.mesh)
     if context.rank == 0:
         document = summarise([max(step) for step in zip(*(one["times"] for one in everyone))], training)
+        document["cpu_s"] = statistics.median(sum(step) for step in zip(*(one["cpu"] for one in everyone)))
         document["peak_memory_bytes"] = max(one["peak_bytes"] for one in everyone)
         write_json(context.directory / "bench.json", document)
         report.show(document, context.console_owner)
@@ -74,4 +83,5 @@ def summarise(times: list[float], training: Training) -> dict[str, Any]:
         "samples_per_s": plan.batch.global_batch / median,
         "model_flops_per_s": 3 * plan.spec.forward_flops * plan.batch.global_batch / median,
         "payload_bytes_rank_0": payload,
+        "predicted": beside(plan, training.config.cluster, {STEP: median}),
     }

@@ -12,6 +12,7 @@ from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.data.order import Sampler
+from parallelrun.exchange.source import initial_weights
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
 from parallelrun.models.network import Network, compile_blocks
@@ -120,7 +121,7 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     model_parts = build_model_parts(config, plan, mesh)
     runtime = data_runtime(plan)
     runtime.shard(model_parts, plan, mesh)
-    initialise.materialise(model_parts, plan, mesh, config.seed)
+    initialise.materialise(model_parts, plan, mesh, config.seed, initial_weights(config, plan.spec))
     data = runtime.attach(model_parts, plan, mesh)
     dataset = open_dataset(config, plan.spec)
     size = plan.batch.global_batch

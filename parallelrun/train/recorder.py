@@ -17,6 +17,7 @@ from parallelrun import reserve
 from parallelrun.comm import backend_of, gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.plan import prediction, simulate
+from parallelrun.plan.step_time.measured import STEP, beside
 from parallelrun.plan.structure import Collective
 from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
@@ -168,6 +169,7 @@ class Recorder:
         times = sorted(r.step_time_s for r in self._timed(self._records))
         median = statistics.median(times) if times else None
         tokens = plan.batch.global_batch * plan.spec.targets_per_sample
+        means = mean_times([one["times"] for one in everyone])
         val = [r.val_loss for r in self._records if r.val_loss is not None]
         top1 = [r.val_top1 for r in self._records if r.val_top1 is not None]
         return {
@@ -193,7 +195,8 @@ class Recorder:
             "step_time_p95_s": percentile_95(times) if times else None,
             "tokens_per_s": tokens / median if median else None,
             "samples_per_s": plan.batch.global_batch / median if median else None,
-            **mean_times([one["times"] for one in everyone]),
+            **means,
+            "predicted": beside(plan, training.config.cluster, {STEP: median, **means}),
             "first_loss": self._records[0].loss if self._records else None,
             "loss": self._records[-1].loss if self._records else None,
             "first_val_loss": val[0] if val else None,

@@ -181,7 +181,7 @@ def test_plans_are_one_table_unless_sections_are_asked_for(launcher, capsys):
 
 
 def test_a_planned_point_has_the_predicted_time_not_the_bound_at_the_peak_rate(launcher, capsys):
-    line = ["plan", "-m", "--json", "strategy=ddp,ps", "world=8", "cluster=a100_dgx"]
+    line = ["plan", "-m", "--json", "strategy=ddp", "dp=8", "cluster=a100_dgx,ethernet_25g"]
     assert program.main(line) == 0
     predicted, bound = json.loads(capsys.readouterr().out)["points"]
     assert predicted["step_time_predicted_s"] == predicted["time"]["step_s"] and not predicted["step_time_is_bound"]

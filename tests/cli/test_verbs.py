@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cli.launcher import run_launcher, run_to_end
 from tests.cli.test_program import TINY, run
 
@@ -54,6 +56,27 @@ def test_bench_writes_median_and_spread(tmp_path: Path) -> None:
     figures = read(only_run(tmp_path) / "bench.json")
     assert len(figures["step_times_s"]) == 4
     assert figures["min_s"] <= figures["lower_quartile_s"] <= figures["median_s"] <= figures["upper_quartile_s"]
+    assert figures["predicted"] is None, "cluster=local has no rates"
+
+
+SLOW = {"cluster.peak_tflops": 0.001, "cluster.memory_gb_s": 0.1, "cluster.intra_gb_s": 0.1, "cluster.step_us": 5e6}
+
+
+@pytest.mark.parametrize(
+    ("verb", "file", "measured"),
+    [("bench", "bench.json", "median_s"), ("run", "summary.json", "step_time_median_s")],
+)
+def test_the_prediction_is_shown_beside_what_was_measured(verb, file, measured, tmp_path: Path) -> None:
+    """Steps are predicted to take five seconds more than they do, by one constant."""
+    wanted = {"dp": 2, "verb": verb, "bench.steps": 2, "bench.warmup": 1, **SLOW}
+    ended = run_launcher(tmp_path, overrides=wanted, worker="parallelrun.launch.worker:run")
+    assert ended.wait() == 0, ended.stderr
+    found = read(ended.directory / file)
+    predicted = found["predicted"]
+    assert predicted["step_s"] == pytest.approx(sum(predicted["parts"].values())) and predicted["step_s"] > 5
+    assert predicted["explanation"]["key"] == "cluster.step_us" and predicted["explanation"]["explains"] > 0.5
+    assert f"{1 - found[measured] / predicted['step_s']:.0%} shorter" in ended.stdout
+    assert "cluster.step_us=" in ended.stdout and "instead of 5000000 explains" in ended.stdout
 
 
 def test_forked_ranks_start_from_the_resolved_configuration(tmp_path: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan import sample_sets
-from parallelrun.plan.step_time import host, other_blocks
+from parallelrun.plan.step_time import host, other_blocks, streaming
 from parallelrun.plan.step_time.kernels import attention_s, product_s, streaming_s
 from parallelrun.plan.step_time.links import collective_s
+from parallelrun.plan.step_time.overlap import tensor_s
 from parallelrun.plan.step_time.rates import Rates
+from parallelrun.plan.step_time.stack import Stack
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION
 from parallelrun.precision import BYTES
@@ -21,19 +23,11 @@ PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound
 TENSOR, EXPERT, STATISTICS = "tensor communication", "expert communication", "statistics communication"
 Parts = dict[str, float]
 
-# Bytes per element that the simple kernels of a transformer block read and write in forward, for 16-bit numbers: norms,
-# dropout, residual sums (22 per element of the residual stream) and the activation function (5 per element it reads).
-# Korthikanti et al. 2022 count the tensors.
-RESIDUAL_BYTES, ACTIVATION_BYTES = 22, 5
-# Unfused attention reads and writes each score so often: scale, mask, softmax, dropout.
-SCORE_BYTES = 14
-LOGIT_BYTES, LOGIT_GRADIENT_BYTES = 14, 8  # of a logit: softmax and loss in fp32
-EMBEDDING_BYTES = 8
-# Operations that torch issues, forward and backward; on small tensors their number decides.
-OPERATIONS = {"transformer": (45, 50), "head": (8, 8), "embedding": (4, 4)}
-OPERATIONS_OF_TENSOR_PARALLEL = 8
+# Bytes of a 16-bit score in attention that keeps them, forward and backward: a kernel for scale, mask and softmax
+# (Narayanan et al. 2021, 4.2), and dropout with its mask.
+SCORE_BYTES = (9, 11)
+OF_GROUPED = 0.85  # of the rate of one product, for those of all experts in one kernel (SimuMax, A100: 0.61 to 0.72)
 BACKWARD_OF_ATTENTION = 2.8  # fused: five products for two, at a lower rate
-BACKWARD_OF_STREAMING = 1.5
 
 
 @dataclass(frozen=True)
@@ -45,31 +39,48 @@ class BlockTime:
     again: Parts = field(default_factory=dict)
 
 
-def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool) -> BlockTime | None:
-    """Return the time of a block; None if the cluster gives no rate for a link it needs. fused: attention keeps no
-    scores."""
+def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> BlockTime | None:
+    """Return the time of a block; None if the cluster gives no rate for a link it needs."""
     forward, backward = _products(block, plan, rates), _products(block, plan, rates, backward=True)
     if block.kind == "transformer":
-        _add_attention(forward, backward, block, plan, rates, fused)
+        _add_attention(forward, backward, block, plan, rates, stack)
     else:
         _add_convolutions(forward, backward, block, plan, cluster, rates)
-    _add_streaming(forward, backward, block, plan, rates)
-    several = plan.mesh.size("tp") > 1
-    for parts, issued in zip((forward, backward), OPERATIONS.get(block.kind, (4, 4))):
-        operations = issued + OPERATIONS_OF_TENSOR_PARALLEL * several
-        busy = sum(parts.values())
-        parts[HOST] = max(0.0, operations * rates.operation_s - busy)
-    if rates.synchronous:
-        for parts, number in zip((forward, backward), host.operations(block, plan.spec)):
-            parts[HOST] = number * rates.operation_s
-    time = BlockTime(forward, backward, _recomputed(block, forward, plan, fused))
+    _add_streaming(forward, backward, block, plan, rates, stack)
+    time = BlockTime(forward, backward, _recomputed(block, forward, plan, rates, stack))
+    calls = [0.0, 0.0]
     for kind, parts, row, share in _traffic(block, plan, time):
         seconds = collective_s(row, plan, cluster, rates)
         if seconds is None:
             return None
-        around = row.calls * host.OF_COLLECTIVE * rates.operation_s if rates.synchronous else 0.0
-        parts[kind] = parts.get(kind, 0.0) + share * (seconds + around)
+        if rates.synchronous and kind == TENSOR:
+            seconds += host.around_layers_s(row, plan, rates)
+        parts[kind] = parts.get(kind, 0.0) + share * seconds
+        if parts is not time.again:
+            calls[parts is backward] += share * row.calls
+    for parts, is_backward in ((forward, False), (backward, True)):
+        if parts.get(TENSOR) and not rates.synchronous:
+            parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], stack, plan, is_backward)
+    _add_host(time, calls, block, plan, rates, stack)
     return time
+
+
+def _add_host(
+    time: BlockTime, calls: Sequence[float], block: BlockSpec, plan: Plan, rates: Rates, stack: Stack
+) -> None:
+    """What the host takes to issue the operations of a pass beyond the time that the device takes for them. A host that
+    computes itself issues one after the other."""
+    forward, backward = host.operations(block, plan.spec)
+    again = forward + stack.recompute_operations / stack.operations
+    issued = ((time.forward, forward, calls[0]), (time.backward, backward, calls[1]), (time.again, again, calls[0]))
+    for parts, number, sent in issued:
+        if PRODUCTS not in parts:
+            continue  # nothing is computed again, or not all
+        if rates.synchronous:
+            parts[HOST] = number * rates.operation_s
+        else:
+            seconds = (stack.operations * number + host.OF_COLLECTIVE * sent) * rates.operation_s
+            parts[HOST] = host.waited_s(seconds, sum(parts.values()))
 
 
 def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[str, Parts, Collective, float]]:
@@ -92,12 +103,19 @@ def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[st
             yield STATISTICS, parts, row, 1 / 2 / plan.batch.microbatches
 
 
-def _recomputed(block: BlockSpec, forward: Parts, plan: Plan, fused: bool) -> Parts:
+def _recomputed(block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stack: Stack) -> Parts:
+    """What backward computes again. That of the host and of collectives is added later."""
     if not block.is_recomputed or plan.recompute == "none":
         return {}
     if plan.recompute == "selective":
-        return {} if fused else {ATTENTION: forward.get(ATTENTION, 0.0)}
-    return dict(forward)
+        if stack.stops_early:
+            return {MEMORY_BOUND: streaming.recomputed(plan, forward[MEMORY_BOUND])}
+        return {ATTENTION: forward[ATTENTION]}
+    again = dict(forward)
+    shapes = list(_shapes(block, plan))
+    if stack.stops_early and shapes:
+        again[PRODUCTS] -= product_s(*shapes[-1], BYTES[plan.precision.compute], rates)
+    return again
 
 
 def _products(block: BlockSpec, plan: Plan, rates: Rates, backward: bool = False) -> Parts:
@@ -127,23 +145,26 @@ def _shapes(block: BlockSpec, plan: Plan) -> Iterator[tuple[int, int, int]]:
         yield rows, layer.in_features if product.panels else inner, columns
 
 
-def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates, fused: bool) -> None:
+def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates, stack: Stack) -> None:
     """Attention, an equal share for each tp rank; what FLOPs then remain are those of experts."""
     tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
     flops = 4.0 * plan.num_rows * spec.seq * spec.hidden
-    if fused:
-        computed = flops if spec.mask_token is not None else flops / 2  # a causal mask halves the work
-        forward[ATTENTION] = attention_s(computed / tp, rates)
+    if stack.fused_attention:
+        causal = spec.mask_token is None  # which halves the work
+        computed = flops / 2 if causal else flops
+        forward[ATTENTION] = attention_s(computed / tp / stack.attention, spec.seq, causal, rates)
         backward[ATTENTION] = BACKWARD_OF_ATTENTION * forward[ATTENTION]
     else:
-        scores = plan.batch.micro_batch * spec.heads * spec.seq**2 / tp
-        moved = streaming_s(SCORE_BYTES * width / 2 * scores, 4, rates)
-        forward[ATTENTION] = attention_s(flops / tp, rates) + moved
-        backward[ATTENTION] = 2 * attention_s(flops / tp, rates) + moved
+        heads, size = max(1, plan.batch.micro_batch * spec.heads // tp), spec.hidden // spec.heads
+        moved = [streaming_s(each * width / 2 * heads * spec.seq**2, 2, rates) for each in SCORE_BYTES]
+        multiplied = product_s(spec.seq, size, spec.seq, width, rates, heads)
+        multiplied += product_s(spec.seq, spec.seq, size, width, rates, heads)
+        forward[ATTENTION] = multiplied + moved[0]
+        backward[ATTENTION] = 2 * multiplied + moved[1]
     dense = sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
     of_experts = block.forward_flops * plan.batch.micro_batch - dense - flops
     if of_experts > 1e-3 * flops:
-        seconds = of_experts / tp / (rates.peak_flops * rates.product_efficiency)
+        seconds = of_experts / tp / (rates.peak_flops * rates.product_efficiency * OF_GROUPED)
         forward[PRODUCTS] += seconds
         backward[PRODUCTS] += 2 * seconds
 
@@ -160,19 +181,13 @@ def _add_convolutions(
         backward[PRODUCTS] += 2 * seconds
 
 
-def _add_streaming(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates) -> None:
-    tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
-    rows, features = plan.tensor.activation_layout(None, plan).local(plan.num_rows, spec.hidden, plan.mesh.sizes)
-    if block.kind == "transformer":
-        moved = (RESIDUAL_BYTES * rows * features + ACTIVATION_BYTES * plan.num_rows * spec.ffn / tp) * width / 2
-        forward[MEMORY_BOUND] = streaming_s(moved, 8, rates)
-        backward[MEMORY_BOUND] = BACKWARD_OF_STREAMING * forward[MEMORY_BOUND]
-    elif block.kind == "head":
-        logits = plan.num_rows * spec.vocab / tp
-        forward[MEMORY_BOUND] = streaming_s(LOGIT_BYTES * logits, 6, rates)
-        backward[MEMORY_BOUND] = streaming_s(LOGIT_GRADIENT_BYTES * logits, 3, rates)
-    elif block.kind != "embedding":
-        forward[MEMORY_BOUND], backward[MEMORY_BOUND] = other_blocks.streaming(block, plan, rates)
+def _add_streaming(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates, stack: Stack) -> None:
+    if block.kind in ("transformer", "head", "embedding"):
+        both = streaming.of_block(block, plan, rates, stack)
     else:
-        for parts in (forward, backward):
-            parts[MEMORY_BOUND] = streaming_s(EMBEDDING_BYTES * rows * features, 4, rates)
+        both = other_blocks.streaming(block, plan, rates)
+    of_experts = sum(one.numel for one in block.parameters if one.layer_role == "expert")
+    dense = sum(inner * columns for _, inner, columns in _shapes(block, plan))
+    elements = dense + of_experts / plan.mesh.size("ep") / plan.mesh.size("tp")
+    weights = streaming.of_weights(elements, plan, rates, stack)
+    forward[MEMORY_BOUND], backward[MEMORY_BOUND] = both[0] + weights[0], both[1] + weights[1]

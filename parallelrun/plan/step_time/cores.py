@@ -14,6 +14,7 @@ from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import simulate
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.pipeline_schedule import Action
+from parallelrun.plan.step_time import host
 from parallelrun.plan.step_time.rates import Rates
 from parallelrun.plan.structure import Plan
 
@@ -39,10 +40,14 @@ def _ranks(plan: Plan, cluster: ClusterConfig) -> int:
 
 
 def of_a_rank(rates: Rates, plan: Plan, cluster: ClusterConfig) -> Rates:
-    """The rates of one rank of the plan while all ranks work. Unchanged where every rank has a device of its own."""
+    """The rates of one rank of the plan while all ranks work. Unchanged where every rank has a device of its own.
+
+    A collective costs the host, beside its own time, some operations around it.
+    """
     if not cluster.cores:
         return rates
     crowd = ranks_per_core(plan, cluster)
+    around_s = host.OF_CALL * rates.operation_s
     speed = (1 + (threads(plan, cluster) - 1) * cluster.thread_efficiency) / crowd
     return replace(
         rates,
@@ -52,8 +57,8 @@ def of_a_rank(rates: Rates, plan: Plan, cluster: ClusterConfig) -> Rates:
         operation_s=rates.operation_s * crowd,
         step_s=rates.step_s * crowd,
         intra_bytes_s=rates.intra_bytes_s / crowd,
-        intra_s=rates.intra_s * crowd,
-        inter_s=rates.inter_s + rates.intra_s * (crowd - 1),
+        collective_s=(rates.collective_s + around_s) * crowd,
+        hop_s=rates.hop_s * crowd,
     )
 
 

@@ -10,7 +10,8 @@ from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan.cluster_cost import peak_flops
 from parallelrun.plan.step_time.blocks import Parts
 from parallelrun.plan.step_time.rates import NEEDED
-from parallelrun.plan.step_time.step import BUBBLE, DATA, step_time
+from parallelrun.plan.step_time.spread import BUBBLE, DATA
+from parallelrun.plan.step_time.step import step_time
 from parallelrun.plan.structure import Plan
 
 

@@ -19,10 +19,13 @@ class Rates:
     product_ramp: the inner size at which a product reaches half of that. multiprocessors: units that each compute one
     tile of a product at a time; 0: products are not cut into tiles. attention_efficiency: the part of the peak that
     fused attention reaches. memory_bytes_s: of the device's memory, as reached by simple kernels. kernel_s: from the
-    end of a kernel to the begin of the next. operation_s: of the host, to issue one operation. intra_bytes_s,
-    inter_bytes_s: of a device's link inside a node and between nodes, as reached by collectives. intra_s, inter_s: of a
-    collective, whatever it sends. step_s: of a step, beside its blocks and bytes. synchronous: the host computes itself
-    (CPU), so that the time to issue an operation adds to the operation's own.
+    end of a kernel to the begin of the next. operation_s: of the host, to issue one operation.
+
+    intra_bytes_s, inter_bytes_s: of a device's link inside a node and between nodes, as reached by collectives.
+    collective_s: of a collective, whatever it sends; hop_s, message_s: from one rank to the next inside a node, and
+    between nodes. congestion: a port between n nodes has n ** -congestion of its rate. step_s: of a step, beside its
+    blocks and bytes. synchronous: the host computes itself (CPU), so that the time to issue an operation adds to the
+    operation's own.
     """
 
     peak_flops: float
@@ -35,8 +38,10 @@ class Rates:
     operation_s: float
     intra_bytes_s: float
     inter_bytes_s: float | None
-    intra_s: float
-    inter_s: float
+    collective_s: float
+    hop_s: float
+    message_s: float
+    congestion: float = 0.0
     step_s: float = 0.0
     synchronous: bool = False
 
@@ -58,9 +63,11 @@ def rates_of(cluster: ClusterConfig, precision: str) -> Rates | None:
         kernel_s=cluster.kernel_us * 1e-6,
         operation_s=cluster.operation_us * 1e-6,
         intra_bytes_s=cluster.intra_gb_s * 1e9 * share,
-        inter_bytes_s=cluster.inter_gb_s * 1e9 * share if cluster.inter_gb_s else None,
-        intra_s=cluster.collective_us * 1e-6,
-        inter_s=(cluster.collective_us + (cluster.latency_us or 0.0)) * 1e-6,
+        inter_bytes_s=cluster.inter_gb_s * 1e9 * cluster.inter_efficiency if cluster.inter_gb_s else None,
+        collective_s=cluster.collective_us * 1e-6,
+        hop_s=cluster.hop_us * 1e-6,
+        message_s=(cluster.latency_us or 0.0) * 1e-6,
+        congestion=cluster.congestion,
         step_s=cluster.step_us * 1e-6,
         synchronous=bool(cluster.cores),
     )

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
-from parallelrun.plan import prediction
-from parallelrun.plan.step_time import cores, other_blocks, servers
+from parallelrun.plan import prediction, simulate
+from parallelrun.plan.step_time import cores, host, other_blocks, overlap, servers, spread
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
+from parallelrun.plan.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
+from parallelrun.plan.step_time.stack import OURS, Stack
 from parallelrun.plan.structure import Plan, once
-
-PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
-    "pipeline communication", "bubble", "data communication", "optimizer", "recompute", "fixed",
-)  # fmt: skip
-OVERLAP = 0.8  # the part of the backward pass under which gradients can travel
-SLOWED = 0.1  # of hidden communication, the part by which it slows down the computation that hides it
-LOW, HIGH = 0.85, 1.20  # of the prediction: p10 and p90
+from parallelrun.precision import BYTES
 
 
 @dataclass(frozen=True)
@@ -42,42 +37,40 @@ class StepTime:
 Known = dict[object, Any]
 
 
-def step_time(plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped: bool = True) -> StepTime | None:
-    """Predict a step; None for the reasons that `why_unknown` gives.
-
-    fused: attention keeps no scores. overlapped: the data strategy communicates while backward computes.
-    """
-    return step_time_with({}, plan, cluster, fused, overlapped)
+def step_time(plan: Plan, cluster: ClusterConfig, stack: Stack = OURS) -> StepTime | None:
+    """Predict a step; None for the reasons that `why_unknown` gives. stack: the program that runs the plan."""
+    return step_time_with({}, plan, cluster, stack)
 
 
 def step_time_with(
-    known: Known, plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped: bool = True
+    known: Known, plan: Plan, cluster: ClusterConfig, stack: Stack = OURS, least: bool = False
 ) -> StepTime | None:
     """`step_time` of one of many plans. known: parts that plans share, by what they depend on; it is filled.
 
     Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
-    optimizer, cluster and partition.
+    optimizer, cluster, stack and partition. least: with a lower bound of the schedule's length, which is not simulated.
     """
-    rates = rates_of(cluster, plan.precision.name)
-    if rates is None or why_unknown(plan, cluster):
+    setting = _setting(plan, cluster, stack)
+    if setting is None:
         return None
-    rates = cores.of_a_rank(rates, plan, cluster)
-    stages = stages_of(plan, cluster, rates, fused, known)
-    messages = messages_of(plan, cluster, rates, known)
-    data = once(known, ("data", _of_weights(plan)), lambda: _data(plan, cluster, rates))
+    rates, stack = setting
+    stages = stages_of(plan, cluster, rates, stack, known)
+    messages = messages_of(plan, cluster, rates, stack, known)
+    data = once(known, ("data", _of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
     if stages is None or messages is None or data is None:
         return None
-    key = "schedule", plan.pipeline, plan.batch.microbatches, _of_stages(plan)
-    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages))
+    key = "schedule", least, plan.pipeline, plan.batch.microbatches, _of_stages(plan)
+    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages, least))
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
-    hides = overlapped and not rates.synchronous  # a host that computes itself does nothing beside
-    parts[DATA] = _exposed(plan, data, stages, makespan) if hides else sum(data.values())
-    held = once(known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0)))
-    weights, _, states = held
+    parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
+    parts[DATA] += host.around_data_s(plan, rates)
+    weights, _, states = once(
+        known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0))
+    )
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
-    parts[FIXED] = rates.step_s
+    parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
     if plan.servers:
         exchanged = servers.exchange(plan, cluster, rates, makespan)
         if exchanged is None:
@@ -88,7 +81,26 @@ def step_time_with(
     flops = 3 * plan.spec.forward_flops * plan.batch.global_batch
     mfu = flops / total / plan.num_workers / rates.peak_flops
     shown = {name: seconds for name, seconds in parts.items() if seconds}
-    return StepTime(total, LOW * total, HIGH * total, tokens, mfu, shown)
+    return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
+
+
+def _setting(plan: Plan, cluster: ClusterConfig, stack: Stack) -> tuple[Rates, Stack] | None:
+    """(the rates of one rank, what the program does on such a device); None where the time of a step is unknown."""
+    rates = rates_of(cluster, plan.precision.name)
+    if rates is None or why_unknown(plan, cluster):
+        return None
+    rates = cores.of_a_rank(rates, plan, cluster)
+    keeps_scores = rates.synchronous and host.keeps_scores(plan.spec)
+    return rates, replace(stack, fused_attention=False) if keeps_scores else stack
+
+
+def least_s(known: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
+    """A lower bound of the schedule's length, and so of a step; None as `step_time`. known: see `step_time_with`."""
+    setting = _setting(plan, cluster, OURS)
+    if setting is None:
+        return None
+    stages, messages = stages_of(plan, cluster, *setting, known), messages_of(plan, cluster, *setting, known)
+    return None if stages is None or messages is None else _schedule(plan, cluster, stages, messages, True)[0]
 
 
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
@@ -103,7 +115,7 @@ def _of_blocks(plan: Plan) -> object:
     shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
     return (
         plan.tensor, plan.expert, inner, plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward,
-        plan.world, shared,
+        plan.world, plan.servers, shared, plan.data.shards_weights, plan.batch.microbatches > 1,
     )  # fmt: skip
 
 
@@ -113,10 +125,8 @@ def _of_stages(plan: Plan) -> object:
 
 
 def _of_weights(plan: Plan) -> object:
-    """What the bytes of weights and the traffic of gradients depend on."""
-    return (
-        plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.batch.microbatches, plan.servers,
-    )  # fmt: skip
+    """What the bytes of weights and optimizer state depend on, and with the microbatches the traffic of gradients."""
+    return plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
 
 
 @dataclass(frozen=True)
@@ -128,52 +138,79 @@ class StageTime:
     parts: Parts
 
 
-def stages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool, known: Known) -> list[StageTime] | None:
+def stages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known) -> list[StageTime] | None:
     """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
 
-    def compute() -> list[StageTime] | None:
-        times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
-        return _stages(plan, times, lambda block: block_time(block, plan, cluster, rates, fused))
-
-    return once(known, ("stages", _of_stages(plan)), compute)
+    time_of = _blocks_of(plan, cluster, rates, stack, known)
+    return once(known, ("stages", _of_stages(plan)), lambda: _stages(plan, time_of))
 
 
-def _stages(
-    plan: Plan, times: dict[object, Any], time_of: Callable[[BlockSpec], BlockTime | None]
-) -> list[StageTime] | None:
+def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
+    """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
+    setting = _setting(plan, cluster, OURS)
+    assert setting is not None, "asked only where the cluster gives the rates"
+    return _blocks_of(plan, cluster, *setting, known)
+
+
+def _blocks_of(
+    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known
+) -> Callable[[BlockSpec], BlockTime | None]:
+    times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
+
+    def time_of(block: BlockSpec) -> BlockTime | None:
+        alike = plan.spec.first_alike[block.name]
+        return once(times, alike, lambda: block_time(block, plan, cluster, rates, stack))
+
+    return time_of
+
+
+def _stages(plan: Plan, time_of: Callable[[BlockSpec], BlockTime | None]) -> list[StageTime] | None:
     stages = []
     for stage in plan.stages:
         forward = backward = 0.0
         parts: Parts = defaultdict(float)
-        for name in stage.blocks:
-            time = once(times, plan.spec.first_alike[name], partial(time_of, plan.spec.block(name)))
+        for name, number in Counter(plan.spec.first_alike[name] for name in stage.blocks).items():
+            time = time_of(plan.spec.block(name))
             if time is None:
                 return None
             again = sum(time.again.values())
-            forward += sum(time.forward.values())
-            backward += sum(time.backward.values()) + again
+            forward += number * sum(time.forward.values())
+            backward += number * (sum(time.backward.values()) + again)
             for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
-                parts[kind] += seconds
+                parts[kind] += number * seconds
         stages.append(StageTime(forward, backward, dict(parts)))
     return stages
 
 
-def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, known: Known) -> float | None:
+def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known) -> float | None:
     """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
     if plan.mesh.size("pp") == 1:
         return 0.0
-    return once(known, ("messages", _of_stages(plan)), lambda: _messages(plan, cluster, rates))
+    return once(known, ("messages", _of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
 
 
-def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
-    rows = prediction.merge(plan.pipeline.collectives(plan.mesh.size("pp") // 2, plan))
-    found = [collective_s(row, plan, cluster, rates) for row in rows if row.axis == "pp" and row.operation == "send"]
-    seconds = [one for one in found if one is not None]
-    return sum(seconds) / plan.batch.microbatches if len(seconds) == len(found) else None
+def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> float | None:
+    seconds = 0.0
+    for row in prediction.merge(plan.pipeline.collectives(plan.mesh.size("pp") // 2, plan)):
+        if row.axis != "pp" or row.operation != "send":
+            continue
+        parts = [row]
+        if stack.scattered_messages and not plan.tensor.sequence_parallel:
+            part = replace(row, payload_bytes=row.payload_bytes // plan.mesh.size("tp"))
+            parts = [part, replace(row, axis="tp", operation="all_gather")]
+        for part in parts:
+            took = collective_s(part, plan, cluster, rates)
+            if took is None:
+                return None
+            seconds += took
+    return seconds / plan.batch.microbatches
 
 
-def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float) -> tuple[float, float]:
-    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works)."""
+def _schedule(
+    plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float, least: bool = False
+) -> tuple[float, float]:
+    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works). least: of the former, a
+    lower bound."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     each = messages * pp / len(stages) / 2
     forward, backward = [one.forward + each for one in stages], [one.backward + each for one in stages]
@@ -182,6 +219,8 @@ def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messa
         return busy, busy
     half = [seconds / 2 for seconds in backward]
     times = {"F": forward, "B": backward, "I": half, "W": half}
+    if least:
+        return busy if cores.ranks_per_core(plan, cluster) > 1 else simulate.least(plan, times), busy
     return cores.makespan(plan, cluster, times, busy), busy
 
 
@@ -194,26 +233,31 @@ def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
     return dict(parts)
 
 
-def _data(plan: Plan, cluster: ClusterConfig, rates: Rates) -> dict[str, float] | None:
-    """Seconds of the data strategy's communication and of the last sums of gradients, by operation."""
-    found: Parts = defaultdict(float)
+def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> tuple[float, float] | None:
+    """Seconds in which the data strategy gathers weights, and in which it sums gradients, the last sums included."""
+    compute, kept = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
+    rounded = plan.data.exchange_form(plan).gathers_rounded or not stack.rounded_weights
+    of_gathers = 1.0 if rounded else compute / BYTES[plan.precision.stored]
+    of_sums = compute / kept if stack.rounded_gradients else 1.0
+    gathers = sums = 0.0
     coordinate = plan.mesh.coordinate(0)
     for row in plan.data.collectives(coordinate["pp"], coordinate, plan):
-        seconds = collective_s(row, plan, cluster, rates)
+        factor = of_gathers if row.operation == "all_gather" else of_sums
+        calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (kept * stack.bucket))
+        sent = replace(row, calls=min(row.calls, calls), payload_bytes=round(factor * row.payload_bytes))
+        seconds = collective_s(sent, plan, cluster, rates)
         if seconds is None:
             return None
-        found[row.operation] += seconds / prediction.steps_between(plan, row.purpose)
-    return dict(found)
+        seconds /= prediction.steps_between(plan, row.purpose)
+        if row.operation == "all_gather":
+            gathers += seconds
+        else:
+            sums += seconds
+    return gathers, sums
 
 
-def _exposed(plan: Plan, data: dict[str, float], stages: list[StageTime], makespan: float) -> float:
-    """What backward (gradients) and forward (weights) do not hide; sharded weights travel in every microbatch."""
-    gathers = data.get("all_gather", 0.0)
-    sums = sum(data.values()) - gathers
+def _exposed(plan: Plan, data: tuple[float, float], stages: list[StageTime], stack: Stack) -> float:
+    """What of the data strategy's communication the computation of a pp rank's stages does not hide."""
     pp = plan.mesh.size("pp")
-    forward, backward = (OVERLAP * sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
-    if plan.data.shards_weights:
-        hidden = min(gathers + sums, OVERLAP * makespan)
-    else:
-        hidden = min(sums, backward) + min(gathers, forward)
-    return gathers + sums - (1 - SLOWED) * hidden
+    forward, backward = (sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
+    return overlap.data_s(*data, forward, backward, stack, plan)

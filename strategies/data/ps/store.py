@@ -22,6 +22,7 @@ from parallelrun.checkpoint.storage import SafetensorsReader
 from parallelrun.checkpoint.store import parts_to_load, parts_to_save, read_parts, write_parts
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
+from parallelrun.exchange.source import initial_weights
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.models import initialise
@@ -67,8 +68,9 @@ class ShardStore:
         with torch.device("meta"):  # a user's module may compute initial values itself
             network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
         own = network.own_values(config.seed) if network.own_values is not None else {}
+        given = initial_weights(config, plan.spec)
         for one in self._held:
-            initialise.fill(one.tensor, one.spec, self._ranges(one), config.seed, own)
+            initialise.fill(one.tensor, one.spec, self._ranges(one), config.seed, own, given)
 
     def mean(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Set the gradient to the weighted mean of `gradients`, summed in their order."""

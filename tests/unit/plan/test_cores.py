@@ -9,8 +9,9 @@ import pytest
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import simulate
 from parallelrun.plan.pipeline_schedule import Action
-from parallelrun.plan.step_time import blocks, cores, step
+from parallelrun.plan.step_time import blocks, cores, spread
 from parallelrun.plan.step_time.rates import rates_of
+from parallelrun.plan.step_time.stack import Stack
 from parallelrun.plan.step_time.step import step_time, why_unknown
 from parallelrun.plan.structure import Plan
 from tests.unit.config.test_presets import plan as planned
@@ -33,7 +34,7 @@ def parts(plan: Plan, cluster: ClusterConfig = HOST) -> dict[str, float]:
 def test_ranks_beyond_the_cores_take_turns():
     """Twice the ranks with the same samples each: every part of a rank's own work takes twice as long."""
     two, four = (parts(planned(*SMALL, "strategy=ddp", f"dp={dp}", "local_batch=4")) for dp in (2, 4))
-    for name in (blocks.PRODUCTS, blocks.HOST, step.OPTIMIZER, step.FIXED):
+    for name in (blocks.PRODUCTS, blocks.HOST, spread.OPTIMIZER, spread.FIXED):
         assert four[name] == pytest.approx(2 * two[name], rel=1e-9), name
 
 
@@ -46,7 +47,7 @@ def test_a_rank_with_several_cores_computes_with_as_many_threads():
 
 def test_nothing_is_hidden_where_the_host_computes():
     plan = planned(*SMALL, "strategy=ddp", "dp=2")
-    assert step_time(plan, HOST).parts == step_time(plan, HOST, overlapped=False).parts
+    assert step_time(plan, HOST).parts == step_time(plan, HOST, Stack(data_overlap=False)).parts
 
 
 def test_a_device_for_each_rank_has_the_rates_of_the_keys():
@@ -89,12 +90,12 @@ PS = (*SMALL, "strategy=ps")
 
 def test_servers_exchange_what_their_messages_say():
     few, many = (parts(planned(*PS, "dp=2", f"servers={n}", "local_batch=4", "model.hidden=128")) for n in (1, 2))
-    assert many[step.DATA] < few[step.DATA], "two servers share the bytes"
-    assert many[step.OPTIMIZER] < few[step.OPTIMIZER]
-    wide = replace(HOST, intra_gb_s=8.0, collective_us=0.0)
+    assert many[spread.DATA] < few[spread.DATA], "two servers share the bytes"
+    assert many[spread.OPTIMIZER] < few[spread.OPTIMIZER]
+    wide = replace(HOST, intra_gb_s=8.0, collective_us=0.0, hop_us=0.0, operation_us=0.0)
     narrow = replace(wide, intra_gb_s=4.0)
     plan = planned(*PS, "dp=2", "servers=1", "local_batch=4")
-    assert parts(plan, narrow)[step.DATA] == pytest.approx(2 * parts(plan, wide)[step.DATA], rel=1e-6)
+    assert parts(plan, narrow)[spread.DATA] == pytest.approx(2 * parts(plan, wide)[spread.DATA], rel=1e-6)
 
 
 def test_a_server_that_cannot_keep_up_holds_its_workers_back():
@@ -103,7 +104,7 @@ def test_a_server_that_cannot_keep_up_holds_its_workers_back():
     lone, crowded = (
         parts(planned(*PS, f"dp={n}", "consistency=async", "servers=1", "local_batch=1"), slow) for n in (1, 16)
     )
-    assert crowded[step.DATA] > 4 * lone[step.DATA]
+    assert crowded[spread.DATA] > 4 * lone[spread.DATA]
 
 
 def test_servers_beside_several_gpus_have_no_known_rate():

@@ -9,11 +9,12 @@ import pytest
 from benchmarks.foresight import rows_of, scores
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan.cluster_cost import peak_flops
-from parallelrun.plan.step_time import blocks, step
+from parallelrun.plan.step_time import blocks, spread, step
 from parallelrun.plan.step_time.kernels import product_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.partial import known_parts
 from parallelrun.plan.step_time.rates import rates_of
+from parallelrun.plan.step_time.stack import OURS, Stack
 from parallelrun.plan.step_time.step import step_time, why_unknown
 from parallelrun.plan.structure import Collective
 from tests.unit.config.test_presets import composed
@@ -38,7 +39,7 @@ PLANS = {
 
 
 def predicted(*overrides: str, **settings: bool):
-    found = step_time(planned(*overrides), composed(*overrides).config.cluster, **settings)
+    found = step_time(planned(*overrides), composed(*overrides).config.cluster, Stack(**settings))
     assert found is not None
     return found
 
@@ -52,9 +53,13 @@ def test_the_parts_add_up_and_no_device_is_faster_than_its_peak(name):
 
 
 def test_parts_are_named_by_what_the_plan_does():
-    assert not {step.BUBBLE, step.DATA, blocks.TENSOR, step.RECOMPUTE} & predicted(*PLANS["one device"]).parts.keys()
-    assert step.DATA in predicted(*PLANS["ddp"]).parts
-    assert {step.BUBBLE, step.PIPELINE, blocks.TENSOR, step.RECOMPUTE} <= predicted(*PLANS["pipeline"]).parts.keys()
+    assert (
+        not {spread.BUBBLE, spread.DATA, blocks.TENSOR, spread.RECOMPUTE} & predicted(*PLANS["one device"]).parts.keys()
+    )
+    assert spread.DATA in predicted(*PLANS["ddp"]).parts
+    assert {spread.BUBBLE, spread.PIPELINE, blocks.TENSOR, spread.RECOMPUTE} <= predicted(
+        *PLANS["pipeline"]
+    ).parts.keys()
 
 
 @pytest.mark.parametrize("name", ["2D", "pipeline", "interleaved", "experts"])
@@ -62,7 +67,7 @@ def test_the_parts_are_the_time_in_which_ranks_work(name):
     """The schedule is simulated with whole stages, apart from their parts."""
     plan, cluster = planned(*PLANS[name]), composed(*PLANS[name]).config.cluster
     rates = rates_of(cluster, plan.precision.name)
-    stages, messages = step.stages_of(plan, cluster, rates, True, {}), step.messages_of(plan, cluster, rates, {})
+    stages, messages = step.stages_of(plan, cluster, rates, OURS, {}), step.messages_of(plan, cluster, rates, OURS, {})
     _, busy = step._schedule(plan, cluster, stages, messages)
     count = plan.batch.microbatches
     assert sum(step._parts_of(plan, stages).values()) + messages * count == pytest.approx(busy, rel=1e-12)
@@ -78,7 +83,7 @@ def test_experts_send_their_rows_in_every_pass():
 
 def test_attention_without_a_causal_mask_is_twice_the_work():
     shape = ("strategy=single", "precision=bf16", "cluster=a100_dgx", "model.layers=2", "model.hidden=1024",
-             "model.heads=16", "model.seq=512", "model.vocab=1024", "micro_batch=8", "global_batch=8")  # fmt: skip
+             "model.heads=16", "model.seq=8192", "model.vocab=1024", "micro_batch=1", "global_batch=1")  # fmt: skip
     gpt, bert = (predicted(f"model={model}", *shape).parts[blocks.ATTENTION] for model in ("gpt", "bert"))
     assert bert > 1.5 * gpt
 
@@ -104,25 +109,27 @@ def test_a_hidden_size_off_the_alignment_is_slower_though_smaller():
 
 
 def test_a_group_across_nodes_uses_the_ports_of_all_its_ranks_on_a_node():
+    """Two nodes of 8 ranks sum within the node, and each rank an eighth between nodes, half beside each other."""
     plan = planned(*LARGE, "tp=8", "dp=2")
     row = Collective("dp", "all_reduce", "gradients", 1, 10**9)
     alone = collective_s(row, plan, CLUSTER, RATES)
-    assert alone == pytest.approx(10**9 / RATES.inter_bytes_s + RATES.inter_s)
+    assert alone == pytest.approx(10**9 / RATES.inter_bytes_s + RATES.collective_s + 2 * RATES.message_s)
     whole = collective_s(replace(row, axis="world"), plan, CLUSTER, RATES)
-    eight_ports = min(RATES.intra_bytes_s, 8 * RATES.inter_bytes_s)
-    assert whole == pytest.approx(2 * 15 / 16 * 10**9 / eight_ports + RATES.inter_s)
+    inside, between = 2 * 7 / 8 * 10**9 / RATES.intra_bytes_s, 10**9 / (8 * RATES.inter_bytes_s)
+    latency = RATES.collective_s + 2 * (RATES.message_s + 7 * RATES.hop_s)
+    assert whole == pytest.approx(inside + between / 2 + latency)
 
 
 def test_gradients_travel_under_the_backward_pass():
-    hidden, apart = (predicted(*PLANS["ddp"], overlapped=overlapped) for overlapped in (True, False))
-    assert hidden.parts[step.DATA] < apart.parts[step.DATA]
-    assert {**hidden.parts, step.DATA: 0} == {**apart.parts, step.DATA: 0}
+    hidden, apart = (predicted(*PLANS["ddp"], data_overlap=overlapped) for overlapped in (True, False))
+    assert hidden.parts[spread.DATA] < apart.parts[spread.DATA]
+    assert {**hidden.parts, spread.DATA: 0} == {**apart.parts, spread.DATA: 0}
 
 
 def test_recomputation_repeats_the_forward_pass_of_the_layers():
     without = predicted(*LARGE[:-1], "tp=8")
     found = predicted(*LARGE, "tp=8")
-    assert found.step_s - without.step_s == pytest.approx(found.parts[step.RECOMPUTE], rel=1e-3)
+    assert found.step_s - without.step_s == pytest.approx(found.parts[spread.RECOMPUTE], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +159,7 @@ def test_without_a_rate_the_parts_are_lower_bounds(key):
     assert all(0 < seconds <= whole.parts[name] * (1 + 1e-12) for name, seconds in known.items())
     if key == "inter_gb_s":  # tensor-parallel groups are inside a node
         assert all(known[name] == pytest.approx(whole.parts[name]) for name in (blocks.PRODUCTS, blocks.TENSOR))
-        assert known[step.PIPELINE] < whole.parts[step.PIPELINE]
+        assert known[spread.PIPELINE] < whole.parts[spread.PIPELINE]
 
 
 def test_without_any_rate_no_part_is_known():

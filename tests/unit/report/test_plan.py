@@ -114,7 +114,7 @@ def test_the_summary_tells_what_the_plan_does():
     assert "8 ranks = pp 2 x dp 2 x tp 2 on 1 host" in text
     assert "fits: unknown" in text and "weights" in text and "GFLOP" in text.replace("MFLOP", "GFLOP")
     assert "8 samples of 8 tokens = dp 2 x 4 microbatches x 1 sample" in text
-    assert "equality to one device: exact" in text and "1f1b: the bubble is" in text
+    assert "against one device: exact" in text and "1f1b: the bubble is" in text
     for axis in ("dp (2)", "tp (2)", "pp (2)", "sum"):
         assert axis in text
 

@@ -1,0 +1,70 @@
+"""The programs whose step times were published: what of them differs from this program, by their documentation."""
+
+from __future__ import annotations
+
+from parallelrun.plan.step_time.stack import OURS, Stack
+
+# Megatron's loss over a split vocabulary (cross_entropy.py), which nanotron copies: cast to fp32, max, difference, exp,
+# sum and quotient, each a kernel; backward a product and a cast.
+LOGIT_BYTES = (38, 14)
+# Megatron-LM of 2021 (Narayanan et al., SC21): attention with scores in memory, one kernel for scale, mask and softmax,
+# whole forward passes computed again (`CheckpointFunction`, which saves and sets four states of random numbers), fp16
+# weights and gradients, summed in one message after the backward pass; messages in parts (4.1). Its layers issue about
+# half more operations than this program's: dropout, biases apart from products.
+MEGATRON_2021 = Stack(
+    fused_attention=False,
+    logit_bytes=LOGIT_BYTES,
+    stops_early=False,
+    operations=1.44,
+    recompute_operations=36,
+    data_overlap=False,
+    bucket=10**12,
+    gradient_overlap=False,
+    scattered_messages=True,
+    rounded_weights=True,
+    rounded_gradients=True,
+)
+# Megatron-Core with Transformer Engine (README, "overlap of data-parallel, tensor-parallel and pipeline-parallel
+# communication"): userbuffers, cuDNN's attention (FlashAttention-3's figure 5: 600 TFLOP/s to 370), bf16 weights and
+# gradients (grad_reduce_in_fp32=False in NVIDIA's recipes), which products add up (`gradient_accumulation_fusion`), and
+# buckets of 40 million (`--ddp-bucket-size`). Its selective recomputation is attention's.
+MEGATRON_CORE = Stack(
+    logit_bytes=LOGIT_BYTES,
+    stops_early=False,
+    fused_rotation=True,
+    attention=1.62,
+    tensor_overlap=True,
+    bucket=40_000_000,
+    rounded_weights=True,
+    rounded_gradients=True,
+    fused_accumulation=True,
+)
+# llm-foundry: torch's FSDP with mixed_precision PURE (gradients summed in bf16), its checkpoints without reentrance,
+# and FlashAttention 1 in Triton (`attn_impl: triton`), half as fast as the second (Dao 2023, figure 5).
+LLM_FOUNDRY = Stack(attention=0.52, rounded_gradients=True)
+# nanotron: bf16 weights, gradients added up in fp32, gathered after the optimizer's step.
+NANOTRON = Stack(logit_bytes=LOGIT_BYTES, gather_overlap=False, rounded_weights=True)
+
+# By the first word of a row's `set`; this program's own where a set is not listed.
+STACKS = {
+    "SC21": MEGATRON_2021, "vTrain": MEGATRON_2021, "MCore": MEGATRON_CORE, "llmfoundry": LLM_FOUNDRY,
+    "nanotron": NANOTRON,
+}  # fmt: skip
+# The machines that are not the usual ones of their GPU.
+CLUSTERS = {"nanotron": "h100_efa"}
+CLUSTERS_OF_GPUS = {"A100": "a100_dgx", "H100": "h100_dgx", "H200": "h200", "B200": "b200", "V100": "v100_32gb"}
+
+
+def origin(row: dict[str, str]) -> str:
+    """The program of a published row."""
+    return row["set"].partition("-")[0]
+
+
+def stack_of(row: dict[str, str]) -> Stack:
+    """What the program of a row does."""
+    return STACKS.get(origin(row), OURS)
+
+
+def cluster_of(row: dict[str, str]) -> str:
+    """The cluster file of a row. Raises KeyError for a GPU without one."""
+    return CLUSTERS.get(origin(row)) or CLUSTERS_OF_GPUS[row["gpu"].partition("-")[0]]

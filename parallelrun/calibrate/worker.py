@@ -1,0 +1,64 @@
+"""What the ranks of a calibration run: `devices` times the machine, `steps` a training. They write JSON files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import torch
+
+from parallelrun import comm
+from parallelrun.calibrate import devices
+from parallelrun.calibrate.devices import PURPOSE, Clock
+from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
+from parallelrun.errors import EXIT_OK
+from parallelrun.launch import worker
+from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.plan.structure import Plan
+from parallelrun.records import write_json
+
+ASKED = "asked.json"  # {"parts": [...], "seconds": of one measurement}
+PRODUCTS, EXCHANGES = "products", "exchanges"
+PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def measure(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """Time what `asked.json` asks for; write `measured_<rank>.json`."""
+    asked = json.loads((context.directory / ASKED).read_text(encoding="utf-8"))
+    if context.device.type == "cpu":
+        torch.set_num_threads(1)
+    mesh = build_mesh(plan, context.device)
+    clock = Clock(context.device, asked["seconds"])
+
+    def start() -> None:
+        context.heartbeat(1, "calibrate")
+        comm.all_reduce(torch.zeros(1, device=context.device), mesh.group("dp"), PURPOSE)
+
+    found: dict[str, object] = {"threads": torch.get_num_threads()}
+    if PRODUCTS in asked["parts"]:
+        start()
+        found["peaks"] = {name: asdict(devices.peak(clock, dtype)) for name, dtype in PRECISIONS.items()}
+        found["products"] = [asdict(one) for one in devices.products(clock, start)]
+        start()
+        found["memory_bytes_s"] = devices.copies(clock)
+    if EXCHANGES in asked["parts"] and plan.world > 1:
+        found["exchanges"] = [asdict(one) for one in devices.exchanges(clock, mesh, mesh.group("dp"))]
+    if context.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(context.device)
+        found["device"] = properties.name
+        found["multiprocessors"] = properties.multi_processor_count
+        found["memory_bytes"] = properties.total_memory
+    found["backend"] = backend(mesh)
+    write_json(context.directory / f"measured_{context.rank}.json", found)
+    return EXIT_OK
+
+
+def backend(mesh: Mesh) -> str:
+    """What carries the collectives; empty for one rank."""
+    return comm.backend_of(mesh) or ""
+
+
+def steps(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """`parallelrun bench` without its table."""
+    return worker.run(config, plan, replace(context, console_owner=False))

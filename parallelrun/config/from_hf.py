@@ -1,0 +1,73 @@
+"""`model.from_hf`: the values of `model` that a config.json of Hugging Face transformers stands for. Torch-free.
+
+The registry finds the module `hugging_face` of a model, which knows the fields of its classes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Set
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from parallelrun import registry
+from parallelrun.config.model_schema import ModelConfig, RouterConfig
+from parallelrun.errors import ConfigError, Problem
+
+CONFIG_FILE = "config.json"
+_MODULE = "hugging_face"
+_MAX_BYTES = 2**22
+
+
+def families_of(name: str) -> tuple[Any, ...]:
+    """The families (`models.hugging_face.Family`) of a model; none if transformers has nothing that corresponds."""
+    if registry.is_plug_in("models", name) or not registry.has_submodule("models", name, _MODULE):
+        return ()
+    found: tuple[Any, ...] = registry.load("models", name, _MODULE).FAMILIES
+    return found
+
+
+def family_at(path: str | Path) -> tuple[str, Any, dict[str, Any], Path]:
+    """(our model, its family, the content, the file) of a config.json or of a directory with one.
+
+    Raises ConfigError, naming the file.
+    """
+    file = Path(os.path.abspath(Path(path).expanduser()))
+    file = file / CONFIG_FILE if file.is_dir() else file
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(Problem(f"cannot read {file}: {error.strerror}", "model.from_hf")) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(Problem(f"{file} is not JSON: {error}", "model.from_hf")) from error
+    known = {family.model_type: (name, family) for name in registry.MODELS for family in families_of(name)}
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(kind, str) or kind not in known:
+        what = f"{file}: model_type is {kind!r:.100}, and known are {', '.join(known)}"
+        raise ConfigError(Problem(what, "model.from_hf"))
+    name, family = known[kind]
+    return name, family, content, file
+
+
+def filled(model: ModelConfig, given: Set[str] = frozenset()) -> ModelConfig:
+    """The model of the config.json `model.from_hf`, with our defaults for what it does not say.
+
+    given: the keys that the user or a recipe has set; they keep their values. Raises ConfigError.
+    """
+    if model.from_hf is None:
+        return model
+    name, family, content, file = family_at(model.from_hf)
+    values = {"name": name, "preset": family.model_type, **family.model_values(content, str(file))}
+    routing = values.pop("router", None)
+    asked = {key.partition(".")[2] for key in given if key.startswith("model.")}
+    router = replace(RouterConfig(), **{**(routing or {}), **_kept(model.router, asked, "router.")})
+    values |= {"router": router, "own_router": routing is not None, "from_hf": str(file)}
+    return replace(ModelConfig(), **{**values, **_kept(model, asked - {"from_hf"}, "")})
+
+
+def _kept(section: Any, asked: Set[str], prefix: str) -> dict[str, Any]:
+    return {one.name: getattr(section, one.name) for one in fields(section) if f"{prefix}{one.name}" in asked}

@@ -1,0 +1,38 @@
+"""Short names of keys that are no strategy's: `path` for dataset.path, `gpus` for world. Torch-free.
+
+A rank has one device, so the number of devices is the number of ranks, under the name of what is rented.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Set
+from dataclasses import replace
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError, Problem
+
+
+def fold(config: Config, given: Set[str]) -> tuple[Config, set[str]]:
+    """Move `path` to dataset.path and `gpus` to world, in the configuration and in the keys that were given.
+
+    `gpus` stays in those, because a strategy with servers refuses it. Raises ConfigError if both names of a key are
+    given with different values.
+    """
+    found = set(given)
+    if config.path is not None:
+        _refuse_two("path", config.path, "dataset.path", config.dataset.path)
+        config = replace(config, path=None, dataset=replace(config.dataset, path=os.path.expanduser(config.path)))
+        found = (found - {"path"}) | {"dataset.path"}
+    if config.gpus is not None:
+        if config.gpus < 1:
+            raise ConfigError(Problem(f"gpus={config.gpus} is not a whole number of at least 1", "gpus", "gpus=1"))
+        _refuse_two("gpus", config.gpus, "world", config.world)
+        config, found = replace(config, gpus=None, world=config.gpus), found | {"world"}
+    return config, found
+
+
+def _refuse_two(short: str, value: object, key: str, other: object) -> None:
+    if other not in (None, value):
+        what = f"{short}={value} contradicts {key}={other}"
+        raise ConfigError(Problem(what, short, "one of the two", kind="contradiction"))

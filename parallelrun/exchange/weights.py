@@ -1,0 +1,251 @@
+"""Stored weights by one-device name, of which any part can be read without the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from parallelrun.checkpoint.index import Index, verify_file, weight_key
+from parallelrun.checkpoint.schema import check_header, read_header
+from parallelrun.errors import CheckpointError, Problem
+from parallelrun.model_spec import ModelSpec
+from parallelrun.models.hugging_face import Family, FixedTensor, Piece
+
+Ranges = Sequence[tuple[int, int]]  # [start, stop) of every dim
+SINGLE_FILE, SHARD_INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHOWN = 5
+_MAX_INDEX_BYTES = 2**28
+
+
+class Weights(ABC):
+    """The logical tensors of one model. path: where they are, for messages."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._opened: dict[Path, Any] = {}
+
+    @abstractmethod
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        """The part `ranges` of a logical tensor, as stored. Reads no other bytes."""
+
+    @abstractmethod
+    def differences(self, spec: ModelSpec) -> list[str]:
+        """What keeps these weights from being those of the model: tensors missing, unknown, or of another shape."""
+
+    def whole(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A complete logical tensor of that shape."""
+        return self.read(name, [(0, size) for size in shape])
+
+    def check(self, spec: ModelSpec, where: str) -> None:
+        """Raise CheckpointError with the first differences from the model. where: the key of the user's request."""
+        if found := self.differences(spec):
+            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            what = f"{self.path} holds weights of another model: {'; '.join(found[:_SHOWN])}{more}"
+            raise CheckpointError(Problem(what, where))
+
+    def _slice(self, file: Path, key: str, ranges: Ranges) -> Tensor:
+        """A part of a tensor of a safetensors file. Raises CheckpointError."""
+        try:
+            if file not in self._opened:
+                self._opened[file] = safe_open(file, framework="pt", device="cpu")
+            stored = self._opened[file]
+            box = tuple(slice(*pair) for pair in ranges)
+            part: Tensor = stored.get_slice(key)[box] if box else stored.get_tensor(key)
+            return part
+        except (OSError, SafetensorError) as error:
+            raise damaged(file, f"{key} cannot be read ({error})") from error
+
+
+class CheckpointWeights(Weights):
+    """The weights of a checkpoint saved under any plan. Independent replicas: their mean."""
+
+    def __init__(self, path: Path, index: Index):
+        super().__init__(path)
+        self._index = index
+        self._tensors = index.weights()
+        for name in index.files:
+            check_header(index, path, name)
+
+    def verify(self) -> None:
+        """Raise CheckpointError unless every file has the sha256 with which it was written."""
+        for name in self._index.files:
+            verify_file(self._index, self.path, name)
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        stored = self._tensors[name]
+        out = torch.empty([stop - start for start, stop in ranges], dtype=getattr(torch, stored.dtype))
+        for part in stored.parts:
+            ends = [offset + size for offset, size in zip(part.offsets, part.sizes)]
+            box = [(max(a, o), min(b, e)) for (a, b), o, e in zip(ranges, part.offsets, ends)]
+            if any(start >= stop for start, stop in box):
+                continue
+            target = tuple(slice(start - a, stop - a) for (start, stop), (a, _) in zip(box, ranges))
+            source = [(start - o, stop - o) for (start, stop), o in zip(box, part.offsets)]
+            out[target] = self._slice(self.path / part.file, weight_key(name), source).reshape(out[target].shape)
+        return out
+
+    def differences(self, spec: ModelSpec) -> list[str]:
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        return _differences(shapes, {name: tuple(p.shape) for name, p in spec.parameters.items()})
+
+
+class FileWeights(Weights):
+    """The weights of safetensors files in which parameters are stored as `pieces` say, beside constants.
+
+    family: names the spellings of keys and those that may be left unread; None for our own names.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        pieces: Iterable[Piece],
+        constants: Mapping[str, FixedTensor] | None = None,
+        family: Family | None = None,
+    ):
+        super().__init__(path)
+        self._family, self._constants = family, constants or {}
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.parameter, []).append(piece)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in spec.parameters.items()}
+        self._file_of = _files_of_keys(path)
+
+    @cached_property
+    def _headers(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every stored tensor, by its key. Raises CheckpointError."""
+        found: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(self._file_of.values())):
+            for key, entry in _header(file).items():
+                if self._file_of.get(key) == file:
+                    found[key] = tuple(entry["shape"])
+        if lost := sorted(self._file_of.keys() - found.keys()):
+            raise damaged(self.path, f"{lost[0]} is not in {self._file_of[lost[0]].name}")
+        return found
+
+    def _spelled(self, key: str) -> str:
+        spellings = self._family.spellings(key) if self._family else (key,)
+        return next((one for one in spellings if one in self._file_of), key)
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        pieces = self._pieces[name]
+        if pieces[0].index is None:
+            return self._read_piece(pieces[0], ranges)
+        wanted = [piece for piece in pieces if piece.index is not None and ranges[0][0] <= piece.index < ranges[0][1]]
+        parts = [self._read_piece(piece, ranges[1:]) for piece in sorted(wanted, key=lambda piece: piece.index or 0)]
+        if parts:
+            return torch.stack(parts)
+        return torch.empty([stop - start for start, stop in ranges])
+
+    def _read_piece(self, piece: Piece, ranges: Ranges) -> Tensor:
+        """ranges: of the piece, seen as the parameter is."""
+        shifted = [(start + piece.start, stop + piece.start) for start, stop in ranges[:1]] + list(ranges[1:])
+        key = self._spelled(piece.key)
+        part = self._slice(self._file_of[key], key, shifted[::-1] if piece.transposed else shifted)
+        return part.t() if piece.transposed else part
+
+    def differences(self, spec: ModelSpec) -> list[str]:
+        wanted = stored_shapes(self._pieces, self._shapes, self._constants)
+        ours = {piece.key: piece.parameter for pieces in self._pieces.values() for piece in pieces}
+        spelled = {self._spelled(key): key for key in wanted}
+        stored = {
+            spelled.get(key, key): shape
+            for key, shape in self._headers.items()
+            if key in spelled or self._family is None or not self._family.is_skipped(key)
+        }
+        needed = {key: shape for key, shape in wanted.items() if key in stored or key not in self._constants}
+        return _differences(stored, needed, ours) or self._wrong_constants()
+
+    def _wrong_constants(self) -> list[str]:
+        found = []
+        for key, constant in self._constants.items():
+            name = self._spelled(key)
+            if name in self._file_of:
+                stored = self._slice(self._file_of[name], name, [(0, size) for size in self._headers[name]])
+                if not bool((stored == constant.value).all()):
+                    found.append(f"{name} is not {constant.value:g} everywhere, and our model has no such tensor")
+        return found
+
+
+def stored_shapes(
+    pieces: Mapping[str, Sequence[Piece]], shapes: Mapping[str, tuple[int, ...]], constants: Mapping[str, FixedTensor]
+) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that a file holds, by its key. pieces, shapes: by parameter."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, parts in pieces.items():
+        for piece in parts:
+            rows, *rest = piece.shape(shapes[name])
+            before = found.get(piece.key)
+            known = 0 if before is None else before[-1] if piece.transposed else before[0]
+            shape = (max(known, piece.start + rows), *rest)
+            found[piece.key] = shape[::-1] if piece.transposed else shape
+    return {**found, **{key: constant.shape for key, constant in constants.items()}}
+
+
+def _differences(
+    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], ours: Mapping[str, str] | None = None
+) -> list[str]:
+    """Messages about the stored tensors that are not the wanted ones. ours: our name of each, if it has another."""
+
+    def named(key: str) -> str:
+        name = (ours or {}).get(key, key)
+        return key if name == key else f"{key} ({name})"
+
+    shapes = [
+        f"{named(key)} is {list(stored[key])} there, {list(shape)} in the model"
+        for key, shape in wanted.items()
+        if key in stored and stored[key] != shape
+    ]
+    missing = [f"{named(key)} {list(shape)} is not there" for key, shape in wanted.items() if key not in stored]
+    unknown = [f"{key} {list(shape)} is not in the model" for key, shape in stored.items() if key not in wanted]
+    return [*shapes, *missing, *unknown]
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """The error for a file that is not what its name says."""
+    return CheckpointError(Problem(f"{path} is damaged: {what}"))
+
+
+def _files_of_keys(path: Path) -> dict[str, Path]:
+    """The safetensors file of every key of a directory: one file, or shards with an index. Raises CheckpointError."""
+    index = path / SHARD_INDEX
+    if not index.is_file():
+        file = path / SINGLE_FILE
+        return dict.fromkeys(_header(file), file)
+    try:
+        if index.stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {_MAX_INDEX_BYTES} bytes")
+        found = json.loads(index.read_bytes())["weight_map"]
+        names = dict(found)
+        if wrong := [one for one in names.values() if not isinstance(one, str) or one != os.path.basename(one)]:
+            raise ValueError(f"{wrong[0]!r:.100} is no file of the same directory")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(index, f"it is no index of safetensors files ({error})") from error
+    return {key: path / name for key, name in names.items()}
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The checked header of a safetensors file, without its metadata. Raises CheckpointError."""
+    try:
+        header, num_bytes = read_header(file)
+        entries = {key: entry for key, entry in header.items() if key != "__metadata__"}
+        for key, entry in entries.items():
+            shape, (start, stop) = entry["shape"], entry["data_offsets"]
+            if any(type(size) is not int or size < 0 for size in shape) or not 0 <= start <= stop <= num_bytes:
+                raise ValueError(f"{key} has the shape {shape} at bytes {start} to {stop} of {num_bytes}")
+        return entries
+    except FileNotFoundError as error:
+        raise CheckpointError(Problem(f"there is no {file}")) from error
+    except OSError as error:
+        raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(file, f"it is no safetensors file ({error})") from error

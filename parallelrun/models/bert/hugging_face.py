@@ -1,0 +1,95 @@
+"""The class of transformers that computes what a bert does: BertForMaskedLM.
+
+It has token types and a bias over the vocabulary, which our model does not: they are exported as zeros, and weights in
+which they are not zero are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.model_spec import ModelSpec
+from parallelrun.models.hugging_face import Family, Fields, FixedTensor, Piece, options
+from parallelrun.models.transformer import spec as transformer
+
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}  # theirs -> ours
+
+
+class Bert(Family):
+    """BertForMaskedLM with one token type."""
+
+    model_type, architecture, prefix = "bert", "BertForMaskedLM", "bert."
+    skipped = r"(bert\.)?(pooler|embeddings\.position_ids|cls\.seq_relationship).*|cls\.predictions\.decoder\.weight"
+
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        allowed = {"bias": (True,), "kv_heads": (None, config.model.heads)}
+        return options(config, self.architecture, allowed)
+
+    def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
+        model = config.model
+        return {
+            "vocab_size": spec.vocab,
+            "hidden_size": model.hidden,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "intermediate_size": transformer.ffn_size(model),
+            "hidden_act": next(theirs for theirs, ours in GELUS.items() if ours == model.activation),
+            "hidden_dropout_prob": config.dropout,
+            "attention_probs_dropout_prob": model.attention_dropout,
+            "max_position_embeddings": model.seq,
+            "type_vocab_size": 1,
+            "initializer_range": model.init_std,
+            "layer_norm_eps": model.norm_eps,
+            "tie_word_embeddings": True,
+        }
+
+    def values(self, fields: Fields) -> dict[str, Any]:
+        fields.expect("position_embedding_type", "absolute")
+        fields.expect("tie_word_embeddings", True)
+        for key in ("is_decoder", "add_cross_attention"):
+            fields.expect(key, False)
+        fields.expect("type_vocab_size", 1)
+        return {
+            "vocab": fields.take("vocab_size", int, 30522),
+            "hidden": fields.take("hidden_size", int, 768),
+            "layers": fields.take("num_hidden_layers", int, 12),
+            "heads": fields.take("num_attention_heads", int, 12),
+            "ffn": fields.take("intermediate_size", int, 3072),
+            "activation": fields.chosen("hidden_act", GELUS, "gelu"),
+            "seq": fields.take("max_position_embeddings", int, 512),
+            "norm_eps": fields.take("layer_norm_eps", float, 1e-12),
+            "init_std": fields.take("initializer_range", float, 0.02),
+        }
+
+    def pieces(self, config: Config, spec: ModelSpec) -> Iterator[Piece]:
+        yield Piece("embedding.tokens.weight", "bert.embeddings.word_embeddings.weight")
+        yield Piece("embedding.position.weight", "bert.embeddings.position_embeddings.weight")
+        yield from _both("embedding.norm", "bert.embeddings.LayerNorm")
+        for index in range(config.model.layers):
+            ours, theirs = f"layers.{index}", f"bert.encoder.layer.{index}"
+            for part, name in zip("qkv", ("query", "key", "value")):
+                yield from _both(f"{ours}.attention.qkv.{part}", f"{theirs}.attention.self.{name}")
+            yield from _both(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
+            yield from _both(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
+            yield from _both(f"{ours}.mlp.up.up", f"{theirs}.intermediate.dense")
+            yield from _both(f"{ours}.mlp.down", f"{theirs}.output.dense")
+            yield from _both(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
+        yield from _both("head.transform", "cls.predictions.transform.dense")
+        yield from _both("head.norm", "cls.predictions.transform.LayerNorm")
+
+    def constants(self, config: Config, spec: ModelSpec) -> dict[str, FixedTensor]:
+        return {
+            "bert.embeddings.token_type_embeddings.weight": FixedTensor((1, config.model.hidden), 0.0),
+            "cls.predictions.bias": FixedTensor((spec.vocab,), 0.0),
+        }
+
+
+def _both(ours: str, theirs: str) -> Iterator[Piece]:
+    yield Piece(f"{ours}.weight", f"{theirs}.weight")
+    yield Piece(f"{ours}.bias", f"{theirs}.bias")
+
+
+FAMILIES = (Bert(),)

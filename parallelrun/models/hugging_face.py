@@ -1,0 +1,198 @@
+"""How weights and configuration of a model correspond to those of Hugging Face transformers. Torch-free.
+
+A model has a module `hugging_face` with `FAMILIES`, one `Family` for each class of transformers that computes the same
+function under some of the model's options. No other module knows the names and layouts of that class.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from parallelrun.config import from_hf
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.model_spec import ModelSpec
+
+_MISSING = object()
+# Fields of config.json that do not change what the model computes, or only in training.
+HARMLESS = frozenset({
+    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id", "task_specific_params", "pretraining_tp", "gradient_checkpointing",
+    "output_router_logits", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+    "summary_first_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "classifier_dropout", "n_ctx", "reorder_and_upcast_attn", "output_attentions",
+    "output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
+    "num_nextn_predict_layers", "num_mtp_layers",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a parameter is stored: rows [start, start + n) of the tensor `key`, or of its transpose.
+
+    index: the piece is only the part of the parameter at this index of dim 0 (one expert of several).
+    """
+
+    parameter: str
+    key: str
+    index: int | None = None
+    transposed: bool = False
+    start: int = 0
+
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the piece, seen as the parameter of that shape is."""
+        return parameter if self.index is None else parameter[1:]
+
+
+@dataclass(frozen=True)
+class FixedTensor:
+    """A tensor of the class that our model does not have: all its elements have this value."""
+
+    shape: tuple[int, ...]
+    value: float
+
+
+class Family(ABC):
+    """One class of transformers.
+
+    model_type, architecture: its names in config.json. prefix: of most keys, which files of the bare model leave out.
+    skipped: keys of such files that hold nothing to be learned.
+    """
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    prefix: ClassVar[str] = "model."
+    skipped: ClassVar[str] = r".*\.rotary_emb\.inv_freq"
+
+    @abstractmethod
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        """Every option of our model under which the class computes something else."""
+
+    @abstractmethod
+    def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
+        """config.json of a model without `differences`; `model_type` and `architectures` are added to it."""
+
+    @abstractmethod
+    def values(self, fields: Fields) -> dict[str, Any]:
+        """The values of `model` by key for a config.json; `router` holds those of `model.router`."""
+
+    def model_values(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """`values` of the content of a config.json. where: the file. Raises ConfigError with every problem."""
+        fields = Fields(content, where)
+        found = self.values(fields)
+        fields.finish()
+        return found
+
+    @abstractmethod
+    def pieces(self, config: Config, spec: ModelSpec) -> Iterable[Piece]:
+        """Where each parameter of a model without `differences` is stored, in the order of the file."""
+
+    def constants(self, config: Config, spec: ModelSpec) -> dict[str, FixedTensor]:
+        """Tensors of the class, by key, that our model does not have."""
+        return {}
+
+    def spellings(self, key: str) -> tuple[str, ...]:
+        """The names under which other files may hold the tensor `key`, itself first."""
+        return (key, key.removeprefix(self.prefix))
+
+    def is_skipped(self, key: str) -> bool:
+        """Whether a tensor of a file may be left unread."""
+        return re.fullmatch(self.skipped, key) is not None
+
+
+class Fields:
+    """config.json, whose fields are read one by one, so that none is overlooked. where: the file, for messages."""
+
+    def __init__(self, content: Mapping[str, Any], where: str):
+        self._left = {key: value for key, value in content.items() if key not in HARMLESS}
+        self._where = where
+        self._problems: list[Problem] = []
+
+    def take(self, key: str, kind: type, default: Any = _MISSING) -> Any:
+        """The value of `key`, else `default`; a wrong or missing one is noted for `finish`."""
+        value = self._left.pop(key, default)
+        if value is _MISSING:
+            self._problems.append(Problem(f"there is no {key}", self._where))
+            return kind()
+        if value is None and default is None:
+            return None
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            self._problems.append(Problem(f"{key} is {value!r:.100}, not a {kind.__name__}", self._where))
+            return kind()
+        return value
+
+    def chosen(self, key: str, ours: Mapping[Any, Any], default: Any) -> Any:
+        """Our name for the value of `key`."""
+        value = self._left.pop(key, default)
+        if isinstance(value, (dict, list)) or value not in ours:
+            known = ", ".join(str(one) for one in ours)
+            self._problems.append(Problem(f"{key} is {value!r:.200}, and only {known} is built", self._where))
+            return next(iter(ours.values()))
+        return ours[value]
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
+        self.chosen(key, dict.fromkeys(allowed), allowed[0])
+
+    def without_scaling(self, default_theta: float, partial: float = 1.0) -> float:
+        """The base of the rotary frequencies, as transformers 5 writes it or earlier versions do.
+
+        partial: the share of a head that is rotated if config.json does not say; only 1 is built.
+        """
+        share: float
+        theta: float
+        theta, share = self.take("rope_theta", float, default_theta), self.take("partial_rotary_factor", float, partial)
+        for name in ("rope_parameters", "rope_scaling"):
+            found = self._left.pop(name, None) or {}
+            kind = found.get("rope_type", found.get("type", "default")) if isinstance(found, dict) else found
+            if kind != "default":
+                what = f"{name} is {found!r:.200}: scaled rotary frequencies are not built"
+                self._problems.append(Problem(what, self._where))
+                continue
+            theta = float(found.get("rope_theta", theta))
+            share = float(found.get("partial_rotary_factor", share))
+        if share != 1.0:
+            what = f"partial_rotary_factor is {share:g}: our model rotates whole heads"
+            self._problems.append(Problem(what, self._where))
+        return theta
+
+    def finish(self) -> None:
+        """Raise ConfigError with every problem, and with the fields that nobody has read."""
+        unknown = [key for key, value in self._left.items() if value not in (None, False, {}, [])]
+        self._problems += [
+            Problem(f"{key} is {self._left[key]!r:.100}, a field that parallelrun does not know", self._where)
+            for key in unknown
+        ]
+        if self._problems:
+            raise ConfigError(*self._problems)
+
+
+def options(config: Config, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:
+    """The problems of `config.model` with a family that knows only some values of some keys."""
+    found = []
+    for key, values in allowed.items():
+        value = getattr(config.model, key)
+        if value not in values:
+            theirs = " or ".join(str(one) for one in values)
+            what = f"model.{key}={value}: {family} of transformers has {key}={theirs}"
+            found.append(Problem(what, f"model.{key}"))
+    return found
+
+
+def family_for(config: Config, spec: ModelSpec) -> Family:
+    """The family that computes what the model does. Raises ConfigError with what differs from each."""
+    problems: list[Problem] = []
+    for family in from_hf.families_of(config.model.name):
+        found: list[Problem] = family.differences(config, spec)
+        if not found:
+            assert isinstance(family, Family), f"{family} of model {config.model.name} is no Family"
+            return family
+        problems += found
+    what = f"model={config.model.preset}: no class of transformers computes the same"
+    raise ConfigError(Problem(what, "model", command="parallelrun export ... --format safetensors"), *problems)

@@ -1,0 +1,104 @@
+"""`strategy=auto`, and `plan` without a strategy: whether a search chooses the plan, and what it chose. Torch-free.
+
+A search compares plans by the predicted time of a step, so the cluster must give the rates of its devices and links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from parallelrun.config import presets
+from parallelrun.config.schema import Config, StrategyConfig
+from parallelrun.config.strategy_keys import completed
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.plan import no_plan
+from parallelrun.plan.search.result import Found, Search
+from parallelrun.plan.search.search import search
+from parallelrun.plan.step_time.rates import missing
+from parallelrun.plan.suggest import parsed, with_value
+
+PLAN = "plan"  # the verb
+CHOSEN = ("strategy", "dp", "tp", "pp", "ep")  # a `plan` that gives one of them plans that, and searches nothing
+SIZES = ("gpus", "objective", "days")  # these are asked of a search
+KEPT = 3
+
+
+def is_open(config: Config, given: frozenset[str]) -> bool:
+    """Return whether a search is to choose the plan.
+
+    `strategy=auto` asks for it. `plan` without a strategy and without a degree searches if it is told what to search
+    on: a number of devices, or a cluster that gives the rates of its devices. `plan model=gpt` alone shows the default
+    strategy.
+    """
+    if config.strategy.searches:
+        return True
+    if config.verb != PLAN or given & {*CHOSEN}:
+        return False
+    return bool(given & {*SIZES}) or ("cluster" in given and not missing(config.cluster, config.precision.name))
+
+
+def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
+    """The number of ranks to search on. world: that a launcher has started; gpus: of this host.
+
+    Unless given: the GPUs of this host for a run, the devices of the cluster (of one host if it does not say how many
+    it has) for a plan. Raises ConfigError if none of these is known.
+    """
+    if config.world is not None and world not in (None, config.world):
+        what = f"world={config.world}, but the launcher has started {world} ranks"
+        raise ConfigError(Problem(what, "world", f"world={world}", kind="contradiction"))
+    cluster = config.cluster
+    here = (cluster.gpus_per_node or 0) * (cluster.nodes or 1) if config.verb == PLAN else gpus
+    found = world or config.world or here
+    if not found:
+        what = "the number of devices to search on is not known"
+        raise ConfigError(Problem(what, "gpus", "gpus=8 or world=8"))
+    return found
+
+
+def base_of(config: Config) -> Config:
+    """The configuration that a search starts from: the default strategy in the place of the one that searches."""
+    if not config.strategy.searches:
+        return config
+    name = StrategyConfig().name
+    same: dict[str, Any] = {key: presets.values("strategy", name)[key] for key in ("fill_order", "demo")}
+    same["description"] = f"chosen by strategy={config.strategy.name}"
+    return replace(config, strategy=replace(config.strategy, name=name, searches=False, **same))
+
+
+def searched(config: Config, given: frozenset[str], world: int, gpus: int | None = None, keep: int = KEPT) -> Search:
+    """Search on `world` ranks. Raises ConfigError where the cluster lacks rates, or no plan is legal and fits."""
+    check_rates(config, world)
+    base, held = base_of(config), given - {"strategy"}
+    found = search(base, held, world, keep, gpus=gpus)
+    if not found.best:
+        raise no_plan.error(base, held, found, gpus)
+    return found
+
+
+def check_rates(config: Config, world: int) -> None:
+    """Raise ConfigError naming the `cluster` keys without which plans cannot be compared."""
+    cluster = config.cluster
+    absent = missing(cluster, config.precision.name)
+    if world > (cluster.gpus_per_node or world) and not cluster.inter_gb_s:
+        absent = (*absent, "inter_gb_s")
+    if absent:
+        keys = ", ".join(f"cluster.{key}" for key in absent)
+        what = f"a search compares predicted times, and cluster={cluster.name} does not give {keys}"
+        fix = "a cluster with rates, such as cluster=h100_dgx, or one of your own"
+        raise ConfigError(Problem(what, "cluster", fix, "parallelrun ls clusters"))
+
+
+def settled(config: Config, given: frozenset[str], found: Found) -> tuple[Config, frozenset[str]]:
+    """The configuration of a plan that was found, with plain degrees and a plain strategy, and the keys that it sets.
+
+    config, given: those that were searched with.
+    """
+    changed = completed(base_of(config))
+    for text in found.overrides:
+        key, _, value = text.partition("=")
+        changed = with_value(changed, key, parsed(value))
+        assert changed is not None, f"the search has set an unknown key: {text}"
+    if any(text.startswith("global_batch=") for text in found.overrides):
+        changed = replace(changed, local_batch=None)
+    return changed, given | {text.partition("=")[0] for text in found.overrides}

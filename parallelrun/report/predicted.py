@@ -1,0 +1,31 @@
+"""The predicted time of a step beside the measured one, from summary.json and bench.json. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallelrun.report.figures import digits, seconds_text
+
+PARTS = {
+    "compute_s": "computing", "comm_exposed_s": "waiting to communicate", "bubble_s": "bubble",
+}  # fmt: skip
+MOST = 0.5  # of the difference: a constant that explains less is not named
+
+
+def text(predicted: dict[str, Any], measured_s: float | None) -> str:
+    """Return the predicted step and its parts, how far it is off, and the constant that explains most of that."""
+    low, high = (seconds_text(predicted[name]) for name in ("p10_s", "p90_s"))
+    found = f"{seconds_text(predicted['step_s'])} a step ({low} to {high})"
+    if measured_s:
+        off = measured_s / predicted["step_s"] - 1
+        found += f": measured is {abs(off):.0%} {'longer' if off > 0 else 'shorter'}"
+    found += "\n" + ", ".join(f"{name} {seconds_text(predicted[key])}" for key, name in PARTS.items() if predicted[key])
+    explanation = predicted["explanation"]
+    if explanation and explanation["explains"] >= MOST:
+        found += (
+            f"\n{explanation['key']}={digits(explanation['instead'])} instead of {digits(explanation['value'])} "
+            f"explains {explanation['explains']:.0%} of the difference"
+        )
+    elif explanation:
+        found += "\nno single constant of the cluster explains the difference"
+    return found

@@ -1,0 +1,111 @@
+"""Small models with random weights for tests of `parallelrun.exchange`, one for each class of transformers.
+
+`python -m tests.exchange` writes `FACTS`: what transformers computes from our exports, for tests without transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallelrun import definitions, registry
+from parallelrun.config.model_schema import RouterConfig
+from parallelrun.config.schema import Config
+from parallelrun.exchange.export import export
+from parallelrun.exchange.source import StoredModel
+from parallelrun.exchange.weights import Ranges, Weights
+from parallelrun.model_spec import ModelSpec
+from parallelrun.models import initialise
+from parallelrun.models.network import Network
+from parallelrun.precision import TABLE
+from parallelrun.records import sha256_of
+from tests.plans import narrow_config
+
+VOCAB, SEQ = 32, 8
+FACTS = Path(__file__).parent / "unit" / "exchange" / "facts.json"
+LLAMA: dict[str, Any] = {
+    "model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope", "model.kv_heads": 2,
+    "model.bias": False, "model.tied_embeddings": False, "model.ffn": 24, "model.norm_eps": 1e-3,
+    "model.rope_theta": 100.0,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "model.experts": 4, "model.expert_period": 1, "model.router": RouterConfig(top_k=2)}
+DEEPSEEK = {
+    **LLAMA, "model.experts": 4, "model.expert_period": 1, "model.dense_layers": 1, "model.shared_experts": 2,
+    "model.expert_ffn": 12, "model.router": RouterConfig(top_k=2, score="sigmoid", scaling=2.5, bias_rate=1e-3),
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more than one option of some
+    "GPT2LMHeadModel": {},
+    "GPT2LMHeadModel, relu, untied": {"model.activation": "relu", "model.tied_embeddings": False, "model.ffn": 24},
+    "LlamaForCausalLM": LLAMA,
+    "LlamaForCausalLM, biases, tied": {**LLAMA, "model.bias": True, "model.tied_embeddings": True},
+    "MixtralForCausalLM": MIXTRAL,
+    "Glm4MoeForCausalLM": DEEPSEEK,
+    "Glm4MoeForCausalLM, without selection biases": {
+        **DEEPSEEK, "model.router": RouterConfig(top_k=3, score="sigmoid", renormalise="after")
+    },
+    "BertForMaskedLM": {"model.name": "bert", "dataset.vocab": VOCAB - 1},
+}  # fmt: skip
+
+
+class InMemory(Weights):
+    """Weights that are in no file."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        super().__init__(Path("memory"))
+        self.tensors = tensors
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        return self.tensors[name][tuple(slice(*pair) for pair in ranges)]
+
+    def differences(self, spec: ModelSpec) -> list[str]:
+        return []
+
+
+def make(case: str, vocab: int = VOCAB, **more: Any) -> StoredModel:
+    """The source of a case's model: random weights of a size at which every difference shows."""
+    config = narrow_config({"model.layers": 2, **CASES[case], "model.preset": "made", "model.vocab": vocab, **more})
+    spec = definitions.model(config).make(config, vocab)
+    generator = torch.Generator().manual_seed(5)
+    tensors = {name: torch.randn(one.shape, generator=generator) * 0.4 for name, one in spec.parameters.items()}
+    return StoredModel(Path("memory"), config, spec, InMemory(tensors))
+
+
+def network_of(config: Config, spec: ModelSpec, weights: Weights) -> Network:
+    """The model on one device with these weights, in evaluation."""
+    net: Network = registry.load("models", config.model.name, "network").build(config, spec, TABLE["fp32"])
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            one = spec.parameters[name]
+            initialise.fill(parameter, one, tuple((0, n) for n in one.shape), 0, {}, weights)
+    return net.eval()
+
+
+def tokens() -> Tensor:
+    """int64 (3, SEQ)."""
+    return torch.randint(VOCAB, (3, SEQ), generator=torch.Generator().manual_seed(6))
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """sha256 of the files of an export that transformers computes from."""
+    return {name: sha256_of(folder / name) for name in ("config.json", "model.safetensors")}
+
+
+def _facts(case: str) -> dict[str, Any]:
+    import transformers
+
+    auto = transformers.AutoModelForMaskedLM if "Masked" in case else transformers.AutoModelForCausalLM
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        export(make(case), out, "hf", None, 10**9)
+        with torch.no_grad():
+            logits = auto.from_pretrained(out).eval()(tokens()).logits[0, -1]
+        return {**hashes(out), "logits": logits.tolist()}
+
+
+if __name__ == "__main__":
+    FACTS.write_text(json.dumps({case: _facts(case) for case in CASES}, indent=1) + "\n")

@@ -1,0 +1,182 @@
+"""What the predicted time of a step hides, and how its parts answer to the rates of a cluster and to the program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallelrun.models import recompute
+from parallelrun.models.gpt import network
+from parallelrun.plan import prediction
+from parallelrun.plan.step_time import blocks, host, overlap, spread, step, streaming
+from parallelrun.plan.step_time.kernels import attention_s
+from parallelrun.plan.step_time.links import bytes_s, intra_bytes_s, latency_s
+from parallelrun.plan.step_time.rates import rates_of
+from parallelrun.plan.step_time.stack import OURS, Stack
+from parallelrun.plan.step_time.step import step_time
+from parallelrun.plan.structure import Collective
+from tests.unit.config.test_presets import composed
+from tests.unit.config.test_presets import plan as planned
+from tests.unit.plan.test_step_time import CLUSTER, LARGE, PLANS, RATES, predicted
+
+SEQUENCE = (*LARGE[:-1], "tp=8", "strategy.tensor.sequence_parallel=true")
+
+
+@pytest.mark.parametrize("communication", [0.0, 0.5, 1.0, 10.0])
+@pytest.mark.parametrize("computation", [0.0, 0.5, 1.0, 10.0])
+def test_what_is_exposed_is_never_negative_nor_more_than_is_sent(communication, computation):
+    exposed = overlap.exposed_s(communication, computation)
+    assert 0 <= exposed <= communication
+    assert exposed >= overlap.SLOWED * communication * (1 - 1e-9)
+    assert exposed >= communication - computation
+    assert (
+        overlap.exposed_s(communication, 2 * computation)
+        <= exposed
+        <= overlap.exposed_s(1 + communication, computation)
+    )
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("key", "factor"),
+    [
+        ("intra_gb_s", 2), ("inter_gb_s", 2), ("memory_gb_s", 2), ("collective_us", 0.5), ("hop_us", 0.5),
+        ("latency_us", 0.5), ("kernel_us", 0.5), ("operation_us", 0.5), ("product_ramp", 0.5),
+    ],
+)  # fmt: skip
+def test_no_part_of_a_machine_makes_a_step_slower_by_being_faster(name, key, factor):
+    plan, cluster = planned(*PLANS[name]), composed(*PLANS[name]).config.cluster
+    before = step_time(plan, cluster).step_s
+    assert step_time(plan, replace(cluster, **{key: factor * getattr(cluster, key)})).step_s <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("in_node", [1, 2, 8])
+def test_steps_within_and_between_nodes_are_no_slower_than_one_ring(operation, in_node):
+    row = Collective("dp", operation, "gradients", 1, 10**9)
+    for nodes in (2, 8, 64):
+        size = nodes * in_node
+        found = bytes_s(row, size, in_node, RATES)
+        wire = prediction.wire_bytes(row, size)
+        assert 0 < found <= wire / min(intra_bytes_s(row, RATES), in_node * RATES.inter_bytes_s)
+        crossing = row.payload_bytes * (nodes - 1) / nodes / in_node  # at least, of each rank
+        assert found >= crossing / RATES.inter_bytes_s * (1 - 1e-9)
+
+
+def test_sums_of_small_tensors_go_through_a_tree_of_nodes():
+    ring, tree = (latency_s(operation, 512, 8, RATES) for operation in ("reduce_scatter", "all_reduce"))
+    assert ring == pytest.approx(RATES.collective_s + 63 * RATES.message_s + 448 * RATES.hop_s)
+    assert tree == pytest.approx(RATES.collective_s + 2 * (6 * RATES.message_s + 7 * RATES.hop_s))
+
+
+@pytest.mark.parametrize(("issuing", "computing"), [(0.0, 1.0), (1.0, 0.0), (1.0, 1.0), (1.0, 3.0), (3.0, 1.0)])
+def test_a_device_waits_for_its_host_at_least_for_what_is_not_issued(issuing, computing):
+    waited = host.waited_s(issuing, computing)
+    assert max(0.0, issuing - computing) <= waited <= issuing
+
+
+def test_sequence_parallel_communication_runs_under_products():
+    apart, ours, hidden = (
+        predicted(*SEQUENCE, **settings).parts[blocks.TENSOR]
+        for settings in ({"gradient_overlap": False}, {}, {"tensor_overlap": True})
+    )
+    assert hidden < ours < apart
+    assert hidden == pytest.approx(overlap.SLOWED * apart, rel=0.3)
+
+
+def test_recomputation_ends_before_the_last_product():
+    early, whole = (predicted(*LARGE, "tp=8", stops_early=value).parts for value in (True, False))
+    rates, plan = RATES, planned(*LARGE, "tp=8")
+    block = blocks.block_time(plan.spec.blocks[1], plan, CLUSTER, rates, OURS)
+    share = 1 - block.again[blocks.PRODUCTS] / block.forward[blocks.PRODUCTS]
+    assert share == pytest.approx(1 / 3, rel=0.05), "4h of 12h of a layer's weights"
+    assert early[spread.RECOMPUTE] < whole[spread.RECOMPUTE]
+    assert {**early, spread.RECOMPUTE: 0} == {**whole, spread.RECOMPUTE: 0}
+
+
+def test_rounded_weights_and_gradients_send_half():
+    shape = ("model=gpt3_13b", "strategy=zero1", "dp=64", "precision=bf16", "cluster=a100_dgx")
+    plan, cluster = planned(*shape), composed(*shape).config.cluster
+    rates = replace(RATES, collective_s=0.0, message_s=0.0, hop_s=0.0)
+    ours = step._data(plan, cluster, rates, OURS)
+    halved = step._data(plan, cluster, rates, Stack(rounded_weights=True, rounded_gradients=True))
+    assert halved == pytest.approx([seconds / 2 for seconds in ours], rel=1e-6)
+
+
+def test_a_message_in_parts_uses_the_ports_of_all_tp_ranks():
+    whole, parts = (
+        predicted(*PLANS["pipeline"], scattered_messages=value).parts[spread.PIPELINE] for value in (False, True)
+    )
+    assert parts < whole / 2
+
+
+def test_sharded_weights_travel_under_the_blocks_before_theirs():
+    plan = planned(*PLANS["fsdp"])
+    assert overlap.data_s(1.0, 1.0, 10.0, 20.0, OURS, plan) == pytest.approx(overlap.SLOWED * 2.0)
+    assert overlap.data_s(1.0, 1.0, 0.0, 0.0, OURS, plan) == pytest.approx(2.0), "nothing to hide under"
+    forward, blocks_before = 0.1, 1 - 1 / len(plan.spec.blocks)
+    found = overlap.data_s(1.0, 0.0, forward, 1e9, OURS, plan)
+    assert found == pytest.approx(0.5 - (1 - overlap.SLOWED) * forward * blocks_before + overlap.SLOWED * 0.5)
+
+
+class _MovedBytes(TorchDispatchMode):
+    """Counts the bytes that operations other than products and attention read and write."""
+
+    OTHERS = ("mm", "addmm", "bmm", "view", "transpose", "split", "expand", "detach", "alias", "select", "slice")
+    VIEWS = ("t", "_unsafe_view", "unsqueeze", "squeeze", "permute", "split_with_sizes", "as_strided", "unbind")
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        found = function(*arguments, **(named or {}))
+        name = function.overloadpacket.__name__
+        if name not in self.OTHERS + self.VIEWS and "attention" not in name:
+            outputs = found if isinstance(found, (tuple, list)) else [found]
+            tensors = [one for one in (*arguments, *outputs) if isinstance(one, torch.Tensor)]
+            self.total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return found
+
+
+@pytest.mark.parametrize(
+    "changes", [(), ("model.ffn=1024",), ("model.bias=false",), ("model.position=rope",), ("model.activation=swiglu",)]
+)
+def test_bytes_of_simple_kernels_are_those_that_a_block_moves(changes):
+    """Counted in a block of this program, without the rounding of weights, which is counted apart."""
+    shape = (
+        "model=gpt3_175b", "strategy=single", "precision=bf16", "cluster=a100_dgx", "model.layers=1",
+        "model.hidden=256", "model.heads=4", "model.seq=512", "model.vocab=512", "model.ffn=512", "micro_batch=4",
+        "global_batch=4",
+    )  # fmt: skip
+    if "model.ffn=1024" in changes:
+        shape = tuple(word for word in shape if not word.startswith("model.ffn"))
+    plan, config = planned(*shape, *changes), composed(*shape, *changes).config
+    whole = network.build(config, plan.spec, plan.precision)
+    block = whole.block(whole.block_names[1])
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.02)
+    x = torch.randn(4, 512, 256, dtype=torch.bfloat16, requires_grad=True)
+    with _MovedBytes() as forward:
+        y = recompute.run(block, x, None, "none")
+    with _MovedBytes() as backward:
+        y.backward(torch.ones_like(y))
+    weights = sum(parameter.numel() for parameter in block.parameters())
+    rates = replace(RATES, kernel_s=0.0)
+    predicted_bytes = streaming.of_block(plan.spec.blocks[1], plan, rates, OURS)
+    rounding = streaming.of_weights(weights, plan, rates, OURS)
+    for counted, seconds, beside in zip((forward, backward), predicted_bytes, rounding):
+        assert (seconds + beside) * rates.memory_bytes_s == pytest.approx(counted.total, rel=0.05)
+
+
+def test_published_rates_of_attention():
+    """FlashAttention-2, A100, head size 128, causal, forward and backward; FlashAttention-3's table of it on H100."""
+    for seq, rate in ((512, 99e12), (2048, 155e12), (16384, 189e12)):
+        seconds = attention_s(1e12, seq, True, replace(RATES, kernel_s=0.0))
+        assert 3.5e12 / (seconds * (1 + blocks.BACKWARD_OF_ATTENTION)) == pytest.approx(rate, rel=0.1)
+    h100 = rates_of(composed("cluster=h100_dgx").config.cluster, "bf16")
+    for seq, rate in ((512, 309e12), (16384, 370e12)):
+        assert 1e12 / attention_s(1e12, seq, False, replace(h100, kernel_s=0.0)) == pytest.approx(rate, rel=0.05)
