@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from parallelrun.cli.verbs import print_json
 from parallelrun.config.compose import Composed
 from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan import chosen
+from parallelrun.plan.goodput import Goodput, goodput
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.rules import VERBS
 from parallelrun.plan.search.result import Found
 
@@ -22,15 +24,27 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     config, gpus = composed.config, visible_gpus()
     found = chosen.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, KEPT)
     command = command_of(found.best[0], composed.overrides)
+    useful = _goodput(composed, found.best[0])
     from parallelrun.report import search as report
 
     if as_json:
         print_json({"schema": 1, "model": config.model.preset, "cluster": config.cluster.name,
-                    "search": report.document(found), "command": command})  # fmt: skip
+                    "search": report.document(found), "goodput": asdict(useful) if useful else None,
+                    "command": command})  # fmt: skip
         return
     from parallelrun.report.screen import open_console
+    from parallelrun.report.training import goodput_text
 
-    report.show(found, report.Context(chosen.base_of(config), command), open_console(emoji=False))
+    more = [("goodput", goodput_text(useful, None))] if useful else []
+    report.show(found, report.Context(chosen.base_of(config), command), open_console(emoji=False), more)
+
+
+def _goodput(composed: Composed, best: Found) -> Goodput | None:
+    """The useful part of the time of the fastest plan, if failures are given."""
+    if composed.config.mtbf_gpu_hours is None:
+        return None
+    config, given = chosen.settled(composed.config, composed.given, best)
+    return goodput(resolve(config, given=given), config, best.time.step_s if best.time else None)
 
 
 def settled(composed: Composed, world: int | None, quiet: bool = False) -> Composed:
