@@ -22,10 +22,13 @@ TOOLS = {
     "show": "print a recipe's composed configuration",
     "runs": "runs ls, show, rerun, gc: list, show, repeat and clean up run directories",
     "compare": "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI",
+    "report": "write one HTML page about runs or a sweep, readable without a network",
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
     "tokenize": "write Megatron .bin/.idx token files from text",
     "export": "write a run's weights for other programs: Hugging Face, safetensors, torch.save",
+    "generate": "continue a text: generate RUN TEXT [max_tokens= temperature= top_k= seed=]",
+    "eval": "perplexity, bits per byte and top-1 of a run: eval RUN [dataset= path= split= samples=]",
     "import": "make a checkpoint of a Hugging Face directory or an export, to start training from",
 }
 # The kinds that `ls` lists -> their configuration groups; the group's name is understood too.

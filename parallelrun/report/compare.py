@@ -45,7 +45,7 @@ MEASURES = {
     "max_error.grads": "error of the gradients",
     "max_error.params": "error of the updates",
 }
-_SECTIONS = (("config", "configuration"), ("plan", "plan"), ("versions", "versions"))
+SECTIONS = (("config", "configuration"), ("plan", "plan"), ("versions", "versions"))
 _NONE = "-"
 _HASH = re.compile("[0-9a-f]{40,64}")
 
@@ -54,8 +54,8 @@ def show(comparison: RunComparison, failed: Sequence[str], console: Console) -> 
     """Print the comparison. failed: the texts of the conditions that failed."""
     for line in _heads(comparison):
         console.print(line, markup=False, soft_wrap=True)
-    for name, title in _SECTIONS:
-        rows = [row for row in getattr(comparison, name) if not any(map(_is_table, row.values))]
+    for name, title in SECTIONS:
+        rows = differing(comparison, name)
         if rows:
             console.print()
             console.print(_differences(title, rows[:MOST_KEYS], comparison.columns))
@@ -67,7 +67,7 @@ def show(comparison: RunComparison, failed: Sequence[str], console: Console) -> 
     for drawn in _results(comparison, console.width):
         console.print(drawn)
         console.print()
-    for line in (*_losses(comparison), *notes(comparison), *(f"FAILED {text}" for text in failed)):
+    for line in (*losses(comparison), *notes(comparison), *(f"FAILED {text}" for text in failed)):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -75,13 +75,13 @@ def markdown(comparison: RunComparison, failed: Sequence[str]) -> str:
     """Return the comparison as Markdown, in full."""
     labels = [column.label for column in comparison.columns]
     parts = ["## Comparison of runs", "\n".join(f"- {line}" for line in _heads(comparison))]
-    for name, title in _SECTIONS:
+    for name, title in SECTIONS:
         rows = getattr(comparison, name)
         if rows:
-            cells = ([row.key, *map(_value, row.values)] for row in rows)
+            cells = ([row.key, *map(value_text, row.values)] for row in rows)
             parts.append(f"### Differences in the {title}\n\n" + _grid(["key", *labels], cells))
     parts.append("### Results\n\n" + _grid(["result", *_result_titles(comparison)], _result_rows(comparison)))
-    lines = [*_losses(comparison), *notes(comparison), *(f"**FAILED** `{text}`" for text in failed)]
+    lines = [*losses(comparison), *notes(comparison), *(f"**FAILED** `{text}`" for text in failed)]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in lines)]) + "\n"
 
 
@@ -100,7 +100,7 @@ def document(comparison: RunComparison, failed: Sequence[str]) -> dict[str, Any]
             {"label": one.label, "state": [run.state for run in one.runs], "seeds": one.seeds,
              "directories": [run.directory for run in one.runs]} for one in comparison.columns
         ],
-        **{name: {row.key: values(row) for row in getattr(comparison, name)} for name, _ in _SECTIONS},
+        **{name: {row.key: values(row) for row in getattr(comparison, name)} for name, _ in SECTIONS},
         "measures": {
             row.key: {"values": by_column(row.values), "changes": by_column(row.changes)} for row in comparison.measures
         },
@@ -141,6 +141,11 @@ def _heads(comparison: RunComparison) -> list[str]:
     return lines
 
 
+def differing(comparison: RunComparison, section: str) -> list[KeyDifference]:
+    """Return the differences of `config`, `plan` or `versions`, without tables, which no cell can hold."""
+    return [row for row in getattr(comparison, section) if not any(map(_is_table, row.values))]
+
+
 def _path(directory: Path) -> str:
     """The path from the working directory where that is shorter."""
     try:
@@ -153,19 +158,20 @@ def _differences(title: str, rows: Sequence[KeyDifference], columns: Sequence[Co
     if len(columns) <= MOST_COLUMNS:
         drawn = table(title, *(column.label for column in columns), rule=False, padding=(0, 2, 0, 0))
         for row in rows:
-            drawn.add_row(row.key, *(_value(value)[:LONGEST] for value in row.values))
+            drawn.add_row(row.key, *(value_text(value)[:LONGEST] for value in row.values))
         return drawn
     drawn = table(title, "value", "runs", rule=False, padding=(0, 2, 0, 0))
     for row in rows:
         alike: dict[str, list[str]] = {}
         for column, value in zip(columns, row.values):
-            alike.setdefault(_value(value)[:LONGEST], []).append(column.label)
+            alike.setdefault(value_text(value)[:LONGEST], []).append(column.label)
         for index, (value, labels) in enumerate(alike.items()):
             drawn.add_row("" if index else row.key, value, " ".join(labels))
     return drawn
 
 
-def _value(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return a value of a configuration or manifest, short."""
     if value is MISSING:
         return _NONE
     if _is_table(value):
@@ -223,14 +229,15 @@ def _result_rows(comparison: RunComparison) -> list[list[str]]:
     for key, title in MEASURES.items():
         if key not in found or all(one is None or one.mean == 0 for one in found[key].values):
             continue
-        cells = [_spread(key, one) for one in found[key].values]
+        cells = [spread_text(key, one) for one in found[key].values]
         changes = [_change(change) if index else "" for index, change in enumerate(found[key].changes)]
-        together = [_spread(key, comparison.over_seeds.get(key))] if comparison.over_seeds else []
+        together = [spread_text(key, comparison.over_seeds.get(key))] if comparison.over_seeds else []
         rows.append([title, *(f"{cell}{change}" for cell, change in zip(cells, changes)), *together])
     return rows
 
 
-def _spread(key: str, one: Spread | None) -> str:
+def spread_text(key: str, one: Spread | None) -> str:
+    """Return `4.42 ±0.01`, or `-` for a result that was not recorded."""
     if one is None:
         return _NONE
     if one.deviation is None:
@@ -256,7 +263,8 @@ def _change(change: float | None) -> str:
     return " (=)" if change == 0 else f" ({change:+.1%})" if abs(change) < 10 else f" (x{change + 1:.3g})"
 
 
-def _losses(comparison: RunComparison) -> list[str]:
+def losses(comparison: RunComparison) -> list[str]:
+    """Return a line per column but the first: where its losses part from the first one's."""
     base = comparison.columns[0].label
     return [loss_text(base, one) for one in comparison.losses]
 

@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from parallelrun.records import write_text
 from parallelrun.report import chart
-from parallelrun.report.figures import byte_unit, csv_text, digits
+from parallelrun.report.figures import byte_unit, csv_text, digits, thinned
 from parallelrun.report.sweep_rows import read, read_json, read_jsonl, varied
 
 PICTURE, NUMBERS = "comparison.svg", "comparison.csv"
@@ -139,8 +138,8 @@ def to_svg(found: list[Series]) -> str:
         over_time, over_bytes = panels[2 * index : 2 * index + 2]
         for style, one in enumerate(shown):
             points = [(at, at.measures[key]) for at in one.with_measure(key)]
-            chart.line(over_time, style, _thinned([(at.time_s, value) for at, value in points]))
-            chart.line(over_bytes, style, _thinned([(at.sent_bytes / size, value) for at, value in points]))
+            chart.line(over_time, style, thinned([(at.time_s, value) for at, value in points], MOST_POINTS))
+            chart.line(over_bytes, style, thinned([(at.sent_bytes / size, value) for at, value in points], MOST_POINTS))
         values = [value for one in shown for at in one.with_measure(key) if (value := at.measures[key]) > 0]
         for axes in (over_time, over_bytes):
             chart.scale(axes, "y", "{:.3g}".format, log="loss" in key and _wide(values))
@@ -152,13 +151,6 @@ def to_svg(found: list[Series]) -> str:
 def _wide(values: list[float]) -> bool:
     """Return whether the numbers spread so far that even steps would show the largest only."""
     return bool(values) and max(values) / min(values) > SPREAD
-
-
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most MOST_POINTS points, each the mean of as many neighbours."""
-    size = -(-len(points) // MOST_POINTS) or 1
-    parts = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
 
 
 def _notes(found: list[Series], shown: list[Series]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 
@@ -29,6 +30,13 @@ def count_text(count: float) -> str:
             return f"{digits(count)}{unit}"
         count /= 1000
     return f"{digits(count)} T"
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Return at most `most` points, each the mean of as many neighbours."""
+    size = -(-len(points) // most) or 1
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
 
 
 def evenly(count: int, most: int) -> list[int]:

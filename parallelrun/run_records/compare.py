@@ -105,12 +105,12 @@ class RunComparison:
 
 def compare(runs: Sequence[RunRecord]) -> RunComparison:
     """Return the comparison of at least two runs with the first one."""
-    columns = _columns(runs)
+    columns = columns_of(runs)
     everything = Column("all", tuple(runs))
     replicates = len({_identity(run) for run in runs}) == 1 and len(set(everything.seeds)) == len(runs)
     heads = [column.runs[0] for column in columns]
     keys = dict.fromkeys(key for run in runs for key in run.results)
-    measures = [MeasureRow(key, tuple(_spread(column, key) for column in columns)) for key in keys]
+    measures = [MeasureRow(key, tuple(spread_of(column, key) for column in columns)) for key in keys]
     return RunComparison(
         columns=columns,
         config=_differences([_asked(run) for run in heads], replicated=len(columns) < len(runs)),
@@ -118,7 +118,7 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
         versions=_differences([_only(run.manifest, _VERSIONS) for run in heads]),
         measures=tuple(row for row in measures if any(row.values)),
         losses=tuple(_loss_difference(columns[0], column) for column in columns[1:]),
-        over_seeds={key: one for key in keys if (one := _spread(everything, key))} if replicates else {},
+        over_seeds={key: one for key in keys if (one := spread_of(everything, key))} if replicates else {},
     )
 
 
@@ -135,8 +135,8 @@ def label(index: int) -> str:
     return f"{letter}{times + 1}" if times else letter
 
 
-def _columns(runs: Sequence[RunRecord]) -> tuple[Column, ...]:
-    """Group replicates. Runs with the same seed, or all runs if there would be one column, stay apart."""
+def columns_of(runs: Sequence[RunRecord]) -> tuple[Column, ...]:
+    """Return the runs, with replicates grouped, unless two have the same seed or there would be one column."""
     alike: dict[str, list[RunRecord]] = {}
     for run in runs:
         alike.setdefault(_identity(run), []).append(run)
@@ -183,8 +183,8 @@ def _differences(values: Sequence[Mapping[str, Any]], replicated: bool = False) 
     )  # fmt: skip
 
 
-def _spread(column: Column, key: str) -> Spread | None:
-    """None unless every run of the column has the result as a number."""
+def spread_of(column: Column, key: str) -> Spread | None:
+    """Return the spread of a result; None unless every run of the column has it as a number."""
     values = [run.number(key) for run in column.runs]
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values) or not numbers:

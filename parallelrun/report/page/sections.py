@@ -1,0 +1,279 @@
+"""The sections of a report, as HTML. Every text that comes from a file is escaped. Torch-free."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from parallelrun.report import compare as tables
+from parallelrun.report.figures import bytes_text, evenly, seconds_text
+from parallelrun.report.page import charts
+from parallelrun.report.page.charts import ChartLine, GanttCell
+from parallelrun.report.routing import heat_colour
+from parallelrun.report.routing import read as read_maps
+from parallelrun.run_records.compare import Column, RunComparison, spread_of
+from parallelrun.run_records.find import CONFIG
+from parallelrun.run_records.read import RunRecord, broken, read_object
+from parallelrun.wording import counted
+
+MOST_LINES = 20  # of a chart
+MOST_PIPELINES = 4  # runs whose schedules are drawn
+MOST_CELLS = 3000  # actions of a schedule
+_LONGEST = 36  # characters of a run's name
+MOST_ROWS = 16  # ranks of a table or a schedule
+CURVES = {
+    "loss": "training loss",
+    "val_loss": "validation loss",
+    "val_top1": "top-1 accuracy",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "throughput, tokens/s",
+}
+PARTS = {
+    "compute_s": "computing",
+    "comm_exposed_s": "waiting to communicate",
+    "bubble_s": "pipeline bubble",
+    "data_s": "waiting for data",
+}
+_NOT_RECORDED = "The run recorded no times of single actions: the schedule above is the predicted one."
+ACTIONS = {"F": 0, "B": 1, "I": 2, "W": 3}
+ACTION_NAMES = ("forward", "backward", "input gradient", "weight gradient")
+
+
+def name_of(column: Column) -> str:
+    """`A gpt-ptdp-tp2pp2 f24f70`, or `A 000-ddp-dp2` of a point of a sweep."""
+    directory = column.runs[0].directory
+    of_sweep = directory.parent.name.startswith("sweep-")
+    name = directory.name if of_sweep else f"{directory.parent.name} {directory.name.rpartition('-')[2]}"
+    name = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 10]}..{name[-8:]}"
+    return f"{column.label} {name}" + (f" ({len(column.runs)} seeds)" if len(column.runs) > 1 else "")
+
+
+def grid(titles: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1, label: str = "table") -> str:
+    """Return a table; columns after the first `num_texts` are numbers. It scrolls by keyboard where it is too wide."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        kinds = ("" if index < num_texts else ' class="n"' for index in range(len(cells)))
+        return "<tr>" + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells)) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    head = line(titles, "th")
+    frame = f'<div class="wide" tabindex="0" role="region" aria-label="{escape(label)}">'
+    return f"{frame}<table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
+
+
+def overview(columns: Sequence[Column]) -> str:
+    """A row per column: state, results."""
+    keys = {"loss": "loss", "val_loss": "validation", "step_time_median_s": "step time", "tokens_per_s": "tokens/s",
+            "peak_memory_bytes": "peak memory", "wire_bytes_per_step": "sent a step"}  # fmt: skip
+    rows = []
+    for column in columns:
+        head = column.runs[0]
+        states = ", ".join(dict.fromkeys(run.state for run in column.runs))
+        steps = head.number("steps")
+        figures = [tables.spread_text(key, spread_of(column, key)) for key in keys]
+        rows.append([name_of(column), states, f"{steps:,.0f}" if steps is not None else "-", *figures])
+    return grid(["run", "state", "steps", *keys.values()], rows, 2, "results")
+
+
+def curves(columns: Sequence[Column]) -> str:
+    """Charts over steps. Replicates are one line: their mean, with a band of the standard deviation."""
+    shown = columns[:MOST_LINES]
+    found = [charts.line_chart(title, [_curve(column, key, style) for style, column in enumerate(shown)],
+                               from_zero=key == "tokens_per_s") for key, title in CURVES.items()]  # fmt: skip
+    if not any(found):
+        return "<p>No step was recorded.</p>"
+    names = [(name_of(column), style) for style, column in enumerate(shown)]
+    keys = charts.legend(names) if len(shown) > 1 else ""
+    more = f"<p>{len(columns) - len(shown)} more runs are not drawn.</p>" if len(columns) > len(shown) else ""
+    return f'{keys}<div class="charts">{"".join(found)}</div>{more}'
+
+
+def _curve(column: Column, key: str, style: int) -> ChartLine:
+    of_runs = [{row["step"]: row[key] for row in run.rows if row.get(key) is not None} for run in column.runs]
+    steps = sorted(set.intersection(*map(set, of_runs)))
+    values = [[one[step] for one in of_runs] for step in steps]
+    points = [(float(step), statistics.fmean(numbers)) for step, numbers in zip(steps, values)]
+    deviation = [statistics.stdev(numbers) for numbers in values] if len(of_runs) > 1 else []
+    return ChartLine(name_of(column), style, points, deviation)
+
+
+def time_by_part(columns: Sequence[Column]) -> str:
+    """Bars of the measured parts of a step's time, means over ranks of their medians."""
+    rows = []
+    for column in columns:
+        values = [column.runs[0].number(key) for key in PARTS]
+        if any(values):
+            rows.append((name_of(column), [value or 0.0 for value in values]))
+    drawn = charts.stacked_bars("measured parts of a step, mean over ranks", rows, [*PARTS.values()], seconds_text)
+    crowded = any((run.number("ranks_per_core") or 0) > 1 for column in columns for run in column.runs)
+    note = "<p>Ranks shared cores: step times are no scaling measurement.</p>" if crowded else ""
+    return drawn + note if drawn else ""
+
+
+def pipeline(columns: Sequence[Column]) -> str:
+    """The predicted schedule of runs with pipeline stages, and the bubble predicted and measured."""
+    heads = [column.runs[0] for column in columns if (column.runs[0].config.get("pp") or 1) > 1]
+    parts = []
+    for column in [column for column in columns if column.runs[0] in heads][:MOST_PIPELINES]:
+        run = column.runs[0]
+        parts.append(f"<h3>{escape(name_of(column))}</h3>{_schedule(run)}")
+        measured, predicted = run.number("bubble_measured"), run.number("bubble_predicted")
+        if predicted is not None:
+            text = f"Idle share of a step: {predicted:.1%} predicted"
+            text += f", {measured:.1%} measured (mean over ranks)" if measured is not None else ", not measured"
+            parts.append(f"<p>{text}. {_NOT_RECORDED}</p>")
+    if len(heads) > MOST_PIPELINES:
+        parts.append(f"<p>{len(heads) - MOST_PIPELINES} more runs with a pipeline are not drawn.</p>")
+    return "".join(parts)
+
+
+def _schedule(run: RunRecord) -> str:
+    from parallelrun.errors import ConfigError
+    from parallelrun.plan import simulate
+    from parallelrun.plan.freeze import load_frozen
+    from parallelrun.plan.resolve import resolve
+
+    try:
+        plan = resolve(load_frozen((run.directory / CONFIG).read_text(encoding="utf-8")))
+    except ConfigError as error:  # of another version
+        return f"<p>The schedule cannot be drawn: {escape(error.problems[0].what)}.</p>"
+    except (OSError, ValueError) as error:
+        raise broken(run.directory / CONFIG, str(error)) from error
+    found = simulate.of_plan(plan)
+    ranks = evenly(len(found.orders), MOST_ROWS)
+    cells = [GanttCell(row, ACTIONS[event.kind], event.begin, event.end, str(event.microbatch))
+             for row, pp_rank in enumerate(ranks) for event in found.events(pp_rank)]  # fmt: skip
+    if not cells or len(cells) > MOST_CELLS:
+        return f"<p>The schedule of {counted(len(cells), 'action')} is not drawn.</p>"
+    title = f"predicted schedule, {found.num_microbatches} of {counted(plan.batch.microbatches, 'microbatch', 'es')}"
+    note = "<p class='quiet'>Times follow each stage's FLOPs; messages take no time.</p>"
+    return charts.gantt(title, cells, ACTION_NAMES) + note
+
+
+def communication(columns: Sequence[Column]) -> str:
+    """Bytes that all ranks send in a step, by axis, operation and purpose; measured beside predicted."""
+    parts = []
+    for column in columns:
+        found = _traffic(column.runs[0])
+        if not found:
+            continue
+        rows = [[*key, f"{calls:,}", bytes_text(payload), bytes_text(predicted), bytes_text(wire),
+                 "yes" if payload == predicted else "no"]
+                for key, (calls, payload, predicted, wire) in sorted(found.items())]  # fmt: skip
+        titles = ["axis", "operation", "purpose", "calls", "payload", "predicted", "wire", "as predicted"]
+        table = grid(titles, rows, 3, f"communication of {name_of(column)}")
+        parts.append(f"<details{' open' if len(columns) == 1 else ''}><summary>{escape(name_of(column))}</summary>"
+                     f"{table}</details>")  # fmt: skip
+    return charts_of_axes(columns) + "".join(parts) if parts else ""
+
+
+def charts_of_axes(columns: Sequence[Column]) -> str:
+    """Bars of the bytes on the wire by axis."""
+    by_axis = []
+    for column in columns:
+        total: dict[str, float] = {}
+        for (axis, _, _), (_, _, _, wire) in _traffic(column.runs[0]).items():
+            total[axis] = total.get(axis, 0.0) + wire
+        if total:
+            by_axis.append((name_of(column), total))
+    axes = [*dict.fromkeys(axis for _, total in by_axis for axis in total)]
+    rows = [(name, [total.get(axis, 0.0) for axis in axes]) for name, total in by_axis]
+    return charts.stacked_bars("bytes sent in one step by all ranks, by axis", rows, axes, bytes_text)
+
+
+def _traffic(run: RunRecord) -> dict[tuple[str, str, str], tuple[int, int, int, int]]:
+    """(axis, operation, purpose) -> calls, payload, predicted payload and wire bytes of all ranks."""
+    path = run.directory / "comm.json"
+    found: dict[tuple[str, str, str], tuple[int, int, int, int]] = {}
+    try:
+        for row in read_object(path).get("rows") or []:
+            if row["operation"] == "recv":  # its bytes are counted at the sender
+                continue
+            key = (str(row["axis"]), str(row["operation"]), str(row["purpose"]))
+            new = (row["calls"], row["payload_bytes"], row["predicted_payload_bytes"], row["wire_bytes"])
+            old = found.get(key, (0, 0, 0, 0))
+            found[key] = (old[0] + new[0], old[1] + new[1], old[2] + new[2], old[3] + new[3])
+    except (KeyError, TypeError) as error:
+        raise broken(path, f"a row is incomplete: {error}", "rows") from error
+    return found
+
+
+def experts(columns: Sequence[Column]) -> str:
+    """Heat maps of the load of experts over the steps."""
+    parts = []
+    for column in columns:
+        path = column.runs[0].directory
+        try:
+            maps = read_maps(path, columns=60)
+        except (KeyError, TypeError, ValueError) as error:
+            raise broken(path / "routing.jsonl", f"a row is incomplete: {error}") from error
+        if maps is None:
+            continue
+        drawn = [charts.heat_map(one.layer, [["" if cell is None else heat_colour(cell) for cell in row]
+                                             for row in one.cells], one.row_labels, maps.first, maps.last)
+                 for one in maps.layers]  # fmt: skip
+        parts.append(f"<h3>{escape(name_of(column))}</h3><div class='charts'>{''.join(drawn)}</div>")
+    note = "Load of each expert (rows) over the mean load of its layer, by step: blue is below the mean, "
+    note += "pale is balanced, red is twice the mean or more."
+    return f"{''.join(parts)}<p class='quiet'>{note}</p>" if parts else ""
+
+
+def memory(columns: Sequence[Column]) -> str:
+    """Memory of a rank: the predicted parts of each pp rank, and the measured peak of the largest rank."""
+    kinds = ("weights", "gradients", "optimizer", "activations", "temporary")
+    bars, rows = [], []
+    for column in columns:
+        run = column.runs[0]
+        positions = run.plan.get("memory.per_position")
+        if not isinstance(positions, list) or not positions:
+            continue
+        try:
+            heaviest = max(positions, key=lambda one: one["total"])
+            bars.append((name_of(column), [float(heaviest.get(kind, 0)) for kind in kinds]))
+            predicted = float(heaviest["total"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise broken(run.directory / "plan.json", f"incomplete: {error}", "memory.per_position") from error
+        measured = run.number("peak_memory_bytes")
+        rows.append([name_of(column), bytes_text(predicted), bytes_text(measured) if measured is not None else "-"])
+    if not bars:
+        return ""
+    drawn = charts.stacked_bars("predicted memory of the largest rank", bars, kinds, bytes_text)
+    table = grid(["run", "predicted", "measured peak"], rows, 1, "memory")
+    on_cpu = any(column.runs[0].results.get("device") == "cpu" for column in columns)
+    note = "On CPU the peak is all memory of the process, with Python and torch, which the prediction leaves out."
+    return drawn + table + (f"<p>{note}</p>" if on_cpu else "")
+
+
+def differences(comparison: RunComparison) -> str:
+    """What differs, and where the losses part."""
+    parts = []
+    labels = [column.label for column in comparison.columns]
+    for section, title in tables.SECTIONS:
+        cells = [[row.key, *map(tables.value_text, row.values)] for row in tables.differing(comparison, section)]
+        if cells:
+            parts.append(f"<h3>{title}</h3>{grid(['key', *labels], cells, 1 + len(labels), title)}")
+    lines = [*tables.losses(comparison), *tables.notes(comparison)]
+    return "".join(parts) + "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def configuration(columns: Sequence[Column]) -> str:
+    """Command, versions and config.yaml of every run."""
+    parts = []
+    for column in columns:
+        for run in column.runs:
+            command = shlex.join(["parallelrun", *map(str, run.manifest.get("argv") or [])])
+            facts = [key for key in run.manifest if key not in ("argv", "overrides")]
+            rows = [[key, tables.value_text(run.manifest[key])] for key in facts]
+            try:
+                text = (run.directory / CONFIG).read_text(encoding="utf-8")
+            except (OSError, ValueError):
+                text = "no config.yaml"
+            parts.append(
+                f"<details><summary>{escape(f'{column.label} {run.directory.name}')}: {escape(command)}</summary>"
+                f"{grid(['manifest', 'value'], rows, 2, 'manifest')}"
+                f'<pre tabindex="0" role="region" aria-label="config.yaml">{escape(text)}</pre></details>'
+            )
+    return "".join(parts)
