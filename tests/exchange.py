@@ -66,10 +66,10 @@ class InMemory(Weights):
         return []
 
 
-def make(case: str, **more: Any) -> StoredModel:
+def make(case: str, vocab: int = VOCAB, **more: Any) -> StoredModel:
     """The source of a case's model: random weights of a size at which every difference shows."""
-    config = narrow_config({"model.layers": 2, **CASES[case], "model.preset": "made", **more})
-    spec = definitions.model(config).make(config, VOCAB)
+    config = narrow_config({"model.layers": 2, **CASES[case], "model.preset": "made", "model.vocab": vocab, **more})
+    spec = definitions.model(config).make(config, vocab)
     generator = torch.Generator().manual_seed(5)
     tensors = {name: torch.randn(one.shape, generator=generator) * 0.4 for name, one in spec.parameters.items()}
     return StoredModel(Path("memory"), config, spec, InMemory(tensors))

@@ -95,6 +95,10 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.cli import exchange
 
         return exchange.export(words) if tool == "export" else exchange.import_weights(words)
+    if tool in ("generate", "eval"):
+        from parallelrun.cli import inference
+
+        return inference.generate(words) if tool == "generate" else inference.evaluate(words)
     if tool == "doctor":
         from parallelrun.cli import doctor
 
@@ -107,6 +111,10 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.cli import runs
 
         return runs.main(words)
+    if tool == "plot":
+        from parallelrun.cli import plot
+
+        return plot.main(words)
     if tool == "report":
         from parallelrun.cli import report
 

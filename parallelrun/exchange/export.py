@@ -28,7 +28,7 @@ from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.exchange import tokenizer
 from parallelrun.exchange.source import StoredModel
 from parallelrun.exchange.weights import SHARD_INDEX, SINGLE_FILE, stored_shapes
-from parallelrun.models.hugging_face import Constant, Family, Piece, family_for
+from parallelrun.models.hugging_face import Family, FixedTensor, Piece, family_for
 from parallelrun.plan.freeze import freeze
 from parallelrun.precision import BYTES
 
@@ -92,7 +92,7 @@ def _own_pieces(source: StoredModel) -> list[Piece]:
     return [Piece(name, name) for name in source.spec.parameters]
 
 
-def _stored(source: StoredModel, pieces: Sequence[Piece], constants: Mapping[str, Constant]) -> Iterator[Stored]:
+def _stored(source: StoredModel, pieces: Sequence[Piece], constants: Mapping[str, FixedTensor]) -> Iterator[Stored]:
     """Every tensor of the files, in the order of `pieces`."""
     shapes = {name: tuple(parameter.shape) for name, parameter in source.spec.parameters.items()}
     by_parameter: dict[str, list[Piece]] = {}

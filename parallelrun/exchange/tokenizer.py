@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from parallelrun import definitions
 from parallelrun.checkpoint.files import write_bytes
+from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.exchange.source import StoredModel
 
 NUM_BYTES = 256
@@ -42,6 +44,43 @@ def write(source: StoredModel, out: Path) -> None:
     elif is_bytes(source):
         for name, content in byte_files(source.spec.seq, source.spec.mask_token).items():
             write_bytes(out / name, json.dumps(content, ensure_ascii=False, indent=1).encode())
+
+
+class Codec:
+    """Text to token ids and back. Raises EnvironmentProblem without the package `tokenizers`, where that is needed."""
+
+    def __init__(self, source: StoredModel):
+        folder = folder_of(source)
+        self._inner: Any = None
+        if folder is not None:
+            self._inner = _open(folder / FILES[0])
+        elif not is_bytes(source):
+            what = f"{source.path} has no tokenizer, and its dataset is not read as bytes"
+            raise ConfigError(Problem(what, "text", f"tokens=[1,2,3], or {FILES[0]} beside the weights"))
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without special tokens."""
+        if self._inner is None:
+            return list(text.encode())
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; bytes that are no text become a replacement character."""
+        if self._inner is None:
+            return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
+        return str(self._inner.decode(list(tokens), skip_special_tokens=False))
+
+
+def _open(file: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        what = f"{file} needs the package tokenizers, which is not installed"
+        raise EnvironmentProblem(Problem(what, str(file), command="pip install tokenizers")) from error
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises plain Exceptions
+        raise ConfigError(Problem(f"{file} is no tokenizer.json: {error}", str(file))) from error
 
 
 def byte_files(seq: int, mask_token: int | None) -> dict[str, dict[str, Any]]:

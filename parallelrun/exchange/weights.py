@@ -18,7 +18,7 @@ from parallelrun.checkpoint.index import Index, verify_file, weight_key
 from parallelrun.checkpoint.schema import check_header, read_header
 from parallelrun.errors import CheckpointError, Problem
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.hugging_face import Constant, Family, Piece
+from parallelrun.models.hugging_face import Family, FixedTensor, Piece
 
 Ranges = Sequence[tuple[int, int]]  # [start, stop) of every dim
 SINGLE_FILE, SHARD_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -109,7 +109,7 @@ class FileWeights(Weights):
         path: Path,
         spec: ModelSpec,
         pieces: Iterable[Piece],
-        constants: Mapping[str, Constant] | None = None,
+        constants: Mapping[str, FixedTensor] | None = None,
         family: Family | None = None,
     ):
         super().__init__(path)
@@ -177,7 +177,7 @@ class FileWeights(Weights):
 
 
 def stored_shapes(
-    pieces: Mapping[str, Sequence[Piece]], shapes: Mapping[str, tuple[int, ...]], constants: Mapping[str, Constant]
+    pieces: Mapping[str, Sequence[Piece]], shapes: Mapping[str, tuple[int, ...]], constants: Mapping[str, FixedTensor]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that a file holds, by its key. pieces, shapes: by parameter."""
     found: dict[str, tuple[int, ...]] = {}

@@ -92,15 +92,15 @@ def attend_with_dropout(
     return drop(probabilities, keep, rate) @ value
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
+def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
     """Rotary positions (Su et al. 2021, halves rotated as in the published Llama weights' layout on Hugging Face).
 
-    x: (batch, heads, seq, head_dim) with the full sequence. Angles are computed rather than kept in a buffer, so that
-    only parameters need storage.
+    x: (batch, heads, seq, head_dim) with the full sequence, or that from position `start` on. Angles are computed
+    rather than kept in a buffer, so that only parameters need storage.
     """
     dtype, half = accurate_dtype(x.dtype), x.size(-1) // 2
     frequency = theta ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
-    angle = torch.arange(x.size(-2), dtype=dtype, device=x.device).unsqueeze(1) * frequency
+    angle = torch.arange(start, start + x.size(-2), dtype=dtype, device=x.device).unsqueeze(1) * frequency
     cosine, sine = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

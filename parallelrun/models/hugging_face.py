@@ -49,7 +49,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Constant:
+class FixedTensor:
     """A tensor of the class that our model does not have: all its elements have this value."""
 
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class Family(ABC):
     def pieces(self, config: Config, spec: ModelSpec) -> Iterable[Piece]:
         """Where each parameter of a model without `differences` is stored, in the order of the file."""
 
-    def constants(self, config: Config, spec: ModelSpec) -> dict[str, Constant]:
+    def constants(self, config: Config, spec: ModelSpec) -> dict[str, FixedTensor]:
         """Tensors of the class, by key, that our model does not have."""
         return {}
 

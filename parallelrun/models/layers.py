@@ -129,7 +129,8 @@ class TokenEmbedding(RoleLayer):
 
 
 class PositionEmbedding(RoleLayer):
-    """Learned positions: x (batch, seq, hidden) plus the first rows of `weight` (seq, hidden)."""
+    """Learned positions: x (batch, seq, hidden) plus the rows of `weight` (seq, hidden) from `start` on, which only
+    generation moves."""
 
     layer_role = "position_embedding"
 
@@ -137,9 +138,10 @@ class PositionEmbedding(RoleLayer):
         super().__init__(compute_dtype)
         self.seq, self.hidden = seq, hidden
         self.weight = nn.Parameter(torch.empty(seq, hidden))
+        self.start = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[: x.size(1)].to(self.compute_dtype)
+        return x + self.weight[self.start : self.start + x.size(1)].to(self.compute_dtype)
 
 
 class HiddenNorm(RoleLayer):

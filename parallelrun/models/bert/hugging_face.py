@@ -12,7 +12,7 @@ from typing import Any
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.hugging_face import Constant, Family, Fields, Piece, options
+from parallelrun.models.hugging_face import Family, Fields, FixedTensor, Piece, options
 from parallelrun.models.transformer import spec as transformer
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}  # theirs -> ours
@@ -80,10 +80,10 @@ class Bert(Family):
         yield from _both("head.transform", "cls.predictions.transform.dense")
         yield from _both("head.norm", "cls.predictions.transform.LayerNorm")
 
-    def constants(self, config: Config, spec: ModelSpec) -> dict[str, Constant]:
+    def constants(self, config: Config, spec: ModelSpec) -> dict[str, FixedTensor]:
         return {
-            "bert.embeddings.token_type_embeddings.weight": Constant((1, config.model.hidden), 0.0),
-            "cls.predictions.bias": Constant((spec.vocab,), 0.0),
+            "bert.embeddings.token_type_embeddings.weight": FixedTensor((1, config.model.hidden), 0.0),
+            "cls.predictions.bias": FixedTensor((spec.vocab,), 0.0),
         }
 
 

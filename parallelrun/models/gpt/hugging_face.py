@@ -12,7 +12,7 @@ from typing import Any
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.hugging_face import Constant, Family, Fields, Piece, options
+from parallelrun.models.hugging_face import Family, Fields, FixedTensor, Piece, options
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
 
@@ -247,11 +247,11 @@ class Glm4Moe(Llama):
                 yield Piece(f"{ours}.experts.{part}", key, index=expert)
         yield from _gated(f"{ours}.shared", f"{theirs}.mlp.shared_experts")
 
-    def constants(self, config: Config, spec: ModelSpec) -> dict[str, Constant]:
+    def constants(self, config: Config, spec: ModelSpec) -> dict[str, FixedTensor]:
         if config.model.router.bias_rate > 0:
             return {}
         layers = (index for index in range(config.model.layers) if moe.has_experts(index, config.model))
-        zeros = Constant((config.model.experts,), 0.0)
+        zeros = FixedTensor((config.model.experts,), 0.0)
         return {f"model.layers.{index}.mlp.gate.e_score_correction_bias": zeros for index in layers}
 
 

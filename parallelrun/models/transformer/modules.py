@@ -62,8 +62,29 @@ class InputEmbedding(layers.TensorModule):
         return self.dropout(self.embed(tokens))
 
 
+class KeyValueCache:
+    """Keys and values of the first `length` positions of a context, (batch, kv heads, size, head_dim) each."""
+
+    def __init__(self, size: int):
+        self.size, self.length = size, 0
+        self._held: tuple[Tensor, Tensor] | None = None
+
+    def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of the next positions; return those of all."""
+        if self._held is None:
+            batch, heads, _, width = key.shape
+            self._held = key.new_empty(batch, heads, self.size, width), value.new_empty(batch, heads, self.size, width)
+        start, self.length = self.length, self.length + key.size(2)
+        for held, new in zip(self._held, (key, value)):
+            held[:, :, start : self.length] = new
+        return self._held[0][:, :, : self.length], self._held[1][:, :, : self.length]
+
+
 class SelfAttention(layers.TensorModule):
-    """Self-attention over the heads that `qkv` returns: all of them, or those of this rank."""
+    """Self-attention over the heads that `qkv` returns: all of them, or those of this rank.
+
+    cache: set by generation, which then passes the positions of a context in turn: first several, later one at a time.
+    """
 
     def __init__(self, name: str, make: LayerFactory, causal: bool = True):
         super().__init__()
@@ -75,12 +96,20 @@ class SelfAttention(layers.TensorModule):
         self.product = layers.AttentionProduct(rate, make.seed, site, make.dtype, causal)
         self.out = make.row(model.hidden)
         self.dropout = make.dropout(f"{name}.dropout")
+        self.cache: KeyValueCache | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x)]
         if self.rope_theta is not None:
-            query, key = functions.rotate(query, self.rope_theta), functions.rotate(key, self.rope_theta)
-        mixed = self.product(query, key, value)
+            start = 0 if self.cache is None else self.cache.length
+            query = functions.rotate(query, self.rope_theta, start)
+            key = functions.rotate(key, self.rope_theta, start)
+        if self.cache is None:
+            mixed = self.product(query, key, value)
+        else:
+            assert query.size(2) == 1 or self.cache.length == 0, "after the first positions, one at a time"
+            key, value = self.cache.extended(key, value)
+            mixed = functions.attend(query, key, value, causal=query.size(2) > 1)
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(-2)))
 
 

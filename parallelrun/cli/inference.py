@@ -1,0 +1,168 @@
+"""`generate` continues a text with a trained model; `eval` scores it on a dataset. Both run on one process."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from parallelrun import definitions
+from parallelrun.cli import argv as command_lines
+from parallelrun.cli.verbs import print_json
+from parallelrun.config.schema import Config
+from parallelrun.errors import EXIT_OK, ConfigError, Problem
+
+if TYPE_CHECKING:
+    from parallelrun.exchange.tokenizer import Codec
+
+_GENERATE = """usage: parallelrun generate RUN TEXT [key=value ...] [--json]
+
+Continue TEXT with a trained language model. RUN: a run, checkpoint, import, export or Hugging Face directory.
+
+  max_tokens=100    tokens to generate
+  temperature=1.0   0: always the most likely token
+  top_k=null        draw among so many most likely tokens
+  seed=0            of the draws
+  tokens=[1,2,3]    a prompt of token ids in place of TEXT, for a model without a tokenizer"""
+_EVAL = """usage: parallelrun eval RUN [key=value ...] [--json]
+
+Mean loss, perplexity, bits per byte (of models of bytes) and top-1 of trained weights. RUN: as in generate.
+
+  split=val         val | train | all
+  samples=null      number of samples at most
+  dataset=... path=... dataset.*   other data than the run's; precision=..."""
+
+
+def generate(words: list[str]) -> int:
+    """`parallelrun generate RUN TEXT [key=value ...]`."""
+    if not words or {"-h", "--help"} & set(words):
+        print(_GENERATE)
+        return EXIT_OK if words else 2
+    as_json, words = "--json" in words, [word for word in words if word != "--json"]
+    text = words[1] if len(words) > 1 and not words[1].startswith("tokens=") else None
+    asked = _pairs(words[1 if text is None else 2 :], ("max_tokens", "temperature", "top_k", "seed", "tokens"))
+    if (text is None) == ("tokens" not in asked):
+        what = "give a text, or token ids as tokens=[1,2,3]"
+        raise ConfigError(Problem(what, "text", command="parallelrun generate --help"))
+    count = _number("max_tokens", asked, int, 100, lambda value: value >= 1)
+    top_k = _number("top_k", asked, int, None, lambda value: value >= 1)
+    temperature = _number("temperature", asked, float, 1.0, lambda value: value >= 0 and math.isfinite(value))
+    seed = _number("seed", asked, int, 0, lambda value: 0 <= value < 2**63)
+    given = _token_ids(asked["tokens"]) if "tokens" in asked else None
+    from parallelrun.exchange.source import open_source
+    from parallelrun.exchange.tokenizer import Codec
+    from parallelrun.inference.generate import Generator, Sampling
+
+    source = open_source(words[0], "run")
+    codec = Codec(source) if given is None else None
+    prompt = given if given is not None else codec.encode(text or "") if codec else []
+    model = Generator(source)
+    began = time.perf_counter()
+    found = _printed(model.tokens(prompt, count, Sampling(temperature, top_k, seed)), prompt, codec, as_json)
+    if as_json:
+        rate = len(found) / (time.perf_counter() - began)
+        said = codec.decode(found) if codec else None
+        print_json({"prompt": text, "prompt_tokens": prompt, "tokens": found, "text": said, "tokens_per_s": rate})
+    return EXIT_OK
+
+
+def _printed(tokens: Iterator[int], prompt: Sequence[int], codec: Codec | None, quiet: bool) -> list[int]:
+    """All the tokens; unless `quiet`, the text is printed as it grows."""
+    found: list[int] = []
+    shown = ""
+    for token in tokens:
+        found.append(token)
+        if quiet:
+            continue
+        text = codec.decode([*prompt, *found]) if codec else " ".join(map(str, [*prompt, *found]))
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(shown):  # a character may be cut
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    if not quiet:
+        text = codec.decode([*prompt, *found]) if codec else shown
+        print(text[len(shown) :] if text.startswith(shown) else "")
+    return found
+
+
+def evaluate(words: list[str]) -> int:
+    """`parallelrun eval RUN [key=value ...]`."""
+    if not words or {"-h", "--help"} & set(words):
+        print(_EVAL)
+        return EXIT_OK if words else 2
+    as_json = "--json" in words
+    own = [word for word in words[1:] if word.startswith(("split=", "samples="))]
+    asked = _pairs(own, ("split", "samples"))
+    limit = _number("samples", asked, int, None, lambda value: value >= 1)
+    from parallelrun.exchange.source import open_source
+    from parallelrun.inference.evaluate import SPLITS
+    from parallelrun.inference.evaluate import evaluate as score
+
+    split = asked.get("split", "val")
+    if split not in SPLITS:
+        raise ConfigError(Problem(f"split={split}: must be one of {', '.join(SPLITS)}", "split"))
+    source = open_source(words[0], "run")
+    config = _with_overrides(source.config, [word for word in words[1:] if word not in own and word != "--json"])
+    scores = score(source, config, split, limit)
+    fields = {"source": str(source.path), "split": split, **asdict(scores)}
+    if as_json:
+        print_json(fields)
+        return EXIT_OK
+    for name, value in fields.items():
+        if value is not None:
+            print(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
+    return EXIT_OK
+
+
+def _with_overrides(saved: Config, words: list[str]) -> Config:
+    """The saved configuration with the data and precision of the command line. Raises ConfigError."""
+    from parallelrun.config import compose
+    from parallelrun.config.continued import continued
+
+    line = command_lines.read(words)
+    kept = ("dataset", "precision", "path")
+    wrong = [one.key for one in line.overrides if one.key.partition(".")[0] not in kept]
+    if wrong or line.flags:
+        what = f"eval reads dataset, path, precision, split and samples, not {(wrong or line.flags)[0]}"
+        raise ConfigError(Problem(what, "command line", command="parallelrun eval --help"))
+    composed, _ = compose.compose_once(compose.prepare(line.overrides, (), "run", line.trust))
+    config = continued(composed.config, composed.given, saved) if words else saved
+    if definitions.dataset(config).vocab_follows_model and "dataset" not in composed.given:
+        what = f"dataset={config.dataset.name} is random and says nothing about trained weights"
+        raise ConfigError(Problem(what, "dataset", "dataset=text path=FILE_OR_FOLDER"))
+    return replace(config, model=saved.model, global_batch=1, local_batch=None)
+
+
+def _pairs(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """`key=value` words by key. Raises ConfigError for an unknown, repeated or malformed one."""
+    found: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in known or key in found:
+            what = "is given twice" if key in found else f"is none of {', '.join(f'{one}=' for one in known)}"
+            raise ConfigError(Problem(f"{word} {what}", "command line"))
+        found[key] = value
+    return found
+
+
+def _number(key: str, asked: dict[str, str], kind: type, default: Any, holds: Callable[[Any], bool]) -> Any:
+    text = asked.get(key)
+    if text is None or (text == "null" and default is None):
+        return default
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not holds(value):
+        raise ConfigError(Problem(f"{key}={text}: not a {'whole ' if kind is int else ''}number in its range", key))
+    return value
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.strip("[]").split(",")]
+    except ValueError:
+        raise ConfigError(Problem(f"tokens={text}: not a list of token ids such as [1,2,3]", "tokens")) from None

@@ -1,0 +1,1 @@
+"""Uses of trained weights on one process: generated text (`generate`) and scores on a dataset (`evaluate`)."""

@@ -1,0 +1,89 @@
+"""Generates tokens, one after the other, with a cache of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallelrun import definitions
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.exchange.source import StoredModel
+from parallelrun.inference.model import loaded, without_groups
+from parallelrun.models.layers import PositionEmbedding
+from parallelrun.models.network import Network
+from parallelrun.models.transformer.modules import KeyValueCache, SelfAttention
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. temperature 0: the most likely one; top_k: of so many most likely ones."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+
+
+class Generator:
+    """A trained language model that continues sequences of tokens.
+
+    The context holds the last `seq` tokens at most. When it is full, its older half is dropped. Experts with a capacity
+    depend on all tokens of the context, so there it is computed anew for every token.
+    """
+
+    def __init__(self, source: StoredModel):
+        config = without_groups(source.config)
+        spec = definitions.model(config).make(config, source.spec.vocab)
+        if spec.kind != "tokens" or spec.mask_token is not None:
+            raise ConfigError(Problem(f"model={config.model.preset} does not predict next tokens", "run"))
+        self.vocab, self._seq = spec.vocab, spec.seq
+        self._network: Network = loaded(source, config, spec)
+        modules = list(self._network.modules())
+        self._attentions = [module for module in modules if isinstance(module, SelfAttention)]
+        self._positions = [module for module in modules if isinstance(module, PositionEmbedding)]
+        self._caches = bool(self._attentions) and (spec.router is None or not spec.router.limited)
+
+    def tokens(self, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
+        """`count` tokens after the prompt, which must not be empty; each as soon as it is known.
+
+        Raises ConfigError for an empty prompt or a token id outside the vocabulary.
+        """
+        if not prompt:
+            raise ConfigError(Problem("the prompt is empty", "text"))
+        if wrong := [token for token in prompt if not 0 <= token < self.vocab]:
+            raise ConfigError(Problem(f"token id {wrong[0]} is outside the vocabulary of {self.vocab}", "text"))
+        draws = torch.Generator().manual_seed(sampling.seed)
+        context = list(prompt)[-self._seq :]
+        fresh = True
+        for _ in range(count):
+            logits = self._next_logits(context, fresh)
+            token = choose(logits.float().cpu(), sampling, draws)
+            yield token
+            context.append(token)
+            fresh = not self._caches or len(context) > self._seq
+            context = context[-(self._seq // 2 or 1) :] if len(context) > self._seq else context
+
+    @torch.inference_mode()
+    def _next_logits(self, context: Sequence[int], fresh: bool) -> Tensor:
+        """(vocab,): the logits after the context. fresh: nothing of it has been computed."""
+        if fresh:
+            for attention in self._attentions:
+                attention.cache = KeyValueCache(self._seq) if self._caches else None
+        new = context if fresh else context[-1:]
+        for position in self._positions:
+            position.start = len(context) - len(new)
+        device = next(self._network.parameters()).device
+        logits: Tensor = self._network(torch.tensor([list(new)], device=device))
+        return logits[0, -1]
+
+
+def choose(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
+    """A token id drawn from logits (vocab,)."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    if sampling.top_k is not None and sampling.top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
+    probabilities = torch.softmax(logits / sampling.temperature, dim=-1)
+    return int(torch.multinomial(probabilities, 1, generator=draws))
