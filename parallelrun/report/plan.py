@@ -40,7 +40,7 @@ BACKENDS = {
     "gloo": "gloo",
 }
 FITS_STYLE = {"yes": "bold green", "no": "bold red"}
-HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); --json prints every fact."
+HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); explain=true; --json prints every fact."
 
 
 def show(plan: Plan, config: Config, console: Console, found: Facts | None = None) -> None:
