@@ -21,7 +21,7 @@ PLAN = ("model=gpt3_13b", "strategy=ptdp", "tp=8", "pp=4", "dp=4", "precision=bf
 SMALL = ("model=gpt2_124m", "cluster=a100_dgx", "precision=bf16", "global_batch=16", "gpus=4", "micro_batch=4",
          "recompute=none", "layout=1d", "strategy.data.kind=ddp", "pp=1")  # fmt: skip
 HOSTS = ("model=llama3_8b", "cluster=h100_dgx", "precision=bf16", "global_batch=64", "gpus=16", "micro_batch=1",
-         "recompute=selective", "layout=1d", "strategy.data.kind=fsdp")  # fmt: skip
+         "recompute=selective", "layout=1d", "strategy.data.kind=fsdp", "pp=1")  # fmt: skip
 
 
 def test_each_limit_is_what_the_step_would_be_shorter_without_it_the_largest_first():
