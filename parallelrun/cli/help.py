@@ -23,6 +23,7 @@ TOOLS = {
     "runs": "runs ls, show, rerun, gc: list, show, repeat and clean up run directories",
     "compare": "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI",
     "report": "write one HTML page about runs or a sweep, readable without a network",
+    "plot": "draw one result over a key for a paper: --x world --y tokens_per_s --by strategy --to FILE.pdf",
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
     "tokenize": "write Megatron .bin/.idx token files from text",

@@ -106,9 +106,7 @@ class Walk:
             index: self._once("gradients", index, 0, partial(_by_block, stage, plan, pp_rank, coordinate))
             for index, stage in stages.items()
         }
-        self._blocks = {
-            index: [_backward_block(name, plan) for name in stage.blocks] for index, stage in stages.items()
-        }
+        self._blocks = {index: [backward_block(name, plan) for name in stage.blocks] for index, stage in stages.items()}
         self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
         self._waiting = {index: self._waits(index, 0) for index in stages}
 
@@ -194,7 +192,7 @@ def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]
     return list(sizes.values())
 
 
-def _backward_block(name: str, plan: Plan) -> BackwardBlock:
+def backward_block(name: str, plan: Plan) -> BackwardBlock:
     """The block's backward pass, computed once for equal blocks; the last block also computes the loss."""
 
     def compute() -> BackwardBlock:
