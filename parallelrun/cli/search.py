@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.cli.verbs import print_json
@@ -13,6 +13,7 @@ from parallelrun.config.compose import Composed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan import chosen
+from parallelrun.plan.goodput import Goodput, goodput
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.rules import VERBS
 from parallelrun.plan.search.result import Found, Search
@@ -47,8 +48,9 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     else:
         found = chosen.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, KEPT)
     context = report.Context(chosen.base_of(config), command_of(found.best[0], composed.overrides))
+    useful = _goodput(composed, found.best[0])
     if as_json:
-        print_json(_document(found, context, compared))
+        print_json({**_document(found, context, compared), "goodput": asdict(useful) if useful else None})
         return
     from parallelrun.report import sizes as sizes_report
     from parallelrun.report.screen import open_console
@@ -58,9 +60,22 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
         sizes_report.show(*compared, config, console)
     training = sizes.training_of(config, found)
     more = [("training", sizes_report.training_text(training, config))] if training else []
+    if useful:
+        from parallelrun.report.training import goodput_text
+
+        more.append(("goodput", goodput_text(useful, None)))
     report.show(found, context, console, more)
     if config.explain:
         _explain(composed, found, console)
+
+
+def _goodput(composed: Composed, best: Found) -> Goodput | None:
+    """The useful part of the time of the fastest plan, if failures are given."""
+    if composed.config.mtbf_gpu_hours is None:
+        return None
+    config, given = chosen.settled(composed.config, composed.given, best)
+    plan = resolve(config, given=given, gpus=visible_gpus())
+    return goodput(plan, config, best.time.step_s if best.time else None)
 
 
 def _document(found: Search, context: Context, compared: tuple[list[Size], Size] | None) -> dict[str, Any]:
@@ -122,7 +137,7 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, console: Console) -> 
         raise ConfigError(Problem(what, "explain", "leave explain out, or cluster=h100_dgx"))
     limited = limits(plan, config.cluster, facts.time)
     heaviest = facts.memories[facts.heaviest_pp_rank].total
-    why.show(facts.time, limited, (), (heaviest, config.cluster), None, console)
+    why.show(facts.time, limited, ((), True), (heaviest, config.cluster), None, console)
 
 
 def settled(composed: Composed, world: int | None, quiet: bool = False) -> Composed:

@@ -16,7 +16,7 @@ from parallelrun.plan import no_plan
 from parallelrun.plan.search.result import Found, Search
 from parallelrun.plan.search.search import search
 from parallelrun.plan.shorthands import short_keys
-from parallelrun.plan.step_time.rates import missing
+from parallelrun.plan.step_time.rates import absent, missing
 from parallelrun.plan.step_time.step import StepTime
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import parsed, with_value
@@ -121,13 +121,10 @@ def among_all(plan: Plan, config: Config, time: StepTime, gpus: int | None = Non
 
 def check_rates(config: Config, world: int) -> None:
     """Raise ConfigError naming the `cluster` keys without which plans cannot be compared."""
-    cluster = config.cluster
-    absent = missing(cluster, config.precision.name)
-    if world > (cluster.gpus_per_node or world) and not cluster.inter_gb_s:
-        absent = (*absent, "inter_gb_s")
-    if absent:
-        keys = ", ".join(f"cluster.{key}" for key in absent)
-        what = f"a search compares predicted times, and cluster={cluster.name} does not give {keys}"
+    lacking = absent(config.cluster, config.precision.name, world)
+    if lacking:
+        keys = ", ".join(f"cluster.{key}" for key in lacking)
+        what = f"a search compares predicted times, and cluster={config.cluster.name} does not give {keys}"
         fix = f"cluster=h100_dgx, or cluster={presets.MINE} after a calibration of this machine"
         raise ConfigError(Problem(what, "cluster", fix, "parallelrun calibrate"))
 
