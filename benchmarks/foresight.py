@@ -9,7 +9,7 @@ comparison. Spearman's rank correlation and regret are within groups of alternat
 number of GPUs. Regret of the top 1 (3): how much longer the measured step of the plan predicted fastest (best of the
 three predicted fastest) is than the fastest measured one. `held`: rows between the predicted p10 and p90.
 
-Rows with tp above 8, and rows of pipelines over several nodes, are scored apart where a set has others: see README.md.
+Rows with tp above 8, and pipelines over several nodes of a congested network, are also scored apart: see README.md.
 What differs between the programs that were measured is said in `stacks`, from their documentation.
 """
 
@@ -19,7 +19,7 @@ import csv
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from benchmarks.pairs import read_arguments, write
 from benchmarks.stacks import cluster_of, stack_of
 from parallelrun.config import compose
 from parallelrun.config.overrides import read
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.errors import ConfigError
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.step_time.step import step_time
@@ -40,7 +40,8 @@ MODEL_SIZES = {
     "hidden": "h", "layers": "L", "heads": "a", "kv_heads": "kv", "ffn": "ffn", "vocab": "V", "seq": "s",
 }  # fmt: skip
 PLAN_SIZES = {"world": "N", "tp": "tp", "pp": "pp", "dp": "dp", "global_batch": "gbs", "micro_batch": "mbs"}
-NUMBERS = (*MODEL_SIZES.values(), *PLAN_SIZES.values(), "v")
+EXPERT_SIZES = {"experts": "experts", "expert_ffn": "efn", "shared_experts": "shared", "dense_layers": "dense"}
+NUMBERS = (*MODEL_SIZES.values(), *PLAN_SIZES.values(), *EXPERT_SIZES.values(), "topk", "ep", "v")
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,27 @@ def rows_of(name: str, every: int = 1) -> Iterator[Row]:
         assert time is not None, row
         flops = 3 * plan.spec.forward_flops * plan.batch.global_batch / plan.world
         seconds = float(row["measured_s"]), time.step_s, time.p10_s, time.p90_s
-        yield Row(row["name"], row["group"], kind_of(row, config), *seconds, flops)
+        yield Row(row["name"], row["group"], kind_of(row, config.cluster), *seconds, flops)
 
 
-def kind_of(row: dict[str, str], config: Config) -> str:
-    """What tells rows apart whose measured times no model of the hardware explains from all others."""
+def kind_of(row: dict[str, str], cluster: ClusterConfig) -> str:
+    """What tells rows whose measured times no model of the hardware explains from all others."""
     if int(row["tp"]) > 8:
         return "tp > 8"
-    if int(row["pp"]) > 1 and config.cluster.congestion:
-        return "tp <= 8, stages"
-    return ""
+    several_nodes = int(row["N"]) > (cluster.gpus_per_node or 1)
+    return "stages over nodes" if int(row["pp"]) > 1 and several_nodes and cluster.congestion else ""
 
 
 def planned(row: dict[str, str]) -> tuple[Plan, Config]:
     """The plan of a published row. Raises ConfigError if it is not legal here."""
-    number = {key: int(float(row[key])) for key in NUMBERS}
+    number = {key: int(float(row[key] or 0)) for key in NUMBERS}
     config, given = _composed(*_choices(row, number))
     sizes: dict[str, Any] = {name: number[column] for name, column in MODEL_SIZES.items()}
     degrees: dict[str, Any] = {name: number[column] for name, column in PLAN_SIZES.items()}
+    if number["experts"]:
+        sizes |= {name: number[column] for name, column in EXPERT_SIZES.items()}
+        sizes["router"] = replace(config.model.router, top_k=number["topk"])
+        degrees["ep"] = number["ep"]
     config = replace(
         config,
         model=replace(config.model, **sizes),
@@ -123,6 +127,9 @@ def _choices(row: dict[str, str], number: dict[str, int]) -> Iterator[str]:
     yield from (f"strategy=ptdp device=cuda recompute={row['recomp']} strategy.data.kind={row['data']}").split()
     yield f"strategy.tensor.sequence_parallel={str(row['sp'] == '1' and number['tp'] > 1).lower()}"
     yield from (f"precision={row['prec']} cluster={cluster_of(row)}").split()
+    if number["experts"]:
+        yield from ["strategy.expert.kind=dropless", "model.expert_period=1", "model.experts=8", "model.router.top_k=2"]
+        yield from ["model.expert_ffn=1024", "model.dense_layers=0", "model.shared_experts=0", "ep=1"]
     if number["pp"] > 1 and number["gbs"] // (number["mbs"] * number["dp"]) < number["pp"]:
         yield "schedule=gpipe"  # 1F1B needs a microbatch per stage here
     elif number["v"] > 1:
@@ -166,6 +173,20 @@ def _regret(rows: Sequence[Row], first: int) -> float:
     return min(row.measured for row in chosen) / min(row.measured for row in rows) - 1
 
 
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """The scores of stored results as the Markdown table of docs/step_time.md."""
+    head = ("set", "constants", "rows", "MAPE", "bias", "constant rate", "between p10 and p90", "rank correlation",
+            "regret of the first, of the best of three")  # fmt: skip
+    lines = [head, ("---",) * len(head)]
+    for one in results:
+        order = ("", "") if one["spearman"] is None else (
+            f"{one['spearman']:.2f}", f"{one['regret_top1']:.1%}, {one['regret_top3']:.1%}"
+        )  # fmt: skip
+        percents = (f"{one[key]:.1%}" for key in ("mape", "bias", "constant_mape"))
+        lines.append((one["case"], one["constants"], str(one["rows"]), *percents, f"{one['held']:.0%}", *order))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
 def main() -> None:
     arguments = read_arguments(__doc__, "foresight", sets(), every="1")
     found = []
@@ -174,17 +195,22 @@ def main() -> None:
     )
     for name in arguments.case.split(","):
         rows = list(rows_of(name, int(arguments.every)))
-        kinds = sorted({row.kind for row in rows})
-        for kind in kinds:
-            some = [row for row in rows if row.kind == kind]
+        fitted = "fitted" if name.startswith("fit_") else "not fitted"
+        for case, some in cases(name, rows):
             score = scores(some)
-            case = f"{name} ({kind or 'others'})" if len(kinds) > 1 else name
-            fitted = "fitted" if name.startswith("fit_") else "not fitted"
             errors = {row.name: round(row.predicted / row.measured - 1, 4) for row in some}
             found.append({"case": case, "constants": fitted, **score, "errors": errors})
             print(line(case, score), flush=True)
     if arguments.name:
         print("written to", write(arguments.name, {"command": f"--every {arguments.every}"}, found))
+
+
+def cases(name: str, rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
+    """A set, and each kind of its rows where it has several."""
+    yield name, rows
+    kinds = sorted({row.kind for row in rows})
+    for kind in kinds if len(kinds) > 1 else ():
+        yield f"{name}: {kind or 'other rows'}", [row for row in rows if row.kind == kind]
 
 
 def line(case: str, score: dict[str, Any]) -> str:

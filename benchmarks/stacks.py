@@ -4,26 +4,46 @@ from __future__ import annotations
 
 from parallelrun.plan.step_time.stack import OURS, Stack
 
+# Megatron's loss over a split vocabulary (cross_entropy.py), which nanotron copies: cast to fp32, max, difference, exp,
+# sum and quotient, each a kernel; backward a product and a cast.
+LOGIT_BYTES = (38, 14)
 # Megatron-LM of 2021 (Narayanan et al., SC21): attention with scores in memory, one kernel for scale, mask and softmax,
 # whole forward passes computed again (`CheckpointFunction`, which saves and sets four states of random numbers), fp16
 # weights and gradients, summed in one message after the backward pass; messages in parts (4.1). Its layers issue about
 # half more operations than this program's: dropout, biases apart from products.
 MEGATRON_2021 = Stack(
-    fused_attention=False, stops_early=False, operations=1.44, recompute_operations=36, data_overlap=False,
-    bucket=10**12, gradient_overlap=False, scattered_messages=True, rounded_weights=True, rounded_gradients=True,
-)  # fmt: skip
+    fused_attention=False,
+    logit_bytes=LOGIT_BYTES,
+    stops_early=False,
+    operations=1.44,
+    recompute_operations=36,
+    data_overlap=False,
+    bucket=10**12,
+    gradient_overlap=False,
+    scattered_messages=True,
+    rounded_weights=True,
+    rounded_gradients=True,
+)
 # Megatron-Core with Transformer Engine (README, "overlap of data-parallel, tensor-parallel and pipeline-parallel
 # communication"): userbuffers, cuDNN's attention (FlashAttention-3's figure 5: 600 TFLOP/s to 370), bf16 weights and
-# gradients (grad_reduce_in_fp32=False in NVIDIA's recipes), buckets of 40 million (`--ddp-bucket-size`).
+# gradients (grad_reduce_in_fp32=False in NVIDIA's recipes), which products add up (`gradient_accumulation_fusion`), and
+# buckets of 40 million (`--ddp-bucket-size`). Its selective recomputation is attention's.
 MEGATRON_CORE = Stack(
-    stops_early=False, fused_rotation=True, attention=1.5, tensor_overlap=True, bucket=40_000_000, rounded_weights=True,
+    logit_bytes=LOGIT_BYTES,
+    stops_early=False,
+    fused_rotation=True,
+    attention=1.62,
+    tensor_overlap=True,
+    bucket=40_000_000,
+    rounded_weights=True,
     rounded_gradients=True,
-)  # fmt: skip
+    fused_accumulation=True,
+)
 # llm-foundry: torch's FSDP with mixed_precision PURE (gradients summed in bf16), its checkpoints without reentrance,
 # and FlashAttention 1 in Triton (`attn_impl: triton`), half as fast as the second (Dao 2023, figure 5).
 LLM_FOUNDRY = Stack(attention=0.52, rounded_gradients=True)
 # nanotron: bf16 weights, gradients added up in fp32, gathered after the optimizer's step.
-NANOTRON = Stack(gather_overlap=False, rounded_weights=True)
+NANOTRON = Stack(logit_bytes=LOGIT_BYTES, gather_overlap=False, rounded_weights=True)
 
 # By the first word of a row's `set`; this program's own where a set is not listed.
 STACKS = {

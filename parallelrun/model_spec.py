@@ -217,6 +217,11 @@ class ModelSpec:
         """For one sample."""
         return sum(block.forward_flops for block in self.blocks)
 
+    @cached_property
+    def has_convolutions(self) -> bool:
+        """Whether there are layers whose weights are more than matrices."""
+        return any(len(parameter.shape) > 3 for parameter in self.parameters.values())
+
     def block(self, name: str) -> BlockSpec:
         """The block of that name. Raises KeyError."""
         return self._by_name[name]

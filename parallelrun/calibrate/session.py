@@ -33,7 +33,7 @@ from parallelrun.records import write_json, write_text
 
 WORKERS = "parallelrun.calibrate.worker"
 SHARED = 0.9  # a rank that gets a core for less of the time shares the machine with others
-LEAST_S = 10.0  # a smaller budget measures nothing
+LEAST_S = 30.0  # a smaller budget hardly reaches the first training
 MEASUREMENT_S, SHORT_S = 0.08, 0.01  # of one product or copy
 ALLOWED_S = 15.0  # the longest that a training of the list is expected to take
 
@@ -69,6 +69,9 @@ class Session:
             clock = WALL if busy >= SHARED else CPU
             exchanges = list(self._exchanges(Path(root), own, on_cpu))
             steps = list(self._trainings(Path(root), own, on_cpu))
+        if not steps:
+            what = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
+            raise ConfigError(Problem(what, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
         peaks = {
             name: _over_ranks([[row["peaks"][name]] for row in ranks], TimedProduct)[0] for name in ranks[0]["peaks"]
         }
@@ -121,7 +124,7 @@ class Session:
         return [json.loads((folder / f"measured_{rank}.json").read_text()) for rank in range(ranks)]
 
     def _trainings(self, root: Path, own: int, on_cpu: bool) -> Iterator[TimedStep]:
-        for name, words in training.STEPS:
+        for name, words in training.STEPS if on_cpu else training.STEPS_ON_GPUS:
             if self.left_s < ALLOWED_S:
                 self._skipped.append(f"{name}: no time was left")
                 continue

@@ -33,6 +33,7 @@ SECTIONS: dict[str, type] = {
 }
 
 
+@cache
 def strategy_class(axis: str, kind: str) -> type[Any]:
     """The class in the plan module of a strategy's package whose `kind` is the given one.
 

@@ -32,6 +32,11 @@ class AxisStrategy(ABC):
         """Return every violation, each with the nearest legal values."""
 
     @classmethod
+    def is_legal(cls, request: Request) -> bool:
+        """Return whether `check` finds nothing. A search asks thousands of times, and needs no suggestions."""
+        return not cls.check(request)
+
+    @classmethod
     @abstractmethod
     def resolve(cls, request: Request) -> Self:
         """Return the strategy of a request without violations, with every setting chosen."""

@@ -75,9 +75,7 @@ def fill(
     cluster spec, one rank each. experts: number in a layer. num_problems: that of a plan with these degrees.
     """
     before = len(problems)
-    device = (
-        config.device if config.device in ("cpu", "cuda") else "cuda" if gpus or _is_planned_for_gpus(config) else "cpu"
-    )
+    device = device_of(config, gpus)
     degrees, asked = Degrees(servers=servers, device=device), _asked(config, problems)
     if cluster is None:
         degrees.servers = _enough_servers(config, asked, world, servers, degrees.filled)
@@ -108,6 +106,13 @@ def fill(
     if degrees.sound:
         degrees.ep = expert_axes.degree(config, asked["ep"], degrees.dp, experts, degrees.filled, problems)
     return degrees
+
+
+def device_of(config: Config, gpus: int | None) -> str:
+    """cpu | cuda: as set, else what this host or the cluster that is planned for has."""
+    if config.device in ("cpu", "cuda"):
+        return config.device
+    return "cuda" if gpus or _is_planned_for_gpus(config) else "cpu"
 
 
 def _is_planned_for_gpus(config: Config) -> bool:

@@ -30,7 +30,12 @@ def num_communicators(plan: Plan, pp_rank: int) -> int:
 
 def on_device(memory: Memory, plan: Plan, pp_rank: int, cluster: ClusterConfig) -> Memory:
     """`memory` with the context, communicators and allocator of a device of the cluster."""
-    context = cluster.context_gb + num_communicators(plan, pp_rank) * cluster.communicator_gb
+    return beside(memory, num_communicators(plan, pp_rank), cluster)
+
+
+def beside(memory: Memory, communicators: int, cluster: ClusterConfig) -> Memory:
+    """`memory` with what a device of the cluster holds besides, for so many communicators."""
+    context = cluster.context_gb + communicators * cluster.communicator_gb
     slack = round(memory.total * cluster.allocator_slack)
     left_out = memory.leaves_out[2:] if context else memory.leaves_out
     return replace(memory, context=round(context * GIGA), slack=slack, leaves_out=left_out)

@@ -64,7 +64,7 @@ class PlanDraft:
         )  # fmt: skip
         of_any_batch = strategies.pipeline.check(request)
         problems += strategies.tensor.check(request) + strategies.data.check(request) + of_any_batch
-        problems += _check_depth(request)
+        problems += check_depth(request)
         if strategies.expert:
             problems += strategies.expert.check(request) + expert_axes.check(request, strategies.data)
 
@@ -85,7 +85,7 @@ class PlanDraft:
         if batch is None:
             return request
         request = replace(request, batch=batch)
-        problems += violations(batch) + _check_length(request)
+        problems += violations(batch) + check_length(request)
         problems += strategies.tensor.check(request) + strategies.data.check(request)
         problems += strategies.expert.check(request) if strategies.expert else []
         problems += routing.check(request, parts)
@@ -175,7 +175,7 @@ class PlanDraft:
         return all(cluster_cost.fits(memory, self.config.cluster) == "yes" for memory in memories.values())
 
 
-def _check_depth(request: Request) -> list[Problem]:
+def check_depth(request: Request) -> list[Problem]:
     """Check that every stage has a layer."""
     most, num_stages = partition.num_cuttable(request.spec), request.pp * request.virtual_stages
     if num_stages <= most:
@@ -190,7 +190,7 @@ def _check_depth(request: Request) -> list[Problem]:
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
 
 
-def _check_length(request: Request) -> list[Problem]:
+def check_length(request: Request) -> list[Problem]:
     """Limit the length of the schedule, because every action is simulated (`simulate.of_plan`)."""
     assert request.batch is not None
     num_stages, count = request.pp * request.virtual_stages, request.batch.microbatches

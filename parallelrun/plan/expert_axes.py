@@ -119,7 +119,7 @@ def is_of_experts(axis: str) -> bool:
 def replica_axis(layout: Layout, plan: Plan) -> str:
     """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for sharded experts,
     else `dp`. Gradients need no division: losses are sums that are scaled by the global count before backward."""
-    return EXPERT + DP if EP in layout.axes and plan.mesh.size(EP) > 1 else DP
+    return EXPERT + DP if plan.mesh.size(EP) > 1 and EP in layout.axes else DP
 
 
 def axis_views(plan: Plan) -> dict[str, str]:

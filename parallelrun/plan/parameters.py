@@ -65,7 +65,7 @@ def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
     A tied copy follows its block's own parameters. A copy on the same pp rank as its original is the same tensor and is
     not listed.
     """
-    return once(plan.cache, ("held_parameters", pp_rank), lambda: tuple(_held(plan, pp_rank)))
+    return once(plan.weights_cache, ("held_parameters", pp_rank), lambda: tuple(_held(plan, pp_rank)))
 
 
 def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:

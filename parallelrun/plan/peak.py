@@ -19,6 +19,7 @@ from parallelrun.plan.structure import Plan, Stage, Value, once
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
+ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
 INDEX_BYTES = 8  # of a token, of a target and of a sample's index
 
 
@@ -119,7 +120,7 @@ class Walk:
         """The moment at which the rank holds most."""
         begun: Counter[int] = Counter()  # backward passes by stage
         waiting: Counter[int] = Counter()  # by stage: microbatches whose weight gradients are not computed yet
-        batch = _batch_bytes(self._plan, self._pp_rank)
+        batch = batch_bytes(self._plan, self._pp_rank)
         worst: Moment | None = None
         for (kind, index, _), activations in self._plan.pipeline.live_bytes(self._plan, self._pp_rank, self._kept):
             if kind == "F":
@@ -208,7 +209,7 @@ def _backward_block(name: str, plan: Plan) -> BackwardBlock:
     return once(plan.cache, key, compute)
 
 
-def _batch_bytes(plan: Plan, pp_rank: int) -> int:
+def batch_bytes(plan: Plan, pp_rank: int) -> int:
     """Bytes of the data replica's samples of a step: inputs on the first stage, targets on the last."""
     spec, samples = plan.spec, plan.batch.replica_batch
     each = INDEX_BYTES if spec.kind == "tokens" else BYTES[plan.precision.compute]

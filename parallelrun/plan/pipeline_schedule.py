@@ -32,13 +32,15 @@ class PipelineSchedule(AxisStrategy):
     config_class: its keys of `strategy.pipeline`. takes_microbatches: more than one
     microbatch is allowed. takes_virtual_stages: a rank may hold several stages. splits_backward: input and weight
     gradients are computed in separate passes, so hooks of parameters fire for half of them and custom backward
-    functions run twice. virtual_stages: stages per rank.
+    functions run twice. repeats: after as many microbatches as there are stages,
+    every rank goes on in equal rounds, and holds no more. virtual_stages: stages per rank.
     """
 
     config_class: ClassVar[type[PipelineConfig]] = PipelineConfig
     takes_microbatches: ClassVar[bool] = True
     takes_virtual_stages: ClassVar[bool] = False
     splits_backward: ClassVar[bool] = False
+    repeats: ClassVar[bool] = False
 
     virtual_stages: int = 1
 
@@ -56,6 +58,11 @@ class PipelineSchedule(AxisStrategy):
         """Return the numbers of stages per rank that a search compares. num_layers: the most stages the model can
         have. None for a schedule that is a special case of another."""
         return [1]
+
+    @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        """Return how many forward passes of its stages pp rank 0 runs before its first backward, or fewer."""
+        return 1
 
     @classmethod
     def pp_rank(cls, stage: int, pp: int) -> int:

@@ -7,12 +7,13 @@ ranks is computed once, so 16,384 ranks take no longer than 16 (a test compares 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.layout import Layout
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import device_memory, peak, routing, sample_sets
 from parallelrun.plan.parameters import distinct_parameters
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, once
@@ -118,22 +119,33 @@ def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
 
 
 def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
-    data, pp_rank, is_combined = plan.data, coordinate["pp"], plan.mesh.size("dp") > 1
-    stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
-    num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
+    data, pp_rank = plan.data, coordinate["pp"]
     weights = gradients = states = 0
     for held, count in distinct_parameters(plan, pp_rank):
-        weight, gradient, state = (
-            count * layout_of(held.spec, held.layout, plan).local_numel(held.spec.shape, plan.mesh.sizes, coordinate)
-            for layout_of in (data.weight_layout, data.gradient_layout, data.state_layout)
-        )
-        weights += weight * stored
-        if not held.spec.frozen:
-            gradients += gradient * reduce if is_combined and data.keeps_gradients else 0
-            states += state * stored * num_states
+        weight, gradient, state = parameter_bytes(held.spec, held.layout, plan, coordinate)
+        weights += count * weight
+        gradients += count * gradient
+        states += count * state
     weights += data.gathered_bytes(pp_rank, coordinate, plan)
-    gradients += data.held_bytes(pp_rank, coordinate, plan) if is_combined else 0
+    gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.mesh.size("dp") > 1 else 0
     return weights, gradients, states
+
+
+def parameter_bytes(
+    spec: ParameterSpec, layout: Layout, plan: Plan, coordinate: dict[str, int]
+) -> tuple[int, int, int]:
+    """Bytes of a parameter that a rank holds: weights, gradients that stay allocated, optimizer state. layout: before
+    the data strategy shards it (`module_layout`)."""
+    data, stored = plan.data, BYTES[plan.precision.stored]
+    weight, gradient, state = (
+        layout_of(spec, layout, plan).local_numel(spec.shape, plan.mesh.sizes, coordinate)
+        for layout_of in (data.weight_layout, data.gradient_layout, data.state_layout)
+    )
+    if spec.frozen:
+        return weight * stored, 0, 0
+    keeps = plan.mesh.size("dp") > 1 and data.keeps_gradients
+    num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
+    return weight * stored, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * stored * num_states
 
 
 def checkpoint_bytes(plan: Plan) -> int:
@@ -240,10 +252,36 @@ def traffic(plan: Plan) -> tuple[int, tuple[TrafficRow, ...]]:
 
 def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memory]:
     """Per pp rank, the Memory of its first rank, which holds most; with what a device of `cluster` holds besides."""
-    pp_ranks = range(plan.mesh.size("pp"))
-    found: dict[int, Memory] = once(
-        plan.cache, "memories", lambda: {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in pp_ranks}
-    )
+    found = {pp_rank: _memory_of(plan, pp_rank) for pp_rank in range(plan.mesh.size("pp"))}
     if cluster is None:
-        return dict(found)
+        return found
     return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items()}
+
+
+def heaviest(plan: Plan, cluster: ClusterConfig) -> Memory:
+    """The largest of `memories`: of pp ranks with equal blocks and neighbours, the first holds most microbatches."""
+    found = {ranks[0]: _memory_of(plan, ranks[0]) for ranks in pp_rank_classes(plan)}
+    on_device = (device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items())
+    return max(on_device, key=lambda memory: memory.total)
+
+
+def _memory_of(plan: Plan, pp_rank: int) -> Memory:
+    """The Memory of a pp rank's first rank. Where a schedule repeats itself, a shorter step holds as much at its peak;
+    only the batch is smaller."""
+
+    def compute() -> Memory:
+        rank, short = plan.mesh.rank(pp=pp_rank), once(plan.cache, "shortened", lambda: _shortened(plan))
+        found = memory(short, rank)
+        batch = peak.batch_bytes(plan, pp_rank) - peak.batch_bytes(short, pp_rank)
+        return replace(found, temporary=found.temporary + batch)
+
+    return once(plan.cache, ("memory", pp_rank), compute)
+
+
+def _shortened(plan: Plan) -> Plan:
+    """The plan with fewer microbatches, in equal rounds, if its schedule then repeats itself; else the plan."""
+    pp, count = plan.mesh.size("pp"), plan.batch.microbatches
+    rounds = peak.ROUNDS * pp
+    if not plan.pipeline.repeats or count <= rounds or (count % pp and plan.pipeline.virtual_stages > 1):
+        return plan
+    return replace(plan, batch=replace(plan.batch, microbatches=rounds))

@@ -176,6 +176,27 @@ def run(plan: Plan, times: Times, microbatches: int | None = None) -> Simulation
     return _simulate_with(plan, count, times)
 
 
+def least(plan: Plan, times: Times) -> float:
+    """The least time of a step, whatever the order of actions: that of the pp rank for which this is longest.
+
+    Before it can begin, a microbatch goes forward through all earlier stages; then it does its work. A backward pass
+    is its last action, after which the microbatch goes back through them, unless backward is split.
+    """
+    kinds = "IW" if plan.pipeline.splits_backward else "B"
+    works = [0.0] * plan.mesh.size("pp")
+    heads: dict[int, float] = {}
+    tails: dict[int, float] = {}
+    forward = backward = 0.0
+    for stage in plan.stages:
+        heads.setdefault(stage.pp_rank, forward)
+        tails.setdefault(stage.pp_rank, backward)
+        back = sum(times[kind][stage.index] for kind in kinds)
+        works[stage.pp_rank] += times["F"][stage.index] + back
+        forward += times["F"][stage.index]
+        backward += 0.0 if plan.pipeline.splits_backward else back
+    return max(heads[rank] + plan.batch.microbatches * work + tails[rank] for rank, work in enumerate(works))
+
+
 def of_schedule(plan: Plan) -> Simulation:
     """Simulate the full step with equal stages: a forward takes 1, a backward 2."""
     times = {kind: [time] * len(plan.stages) for kind, time in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}

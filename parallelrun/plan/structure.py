@@ -124,6 +124,12 @@ class Plan:
         """A cache of values computed from this plan, each under a unique key. Valid because a plan never changes."""
         return {}
 
+    @cached_property
+    def weights_cache(self) -> dict[object, Any]:
+        """As `cache`, of values that depend neither on the batch nor on recomputation: a search shares it between plans
+        that differ in nothing else."""
+        return {}
+
     @property
     def degrees(self) -> dict[str, int]:
         """pp, dp, tp, ep in rank order."""

@@ -22,11 +22,12 @@ MeshDims = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]],
 @dataclass(frozen=True)
 class LayoutChoice:
     """A layout that `parallelrun plan` compares with the others. config: its settings. variant_of: the layout that this
-    one varies: where that one is illegal, this one is not listed."""
+    one varies: where that one is illegal, this one is not listed. searched: a search for the best plan tries it."""
 
     name: str
     config: TensorStrategyConfig
     variant_of: str = ""
+    searched: bool = True
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class GPipe(Schedule):
     )
 
     @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return microbatches
+
+    @classmethod
     def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:
         return messages.in_turn(actions)
 
@@ -77,6 +81,7 @@ class OneFOneB(Schedule):
     """1F1B with flush (PipeDream-Flush): GPipe's bubble with at most pp microbatches in flight."""
 
     kind = "1f1b"
+    repeats = True
     torch_name = "Schedule1F1B"
     orders = staticmethod(orders.one_f_one_b)
     explained = (
@@ -97,6 +102,10 @@ class OneFOneB(Schedule):
         return [Problem(what, "microbatches", f"{smallest}, or schedule=gpipe", kind="undefined")]
 
     @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return min(pp, microbatches)
+
+    @classmethod
     def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:
         return messages.joined_in_turn(actions)
 
@@ -106,6 +115,7 @@ class Interleaved(Schedule):
     """Interleaved 1F1B, as torch's ScheduleInterleaved1F1B: equal rounds of about pp microbatches."""
 
     kind = "interleaved"
+    repeats = True
     torch_name = "ScheduleInterleaved1F1B"
     orders = staticmethod(orders.interleaved)
     explained = (
@@ -120,6 +130,10 @@ class Interleaved(Schedule):
         """Those that give every stage equally many layers, or the default."""
         even = [number for number in divisors(num_layers // pp) if number > 1] if num_layers % pp == 0 else []
         return even or [number for number in [2] if 2 * pp <= num_layers]
+
+    @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return orders.warmup_of_first(pp, virtual_stages, microbatches, 2 * (pp - 1))
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -160,6 +174,10 @@ class ZeroBubble(Interleaved):
     splits_backward = True
 
     @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return orders.warmup_of_first(pp, virtual_stages, microbatches, pp - 1)
+
+    @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:
         return [1, *super().choices(pp, num_layers)]
 
@@ -182,6 +200,10 @@ class ZBV(Interleaved):
         "Qi et al. 2023",
     )
     splits_backward = True
+
+    @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return min(2 * pp - 1, microbatches)
 
     @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:

@@ -29,7 +29,7 @@ def quick(monkeypatch, tmp_path):
 
 
 def test_a_calibration_writes_a_cluster_and_takes_runs_later(quick, capfd):
-    assert main(["calibrate", "cluster=mine", "seconds=120"]) == 0
+    assert main(["calibrate", "cluster=mine", "seconds=60"]) == 0
     out, said = capfd.readouterr()
     assert "measuring: training: two ranks" in said and str(quick) in out.replace("\n", "")
     text = quick.read_text()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from parallelrun.plan.step_time.step import StepTime
 
+MEMORY = "memory"  # the rule that candidates do not fit a device
+
 
 @dataclass(frozen=True)
 class Found:
@@ -39,7 +41,8 @@ class Search:
     """All plans of a model on `world` ranks of a cluster.
 
     considered: legal plans. fitting: those of them that fit a device's memory, or all where the cluster gives no memory
-    size. best: the fastest that fit, the fastest first. nearest: of the plans that are faster than the best and do not
+    size. is_counted: where it is False, `fitting` and `rank` come from lower bounds: at most so many fit. best: the
+    fastest that fit, the fastest first. nearest: of the plans that are faster than the best and do not
     fit, the one that misses least. unpriced: the first plan that has no time, for each reason, and `num_unpriced` by
     reason. removed: most candidates first. rank: of a plan that takes `against` seconds: 1 + the number of fitting
     plans that are faster; None where none was given. global_batch: samples of a step, equal for all plans.
@@ -55,3 +58,4 @@ class Search:
     num_unpriced: dict[str, int] = field(default_factory=dict)
     removed: tuple[Removed, ...] = ()
     rank: int | None = None
+    is_counted: bool = True

@@ -1,19 +1,63 @@
-"""`search`: every plan that the user has left open, priced; the fastest that fit. Torch-free."""
+"""`search`: the fastest plans of everything that the user has left open. Torch-free.
+
+Best first: candidates wait in the order of a lower bound of their time, and the first is bounded more closely, then
+priced, until those in front have been priced and fit. What is behind them cannot be faster.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 
-from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import completed, narrowed
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.plan import cluster_cost, prediction, resolve
-from parallelrun.plan.search.result import Found, Removed, Search
-from parallelrun.plan.search.space import Choice, Space
-from parallelrun.plan.step_time.step import step_time, why_unknown
-from parallelrun.plan.structure import Plan
+from parallelrun.config.schema import ClusterConfig, Config, DataStrategyConfig
+from parallelrun.config.strategy_keys import narrowed
+from parallelrun.errors import ConfigError
+from parallelrun.model_spec import ModelSpec
+from parallelrun.plan import cluster_cost, device_memory, prediction, routing, rules
+from parallelrun.plan.degrees import device_of
+from parallelrun.plan.resolve import spec_of
+from parallelrun.plan.search.bounds import Bounds
+from parallelrun.plan.search.legal import Group, Legal
+from parallelrun.plan.search.result import MEMORY, Found, Removed, Search
+from parallelrun.plan.search.space import Space
+from parallelrun.plan.step_time.step import Known, StepTime, least_s, step_time_with, why_unknown
+from parallelrun.plan.structure import Memory, Plan
 
-MEMORY = "memory"
+NEVER = float("inf")
+ROUNDING = 1e-9  # by which a lower bound can be above the time that it bounds
+MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
+MOST_NEAR = 100  # plans that do not fit and are looked at, the lightest first
+
+
+@dataclass(frozen=True)
+class Row:
+    """Candidates that differ in the data strategy alone. datas: with the bytes that pp rank 0 holds at least, the least
+    first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or fewer."""
+
+    group: Group
+    micro_batch: int
+    recompute: str
+    datas: tuple[tuple[int, DataStrategyConfig], ...]
+    fitting: int
+    kept: int
+    least_s: float = 0.0
+
+
+Leaf = tuple[Row, DataStrategyConfig]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A row, or one of its candidates. is_bounded: its bound contains all communication. time: exact."""
+
+    row: Row
+    data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
+    plan: Plan | None = None
+    is_bounded: bool = False
+    time: StepTime | None = None
 
 
 def search(
@@ -32,39 +76,189 @@ def search(
     `resolve` takes it. Raises ConfigError where no plan can be listed: an unknown model or a bad value.
     """
     space = Space(config, given, world)
-    problems: list[Problem] = []
-    spec = resolve.spec_of(narrowed(space.base), problems)
-    if spec is None:
+    found = _Searched(Legal(space, _spec(space), device_of(config, gpus)), space.base.cluster, keep)
+    found.survey()
+    found.find()
+    return found.result(against)
+
+
+def _spec(space: Space) -> ModelSpec:
+    problems = rules.too_large(space.folded) + rules.check(space.folded)
+    spec = spec_of(narrowed(space.folded), problems)
+    if spec is not None:
+        problems += routing.check_model(space.folded, spec.experts) + rules.check_tokens(space.folded, spec)
+    if problems or spec is None:
         raise ConfigError(*problems)
-    counts: Counter[str] = Counter()
-    examples: dict[str, Problem] = {}
-    priced: list[Found] = []
-    for one in space.candidates(spec):
-        plan = resolve.solve(completed(space.config(one)), given - {"schedule", "layout"}, None, gpus, True)
-        if not isinstance(plan, Plan):
-            rule = plan[0].where.rpartition(".")[2] or "configuration"
-            counts[rule] += 1
-            examples.setdefault(rule, plan[0])
-            continue
-        priced.append(_found(plan, space, one))
-    fitting = [one for one in priced if one.fits == "yes" or not config.cluster.memory_gb]
-    timed = sorted((one for one in fitting if one.time), key=_order)
-    best = tuple(timed[:keep])
-    unfit = [one for one in priced if one not in fitting]
-    limit = best[0].time.step_s if best and best[0].time else float("inf")
-    nearer = [one for one in unfit if one.time and one.time.step_s < limit]
-    nearest = min(nearer, key=lambda one: one.heaviest_bytes, default=None)
-    removed = [Removed(rule, count, examples[rule].what, examples[rule].suggestion) for rule, count in counts.items()]
-    if unfit:
-        lightest = min(unfit, key=lambda one: one.heaviest_bytes)
-        removed.append(Removed(MEMORY, len(unfit), " ".join(lightest.overrides)))
-    no_time = Counter(one.reason for one in priced if one.reason)
-    firsts = {reason: next(one for one in priced if one.reason == reason) for reason in no_time}
-    rank = None if against is None else 1 + sum(one.time.step_s < against for one in timed if one.time)
-    return Search(
-        world, space.global_batch, len(priced), len(fitting), best, nearest, tuple(firsts.values()), dict(no_time),
-        tuple(sorted(removed, key=lambda one: -one.candidates)), rank,
-    )  # fmt: skip
+    return spec
+
+
+class _Searched:
+    """A search under way. considered, may_fit: legal candidates, and those whose lower bound of memory fits."""
+
+    def __init__(self, legal: Legal, cluster: ClusterConfig, keep: int):
+        self.legal, self.cluster, self.keep = legal, cluster, keep
+        self.known: Known = {}
+        self.bounds, self.limit = Bounds(legal, cluster, self.known), _most_bytes(cluster)
+        self.most = legal.space.recomputes()[-1]
+        self.considered = self.may_fit = 0
+        self.rows: list[Row] = []
+        self.fitting: list[Found] = []
+        self.unfit: list[Found] = []
+        self.unpriced: list[Found] = []
+        self.num_unpriced: Counter[str] = Counter()
+        self.is_counted = False
+
+    def survey(self) -> None:
+        """Look at all candidates, by lower bounds alone."""
+        recomputes = self.legal.space.recomputes()
+        for group in self.legal.groups():
+            held = sorted(((self.bounds.held_bytes(group, one), one) for one in group.datas), key=lambda item: item[0])
+            for size in group.micro_batches:
+                flight = self.bounds.in_flight(group, size)
+                for recompute in recomputes:
+                    kept = flight * self.bounds.kept_bytes(group, size, recompute)
+                    fitting = sum(one + kept <= self.limit for one, _ in held)
+                    least = self._least_s(group, size, recompute) if fitting else 0.0
+                    self.rows.append(Row(group, size, recompute, tuple(held), fitting, kept, least))
+                    self.considered += len(held)
+                    self.may_fit += fitting
+
+    def _least_s(self, group: Group, micro_batch: int, recompute: str) -> float:
+        forward, backward, again = self.bounds.seconds(group, micro_batch)
+        backward += again if recompute == self.most else 0.0
+        microbatches = self.legal.space.global_batch // group.dp // micro_batch
+        return max(
+            head * forward + work * microbatches * (forward + backward) + tail * backward
+            for head, work, tail in self.bounds.paths(group)
+        )
+
+    def find(self) -> None:
+        """Price candidates, the ones with the least bound first, until those in front are the best."""
+        if self._leaves_all():
+            return
+        self.is_counted = self.may_fit <= MOST_COUNTED
+        for plan, leaf, time in self._priced():
+            if not self.is_counted and len(self.fitting) >= self.keep:
+                slowest = self.fitting[self.keep - 1].time
+                if slowest and time.step_s > (1 + ROUNDING) * slowest.step_s:
+                    break
+            found = self._found(plan, leaf, time)
+            (self.fitting if _is_fit(found, self.cluster) else self.unfit).append(found)
+
+    def _leaves_all(self) -> bool:
+        """Whether no plan can be priced, for a reason that does not depend on the plan."""
+        row = next((row for row in self.rows if row.fitting), None)
+        if row is None or not why_unknown(plan := self._plan(row, row.datas[0][1]), self.cluster):
+            return False
+        self._leave(plan, (row, row.datas[0][1]))
+        self.num_unpriced[why_unknown(plan, self.cluster)] = self.may_fit
+        return True
+
+    def _priced(self) -> Iterator[tuple[Plan, Leaf, StepTime]]:
+        """The candidates that may fit, the fastest first."""
+        number = count()
+        heap: list[tuple[float, int, _Waiting]] = []
+        for row in self.rows:
+            if row.fitting:
+                heap.append((row.least_s, next(number), _Waiting(row)))
+        heapq.heapify(heap)
+        while heap:
+            _, _, one = heapq.heappop(heap)
+            if one.plan is not None and one.time is not None:
+                yield one.plan, (one.row, one.data), one.time
+                continue
+            for seconds, closer in self._closer(one):
+                heapq.heappush(heap, (seconds, next(number), closer))
+
+    def _closer(self, one: _Waiting) -> list[tuple[float, _Waiting]]:
+        """What waits instead, with closer bounds: the candidates of a row, a candidate with its data communication,
+        a candidate with its time."""
+        if one.plan is None:
+            plans = [(data, self._plan(one.row, data)) for _, data in one.row.datas[: one.row.fitting]]
+            bounds = [(least_s(self.known, plan, self.cluster) or 0.0, data, plan) for data, plan in plans]
+            return [(seconds, _Waiting(one.row, data, plan)) for seconds, data, plan in bounds]
+        time = step_time_with(self.known, one.plan, self.cluster, least=not one.is_bounded)
+        if time is None:
+            self._leave(one.plan, (one.row, one.data))
+            return []
+        if one.is_bounded:
+            return [(time.step_s, replace(one, time=time))]
+        return [(time.step_s, replace(one, is_bounded=True))]
+
+    def _plan(self, row: Row, data: DataStrategyConfig) -> Plan:
+        return self.legal.plan(row.group, row.micro_batch, row.recompute, data)
+
+    def _leave(self, plan: Plan, leaf: Leaf) -> None:
+        """Take down a plan that cannot be priced."""
+        found = why_unknown(plan, self.cluster)
+        if found not in self.num_unpriced:
+            self.unpriced.append(self._found(plan, leaf, None))
+        self.num_unpriced[found] += 1
+
+    def _found(self, plan: Plan, leaf: Leaf, time: StepTime | None) -> Found:
+        row, data = leaf
+        memory = prediction.heaviest(plan, self.cluster)
+        return Found(
+            self.legal.space.overrides(row.group.choice(row.micro_batch, row.recompute, data)),
+            time,
+            memory.total,
+            cluster_cost.fits(memory, self.cluster),
+            time.tokens_per_s_per_gpu * plan.world if time else None,
+            "" if time else why_unknown(plan, self.cluster),
+        )
+
+    def _nearest(self, best: Found | None) -> Found | None:
+        """The plan that misses least of those that do not fit and are faster than the best."""
+        limit = best.time.step_s if best and best.time else NEVER
+        near = [one for one in self.unfit if one.time and one.time.step_s < limit]
+        nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
+        heavy = [(row.datas[row.fitting][0] + row.kept, index, row.fitting)
+                 for index, row in enumerate(self.rows) if row.fitting < len(row.datas)]  # fmt: skip
+        heapq.heapify(heavy)
+        for _ in range(MOST_NEAR):
+            if not heavy or (nearest and heavy[0][0] >= nearest.heaviest_bytes):
+                break
+            _, index, number = heapq.heappop(heavy)
+            row = self.rows[index]
+            if number + 1 < len(row.datas):
+                heapq.heappush(heavy, (row.datas[number + 1][0] + row.kept, index, number + 1))
+            data = row.datas[number][1]
+            plan = self._plan(row, data)
+            least = step_time_with(self.known, plan, self.cluster, least=True)
+            time = step_time_with(self.known, plan, self.cluster) if least and least.step_s < limit else None
+            if time and time.step_s < limit:
+                found = self._found(plan, (row, data), time)
+                nearest = min((one for one in (nearest, found) if one), key=lambda one: one.heaviest_bytes)
+        return nearest
+
+    def result(self, against: float | None) -> Search:
+        ordered = sorted(self.fitting, key=_order)
+        best = tuple(ordered[: self.keep])
+        examples, space = self.legal.examples, self.legal.space
+        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.may_fit
+        removed = [
+            Removed(rule, number, examples[rule].what, examples[rule].suggestion)
+            for rule, number in self.legal.removed.items()
+        ]
+        nearest = self._nearest(best[0] if best else None)
+        if fitting < self.considered:
+            removed.append(Removed(MEMORY, self.considered - fitting, " ".join(nearest.overrides) if nearest else ""))
+        return Search(
+            space.world, space.global_batch, self.considered, fitting, best, nearest,
+            tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda one: -one.candidates)),
+            self._rank(ordered, against), self.is_counted,
+        )  # fmt: skip
+
+    def _rank(self, ordered: Sequence[Found], against: float | None) -> int | None:
+        if against is None:
+            return None
+        if self.is_counted:
+            return 1 + sum(one.time.step_s < against for one in ordered if one.time)
+        return 1 + sum(row.fitting for row in self.rows if row.least_s < against)
+
+
+def _is_fit(found: Found, cluster: ClusterConfig) -> bool:
+    return found.fits == "yes" or not cluster.memory_gb
 
 
 def _order(one: Found) -> tuple[float, int]:
@@ -73,15 +267,13 @@ def _order(one: Found) -> tuple[float, int]:
     return one.time.step_s, one.heaviest_bytes
 
 
-def _found(plan: Plan, space: Space, one: Choice) -> Found:
-    cluster = space.base.cluster
-    memory = max(prediction.memories(plan, cluster).values(), key=lambda memory: memory.total)
-    time = step_time(plan, cluster)
-    return Found(
-        space.overrides(one),
-        time,
-        memory.total,
-        cluster_cost.fits(memory, cluster),
-        time.tokens_per_s_per_gpu * plan.world if time else None,
-        "" if time else why_unknown(plan, cluster),
-    )
+def _most_bytes(cluster: ClusterConfig) -> float:
+    """The most bytes of tensors with which a rank fits its device for certain, whatever its communicators need."""
+    if not cluster.memory_gb:
+        return NEVER
+    low, high = 0, round(2 * cluster.memory_gb * device_memory.GIGA)
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = device_memory.beside(Memory(middle, 0, 0, 0), 0 if cluster.context_gb else 1, cluster)
+        low, high = (middle, high) if cluster_cost.fits(found, cluster) == "yes" else (low, middle - 1)
+    return low

@@ -109,7 +109,8 @@ class Space:
         base: TensorStrategyConfig = narrowed(self.base).strategy.tensor
         if tp == 1:
             return [base]
-        found = [c.config for kind in kinds("tensor") for c in tensor_strategy(kind).layout_choices(tp)]
+        choices = [one for kind in kinds("tensor") for one in tensor_strategy(kind).layout_choices(tp)]
+        found = [one.config for one in choices if one.searched]
         return self._restricted("tensor", found)
 
     def datas(self, dp: int, pp: int, tp: int) -> list[DataStrategyConfig]:

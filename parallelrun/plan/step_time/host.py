@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from parallelrun.model_spec import BlockSpec, ModelSpec
 from parallelrun.plan.step_time.kernels import streaming_s
-from parallelrun.plan.step_time.links import MESSAGES
 from parallelrun.plan.step_time.rates import Rates
 from parallelrun.plan.structure import Collective, Plan
 
@@ -20,7 +19,6 @@ OF_COLLECTIVE = 6  # of a collective inside a block: copies around it, and its p
 # On a CPU, fitted to trainings of two and four ranks, with the Python that is no operation of torch:
 OF_CALL = 20  # of a collective or message in a step, beside what a collective alone takes
 OF_GRID_CALL = 35  # and of one of a layer that is split over a grid of ranks
-OF_MESSAGE = 40  # and of a message of a data strategy that sums gradients by messages
 OF_UNIT = 150  # of a gather or a reduction by torch's FSDP2, which is Python for every parameter
 OF_MICROBATCH = 40  # of one of several microbatches: its samples, its messages' buffers; and one for every gradient
 
@@ -56,17 +54,15 @@ def _total(block: BlockSpec, spec: ModelSpec) -> int:
 
 
 def around_data_s(plan: Plan, rates: Rates) -> float:
-    """Seconds of a step that a host spends around the data strategy's communication: Python for every message, and for
-    every unit of sharded weights, which are copied in and out."""
+    """Seconds of a step that a host spends around the data strategy's communication: what is sent is copied into and
+    out of buffers, and torch's FSDP2 is Python for every unit of sharded weights."""
     if not rates.synchronous:
         return 0.0
     coordinate = plan.mesh.coordinate(0)
     rows = plan.data.collectives(coordinate["pp"], coordinate, plan)
-    messages = sum(row.calls for row in rows if row.operation in MESSAGES)
-    if not plan.data.shards_weights:
-        return messages * OF_MESSAGE * rates.operation_s
-    calls, payload = sum(row.calls for row in rows), sum(row.payload_bytes for row in rows)
-    return calls * OF_UNIT * rates.operation_s + streaming_s(2.0 * payload, 0, rates)
+    copied = streaming_s(2.0 * sum(row.payload_bytes for row in rows), 0, rates)
+    units = sum(row.calls for row in rows) if plan.data.shards_weights else 0
+    return units * OF_UNIT * rates.operation_s + copied
 
 
 def around_layers_s(row: Collective, plan: Plan, rates: Rates) -> float:

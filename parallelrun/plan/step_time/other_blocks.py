@@ -29,7 +29,7 @@ def streaming(block: BlockSpec, plan: Plan, rates: Rates) -> tuple[float, float]
 
 def has_convolutions(plan: Plan) -> bool:
     """Whether the model has layers whose weights are more than matrices."""
-    return any(len(parameter.shape) > 3 for parameter in plan.spec.parameters.values())
+    return plan.spec.has_convolutions
 
 
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:

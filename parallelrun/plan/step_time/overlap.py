@@ -9,14 +9,17 @@ from __future__ import annotations
 from parallelrun.plan.step_time.stack import Stack
 from parallelrun.plan.structure import Plan
 
-OVERLAP = 0.8  # the part of a computation under which something else can travel
-SLOWED = 0.1  # of hidden communication, the part by which it slows down the computation that hides it
+# Of hidden communication, the part by which it slows down the computation that hides it (Galvatron: 0.1 to 0.3).
+SLOWED = 0.1
 
 
-def exposed_s(communication: float, computation: float) -> float:
-    """Seconds by which a communication makes a computation beside it longer. Both in seconds; never negative."""
-    hidden = min(communication, OVERLAP * computation)
-    return communication - (1 - SLOWED) * hidden
+def exposed_s(communication: float, computation: float, pieces: float = 1.0) -> float:
+    """Seconds by which a communication makes a computation beside it longer. Both in seconds; never negative.
+
+    pieces: in which both run, where a piece can be sent only while the next one is computed; 1: side by side.
+    """
+    window = computation * (1 - 1 / pieces) if pieces > 1 else computation
+    return communication - (1 - SLOWED) * min(communication, window)
 
 
 def tensor_s(communication: float, products: float, stack: Stack, plan: Plan, backward: bool) -> float:
@@ -24,11 +27,11 @@ def tensor_s(communication: float, products: float, stack: Stack, plan: Plan, ba
 
     This program sends the gradient of a layer's input while it computes that of the weights, which is half of the
     products of a backward pass (`strategy.tensor.overlap`). With `tensor_overlap`, the gathers and reduce-scatters of
-    sequence parallelism are cut into pieces and run under the products that they belong to (Transformer Engine's
-    userbuffers, torch's asynchronous tensor parallelism).
+    sequence parallelism are cut into a piece for each rank and run under the products that they belong to (userbuffers
+    of Transformer Engine, torch's asynchronous tensor parallelism).
     """
     if stack.tensor_overlap and plan.tensor.sequence_parallel:
-        return exposed_s(communication, products)
+        return exposed_s(communication, products, plan.mesh.size("tp"))
     if backward and stack.gradient_overlap and plan.tensor.overlap and not plan.pipeline.splits_backward:
         return exposed_s(communication, products / 2)
     return communication
@@ -38,18 +41,18 @@ def data_s(gathers: float, sums: float, forward: float, backward: float, stack: 
     """Seconds of the data strategy's communication that neither backward nor forward hides.
 
     gathers, sums: of weights and of gradients in a step. forward, backward: seconds in which a rank computes one
-    microbatch. Sharded weights (FSDP) travel in every microbatch, each unit's while the one before computes; the first
-    unit has none before it. Else gradients travel under the last microbatch's backward pass, and the new
-    weights of a sharded optimizer under the first forward pass.
+    microbatch. Sharded weights (FSDP) travel in every microbatch, each block's while the one before computes. Else
+    gradients travel under the last microbatch's backward pass, each block's while the one before it computes, and the
+    new weights of a sharded optimizer under the first forward pass.
     """
     if not stack.data_overlap:
         return gathers + sums
+    blocks = max(1.0, len(plan.spec.blocks) / plan.mesh.size("pp"))
     if not plan.data.shards_weights:
-        late = exposed_s(gathers, forward) if stack.gather_overlap else gathers
-        return exposed_s(sums, backward) + late
+        late = exposed_s(gathers, forward, blocks) if stack.gather_overlap else gathers
+        return exposed_s(sums, backward, blocks) + late
     count = plan.batch.microbatches
     again = plan.data.exchange_form(plan).gathers_again
     in_forward = gathers / 2 if again else gathers
-    first = in_forward * plan.mesh.size("pp") / len(plan.spec.blocks)
     in_backward = gathers - in_forward + sums
-    return first + exposed_s(in_forward - first, count * forward) + exposed_s(in_backward, count * backward)
+    return exposed_s(in_forward, count * forward, blocks) + exposed_s(in_backward, count * backward, blocks)

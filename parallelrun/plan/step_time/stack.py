@@ -10,7 +10,8 @@ class Stack:
     """How the program that is predicted computes and sends. The defaults are what this program does.
 
     fused_attention: attention keeps no scores. attention: its rate, relative to the cluster's `attention_efficiency`.
-    fused_rotation: one kernel rotates queries and keys. stops_early: full recomputation ends at the last tensor that
+    fused_rotation: one kernel rotates queries and keys. logit_bytes: read and written for each logit, forward and
+    backward. stops_early: full recomputation ends at the last tensor that
     backward needs, before the last product of a block (`torch.utils.checkpoint` without reentrance); selective
     recomputation computes norms and activations again, else attention alone. operations: that the host issues for a
     block, relative to this program's; recompute_operations: besides, to recompute it (states of random numbers).
@@ -21,12 +22,13 @@ class Stack:
     gathers and reduce-scatters of sequence parallelism run under the products beside them. scattered_messages: tp ranks
     with equal activations each send a part of them to the next stage, which gathers them. rounded_weights: weights are
     kept in the compute dtype, which is what is gathered. rounded_gradients: gradients are added up and summed over
-    ranks in the compute dtype.
+    ranks in the compute dtype. fused_accumulation: a product adds the gradient of its weights to those before.
     """
 
     fused_attention: bool = True
     attention: float = 1.0
     fused_rotation: bool = False
+    logit_bytes: tuple[float, float] = (18, 26)  # rounding, softmax and loss in fp32, as torch's kernels move them
     stops_early: bool = True
     operations: float = 1.0
     recompute_operations: float = 0.0
@@ -38,6 +40,7 @@ class Stack:
     scattered_messages: bool = False
     rounded_weights: bool = False
     rounded_gradients: bool = False
+    fused_accumulation: bool = False
 
 
 OURS = Stack()

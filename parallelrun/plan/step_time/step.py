@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
-from parallelrun.plan import prediction
+from parallelrun.plan import prediction, simulate
 from parallelrun.plan.step_time import cores, host, other_blocks, overlap, servers, spread
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
@@ -43,32 +42,33 @@ def step_time(plan: Plan, cluster: ClusterConfig, stack: Stack = OURS) -> StepTi
     return step_time_with({}, plan, cluster, stack)
 
 
-def step_time_with(known: Known, plan: Plan, cluster: ClusterConfig, stack: Stack = OURS) -> StepTime | None:
+def step_time_with(
+    known: Known, plan: Plan, cluster: ClusterConfig, stack: Stack = OURS, least: bool = False
+) -> StepTime | None:
     """`step_time` of one of many plans. known: parts that plans share, by what they depend on; it is filled.
 
     Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
-    optimizer, cluster, stack and partition.
+    optimizer, cluster, stack and partition. least: with a lower bound of the schedule's length, which is not simulated.
     """
-    rates = rates_of(cluster, plan.precision.name)
-    if rates is None or why_unknown(plan, cluster):
+    setting = _setting(plan, cluster, stack)
+    if setting is None:
         return None
-    rates = cores.of_a_rank(rates, plan, cluster)
-    if rates.synchronous and host.keeps_scores(plan.spec):
-        stack = replace(stack, fused_attention=False)
+    rates, stack = setting
     stages = stages_of(plan, cluster, rates, stack, known)
     messages = messages_of(plan, cluster, rates, stack, known)
-    data = once(known, ("data", _of_weights(plan)), lambda: _data(plan, cluster, rates, stack))
+    data = once(known, ("data", _of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
     if stages is None or messages is None or data is None:
         return None
-    key = "schedule", plan.pipeline, plan.batch.microbatches, _of_stages(plan)
-    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages))
+    key = "schedule", least, plan.pipeline, plan.batch.microbatches, _of_stages(plan)
+    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages, least))
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
     parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
     parts[DATA] += host.around_data_s(plan, rates)
-    held = once(known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0)))
-    weights, _, states = held
+    weights, _, states = once(
+        known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0))
+    )
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
     parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
     if plan.servers:
@@ -82,6 +82,25 @@ def step_time_with(known: Known, plan: Plan, cluster: ClusterConfig, stack: Stac
     mfu = flops / total / plan.num_workers / rates.peak_flops
     shown = {name: seconds for name, seconds in parts.items() if seconds}
     return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
+
+
+def _setting(plan: Plan, cluster: ClusterConfig, stack: Stack) -> tuple[Rates, Stack] | None:
+    """(the rates of one rank, what the program does on such a device); None where the time of a step is unknown."""
+    rates = rates_of(cluster, plan.precision.name)
+    if rates is None or why_unknown(plan, cluster):
+        return None
+    rates = cores.of_a_rank(rates, plan, cluster)
+    keeps_scores = rates.synchronous and host.keeps_scores(plan.spec)
+    return rates, replace(stack, fused_attention=False) if keeps_scores else stack
+
+
+def least_s(known: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
+    """A lower bound of the schedule's length, and so of a step; None as `step_time`. known: see `step_time_with`."""
+    setting = _setting(plan, cluster, OURS)
+    if setting is None:
+        return None
+    stages, messages = stages_of(plan, cluster, *setting, known), messages_of(plan, cluster, *setting, known)
+    return None if stages is None or messages is None else _schedule(plan, cluster, stages, messages, True)[0]
 
 
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
@@ -106,10 +125,8 @@ def _of_stages(plan: Plan) -> object:
 
 
 def _of_weights(plan: Plan) -> object:
-    """What the bytes of weights and the traffic of gradients depend on."""
-    return (
-        plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.batch.microbatches, plan.servers,
-    )  # fmt: skip
+    """What the bytes of weights and optimizer state depend on, and with the microbatches the traffic of gradients."""
+    return plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
 
 
 @dataclass(frozen=True)
@@ -124,29 +141,43 @@ class StageTime:
 def stages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known) -> list[StageTime] | None:
     """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
 
-    def compute() -> list[StageTime] | None:
-        times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
-        return _stages(plan, times, lambda block: block_time(block, plan, cluster, rates, stack))
-
-    return once(known, ("stages", _of_stages(plan)), compute)
+    time_of = _blocks_of(plan, cluster, rates, stack, known)
+    return once(known, ("stages", _of_stages(plan)), lambda: _stages(plan, time_of))
 
 
-def _stages(
-    plan: Plan, times: dict[object, Any], time_of: Callable[[BlockSpec], BlockTime | None]
-) -> list[StageTime] | None:
+def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
+    """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
+    setting = _setting(plan, cluster, OURS)
+    assert setting is not None, "asked only where the cluster gives the rates"
+    return _blocks_of(plan, cluster, *setting, known)
+
+
+def _blocks_of(
+    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known
+) -> Callable[[BlockSpec], BlockTime | None]:
+    times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
+
+    def time_of(block: BlockSpec) -> BlockTime | None:
+        alike = plan.spec.first_alike[block.name]
+        return once(times, alike, lambda: block_time(block, plan, cluster, rates, stack))
+
+    return time_of
+
+
+def _stages(plan: Plan, time_of: Callable[[BlockSpec], BlockTime | None]) -> list[StageTime] | None:
     stages = []
     for stage in plan.stages:
         forward = backward = 0.0
         parts: Parts = defaultdict(float)
-        for name in stage.blocks:
-            time = once(times, plan.spec.first_alike[name], partial(time_of, plan.spec.block(name)))
+        for name, number in Counter(plan.spec.first_alike[name] for name in stage.blocks).items():
+            time = time_of(plan.spec.block(name))
             if time is None:
                 return None
             again = sum(time.again.values())
-            forward += sum(time.forward.values())
-            backward += sum(time.backward.values()) + again
+            forward += number * sum(time.forward.values())
+            backward += number * (sum(time.backward.values()) + again)
             for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
-                parts[kind] += seconds
+                parts[kind] += number * seconds
         stages.append(StageTime(forward, backward, dict(parts)))
     return stages
 
@@ -175,8 +206,11 @@ def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) ->
     return seconds / plan.batch.microbatches
 
 
-def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float) -> tuple[float, float]:
-    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works)."""
+def _schedule(
+    plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float, least: bool = False
+) -> tuple[float, float]:
+    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works). least: of the former, a
+    lower bound."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     each = messages * pp / len(stages) / 2
     forward, backward = [one.forward + each for one in stages], [one.backward + each for one in stages]
@@ -185,6 +219,8 @@ def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messa
         return busy, busy
     half = [seconds / 2 for seconds in backward]
     times = {"F": forward, "B": backward, "I": half, "W": half}
+    if least:
+        return busy if cores.ranks_per_core(plan, cluster) > 1 else simulate.least(plan, times), busy
     return cores.makespan(plan, cluster, times, busy), busy
 
 

@@ -23,7 +23,6 @@ ROTATION, ROTATION_BY_FORMULA = (4, 4), (19, 32)
 ACTIVATION: dict[str, Both] = {"gelu": (4, 6), "relu": (4, 6), "swiglu": (10, 20)}  # per element that it gives
 BIAS = 2  # per output of a layer with a bias, in backward: it is read to be summed
 KERNELS = 8
-LOGIT: Both = (18, 26)  # of a logit: rounding, softmax and loss in fp32
 EMBEDDING = 8
 # On a CPU, whose caches hold small tensors: per element of the residual stream, and of what the activation reads.
 RESIDUAL_ON_CPU, ACTIVATION_ON_CPU, BACKWARD_ON_CPU = 22, 5, 1.5
@@ -38,7 +37,7 @@ def of_block(block: BlockSpec, plan: Plan, rates: Rates, stack: Stack) -> Both:
         return _of_transformer(block, rows * features, plan, rates, stack)
     if block.kind == "head":
         logits = plan.num_rows * spec.vocab / tp
-        moved = LOGIT_ON_CPU if rates.synchronous else LOGIT
+        moved = LOGIT_ON_CPU if rates.synchronous else stack.logit_bytes
         return streaming_s(moved[0] * logits, 6, rates), streaming_s(moved[1] * logits, 3, rates)
     both = streaming_s(EMBEDDING * rows * features, 4, rates)
     return both, both
@@ -95,5 +94,5 @@ def of_weights(elements: float, plan: Plan, rates: Rates, stack: Stack) -> Both:
     forward = backward = (stored + compute) * rounds
     if plan.batch.microbatches > 1:
         own = compute if stack.rounded_gradients else kept
-        backward += 2 * own + (kept if rounds else compute)
+        backward += own if stack.fused_accumulation else 2 * own + (kept if rounds else compute)
     return elements * forward / rates.memory_bytes_s, elements * backward / rates.memory_bytes_s

@@ -74,9 +74,9 @@ def final_collectives(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> l
 def buckets_of(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> RankBuckets:
     """The buckets of a rank, which are computed once."""
     key = "buckets", pp_rank, *sorted(coordinate.items())
-    if key not in plan.cache:
-        plan.cache[key] = RankBuckets(pp_rank, coordinate, plan)
-    found: RankBuckets = plan.cache[key]
+    if key not in plan.weights_cache:
+        plan.weights_cache[key] = RankBuckets(pp_rank, coordinate, plan)
+    found: RankBuckets = plan.weights_cache[key]
     return found
 
 

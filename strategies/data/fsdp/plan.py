@@ -158,12 +158,12 @@ def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
     """Elements of a unit as it is sent, computed once for the units of equal blocks."""
     block = plan.spec.first_alike.get(unit.block, unit.stage)
     key = "padded numel", unit.kind, block, len(unit.parameters), *sorted(coordinate.items())
-    if key not in plan.cache:
+    if key not in plan.weights_cache:
         shapes = local_shapes(unit.parameters, coordinate, plan)
         dims = [shard_dim(held.spec, held.layout, unit.axis, plan) for held in unit.parameters]
         sizes = [padded_numel(shape, plan.mesh.size(unit.axis), dim) for shape, dim in zip(shapes, dims)]
-        plan.cache[key] = sum(sizes)
-    found: int = plan.cache[key]
+        plan.weights_cache[key] = sum(sizes)
+    found: int = plan.weights_cache[key]
     return found
 
 

@@ -94,9 +94,9 @@ class UnitSharding(DataStrategy):
     def units(self, plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
         """The FSDP units of a pp rank, by stage, in forward order; a stage's root and shared weight come last."""
         key = "fsdp units", pp_rank
-        if key not in plan.cache:
-            plan.cache[key] = tuple(_units(plan, pp_rank, self.reshard_after_forward))
-        found: tuple[Unit, ...] = plan.cache[key]
+        if key not in plan.weights_cache:
+            plan.weights_cache[key] = tuple(_units(plan, pp_rank, self.reshard_after_forward))
+        found: tuple[Unit, ...] = plan.weights_cache[key]
         return found
 
 

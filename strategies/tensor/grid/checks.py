@@ -87,6 +87,15 @@ class GridRequest:
             return problems
         return problems + self._indivisible(sizes) + self._samples(sizes)
 
+    def is_legal(self) -> bool:
+        """Whether `check` finds nothing."""
+        request, sizes = self.request, self.sizes
+        if sizes is None or self._excluded() or self._summa() or (request.tp > 1 and request.spec.experts):
+            return False
+        if request.tp == 1 or definitions.model(request.config).is_lesson:
+            return True
+        return not (self._roles() or self.without_batch.choice.misfits() or self._samples(sizes))
+
     def _of(self, request: Request) -> GridRequest:
         return replace(self, request=request)
 

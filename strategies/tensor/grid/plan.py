@@ -53,6 +53,10 @@ class GridStrategy(ProductStrategy):
         return cls._of(request).check()
 
     @classmethod
+    def is_legal(cls, request: Request) -> bool:
+        return cls._of(request).is_legal()
+
+    @classmethod
     def resolve(cls, request: Request) -> Self:
         """The form of every pair of layers, by what it moves."""
         asked = GridConfig.of(request.config)
@@ -210,8 +214,8 @@ class Tensor2D(GridStrategy):
         flat = Grid2DConfig(grid=f"{rows}x{tp // rows}" if rows > 1 and rows * rows != tp else None)
         return [
             LayoutChoice(name, flat),
-            LayoutChoice(f"{name} lean", replace(flat, save_gathered=False), name),
-            LayoutChoice(f"{name} summa", replace(flat, form="summa"), name),
+            LayoutChoice(f"{name} lean", replace(flat, save_gathered=False), name, searched=False),
+            LayoutChoice(f"{name} summa", replace(flat, form="summa"), name, searched=False),
         ]
 
     def resolved_config(self, config: Config, plan: Plan) -> Grid2DConfig:
@@ -272,4 +276,4 @@ class Tensor3D(GridStrategy):
         side = cube_root(tp)
         name = f"3d {side}x{side}x{side}" if side**3 == tp else "3d"
         lean = GridConfig(save_gathered=False)
-        return [LayoutChoice(name, GridConfig()), LayoutChoice(f"{name} lean", lean, name)]
+        return [LayoutChoice(name, GridConfig()), LayoutChoice(f"{name} lean", lean, name, searched=False)]

@@ -33,6 +33,14 @@ def check(request: Request, wanted: bool) -> list[Problem]:
     return problems
 
 
+def is_legal(request: Request, wanted: bool) -> bool:
+    """Return whether `check` finds nothing."""
+    if request.tp == 1:
+        return True
+    misfits = _misfits(request.spec, request.tp)
+    return not (misfits or _roles(request) or _sequence(request.spec, request.tp, wanted))
+
+
 def _roles(request: Request) -> list[Problem]:
     """There must be something to split, and nothing with weights may stand where activations are split."""
     spec, tp = request.spec, request.tp

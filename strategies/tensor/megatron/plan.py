@@ -54,6 +54,10 @@ class Megatron1D(ProductStrategy):
         return checks.check(request, cls.asks_for_slices(request.config))
 
     @classmethod
+    def is_legal(cls, request: Request) -> bool:
+        return checks.is_legal(request, cls.asks_for_slices(request.config))
+
+    @classmethod
     def resolve(cls, request: Request) -> Self:
         """Sequence parallelism needs several ranks to split the sequence over."""
         kv_heads = request.spec.kv_heads

@@ -113,12 +113,13 @@ def test_a_message_in_parts_uses_the_ports_of_all_tp_ranks():
     assert parts < whole / 2
 
 
-def test_sharded_weights_travel_under_what_computes_and_the_first_does_not():
+def test_sharded_weights_travel_under_the_blocks_before_theirs():
     plan = planned(*PLANS["fsdp"])
-    hidden = overlap.data_s(1.0, 1.0, 10.0, 20.0, OURS, plan)
-    first = 0.5 / len(plan.spec.blocks)
-    assert hidden == pytest.approx(first + overlap.SLOWED * (2.0 - first))
+    assert overlap.data_s(1.0, 1.0, 10.0, 20.0, OURS, plan) == pytest.approx(overlap.SLOWED * 2.0)
     assert overlap.data_s(1.0, 1.0, 0.0, 0.0, OURS, plan) == pytest.approx(2.0), "nothing to hide under"
+    forward, blocks_before = 0.1, 1 - 1 / len(plan.spec.blocks)
+    found = overlap.data_s(1.0, 0.0, forward, 1e9, OURS, plan)
+    assert found == pytest.approx(0.5 - (1 - overlap.SLOWED) * forward * blocks_before + overlap.SLOWED * 0.5)
 
 
 class _MovedBytes(TorchDispatchMode):

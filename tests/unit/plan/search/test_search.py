@@ -2,27 +2,99 @@
 
 from __future__ import annotations
 
+import pytest
+
 from parallelrun.plan.resolve import resolve
+from parallelrun.plan.search import search as engine
+from parallelrun.plan.search.result import MEMORY
 from parallelrun.plan.search.search import search
 from parallelrun.plan.step_time.step import step_time
 from tests.unit.config.test_presets import composed
+from tests.unit.plan.search.brute_force import brute_force
 
-SMALL = ("model=gpt2_124m", "model.layers=2", "cluster=a100_dgx", "precision=bf16", "global_batch=16")
+GPT = ("model=gpt2_124m", "model.layers=4", "cluster=a100_dgx", "precision=bf16", "global_batch=16")
+LLAMA = ("model=llama3_8b", "model.layers=4", "cluster=h100_dgx", "precision=bf16", "global_batch=32")
+BERT = ("model=bert_base", "model.layers=3", "cluster=a100_40gb", "precision=fp16", "global_batch=24")
+MOE = ("model=moe_gpt", "cluster=a100_dgx", "precision=bf16", "global_batch=16")
+SPACES = {
+    "gpt, data and recomputation": (4, (*GPT, "tp=1", "pp=1")),
+    "gpt, layouts": (4, (*GPT, "tp=4", "recompute=none")),
+    "gpt, layouts of a cube": (8, (*GPT, "tp=8")),
+    "gpt, schedules": (4, (*GPT, "tp=1", "pp=4", "recompute=none")),
+    "gpt, pipeline beside data": (8, (*GPT, "tp=1", "pp=2", "micro_batch=1")),
+    "gpt, one schedule": (8, (*GPT, "tp=2", "schedule=1f1b", "recompute=full")),
+    "gpt, virtual stages": (4, (*GPT, "tp=1", "virtual_stages=2", "strategy.data.kind=zero1")),
+    "gpt, little memory": (4, (*GPT, "tp=2", "cluster.memory_gb=4", "recompute=full")),
+    "gpt, less memory": (4, (*GPT, "pp=2", "schedule=1f1b", "cluster.memory_gb=3.4")),
+    "gpt, slow links": (8, (*GPT, "tp=2", "pp=1", "cluster.gpus_per_node=2", "cluster.inter_gb_s=1")),
+    "gpt, nothing fits": (4, (*GPT, "tp=1", "pp=1", "cluster.memory_gb=1")),
+    "gpt, no memory size": (4, (*GPT, "tp=1", "schedule=interleaved", "cluster.memory_gb=null")),
+    "llama, tensor parallel": (8, (*LLAMA, "tp=4", "pp=1", "recompute=selective")),
+    "llama, sharded weights": (8, (*LLAMA, "tp=1", "pp=1", "strategy.data.kind=fsdp")),
+    "llama, pipeline of shards": (8, (*LLAMA, "tp=2", "pp=2", "strategy.data.kind=fsdp", "micro_batch=1")),
+    "llama, memory decides": (8, (*LLAMA, "pp=1", "recompute=none", "cluster.memory_gb=40", "micro_batch=1")),
+    "bert, on ethernet": (4, (*BERT, "pp=1", "cluster.inter_gb_s=3", "cluster.gpus_per_node=2", "recompute=none")),
+    "bert, layers that do not divide": (6, (*BERT, "tp=1", "pp=3", "recompute=none")),
+    "experts": (4, (*MOE, "tp=1", "pp=1")),
+    "experts, a pipeline": (4, (*MOE, "pp=2", "schedule=1f1b", "recompute=none")),
+    "no rates": (4, ("model=gpt2_124m", "model.layers=2", "global_batch=8", "tp=1", "pp=1")),
+}  # fmt: skip
 
 
-def test_the_best_plans_are_those_of_their_overrides():
-    found = composed(*SMALL)
-    result = search(found.config, found.given, 4)
-    assert result.considered >= result.fitting > 100 and len(result.best) == 3
+@pytest.mark.parametrize("name", SPACES)
+def test_the_search_finds_what_brute_force_finds(name, monkeypatch):
+    world, words = SPACES[name]
+    found, everything = composed(*words), brute_force(words, world)
+    fitting = sorted(
+        (one for one in everything if one.fits == "yes" and one.time),
+        key=lambda one: (one.time.step_s, one.heaviest_bytes),
+    )
+    assert 10 < len(everything) < 1000
+    against = fitting[len(fitting) // 2].time.step_s if fitting else 1.0
+    for most in (10**6, 0):  # counted in full, and by bounds
+        monkeypatch.setattr(engine, "MOST_COUNTED", most)
+        result = search(found.config, found.given, world, against=against)
+        assert result.considered == len(everything)
+        assert [one.time for one in result.best] == [one.time for one in fitting[:3]]
+        assert [one.heaviest_bytes for one in result.best] == [one.heaviest_bytes for one in fitting[:3]]
+        number = sum(one.fits == "yes" for one in everything)
+        faster = 1 + sum(one.time.step_s < against for one in fitting)
+        if result.is_counted:
+            assert (result.fitting, result.rank) == (number, faster)
+        else:
+            assert result.fitting >= number and result.rank >= faster
+        check_nearest(result, everything)
+        check_unpriced(result, everything)
+
+
+def check_nearest(result, everything):
+    limit = result.best[0].time.step_s if result.best else float("inf")
+    near = [one.heaviest_bytes for one in everything if one.fits != "yes" and one.time and one.time.step_s < limit]
+    assert (result.nearest.heaviest_bytes if result.nearest else None) == min(near, default=None)
+    if result.fitting < result.considered:
+        assert any(one.rule == MEMORY for one in result.removed)
+
+
+def check_unpriced(result, everything):
+    assert sum(result.num_unpriced.values()) == sum(one.time is None for one in everything)
+    assert {one.reason for one in result.unpriced} == result.num_unpriced.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt, layouts", "gpt, schedules", "llama, sharded weights", "experts"])
+def test_the_best_plans_are_those_of_their_overrides(name):
+    world, words = SPACES[name]
+    found = composed(*words)
+    result = search(found.config, found.given, world)
     for one in result.best:
-        again = composed(*SMALL, f"world={result.world}", *one.overrides)
-        assert step_time(resolve(again.config, given=again.given), again.config.cluster) == one.time
+        again = composed(*words, *one.overrides)
+        plan = resolve(again.config, given=again.given)
+        assert plan.world == world
+        assert step_time(plan, again.config.cluster) == one.time
 
 
 def test_what_the_user_has_given_holds_for_all_plans():
-    words = (*SMALL, "tp=2", "strategy.data.kind=zero1", "schedule=1f1b")
+    words = (*GPT, "tp=2", "strategy.data.kind=zero1", "schedule=1f1b")
     found = composed(*words)
     result = search(found.config, found.given, 4)
-    assert result.best and not any(
-        word.startswith(("tp=", "strategy.data", "schedule")) for one in result.best for word in one.overrides
-    )
+    changed = {word.partition("=")[0] for one in result.best for word in one.overrides}
+    assert changed and not changed & {"tp", "schedule", "strategy.data.kind"}

@@ -1,0 +1,156 @@
+"""Lower bounds of a candidate's time and memory, by which a search leaves out most candidates. Torch-free.
+
+They come from the same predictions as a plan's own figures: of blocks alone, without what depends on the whole plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from parallelrun.config.schema import ClusterConfig, DataStrategyConfig
+from parallelrun.model_spec import BlockSpec
+from parallelrun.plan import expert_axes, prediction
+from parallelrun.plan.load import data_strategy
+from parallelrun.plan.mesh_shape import MeshShape
+from parallelrun.plan.parameters import module_layout
+from parallelrun.plan.search.legal import Group, Legal
+from parallelrun.plan.step_time.step import Known, blocks_of, why_unknown
+from parallelrun.plan.structure import BatchSizes, Plan, Stage, once
+
+
+class Bounds:
+    """Of the candidates of a space. known: see `step_time_with`."""
+
+    def __init__(self, legal: Legal, cluster: ClusterConfig, known: Known):
+        self._legal, self._cluster, self._known = legal, cluster, known
+        self._found: Known = {}
+        alike = legal.spec.first_alike
+        self._blocks = {name: legal.spec.block(name) for name in dict.fromkeys(alike.values())}
+        counts = Counter(alike[block.name] for block in legal.spec.blocks)
+        self._plainest, self._most = legal.space.recomputes()[0], legal.space.recomputes()[-1]
+        self._commonest = max(counts, key=lambda name: counts[name] * self._blocks[name].forward_flops)
+
+    def paths(self, group: Group) -> list[tuple[int, float, int]]:
+        """Numbers of blocks, as in `simulate.least`: forward before a pp rank can begin, of its own (on average where
+        pp ranks share cores), backward after its last action. Of all pp ranks, those that can be the longest."""
+        found: list[tuple[int, float, int]] = once(self._found, ("paths", _placed(group)), lambda: self._paths(group))
+        return found
+
+    def seconds(self, group: Group, micro_batch: int) -> tuple[float, float, float]:
+        """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
+        form that repeats most. Zeros where the cluster gives no rates."""
+        count = self._legal.space.global_batch // group.dp // micro_batch
+        kinds = {data_strategy(one.kind).shards_weights: one for one in group.datas}
+        key = "seconds", _tensor(group), micro_batch, count > 1
+        found = [once(self._found, (key, one), lambda: self._seconds(group, micro_batch, kinds[one])) for one in kinds]  # noqa: B023
+        forward, backward, again = (min(seconds) for seconds in zip(*found))
+        return forward, backward, again
+
+    def _seconds(self, group: Group, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
+        """Of one of the data strategies that shard weights, or that do not."""
+        plan = self._legal.plan(group, micro_batch, self._most, data)
+        if why_unknown(plan, self._cluster):
+            return 0.0, 0.0, 0.0
+        time = blocks_of(plan, self._cluster, self._known)(self._blocks[self._commonest])
+        if time is None:
+            return 0.0, 0.0, 0.0
+        return sum(time.forward.values()), sum(time.backward.values()), sum(time.again.values())
+
+    def _paths(self, group: Group) -> list[tuple[int, float, int]]:
+        own, heads, before = [0] * group.pp, [0] * group.pp, 0
+        stages = self._legal.stages(group)[0]
+        for stage in reversed(stages):
+            heads[stage.pp_rank] = stage.index
+        sums = [0]
+        for stage in stages:
+            number = self._number(stage)
+            own[stage.pp_rank] += number
+            before += number
+            sums.append(before)
+        if self._cluster.cores:
+            return [(0, before / group.pp, 0)]
+        longest: dict[int, int] = {}
+        for rank, number in enumerate(own):
+            longest[number] = max(longest.get(number, 0), sums[heads[rank]])
+        return [(head, number, 0 if group.schedule.splits_backward else head) for number, head in longest.items()]
+
+    def _number(self, stage: Stage) -> int:
+        alike = self._legal.spec.first_alike
+        return sum(alike[name] == self._commonest for name in stage.blocks)
+
+    def first_rank(self, group: Group) -> tuple[int, int]:
+        """How many of the commonest block pp rank 0 has, and the fewest of one of its stages."""
+
+        def compute() -> tuple[int, int]:
+            numbers = [self._number(stage) for stage in self._legal.stages(group)[0] if stage.pp_rank == 0]
+            return sum(numbers), min(numbers)
+
+        found: tuple[int, int] = once(self._found, ("first", _placed(group)), compute)
+        return found
+
+    def in_flight(self, group: Group, micro_batch: int) -> int:
+        """Of the commonest block on pp rank 0, how many have run forward when its first backward begins, or fewer."""
+        count = self._legal.space.global_batch // group.dp // micro_batch
+        return self.first_rank(group)[1] * group.schedule.least_in_flight(group.pp, group.virtual_stages, count)
+
+    def held_bytes(self, group: Group, data: DataStrategyConfig) -> int:
+        """Bytes that pp rank 0 holds of the commonest block throughout a step, or fewer."""
+        key = "held", group.tp, group.number, group.ep, group.dp, repr(data)
+        return self.first_rank(group)[0] * once(self._found, key, lambda: self._held(group, data))
+
+    def kept_bytes(self, group: Group, micro_batch: int, recompute: str) -> int:
+        """Bytes that one microbatch of the commonest block keeps for backward."""
+
+        def compute() -> int:
+            plan = self._plan(group, micro_batch, recompute)
+            return plan.tensor.saved_bytes(self._blocks[self._commonest], plan)
+
+        key = "kept", _tensor(group), micro_batch, recompute
+        found: int = once(self._found, key, compute)
+        return found
+
+    def _plan(self, group: Group, micro_batch: int, recompute: str) -> Plan:
+        """A plan whose blocks are those of the candidates with this tensor strategy, micro-batch and recomputation."""
+        plan: Plan = once(
+            self._found, ("plan", _tensor(group), micro_batch),
+            lambda: self._legal.plan(group, micro_batch, recompute, group.datas[0]),
+        )  # fmt: skip
+        return plan if plan.recompute == recompute else replace(plan, recompute=recompute)
+
+    def _held(self, group: Group, data: DataStrategyConfig) -> int:
+        plan = self._plan(group, group.micro_batches[0], self._plainest)
+        strategy = data_strategy(data.kind).resolve(self._legal.request_of(group, data))
+        inner = tuple((axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("ep")) if plan.expert else ()
+        ep = inner, tuple((axis, parts) for axis, parts in plan.mesh.flattened if axis == "ep")
+        dims, flattened = expert_axes.split(*strategy.mesh_dims(group.dp), *(ep if inner else ((), ())))
+        tensor = plan.mesh.mesh_dims_of("tp")
+        mesh = MeshShape(
+            (("pp", group.pp), *dims, *((axis, plan.mesh.size(axis)) for axis in tensor)),
+            (*flattened, *((axis, parts) for axis, parts in plan.mesh.flattened if axis == "tp")),
+        )
+        batch = BatchSizes(plan.batch.global_batch, plan.batch.replica_batch, 1)
+        changed = replace(plan, data=strategy, mesh=mesh, batch=batch)
+        return _block_bytes(self._blocks[self._commonest], changed)
+
+
+def _tensor(group: Group) -> object:
+    """What the costs of a block depend on, beside micro-batch and recomputation."""
+    return group.tp, group.number, group.ep, group.schedule.splits_backward
+
+
+def _placed(group: Group) -> object:
+    """What says which rank has which blocks."""
+    return group.pp, group.virtual_stages, group.pipeline.kind
+
+
+def _block_bytes(block: BlockSpec, plan: Plan) -> int:
+    """Bytes of a block's matrices that a rank holds: weights, gradients that stay, optimizer state."""
+    known: dict[object, int] = {}
+    return sum(
+        once(
+            known, (spec.shape, spec.layer_role, spec.heads, spec.frozen),
+            lambda: sum(prediction.parameter_bytes(spec, module_layout(spec, plan), plan, {})),  # noqa: B023
+        )
+        for spec in block.parameters if len(spec.shape) > 1
+    )  # fmt: skip

@@ -1,0 +1,40 @@
+"""Every candidate of a space, resolved and priced by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallelrun.config.strategy_keys import narrowed
+from parallelrun.plan import cluster_cost, prediction, resolve
+from parallelrun.plan.search.space import Choice, Space
+from parallelrun.plan.step_time.step import StepTime, step_time
+from parallelrun.plan.structure import Plan
+from tests.unit.config.test_presets import composed
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal candidate. fits: as `cluster_cost.fits`, `yes` where the cluster gives no memory size."""
+
+    choice: Choice
+    plan: Plan
+    time: StepTime | None
+    heaviest_bytes: int
+    fits: str
+
+
+def brute_force(words: tuple[str, ...], world: int) -> list[Candidate]:
+    found = composed(*words)
+    space, problems = Space(found.config, found.given, world), []
+    spec = resolve.spec_of(narrowed(space.base), problems)
+    assert spec is not None, problems
+    given = found.given - {"schedule", "layout", "virtual_stages"}
+    candidates = []
+    for one in space.candidates(spec):
+        plan = resolve.solve(space.config(one), given, None, None, True)
+        if isinstance(plan, Plan):
+            cluster = space.base.cluster
+            memory = max(prediction.memories(plan, cluster).values(), key=lambda memory: memory.total)
+            fits = cluster_cost.fits(memory, cluster) if cluster.memory_gb else "yes"
+            candidates.append(Candidate(one, plan, step_time(plan, cluster), memory.total, fits))
+    return candidates
