@@ -41,11 +41,16 @@ def write_json(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Replace `path` atomically by a private (0600) file with `text`. Raises OSError."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Replace `path` atomically by a private (0600) file with `content`. Raises OSError."""
     path = Path(path)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.cli.verbs import print_json, screen_on_stderr
+from parallelrun.config import presets
 from parallelrun.config.keys import nearest
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
 
@@ -21,7 +22,7 @@ time of a step is predicted as a cluster, with date, versions and spread. Afterw
   from=RUN,...     add the step times of runs (parallelrun bench) to an earlier calibration, and fit again
   backend=auto     of CPU collectives: auto | shm | gloo
   device=auto      auto: GPUs if there are any; cpu"""
-_DEFAULTS = {"cluster": "mine", "seconds": "100", "from": "", "backend": "auto", "device": "auto"}
+_DEFAULTS = {"cluster": presets.MINE, "seconds": "100", "from": "", "backend": "auto", "device": "auto"}
 _CHOICES = {"backend": ("auto", "shm", "gloo"), "device": ("auto", "cpu")}
 
 

@@ -23,6 +23,7 @@ TOOLS = {
     "runs": "runs ls, show, rerun, gc: list, show, repeat and clean up run directories",
     "compare": "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI",
     "report": "write one HTML page about runs or a sweep, readable without a network",
+    "plot": "draw one result over a key for a paper: --x world --y tokens_per_s --by strategy --to FILE.pdf",
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
     "tokenize": "write Megatron .bin/.idx token files from text",
@@ -87,7 +88,7 @@ _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separate
                         Hydra's flags; --hydra-help explains them
   --version, -h, --help"""
 
-_KEYS = """  degrees     world dp tp pp ep
+_KEYS = """  degrees     world (or gpus) dp tp pp ep
   batch       global_batch local_batch micro_batch microbatches
   schedule    schedule virtual_stages layout strategy.data.* strategy.tensor.* strategy.pipeline.*
   model       model.layers hidden heads kv_heads ffn vocab seq ...
@@ -99,7 +100,10 @@ _KEYS = """  degrees     world dp tp pp ep
   records     eval.every eval.batches checkpoint.every keep last, tracker profile=[STEPS]
   plan        detail=ranks|stages|schedule|traffic|data_axis|layouts|all (sections to add, several with commas),
               tokens=300e9 (days of training), plot=NAME (costs of the data axis, as NAME.svg and NAME.csv),
-              mtbf_gpu_hours=50000 checkpoint_gb_s=20 (failures: the useful part of the time)
+              mtbf_gpu_hours=50000 checkpoint_gb_s=20 (failures: the useful part of the time),
+              explain=true (waterfall of the step, what limits it, where other plans win)
+  search      plan without a strategy: gpus=64 cluster=...; objective=time|cost|gpus days=30 tokens=300e9;
+              strategy=auto: search, then run the winner
   explain     plot=NAME (every message, as NAME-data.svg, NAME-tensor.svg, ...)"""
 
 _EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad

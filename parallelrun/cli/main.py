@@ -111,6 +111,10 @@ def _tool(tool: str, words: list[str]) -> int:
         from parallelrun.cli import runs
 
         return runs.main(words)
+    if tool == "plot":
+        from parallelrun.cli import plot
+
+        return plot.main(words)
     if tool == "report":
         from parallelrun.cli import report
 

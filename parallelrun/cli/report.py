@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallelrun.cli.compare import RUNS_HELP
 from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
-from parallelrun.records import write_text
+from parallelrun.records import write_bytes
 from parallelrun.run_records import find
 from parallelrun.run_records.read import read
 
@@ -33,15 +33,15 @@ def main(words: list[str]) -> int:
     title = _title(directories) if len(arguments.run) == 1 else f"{len(directories)} runs"
     from parallelrun.report.page.document import page
 
-    save(target, page([read(directory) for directory in directories], title), "--to")
+    save(target, page([read(directory) for directory in directories], title).encode(), "--to")
     print(os.path.relpath(target))
     return EXIT_OK
 
 
-def save(target: Path, text: str, flag: str) -> None:
+def save(target: Path, content: bytes, flag: str) -> None:
     """Write a file in full or not at all. Raises EnvironmentProblem (exit 3)."""
     try:
-        write_text(target, text)
+        write_bytes(target, content)
     except OSError as error:
         what = f"{target} cannot be written: {error.strerror or error}"
         raise EnvironmentProblem(Problem(what, flag, "a file in a writable folder")) from error

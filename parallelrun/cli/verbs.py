@@ -191,13 +191,20 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
 
     found = found or facts(plan, config)
     written = write_plot(plan, config, found, point)
+    from parallelrun.cli import search
+
+    among = search.among_all(plan, config, found) if point is None else None
     if as_json:
-        print_json(plan_document(plan, config, found))
+        print_json({**plan_document(plan, config, found), **search.rank_document(among)})
         return
     from parallelrun.report.screen import open_console
 
-    # emoji=False: rich would search for :names: and load their table
-    report.show(plan, config, open_console(emoji=False), found)
+    console = open_console(emoji=False)  # emoji=False: rich would search for :names: and load their table
+    report.show(plan, config, console, found)
+    if among is not None:
+        search.show_rank(plan, config, found, among, console)
+    if config.explain:
+        search.explain_plan(plan, config, found, console)
     for path in written:
         print(f"written: {path}")
 

@@ -30,6 +30,9 @@ class Option:
     source: str
 
 
+MINE = "mine"  # the cluster that `parallelrun calibrate` writes unless it is given a name
+
+
 def folder() -> Path:
     """The folder of the built-in groups."""
     return Path(import_module("parallelrun.conf").__path__[0])

@@ -9,13 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from parallelrun.config import presets
-from parallelrun.config.schema import Config, StrategyConfig
+from parallelrun.config.schema import ClusterConfig, Config, StrategyConfig
 from parallelrun.config.strategy_keys import completed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan import no_plan
 from parallelrun.plan.search.result import Found, Search
 from parallelrun.plan.search.search import search
-from parallelrun.plan.step_time.rates import missing
+from parallelrun.plan.shorthands import short_keys
+from parallelrun.plan.step_time.rates import absent, missing
+from parallelrun.plan.step_time.step import StepTime
+from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import parsed, with_value
 
 PLAN = "plan"  # the verb
@@ -29,13 +32,24 @@ def is_open(config: Config, given: frozenset[str]) -> bool:
 
     `strategy=auto` asks for it. `plan` without a strategy and without a degree searches if it is told what to search
     on: a number of devices, or a cluster that gives the rates of its devices. `plan model=gpt` alone shows the default
-    strategy.
+    strategy. Raises ConfigError for keys that only a search reads where a strategy or a degree is given.
     """
     if config.strategy.searches:
         return True
-    if config.verb != PLAN or given & {*CHOSEN}:
+    if config.verb != PLAN:
+        return False
+    if chosen := [key for key in CHOSEN if key in given]:
+        _refuse_unread(given, chosen[0])
         return False
     return bool(given & {*SIZES}) or ("cluster" in given and not missing(config.cluster, config.precision.name))
+
+
+def _refuse_unread(given: frozenset[str], chosen: str) -> None:
+    """Raise ConfigError for keys of a search where `chosen` says what to plan."""
+    for key in SIZES[1:]:
+        if key in given:
+            what = f"{key} is read by a search, and {chosen} says what to plan"
+            raise ConfigError(Problem(what, key, f"leave {chosen} out or leave {key} out", kind="unread"))
 
 
 def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
@@ -54,6 +68,14 @@ def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
         what = "the number of devices to search on is not known"
         raise ConfigError(Problem(what, "gpus", "gpus=8 or world=8"))
     return found
+
+
+def calibrated(config: Config, given: frozenset[str]) -> Config:
+    """`config` with the rates of this machine, if they have been measured and no cluster was chosen."""
+    chosen = any(key.partition(".")[0] == "cluster" for key in given)
+    if chosen or not missing(config.cluster, config.precision.name) or not presets.own_file("cluster", presets.MINE):
+        return config
+    return replace(config, cluster=replace(ClusterConfig(), **presets.values("cluster", presets.MINE)))
 
 
 def base_of(config: Config) -> Config:
@@ -76,17 +98,35 @@ def searched(config: Config, given: frozenset[str], world: int, gpus: int | None
     return found
 
 
+def among_all(plan: Plan, config: Config, time: StepTime, gpus: int | None = None) -> Search | None:
+    """Search among all plans of as many ranks and samples, with the rank of this one; None if there is none to compare.
+
+    config: of the plan, which takes `time` for a step.
+    """
+    if plan.servers or missing(config.cluster, config.precision.name):
+        return None
+    free: dict[str, Any] = dict.fromkeys(
+        ("layout", "schedule", "microbatches", "micro_batch", "local_batch", "pp", "dp", "tp", "ep", *short_keys())
+    )
+    pipeline = replace(config.strategy.pipeline, virtual_stages=None, split=[])
+    strategy = replace(config.strategy, pipeline=pipeline)
+    size = plan.batch.global_batch
+    changed = replace(config, **free, strategy=strategy, virtual_stages=None, world=plan.world, global_batch=size)
+    try:
+        found = search(changed, frozenset(), plan.world, KEPT, against=time.step_s, gpus=gpus)
+    except ConfigError:
+        return None
+    return found if found.best else None
+
+
 def check_rates(config: Config, world: int) -> None:
     """Raise ConfigError naming the `cluster` keys without which plans cannot be compared."""
-    cluster = config.cluster
-    absent = missing(cluster, config.precision.name)
-    if world > (cluster.gpus_per_node or world) and not cluster.inter_gb_s:
-        absent = (*absent, "inter_gb_s")
-    if absent:
-        keys = ", ".join(f"cluster.{key}" for key in absent)
-        what = f"a search compares predicted times, and cluster={cluster.name} does not give {keys}"
-        fix = "a cluster with rates, such as cluster=h100_dgx, or one of your own"
-        raise ConfigError(Problem(what, "cluster", fix, "parallelrun ls clusters"))
+    lacking = absent(config.cluster, config.precision.name, world)
+    if lacking:
+        keys = ", ".join(f"cluster.{key}" for key in lacking)
+        what = f"a search compares predicted times, and cluster={config.cluster.name} does not give {keys}"
+        fix = f"cluster=h100_dgx, or cluster={presets.MINE} after a calibration of this machine"
+        raise ConfigError(Problem(what, "cluster", fix, "parallelrun calibrate"))
 
 
 def settled(config: Config, given: frozenset[str], found: Found) -> tuple[Config, frozenset[str]]:

@@ -45,12 +45,13 @@ class BackwardBlock:
     """The bytes of a block in its backward pass.
 
     kept: saved by every microbatch in flight. passes: its layers in forward order. again: saved tensors that are
-    recomputed first.
+    recomputed first. forward: what recomputing them needs besides.
     """
 
     kept: int
     passes: tuple[LayerBackward, ...]
     again: int = 0
+    forward: int = 0
 
     def working_bytes(self, accumulates: bool) -> int:
         """The peak of the pass beyond `kept`.
@@ -58,7 +59,7 @@ class BackwardBlock:
         accumulates: weight gradients are kept until the pass ends; else each is added to a sum and freed.
         """
         remaining = total = sum(one.kept for one in self.passes)
-        most, produced = 0, 0
+        most, produced = self.forward, 0
         for one in reversed(self.passes):
             here = one.arriving + one.giving + one.scratch + one.weights
             most = max(most, remaining - total + produced + here)
@@ -106,9 +107,7 @@ class Walk:
             index: self._once("gradients", index, 0, partial(_by_block, stage, plan, pp_rank, coordinate))
             for index, stage in stages.items()
         }
-        self._blocks = {
-            index: [_backward_block(name, plan) for name in stage.blocks] for index, stage in stages.items()
-        }
+        self._blocks = {index: [backward_block(name, plan) for name in stage.blocks] for index, stage in stages.items()}
         self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
         self._waiting = {index: self._waits(index, 0) for index in stages}
 
@@ -194,7 +193,7 @@ def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]
     return list(sizes.values())
 
 
-def _backward_block(name: str, plan: Plan) -> BackwardBlock:
+def backward_block(name: str, plan: Plan) -> BackwardBlock:
     """The block's backward pass, computed once for equal blocks; the last block also computes the loss."""
 
     def compute() -> BackwardBlock:
@@ -203,7 +202,8 @@ def _backward_block(name: str, plan: Plan) -> BackwardBlock:
         extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
         kept = plan.tensor.saved_bytes(block, plan) + extra
         again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
-        return BackwardBlock(kept, passes, max(0, again))
+        forward = plan.expert.exchange_bytes(block, plan) if plan.expert and again > 0 else 0
+        return BackwardBlock(kept, passes, max(0, again), forward)
 
     key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name
     return once(plan.cache, key, compute)

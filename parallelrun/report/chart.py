@@ -29,10 +29,12 @@ WIDTH, HEIGHT, ROW = 4.6, 3.2, 0.2  # inches of a panel, and of a line of the le
 MOST_MARKERS = 16  # on one line
 CHARACTERS = 16  # per inch of the notes' width
 SETTINGS: Any = {
-    "svg.hashsalt": "parallelrun", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9,
+    "pdf.fonttype": 42, "svg.hashsalt": "parallelrun", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.grid": True, "grid.color": "#e2e8f0",
     "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
 }  # fmt: skip
+
+_METADATA = {"svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Producer"), "png": ("Software",)}
 
 
 def available() -> bool:
@@ -81,6 +83,15 @@ def panels(title: str, names: Sequence[str], columns: int = 2) -> tuple[Figure, 
     return drawn, axes
 
 
+def panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a figure without a title, in inches, and its only axes."""
+    import matplotlib
+
+    drawn = figure(width, height, "")
+    with matplotlib.rc_context(SETTINGS):
+        return drawn, drawn.add_subplot()
+
+
 def _style(number: int) -> dict[str, Any]:
     """Return colour, marker and dash of a style: the same in every panel and in the legend."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4,
@@ -93,6 +104,14 @@ def line(axes: Axes, style: int, points: Sequence[tuple[float, float]], thick: b
     x, y = [x for x, _ in points], [y for _, y in points]
     width, on_top = (3.0, 3) if thick else (1.6, 2)
     axes.plot(x, y, **_style(style), markevery=every, linewidth=width, zorder=on_top, gid=f"style-{style}")
+
+
+def error_bars(axes: Axes, style: int, points: Sequence[tuple[float, float, float]]) -> None:
+    """Draw deviations around the points (x, y, deviation) of a series."""
+    if points:
+        x, y, deviations = zip(*points)
+        colour = _style(style)["color"]
+        axes.errorbar(x, y, deviations, fmt="none", ecolor=colour, elinewidth=1.2, capsize=3, zorder=3)
 
 
 def scale(
@@ -150,6 +169,11 @@ def heat_map(
 
 def svg(figure: Figure, legend: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
     """Return the figure as SVG. legend: its n-th text is of style n; notes: sentences below the panels."""
+    return re.sub(r"[ \t]+$", "", image(figure, "svg", legend, notes).decode(), flags=re.M)
+
+
+def image(figure: Figure, form: str, legend: Sequence[str] = (), notes: Sequence[str] = ()) -> bytes:
+    """Return the figure as `svg`, `pdf` or `png` (300 dots per inch), without the time at which it was drawn."""
     import matplotlib
     from matplotlib.lines import Line2D
 
@@ -165,6 +189,6 @@ def svg(figure: Figure, legend: Sequence[str] = (), notes: Sequence[str] = ()) -
             )  # fmt: skip
             rows = -(-len(legend) // columns) + len(lines)
             figure.set_figheight(figure.get_figheight() + ROW * rows)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    return re.sub(r"[ \t]+$", "", file.getvalue(), flags=re.M)
+        file = io.BytesIO()
+        figure.savefig(file, format=form, dpi=300, metadata=dict.fromkeys(_METADATA[form]))
+    return file.getvalue()

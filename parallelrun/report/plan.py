@@ -40,7 +40,7 @@ BACKENDS = {
     "gloo": "gloo",
 }
 FITS_STYLE = {"yes": "bold green", "no": "bold red"}
-HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); --json prints every fact."
+HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); explain=true; --json prints every fact."
 
 
 def show(plan: Plan, config: Config, console: Console, found: Facts | None = None) -> None:
@@ -92,7 +92,11 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("cost", Text(_cost(plan, config, found))),
         *([("time", Text(_time(plan, config, found)))] if found.cost.compute_s or found.known_parts else []),
         *([("training", Text(training.text(found)))] if found.training else []),
-        *([("goodput", Text(training.goodput_text(found, brief=most == 1)))] if found.goodput else []),
+        *(
+            [("goodput", Text(training.goodput_text(found.goodput, training.training_s(found), most == 1)))]
+            if found.goodput
+            else []
+        ),
         ("", ""),
     ]
 

@@ -90,6 +90,29 @@ def show(found: Search, context: Context, console: Console, more: Sequence[tuple
     show_section(title, Group(head, Text(), _columns(shown, config), Text(), labelled(rows)), console)
 
 
+def show_rank(found: Search, mine: StepTime, fits: str, console: Console) -> None:
+    """Print where a plan stands among all plans of as many ranks and samples.
+
+    mine: its time. fits: yes | no | unknown.
+    """
+    best = found.best[0]
+    time, count = timed(best), f"{counted(found.fitting, 'plan')} that fit"
+    if found.rank == 1 and fits == "yes":
+        show_section("among all plans", labelled([("rank", Text(f"the fastest of {count}"))]), console)
+        return
+    behind = f"{mine.step_s / time.step_s:.2f} times the fastest"
+    rank = f"{found.rank:,} of {count}, {behind}" if fits == "yes" else f"it may not fit; {behind} of {count}"
+    rows = [
+        ("rank", Text(rank)),
+        (
+            "fastest",
+            Text(f"{' '.join(best.overrides)}: {seconds_text(time.step_s)} a step, {gib(best.heaviest_bytes)}"),
+        ),
+        ("why", Text(waterfall.why(time, mine))),
+    ]
+    show_section("among all plans", labelled(rows), console)
+
+
 def side_by_side(best: Sequence[Found]) -> list[Found]:
     """The fastest plan, and the fastest ones that differ from all before in a degree or the tensor layout."""
     chosen: dict[tuple[str, ...], Found] = {}

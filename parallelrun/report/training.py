@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelrun.plan.cluster_cost import DAY, SUSTAINED
 from parallelrun.plan.facts import Facts
-from parallelrun.plan.goodput import CONFIDENCE, HOUR
+from parallelrun.plan.goodput import CONFIDENCE, HOUR, Goodput
 from parallelrun.report.figures import count_text, digits, seconds_text
 from parallelrun.wording import counted
 
@@ -14,8 +14,9 @@ def text(found: Facts) -> str:
     training = found.training
     assert training is not None
     text = f"{count_text(training.tokens)} tokens are {training.steps:,} steps: "
-    if found.time:
-        return f"{text}about {digits(training.steps * found.time.step_s / DAY)} days"
+    seconds = training_s(found)
+    if seconds:
+        return f"{text}about {digits(seconds / DAY)} days"
     if training.sustained is None:
         return f"{text}days unknown, because the cluster gives no rates"
     if training.at_peak is not None:
@@ -25,16 +26,19 @@ def text(found: Facts) -> str:
     return f"{text}{digits(training.sustained)} days at {share}"
 
 
-def goodput_text(found: Facts, brief: bool = False) -> str:
+def training_s(found: Facts) -> float | None:
+    """The predicted seconds of the training, if tokens are given and a step is predicted."""
+    return found.training.steps * found.time.step_s if found.training and found.time else None
+
+
+def goodput_text(goodput: Goodput, training_s: float | None, brief: bool = False) -> str:
     """Return the useful part of the time, what the rest is, the best interval of checkpoints, and the spare nodes.
 
-    brief: without what the rest is.
+    training_s: seconds of the training without failures. brief: without what the rest is.
     """
-    goodput = found.goodput
-    assert goodput is not None
     shares, days = goodput.shares, ""
-    if found.training and found.time and shares.useful:
-        days = f": {digits(found.training.steps * found.time.step_s / DAY / shares.useful)} days"
+    if training_s and shares.useful:
+        days = f": {digits(training_s / DAY / shares.useful)} days"
     every = f"checkpoint.every={goodput.interval_steps}, " if goodput.interval_steps else "save every "
     formulas = f"Young {_time(goodput.young_s)}, Daly {_time(goodput.daly_s)}"
     spares, sure = counted(goodput.spares, "spare node"), f"{CONFIDENCE:.0%} sure"

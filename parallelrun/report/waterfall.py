@@ -85,7 +85,7 @@ def why(ours: StepTime, theirs: StepTime) -> str:
     parts = differences(ours.parts, theirs.parts)
     if not parts:
         return "equally fast"
-    unit, size, num_digits = unit_of(abs(parts[0][1]))
+    unit, size, num_digits = unit_of(max(abs(gained), abs(parts[0][1])))
     num_digits = max(0, num_digits - 1)
     named = [one for one in parts[:MOST_DIFFERENCES] if abs(one[1]) >= SMALL * abs(parts[0][1])]
     others = -gained - sum(seconds for _, seconds in named)

@@ -18,7 +18,12 @@ MISSING = object()  # the value of a key that a run does not have
 SEED = "seed"
 # Keys that do not change what a run computes, as in plan.freeze, and texts about other keys.
 _VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
-_OF_PRESETS = ("strategy.own_axis", "strategy.fill_order", "strategy.demo.")  # how degrees were filled
+_OF_PRESETS = (
+    "strategy.own_axis",
+    "strategy.fill_order",
+    "strategy.demo.",
+    "strategy.searches",
+)  # how degrees were filled
 _VERSIONS = ("versions.", "code_sha256", "git.sha", "git.dirty", "platform", "hosts", "device", "cores")
 _NOT_OF_A_PLAN = (
     "schema",
@@ -163,6 +168,11 @@ def _asked(run: RunRecord) -> dict[str, Any]:
         for key, value in kept.items()
         if not key.endswith(".description") and not key.startswith(_OF_PRESETS)
     }
+
+
+def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the keys of the configuration whose values are not the same in all runs."""
+    return [row.key for row in _differences([_asked(run) for run in runs])]
 
 
 def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from parallelrun.plan import expert_axes, prediction
 from parallelrun.plan.load import data_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import module_layout
-from parallelrun.plan.search.legal import Group, Legal
+from parallelrun.plan.peak import backward_block
+from parallelrun.plan.search.legal import Legal, LegalGroup
 from parallelrun.plan.step_time.step import Known, blocks_of, why_unknown
 from parallelrun.plan.structure import BatchSizes, Plan, Stage, once
 
@@ -31,13 +32,13 @@ class Bounds:
         self._plainest, self._most = legal.space.recomputes()[0], legal.space.recomputes()[-1]
         self._commonest = max(counts, key=lambda name: counts[name] * self._blocks[name].forward_flops)
 
-    def paths(self, group: Group) -> list[tuple[int, float, int]]:
+    def paths(self, group: LegalGroup) -> list[tuple[int, float, int]]:
         """Numbers of blocks, as in `simulate.least`: forward before a pp rank can begin, of its own (on average where
         pp ranks share cores), backward after its last action. Of all pp ranks, those that can be the longest."""
         found: list[tuple[int, float, int]] = once(self._found, ("paths", _placed(group)), lambda: self._paths(group))
         return found
 
-    def seconds(self, group: Group, micro_batch: int) -> tuple[float, float, float]:
+    def seconds(self, group: LegalGroup, micro_batch: int) -> tuple[float, float, float]:
         """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
         form that repeats most. Zeros where the cluster gives no rates."""
         count = self._legal.space.global_batch // group.dp // micro_batch
@@ -47,7 +48,7 @@ class Bounds:
         forward, backward, again = (min(seconds) for seconds in zip(*found))
         return forward, backward, again
 
-    def _seconds(self, group: Group, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
+    def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
         """Of one of the data strategies that shard weights, or that do not."""
         plan = self._legal.plan(group, micro_batch, self._most, data)
         if why_unknown(plan, self._cluster):
@@ -57,7 +58,7 @@ class Bounds:
             return 0.0, 0.0, 0.0
         return sum(time.forward.values()), sum(time.backward.values()), sum(time.again.values())
 
-    def _paths(self, group: Group) -> list[tuple[int, float, int]]:
+    def _paths(self, group: LegalGroup) -> list[tuple[int, float, int]]:
         own, heads, before = [0] * group.pp, [0] * group.pp, 0
         stages = self._legal.stages(group)[0]
         for stage in reversed(stages):
@@ -79,7 +80,7 @@ class Bounds:
         alike = self._legal.spec.first_alike
         return sum(alike[name] == self._commonest for name in stage.blocks)
 
-    def first_rank(self, group: Group) -> tuple[int, int]:
+    def first_rank(self, group: LegalGroup) -> tuple[int, int]:
         """How many of the commonest block pp rank 0 has, and the fewest of one of its stages."""
 
         def compute() -> tuple[int, int]:
@@ -89,28 +90,30 @@ class Bounds:
         found: tuple[int, int] = once(self._found, ("first", _placed(group)), compute)
         return found
 
-    def in_flight(self, group: Group, micro_batch: int) -> int:
+    def in_flight(self, group: LegalGroup, micro_batch: int) -> int:
         """Of the commonest block on pp rank 0, how many have run forward when its first backward begins, or fewer."""
         count = self._legal.space.global_batch // group.dp // micro_batch
         return self.first_rank(group)[1] * group.schedule.least_in_flight(group.pp, group.virtual_stages, count)
 
-    def held_bytes(self, group: Group, data: DataStrategyConfig) -> int:
+    def held_bytes(self, group: LegalGroup, data: DataStrategyConfig) -> int:
         """Bytes that pp rank 0 holds of the commonest block throughout a step, or fewer."""
         key = "held", group.tp, group.number, group.ep, group.dp, repr(data)
         return self.first_rank(group)[0] * once(self._found, key, lambda: self._held(group, data))
 
-    def kept_bytes(self, group: Group, micro_batch: int, recompute: str) -> int:
-        """Bytes that one microbatch of the commonest block keeps for backward."""
+    def kept_bytes(self, group: LegalGroup, micro_batch: int, recompute: str) -> tuple[int, int]:
+        """Bytes that the commonest block keeps of one microbatch for backward, and what its backward pass needs besides
+        (nothing is known of a backward pass that is split)."""
 
-        def compute() -> int:
+        def compute() -> tuple[int, int]:
             plan = self._plan(group, micro_batch, recompute)
-            return plan.tensor.saved_bytes(self._blocks[self._commonest], plan)
+            found = backward_block(self._commonest, plan)
+            return found.kept, 0 if group.schedule.splits_backward else found.working_bytes(accumulates=False)
 
         key = "kept", _tensor(group), micro_batch, recompute
-        found: int = once(self._found, key, compute)
-        return found
+        kept: tuple[int, int] = once(self._found, key, compute)
+        return kept
 
-    def _plan(self, group: Group, micro_batch: int, recompute: str) -> Plan:
+    def _plan(self, group: LegalGroup, micro_batch: int, recompute: str) -> Plan:
         """A plan whose blocks are those of the candidates with this tensor strategy, micro-batch and recomputation."""
         plan: Plan = once(
             self._found, ("plan", _tensor(group), micro_batch),
@@ -118,7 +121,7 @@ class Bounds:
         )  # fmt: skip
         return plan if plan.recompute == recompute else replace(plan, recompute=recompute)
 
-    def _held(self, group: Group, data: DataStrategyConfig) -> int:
+    def _held(self, group: LegalGroup, data: DataStrategyConfig) -> int:
         plan = self._plan(group, group.micro_batches[0], self._plainest)
         strategy = data_strategy(data.kind).resolve(self._legal.request_of(group, data))
         inner = tuple((axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("ep")) if plan.expert else ()
@@ -134,12 +137,12 @@ class Bounds:
         return _block_bytes(self._blocks[self._commonest], changed)
 
 
-def _tensor(group: Group) -> object:
+def _tensor(group: LegalGroup) -> object:
     """What the costs of a block depend on, beside micro-batch and recomputation."""
     return group.tp, group.number, group.ep, group.schedule.splits_backward
 
 
-def _placed(group: Group) -> object:
+def _placed(group: LegalGroup) -> object:
     """What says which rank has which blocks."""
     return group.pp, group.virtual_stages, group.pipeline.kind
 

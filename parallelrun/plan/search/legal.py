@@ -31,7 +31,7 @@ LAYOUT, STAGES, SCHEDULE, DATA, EXPERTS, SAMPLES = (
 
 
 @dataclass(frozen=True)
-class Group:
+class LegalGroup:
     """Legal candidates: every combination of `members`. number: of the tensor strategy among those of tp."""
 
     pp: int
@@ -66,16 +66,16 @@ class Legal:
         self._has_sets = any(layer.layer_role == SAMPLE_SET_ROLE for layer in spec.layers())
         self._recomputes = len(space.recomputes())
 
-    def groups(self) -> Iterator[Group]:
+    def groups(self) -> Iterator[LegalGroup]:
         for pp, dp, tp in self.space.degrees(self.spec):
-            sizes, datas = tuple(self.space.micro_batches(dp)), tuple(self.space.datas(dp, pp, tp))
+            sizes, datas = tuple(self.space.micro_batches(dp, self.spec)), tuple(self.space.datas(dp, pp, tp))
             tensors = once(self._known, ("tensors", tp), lambda: self.space.tensors(tp))  # noqa: B023
             pipelines = once(self._known, ("pipelines", pp), lambda: self._pipelines(pp))  # noqa: B023
             for ep in self.space.expert_degrees(dp, self.spec):
                 for number, tensor in enumerate(tensors):
                     for of_pipeline in pipelines:
                         shape = pp, dp, tp, ep, number, tensor, *of_pipeline
-                        legal = self._legal(Group(*shape, sizes, datas))
+                        legal = self._legal(LegalGroup(*shape, sizes, datas))
                         if legal is not None:
                             yield legal
 
@@ -86,12 +86,12 @@ class Legal:
         ]
         return [(one, schedule, self._virtual_stages(one, schedule, pp)) for one, schedule in found]
 
-    def draft(self, group: Group, recompute: str, data: DataStrategyConfig) -> PlanDraft:
+    def draft(self, group: LegalGroup, recompute: str, data: DataStrategyConfig) -> PlanDraft:
         degrees = Degrees(group.pp, group.dp, group.tp, group.ep, device=self._device)
         config = replace(self._config(group, data), recompute=recompute)
         return PlanDraft(config, self.spec, degrees, self._classes(group, data.kind))
 
-    def plan(self, group: Group, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
+    def plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
         """The plan of one candidate of a group."""
         draft, batch = self.draft(group, recompute, data), self._batch(group, micro_batch)
         request = replace(self.request(group, draft.config, self.spec), batch=batch)
@@ -101,7 +101,7 @@ class Legal:
         vars(plan)["weights_cache"] = once(self._known, key, dict)
         return plan
 
-    def _legal(self, group: Group) -> Group | None:
+    def _legal(self, group: LegalGroup) -> LegalGroup | None:
         """The group's legal candidates; None where there are none."""
         tensor = group.tp, group.number, group.schedule.splits_backward
         problems = once(self._known, ("tensor", tensor), lambda: self._of_tensor(group))
@@ -137,7 +137,7 @@ class Legal:
             self.removed[rule] += number * self._recomputes
             self.examples.setdefault(rule, problems[0])
 
-    def _of_tensor(self, group: Group) -> list[Problem] | None:
+    def _of_tensor(self, group: LegalGroup) -> list[Problem] | None:
         """The violations of the tensor layout; None where it is legal. One layout stands for all in an example."""
         request, strategy = self.request(group, self._config(group, group.datas[0]), self.small), group.tensor.kind
         images = rules.check_images(self.spec, request.config, group.tp)
@@ -147,24 +147,24 @@ class Legal:
             [self.examples[LAYOUT]] if LAYOUT in self.examples else tensor_strategy(strategy).check(request)
         )
 
-    def _of_stages(self, group: Group) -> list[Problem]:
+    def _of_stages(self, group: LegalGroup) -> list[Problem]:
         request = self.request(group, self._config(group, group.datas[0]), self.spec)
         return check_depth(request) + self.stages(group)[1]
 
-    def _of_experts(self, group: Group) -> list[Problem]:
+    def _of_experts(self, group: LegalGroup) -> list[Problem]:
         """The violations of the expert dispatcher by the degrees, and keys that it would have to read."""
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         expert = self._classes(group, group.datas[0].kind).expert
         found = routing.unread(self.space.folded, self.space.given, self.spec.experts, group.ep)
         return found + routing.check(request, 1) + (expert.check(request) if expert else [])
 
-    def _parts(self, group: Group) -> int:
+    def _parts(self, group: LegalGroup) -> int:
         """What divides every micro-batch."""
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         parts: int = tensor_strategy(group.tensor.kind).micro_batch_divisor(request)
         return parts * (self.spec.router.group_samples if self.spec.router else 1)
 
-    def _sizes(self, group: Group, parts: int) -> Checked:
+    def _sizes(self, group: LegalGroup, parts: int) -> Checked:
         """The micro-batches without violations."""
         kept, removed = [], []
         for size in group.micro_batches:
@@ -180,13 +180,13 @@ class Legal:
                 kept.append(size)
         return kept, removed
 
-    def _of_batch(self, group: Group, size: int) -> list[Problem]:
+    def _of_batch(self, group: LegalGroup, size: int) -> list[Problem]:
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         classes, filled = self._classes(group, group.datas[0].kind), replace(request, batch=self._batch(group, size))
         found = classes.pipeline.check(filled) + check_length(filled)
         return found + (classes.expert.check(filled) if classes.expert else [])
 
-    def _datas(self, group: Group) -> Checked:
+    def _datas(self, group: LegalGroup) -> Checked:
         """The data strategies without violations."""
         kept, removed = [], []
         for data in group.datas:
@@ -197,7 +197,7 @@ class Legal:
             removed += [(DATA, 1, found[0])] if found else []
         return kept, removed
 
-    def _sized_sets(self, group: Group, sizes: list[int], datas: list[DataStrategyConfig]) -> Checked:
+    def _sized_sets(self, group: LegalGroup, sizes: list[int], datas: list[DataStrategyConfig]) -> Checked:
         """The micro-batches of which sets of samples for statistics can be made."""
         kept, removed = [], []
         for size in sizes:
@@ -210,7 +210,7 @@ class Legal:
             removed += [(SAMPLES, 1, found[0])] if found else []
         return kept, removed
 
-    def stages(self, group: Group) -> tuple[tuple[Stage, ...], list[Problem]]:
+    def stages(self, group: LegalGroup) -> tuple[tuple[Stage, ...], list[Problem]]:
         """(the stages, violations)."""
         pp, number, schedule = group.pp, group.pp * group.virtual_stages, group.schedule
 
@@ -222,7 +222,7 @@ class Legal:
 
         return once(self._known, ("stages", pp, number, schedule), compute)
 
-    def _config(self, group: Group, data: DataStrategyConfig) -> Config:
+    def _config(self, group: LegalGroup, data: DataStrategyConfig) -> Config:
         def compute() -> Config:
             chosen = {"tensor": group.tensor, "pipeline": group.pipeline, "data": data}
             return replace(self.base, strategy=replace(self.base.strategy, **chosen))  # type: ignore[arg-type]
@@ -233,17 +233,17 @@ class Legal:
             compute,
         )
 
-    def request(self, group: Group, config: Config, spec: ModelSpec) -> Request:
+    def request(self, group: LegalGroup, config: Config, spec: ModelSpec) -> Request:
         return Request(config, spec, group.pp, group.dp, group.tp, group.virtual_stages, None, 0, group.ep)
 
-    def request_of(self, group: Group, data: DataStrategyConfig) -> Request:
+    def request_of(self, group: LegalGroup, data: DataStrategyConfig) -> Request:
         return self.request(group, self._config(group, data), self.spec)
 
-    def _batch(self, group: Group, micro_batch: int) -> BatchSizes:
+    def _batch(self, group: LegalGroup, micro_batch: int) -> BatchSizes:
         size = self.space.global_batch
         return BatchSizes(size, micro_batch, size // group.dp // micro_batch)
 
-    def _classes(self, group: Group, data: str) -> StrategyClasses:
+    def _classes(self, group: LegalGroup, data: str) -> StrategyClasses:
         expert = routing.dispatcher(self.base, self.spec) if group.ep > 1 else None
         kinds = tensor_strategy(group.tensor.kind), group.schedule
         return StrategyClasses(data_strategy(data), *kinds, expert)

@@ -20,11 +20,11 @@ from parallelrun.plan import cluster_cost, device_memory, prediction, routing, r
 from parallelrun.plan.degrees import device_of
 from parallelrun.plan.resolve import spec_of
 from parallelrun.plan.search.bounds import Bounds
-from parallelrun.plan.search.legal import Group, Legal
+from parallelrun.plan.search.legal import Legal, LegalGroup
 from parallelrun.plan.search.result import MEMORY, Found, Removed, Search
 from parallelrun.plan.search.space import Space
 from parallelrun.plan.step_time.step import Known, StepTime, least_s, step_time_with, why_unknown
-from parallelrun.plan.structure import Memory, Plan
+from parallelrun.plan.structure import Memory, Plan, once
 
 NEVER = float("inf")
 ROUNDING = 1e-9  # by which a lower bound can be above the time that it bounds
@@ -33,11 +33,11 @@ MOST_NEAR = 100  # plans that do not fit and are looked at, the lightest first
 
 
 @dataclass(frozen=True)
-class Row:
+class CandidateRow:
     """Candidates that differ in the data strategy alone. datas: with the bytes that pp rank 0 holds at least, the least
     first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or fewer."""
 
-    group: Group
+    group: LegalGroup
     micro_batch: int
     recompute: str
     datas: tuple[tuple[int, DataStrategyConfig], ...]
@@ -46,14 +46,14 @@ class Row:
     least_s: float = 0.0
 
 
-Leaf = tuple[Row, DataStrategyConfig]
+Leaf = tuple[CandidateRow, DataStrategyConfig]
 
 
 @dataclass(frozen=True)
 class _Waiting:
     """A row, or one of its candidates. is_bounded: its bound contains all communication. time: exact."""
 
-    row: Row
+    row: CandidateRow
     data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
     plan: Plan | None = None
     is_bounded: bool = False
@@ -101,7 +101,8 @@ class _Searched:
         self.bounds, self.limit = Bounds(legal, cluster, self.known), _most_bytes(cluster)
         self.most = legal.space.recomputes()[-1]
         self.considered = self.may_fit = 0
-        self.rows: list[Row] = []
+        self.rows: list[CandidateRow] = []
+        self.heavy: list[tuple[int, int, CandidateRow, DataStrategyConfig]] = []  # bytes at least; they do not fit
         self.fitting: list[Found] = []
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
@@ -116,14 +117,15 @@ class _Searched:
             for size in group.micro_batches:
                 flight = self.bounds.in_flight(group, size)
                 for recompute in recomputes:
-                    kept = flight * self.bounds.kept_bytes(group, size, recompute)
+                    each, beside = self.bounds.kept_bytes(group, size, recompute)
+                    kept = flight * each + max(0, beside)
                     fitting = sum(one + kept <= self.limit for one, _ in held)
                     least = self._least_s(group, size, recompute) if fitting else 0.0
-                    self.rows.append(Row(group, size, recompute, tuple(held), fitting, kept, least))
+                    self.rows.append(CandidateRow(group, size, recompute, tuple(held), fitting, kept, least))
                     self.considered += len(held)
                     self.may_fit += fitting
 
-    def _least_s(self, group: Group, micro_batch: int, recompute: str) -> float:
+    def _least_s(self, group: LegalGroup, micro_batch: int, recompute: str) -> float:
         forward, backward, again = self.bounds.seconds(group, micro_batch)
         backward += again if recompute == self.most else 0.0
         microbatches = self.legal.space.global_batch // group.dp // micro_batch
@@ -175,7 +177,8 @@ class _Searched:
         a candidate with its time."""
         if one.plan is None:
             plans = [(data, self._plan(one.row, data)) for _, data in one.row.datas[: one.row.fitting]]
-            bounds = [(least_s(self.known, plan, self.cluster) or 0.0, data, plan) for data, plan in plans]
+            fitting = [(data, plan) for data, plan in plans if self._may_fit(one.row, data, plan)]
+            bounds = [(least_s(self.known, plan, self.cluster) or 0.0, data, plan) for data, plan in fitting]
             return [(seconds, _Waiting(one.row, data, plan)) for seconds, data, plan in bounds]
         time = step_time_with(self.known, one.plan, self.cluster, least=not one.is_bounded)
         if time is None:
@@ -185,7 +188,16 @@ class _Searched:
             return [(time.step_s, replace(one, time=time))]
         return [(time.step_s, replace(one, is_bounded=True))]
 
-    def _plan(self, row: Row, data: DataStrategyConfig) -> Plan:
+    def _may_fit(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
+        """Whether the plan may fit, with all that pp rank 0 holds throughout a step."""
+        key = "held", plan.tensor, plan.data, plan.mesh, plan.pipeline, plan.batch.microbatches > 1
+        held = once(self.known, key, lambda: sum(prediction.held_bytes(plan, plan.mesh.coordinate(0))))
+        if held + row.kept <= self.limit:
+            return True
+        self.heavy.append((held + row.kept, len(self.heavy), row, data))
+        return False
+
+    def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
         return self.legal.plan(row.group, row.micro_batch, row.recompute, data)
 
     def _leave(self, plan: Plan, leaf: Leaf) -> None:
@@ -212,17 +224,12 @@ class _Searched:
         limit = best.time.step_s if best and best.time else NEVER
         near = [one for one in self.unfit if one.time and one.time.step_s < limit]
         nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
-        heavy = [(row.datas[row.fitting][0] + row.kept, index, row.fitting)
-                 for index, row in enumerate(self.rows) if row.fitting < len(row.datas)]  # fmt: skip
-        heapq.heapify(heavy)
-        for _ in range(MOST_NEAR):
-            if not heavy or (nearest and heavy[0][0] >= nearest.heaviest_bytes):
+        for row in self.rows:
+            for held, data in row.datas[row.fitting :]:
+                self.heavy.append((held + row.kept, len(self.heavy), row, data))
+        for size, _, row, data in heapq.nsmallest(MOST_NEAR, self.heavy):
+            if nearest and size >= nearest.heaviest_bytes:
                 break
-            _, index, number = heapq.heappop(heavy)
-            row = self.rows[index]
-            if number + 1 < len(row.datas):
-                heapq.heappush(heavy, (row.datas[number + 1][0] + row.kept, index, number + 1))
-            data = row.datas[number][1]
             plan = self._plan(row, data)
             least = step_time_with(self.known, plan, self.cluster, least=True)
             time = step_time_with(self.known, plan, self.cluster) if least and least.step_s < limit else None

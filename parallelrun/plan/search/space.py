@@ -19,12 +19,16 @@ from parallelrun.config.schema import (
 from parallelrun.config.strategy_keys import completed, kinds, narrowed, own_keys
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import partition, routing, shorthands
+from parallelrun.plan.batch import EFFICIENT_TOKENS
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.load import data_strategy, pipeline_schedule, tensor_strategy
 from parallelrun.wording import divisors
 
 RECOMPUTE = ("none", "selective", "full")
 AXES = ("pp", "dp", "tp")
+# What is tried only where the user has given it: tensor parallel groups over more hosts (their communication in every
+# layer leaves the host) and microbatches of more tokens (kernels get no faster: `batch.EFFICIENT_TOKENS`).
+MOST_HOSTS, MOST_TOKENS = 8, 4 * EFFICIENT_TOKENS
 # Short names of keys of the strategy section that a candidate sets: they are said in its overrides.
 SHORT = {"strategy.pipeline.kind": "schedule", "strategy.pipeline.virtual_stages": "virtual_stages"}
 
@@ -80,7 +84,7 @@ class Space:
                 for tensor in self.tensors(tp):
                     for pipeline in self.pipelines(pp, spec):
                         for data in self.datas(dp, pp, tp):
-                            for micro_batch in self.micro_batches(dp):
+                            for micro_batch in self.micro_batches(dp, spec):
                                 for recompute in self.recomputes():
                                     yield Choice(pp, dp, tp, ep, micro_batch, recompute, data, tensor, pipeline)
 
@@ -90,7 +94,10 @@ class Space:
         for tp in divisors(self.world):
             for pp in divisors(self.world // tp):
                 dp = self.world // tp // pp
-                fits = all(want in (None, degree) for want, degree in ((asked.pp, pp), (asked.dp, dp), (asked.tp, tp)))
+                far = asked.tp is None and tp > MOST_HOSTS * ranks_per_node(asked.cluster, self.world)
+                fits = not far and all(
+                    want in (None, degree) for want, degree in ((asked.pp, pp), (asked.dp, dp), (asked.tp, tp))
+                )
                 if fits and pp <= partition.num_cuttable(spec) and not (pp == 1 and self._needs_pipeline):
                     yield pp, dp, tp
 
@@ -135,12 +142,14 @@ class Space:
             found = [one for one in found if pipeline_schedule(one.kind).takes_virtual_stages]
         return self._restricted("pipeline", found) or [base]
 
-    def micro_batches(self, dp: int) -> list[int]:
-        """The divisors of a replica's samples."""
+    def micro_batches(self, dp: int, spec: ModelSpec) -> list[int]:
+        """The divisors of a replica's samples, up to MOST_TOKENS."""
         replica, indivisible = divmod(self.global_batch, dp)
         if indivisible:
             return []
         found, asked = divisors(replica), self.folded
+        if asked.micro_batch is None and asked.microbatches is None:
+            return [size for size in found if size == 1 or size * spec.seq <= MOST_TOKENS]
         if asked.micro_batch is not None:
             found = [size for size in found if size == asked.micro_batch]
         if asked.microbatches is not None:

@@ -79,10 +79,14 @@ def missing(cluster: ClusterConfig, precision: str) -> tuple[str, ...]:
     return (*peak, *(key for key in NEEDED if not getattr(cluster, key)))
 
 
+def absent(cluster: ClusterConfig, precision: str, world: int) -> tuple[str, ...]:
+    """The `cluster` keys that are missing to predict plans on so many ranks."""
+    crosses = world > (cluster.gpus_per_node or world)
+    return (*missing(cluster, precision), *(("inter_gb_s",) if crosses and not cluster.inter_gb_s else ()))
+
+
 def not_given(plan: Plan, cluster: ClusterConfig) -> str:
     """Return which keys are missing to predict the plan's time, as a clause; empty if none is."""
-    absent = missing(cluster, plan.precision.name)
-    if plan.world > (cluster.gpus_per_node or plan.world) and not cluster.inter_gb_s:
-        absent = (*absent, "inter_gb_s")
-    names = " and ".join(", ".join(f"cluster.{key}" for key in absent).rsplit(", ", 1))
-    return f"{names} {'is' if len(absent) == 1 else 'are'} not given" if absent else ""
+    keys = absent(cluster, plan.precision.name, plan.world)
+    names = " and ".join(", ".join(f"cluster.{key}" for key in keys).rsplit(", ", 1))
+    return f"{names} {'is' if len(keys) == 1 else 'are'} not given" if keys else ""

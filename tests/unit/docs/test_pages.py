@@ -63,3 +63,22 @@ def test_the_prediction_for_llama_3_is_what_plan_prints(capsys: pytest.CaptureFi
     assert main(slow) == 0
     useful = float(capsys.readouterr().out.partition("goodput   ")[2].partition("%")[0])
     assert f"With storage of 20 GB/s it would be {useful:.0f} %" in text
+
+
+def test_the_waterfall_of_the_page_has_the_lines_that_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures follow the constants of the cluster; what is printed, and that the parts add up, stays."""
+    text = (DOCS / "search.md").read_text()
+    figure = re.search(r"<!-- waterfall -->\n```\n(.*?)```", text, re.S)
+    command = re.search(r"^parallelrun (plan .*explain=true)$", text, re.M)
+    assert figure is not None and command is not None
+    assert main(command.group(1).split()) == 0
+    printed = capsys.readouterr().out
+    bars = [re.findall(r"^([a-z][a-z -]*?)  +(\d+\.\d+) .*[█▏▎▍▌▋▊▉]", one, re.M) for one in (figure.group(1), printed)]
+    shown, now = (dict(one) for one in bars)
+    assert shown.keys() == now.keys() and {"products", "bubble", "step"} <= shown.keys()
+    for parts in (shown, now):
+        assert sum(float(value) for name, value in parts.items() if name != "step") == pytest.approx(
+            float(parts["step"])
+        )
+    for label in ("among all plans:", "rank", "fastest", "why", "limits", "memory"):
+        assert all(re.search(rf"^{label}", one, re.M) for one in (figure.group(1), printed)), label

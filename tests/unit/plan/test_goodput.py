@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from math import exp
 
 import pytest
 
+from parallelrun.cli.main import main
 from parallelrun.errors import ConfigError
 from parallelrun.plan.facts import facts
 from parallelrun.plan.goodput import (
@@ -23,7 +25,7 @@ from parallelrun.plan.goodput import (
 )
 from parallelrun.plan.prediction import checkpoint_bytes
 from parallelrun.plan.resolve import resolve
-from parallelrun.report.training import goodput_text
+from parallelrun.report.training import goodput_text, training_s
 from tests.plans import tiny_config, tiny_plan
 from tests.unit.config.test_presets import composed, describe
 from tests.unit.config.test_presets import plan as planned
@@ -155,13 +157,27 @@ def test_the_interval_is_in_whole_steps_and_on_screen_and_in_the_document():
     assert found["interval_s"] == pytest.approx(found["daly_s"], rel=0.1)
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert found["useful_young"] <= found["shares"]["useful"] * 1.002
-    text = goodput_text(facts(plan, config))
+    computed = facts(plan, config)
+    text = goodput_text(computed.goodput, training_s(computed))
     lines = text.splitlines()
     assert lines[0].startswith(f"{found['shares']['useful']:.1%} of the time is useful: ") and "every 2.03 days" in text
     assert f"{found['shares']['saving']:.1%} saving" in lines[1]
     assert lines[2].startswith(f"checkpoint.every={found['interval_steps']}, ") and "Young 1.69 h, Daly" in lines[2]
     assert lines[3].startswith(f"{found['spares']} spare nodes beside 128: 95% sure")
     assert describe(plan, composed(*OVERRIDES).config)["goodput"] is None
+
+
+def test_a_search_says_it_of_the_fastest_plan(capsys):
+    line = ["plan", "model=gpt", "cluster=a100_dgx", "gpus=1", "micro_batch=48", "recompute=none", "precision=bf16"]
+    assert main([*line, *FAILURES]) == 0
+    screen = capsys.readouterr().out
+    assert "of the time is useful with failures every 2083 days" in screen and "checkpoint.every=" in screen
+    assert main([*line, *FAILURES, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["search"]["best"][0]
+    assert found["goodput"]["interval_s"] == pytest.approx(found["goodput"]["interval_steps"] * best["step_s"])
+    assert "mtbf" not in found["command"], "a run does not read it"
+    assert main([*line, "--json"]) == 0 and json.loads(capsys.readouterr().out)["goodput"] is None
 
 
 def test_repairs_without_a_wait_need_no_spare_node():

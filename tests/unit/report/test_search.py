@@ -94,7 +94,7 @@ def test_the_reason_names_the_differences_by_size_and_they_add_up():
     many = time(**{f"part_{number}": 1.0 + number for number in range(8)})
     few = time(**{f"part_{number}": 1.0 for number in range(8)})
     gained, _, listed = waterfall.why(few, many).partition(" s faster: ")
-    assert listed.endswith("others -6.00") and "part 7 -7.00, part 6 -6.00" in listed
+    assert listed.endswith("others -6.0") and "part 7 -7.0, part 6 -6.0" in listed
     assert sum(float(part.split()[-1]) for part in listed.split(", ")) == -float(gained) == -28.0
 
 

@@ -13,7 +13,7 @@ from tests.unit.config.test_presets import composed
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PricedCandidate:
     """A legal candidate. fits: as `cluster_cost.fits`, `yes` where the cluster gives no memory size."""
 
     choice: Choice
@@ -23,7 +23,7 @@ class Candidate:
     fits: str
 
 
-def brute_force(words: tuple[str, ...], world: int) -> list[Candidate]:
+def brute_force(words: tuple[str, ...], world: int) -> list[PricedCandidate]:
     found = composed(*words)
     space, problems = Space(found.config, found.given, world), []
     spec = resolve.spec_of(narrowed(space.base), problems)
@@ -36,5 +36,5 @@ def brute_force(words: tuple[str, ...], world: int) -> list[Candidate]:
             cluster = space.base.cluster
             memory = max(prediction.memories(plan, cluster).values(), key=lambda memory: memory.total)
             fits = cluster_cost.fits(memory, cluster) if cluster.memory_gb else "yes"
-            candidates.append(Candidate(one, plan, step_time(plan, cluster), memory.total, fits))
+            candidates.append(PricedCandidate(one, plan, step_time(plan, cluster), memory.total, fits))
     return candidates

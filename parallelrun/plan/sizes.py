@@ -1,0 +1,135 @@
+"""How many devices to rent: the fastest plan on clusters of several sizes, its days and its price. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from parallelrun.config.schema import OBJECTIVES, Config
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.plan import chosen
+from parallelrun.plan.cluster_cost import DAY
+from parallelrun.plan.search.result import Search
+from parallelrun.plan.search.search import search
+
+TIME, COST, FEWEST = OBJECTIVES
+HOUR = 3600.0
+MOST_DEVICES = 2**14  # unless `gpus` allows more
+ENOUGH = 1.1  # a cluster twice as large that is less than so much faster ends the doubling
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training takes. price: None where the cluster gives none."""
+
+    days: float
+    device_hours: float
+    price: float | None
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number of devices, what a search finds on them, and what the training takes with its best plan."""
+
+    devices: int
+    found: Search
+    training: Training
+
+
+def training_of(config: Config, found: Search) -> Training | None:
+    """What training on `tokens` takes with the best plan of a search; None if they are not given."""
+    if config.tokens is None or not found.best:
+        return None
+    best = found.best[0]
+    assert best.time is not None and best.tokens_per_s is not None
+    tokens_per_step = best.tokens_per_s * best.time.step_s
+    days = ceil(config.tokens / tokens_per_step) * best.time.step_s / DAY
+    hours = days * DAY / HOUR * found.world
+    price = config.cluster.price_per_gpu_hour
+    return Training(days, hours, price * hours if price is not None else None)
+
+
+def compares_sizes(config: Config) -> bool:
+    """Return whether the objective asks for a number of devices. Raises ConfigError for what it lacks."""
+    objective = config.objective or TIME
+    if config.days is not None and config.tokens is None:
+        raise ConfigError(Problem(f"days={config.days:g} bounds a training of unknown length", "days", "tokens=300e9"))
+    if objective == TIME and config.days is None:
+        return False
+    if config.tokens is None:
+        what = f"objective={objective} compares whole trainings, and tokens is not given"
+        raise ConfigError(Problem(what, "tokens", "tokens=300e9"))
+    if objective == FEWEST and config.days is None:
+        what = f"objective={objective} looks for the fewest devices that are fast enough, and days is not given"
+        raise ConfigError(Problem(what, "days", "days=30"))
+    return objective != TIME
+
+
+def compared(config: Config, given: frozenset[str], keep: int) -> tuple[list[Size], Size]:
+    """(the sizes that were searched, by number of devices; the one that the objective and `days` choose).
+
+    `gpus` or `world` is the most devices. Sizes double from the smallest with a plan that fits until one is fast enough
+    (objective=gpus) or a larger one is hardly faster; then sizes next to the best one are tried. Raises ConfigError if
+    none is fast enough.
+    """
+    base, held = chosen.base_of(config), given - {"strategy", "world", "gpus"}
+    most = config.world or MOST_DEVICES
+    chosen.check_rates(config, most)
+    tried: dict[int, Size | None] = {}
+
+    def size(devices: int) -> Size | None:
+        if devices not in tried:
+            found = search(replace(base, world=devices), held, devices, keep)
+            training = training_of(config, found)
+            tried[devices] = Size(devices, found, training) if training else None
+        return tried[devices]
+
+    _double(size, most, config.days if config.objective == FEWEST else None)
+    best = _best(tried.values(), config)
+    for devices in _between(best.devices, config.cluster.gpus_per_node or 1) if best else ():
+        if devices <= most:
+            size(devices)
+    sizes = sorted((one for one in tried.values() if one), key=lambda one: one.devices)
+    return sizes, _best(sizes, config) or _too_slow(config, sizes, most)
+
+
+def _double(size: Callable[[int], Size | None], most: int, days: float | None) -> None:
+    """Search on 1, 2, 4, ... devices. days: end where the training takes no more; None: where it hardly gets faster."""
+    devices, before = 1, None
+    while devices <= most:
+        here = size(devices)
+        if here and (before or days is not None):
+            is_enough = before and before.training.days < ENOUGH * here.training.days
+            if is_enough if days is None else here.training.days <= days:
+                break
+        devices, before = 2 * devices, here or before
+
+
+def _between(devices: int, per_host: int) -> Iterator[int]:
+    """Sizes between a power of two and its neighbours, of whole hosts where they are larger than one."""
+    for of_four in (5, 6, 7):
+        for whole in (devices // 2, devices):
+            count, rest = divmod(whole * of_four, 4)
+            if not rest and (count < per_host or count % per_host == 0):
+                yield count
+
+
+def _best(sizes: Iterable[Size | None], config: Config) -> Size | None:
+    enough = [one for one in sizes if one and one.training.days <= (config.days or float("inf"))]
+    if config.objective == COST:
+        return min(enough, key=lambda one: one.training.device_hours, default=None)
+    return min(enough, key=lambda one: one.devices, default=None)
+
+
+def _too_slow(config: Config, sizes: Sequence[Size], most: int) -> Size:
+    """Raise ConfigError: no size is fast enough."""
+    if not sizes:
+        what = f"no plan fits on any number of devices up to {most:,}"
+        raise ConfigError(Problem(what, "gpus", "a larger gpus or a larger global_batch"))
+    fastest = min(sizes, key=lambda one: one.training.days)
+    days = f"{fastest.training.days:.1f} days on {fastest.devices:,} devices"
+    what = (
+        f"{config.tokens:g} tokens take {days}, the fastest of {len(sizes)} sizes up to {most:,}; days={config.days:g}"
+    )
+    raise ConfigError(Problem(what, "days", f"days={ceil(fastest.training.days)}"))
