@@ -16,6 +16,7 @@ def _gpt(hidden: int, layers: int, seq: int, batch: int, *more: str) -> tuple[st
 STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("two ranks, ddp", _gpt(128, 4, 64, 16, "strategy=ddp", "dp=2")),
     ("two ranks, tiny", _gpt(32, 3, 32, 4, "strategy=ddp", "dp=2")),
+    ("many weights, few tokens", _gpt(384, 3, 16, 4, "strategy=ddp", "dp=2")),
     ("one rank, small", _gpt(64, 4, 64, 8, "strategy=single")),
     ("one rank, large", _gpt(384, 3, 128, 8, "strategy=single")),
     ("two ranks, tensor parallel", _gpt(256, 2, 64, 8, "strategy=tp", "tp=2")),

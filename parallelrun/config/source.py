@@ -45,7 +45,7 @@ class BuiltInSource(ConfigSource):
         own = self._own(name)
         if own is not None:
             text = own.read_text(encoding="utf-8")
-            node: Container = OmegaConf.create(text)
+            node: Container = OmegaConf.load(own)  # an error of its syntax names the file
         else:
             text = "" if name == SCHEMA else _texts()[name]
             node = _schema() if name == SCHEMA else _parsed(name)

@@ -17,6 +17,7 @@ from parallelrun.run_records import find
 from parallelrun.run_records.find import CONFIG, LATEST, MANIFEST, STATUS
 from parallelrun.run_records.read import read_object, read_yaml
 from parallelrun.run_records.rows import BROKEN, DIED, EMPTY, RunRow, read_row
+from parallelrun.wording import counted
 
 QUIET_S = 600.0  # a run that seems to have died must not have written its status for so long
 FAILED = ("failed", DIED, BROKEN)
@@ -106,7 +107,8 @@ def _of_run(row: RunRow, policy: Policy, now: float) -> Removable | None:
     if keep < 1 or len(steps) <= keep:
         return None
     extra = list(steps.values())[:-keep]
-    return Removable(run, f"{len(extra)} checkpoints beyond the newest {keep}", sum(map(size_of, extra)), keep)
+    reason = f"{counted(len(extra), 'checkpoint')} beyond the newest {keep}"
+    return Removable(run, reason, sum(map(size_of, extra)), keep)
 
 
 def _own_keep(run: Path) -> int:

@@ -143,7 +143,7 @@ def parameter_bytes(
     )
     if spec.frozen:
         return weight * stored, 0, 0
-    keeps = plan.mesh.size("dp") > 1 and data.keeps_gradients
+    keeps = plan.mesh.size("dp") > 1 and data.keeps_gradients(plan)
     num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
     return weight * stored, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * stored * num_states
 

@@ -265,8 +265,10 @@ def _change(change: float | None) -> str:
 
 def losses(comparison: RunComparison) -> list[str]:
     """Return a line per column but the first: where its losses part from the first one's."""
-    base = comparison.columns[0].label
-    return [loss_text(base, one) for one in comparison.losses]
+    base = comparison.columns[0]
+    pairs = zip(comparison.columns[1:], comparison.losses)
+    trained = [one for column, one in pairs if any(run.rows for run in (*base.runs, *column.runs))]  # not bench, verify
+    return [loss_text(base.label, one) for one in trained]
 
 
 def loss_text(base: str, one: LossDifference) -> str:

@@ -26,6 +26,7 @@ _COLUMNS = {
 _NUM_WORDS = 4  # columns of text; the others are numbers
 _NARROW = 100  # columns of a terminal; below, the year is left out
 _MOST_STYLED = 200  # rows; rich takes seconds for thousands
+_OF_BENCH = {"step_time_median_s": "median_s"}  # in bench.json
 _STYLES = {"failed": "red", "died": "red", "broken": "red", "running": "green", "preempted": "yellow"}
 
 
@@ -36,7 +37,7 @@ def show_table(rows: Sequence[RunRow], num_more: int, console: Console) -> None:
         [
             *_words(row, console.width < _NARROW),
             f"{row.step:,}",
-            *(_figure(key, row.results.get(key)) for key in _COLUMNS),
+            *(_figure(key, row.results) for key in _COLUMNS),
         ]
         for row in rows
     ]
@@ -96,9 +97,14 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
         ("files", bytes_text(num_bytes)),
     ]
     if not (run.directory / "summary.json").exists():
-        lines += [(key, number_text(key, value)) for key in run.results if (value := run.number(key)) is not None]
+        lines += [
+            (key, number_text(key, value))
+            for key in run.results
+            if key != "schema" and (value := run.number(key)) is not None
+        ]
     console.print(labelled([(name, Text(text)) for name, text in lines]))
 
 
-def _figure(key: str, value: Any) -> str:
+def _figure(key: str, results: dict[str, Any]) -> str:
+    value = results.get(key, results.get(_OF_BENCH.get(key, "")))
     return number_text(key, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""

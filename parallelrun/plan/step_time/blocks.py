@@ -22,6 +22,7 @@ from parallelrun.product import Product
 PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound", "host"
 TENSOR, EXPERT, STATISTICS = "tensor communication", "expert communication", "statistics communication"
 Parts = dict[str, float]
+Shape = tuple[int, int, int]  # rows, inner, columns of a product
 
 # Bytes of a 16-bit score in attention that keeps them, forward and backward: a kernel for scale, mask and softmax
 # (Narayanan et al. 2021, 4.2), and dropout with its mask.
@@ -41,13 +42,14 @@ class BlockTime:
 
 def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> BlockTime | None:
     """Return the time of a block; None if the cluster gives no rate for a link it needs."""
-    forward, backward = _products(block, plan, rates), _products(block, plan, rates, backward=True)
+    shapes = list(_shapes(block, plan))
+    forward, backward = _products(shapes, plan, rates), _products(shapes, plan, rates, backward=True)
     if block.kind == "transformer":
         _add_attention(forward, backward, block, plan, rates, stack)
     else:
         _add_convolutions(forward, backward, block, plan, cluster, rates)
-    _add_streaming(forward, backward, block, plan, rates, stack)
-    time = BlockTime(forward, backward, _recomputed(block, forward, plan, rates, stack))
+    _add_streaming(forward, backward, shapes, block, plan, rates, stack)
+    time = BlockTime(forward, backward, _recomputed(shapes, block, forward, plan, rates, stack))
     calls = [0.0, 0.0]
     for kind, parts, row, share in _traffic(block, plan, time):
         seconds = collective_s(row, plan, cluster, rates)
@@ -103,7 +105,9 @@ def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[st
             yield STATISTICS, parts, row, 1 / 2 / plan.batch.microbatches
 
 
-def _recomputed(block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stack: Stack) -> Parts:
+def _recomputed(
+    shapes: Sequence[Shape], block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stack: Stack
+) -> Parts:
     """What backward computes again. That of the host and of collectives is added later."""
     if not block.is_recomputed or plan.recompute == "none":
         return {}
@@ -112,15 +116,14 @@ def _recomputed(block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stac
             return {MEMORY_BOUND: streaming.recomputed(plan, forward[MEMORY_BOUND])}
         return {ATTENTION: forward[ATTENTION]}
     again = dict(forward)
-    shapes = list(_shapes(block, plan))
     if stack.stops_early and shapes:
         again[PRODUCTS] -= product_s(*shapes[-1], BYTES[plan.precision.compute], rates)
     return again
 
 
-def _products(block: BlockSpec, plan: Plan, rates: Rates, backward: bool = False) -> Parts:
+def _products(shapes: Sequence[Shape], plan: Plan, rates: Rates, backward: bool = False) -> Parts:
     width, seconds = BYTES[plan.precision.compute], 0.0
-    for rows, inner, columns in _shapes(block, plan):
+    for rows, inner, columns in shapes:
         if backward:
             seconds += product_s(rows, columns, inner, width, rates) + product_s(columns, rows, inner, width, rates)
         else:
@@ -136,8 +139,8 @@ def _dense_layers(block: BlockSpec, plan: Plan) -> Iterator[tuple[LayerSpec, Pro
             yield layer, product
 
 
-def _shapes(block: BlockSpec, plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """(rows, inner, columns) of every product that a rank computes in forward."""
+def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
+    """Of every product that a rank computes in forward."""
     for layer, product in _dense_layers(block, plan):
         rows, _ = product.gathered_x.local(plan.num_rows, layer.in_features, plan.mesh.sizes)
         shape = (layer.out_features, layer.in_features)
@@ -181,13 +184,15 @@ def _add_convolutions(
         backward[PRODUCTS] += 2 * seconds
 
 
-def _add_streaming(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates, stack: Stack) -> None:
+def _add_streaming(
+    forward: Parts, backward: Parts, shapes: Sequence[Shape], block: BlockSpec, plan: Plan, rates: Rates, stack: Stack
+) -> None:
     if block.kind in ("transformer", "head", "embedding"):
         both = streaming.of_block(block, plan, rates, stack)
     else:
         both = other_blocks.streaming(block, plan, rates)
     of_experts = sum(one.numel for one in block.parameters if one.layer_role == "expert")
-    dense = sum(inner * columns for _, inner, columns in _shapes(block, plan))
+    dense = sum(inner * columns for _, inner, columns in shapes)
     elements = dense + of_experts / plan.mesh.size("ep") / plan.mesh.size("tp")
     weights = streaming.of_weights(elements, plan, rates, stack)
     forward[MEMORY_BOUND], backward[MEMORY_BOUND] = both[0] + weights[0], both[1] + weights[1]

@@ -12,6 +12,7 @@ from parallelrun.calibrate import constants, file, measurements, runs
 from parallelrun.calibrate.constants import PlannedStep, calibrated, plan_of_exchange, step_seconds
 from parallelrun.calibrate.measurements import CPU, WALL, Measurements, Sample, TimedExchange, TimedProduct, TimedStep
 from parallelrun.calibrate.session import Session, composed, sample_of
+from parallelrun.cli.main import main
 from parallelrun.config import presets
 from parallelrun.errors import ConfigError, EnvironmentProblem
 from parallelrun.plan.freeze import freeze
@@ -125,6 +126,14 @@ def test_a_calibrated_cluster_is_found_by_every_command(tmp_path, monkeypatch):
         assert said in text, said
     assert yaml.safe_load(text)["name"] == "mine"
     assert measurements.load(file.measurements_of(path)) == measured
+
+
+def test_a_cluster_file_that_is_not_yaml_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path))
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "mine.yaml").write_text("name: [")
+    assert main(["plan", "model=gpt", "strategy=single", "cluster=mine"]) == 2
+    assert "mine.yaml" in capsys.readouterr().err
 
 
 def test_names_that_cannot_be_written_are_refused(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from parallelrun.cli.main import main
+from parallelrun.records import write_json
 from parallelrun.report import compare as report
 from parallelrun.run_records.compare import compare
 from parallelrun.run_records.read import read
@@ -67,6 +68,15 @@ def test_a_broken_file_is_exit_4_with_its_name(two, tmp_path, capsys):
     (tmp_path / "gpt" / "20260101T000000Z-bbbbbb" / "summary.json").write_text("{")
     assert main(two) == 4
     assert "bbbbbb/summary.json" in capsys.readouterr().err
+
+
+def test_benchmarks_are_compared_without_losses(tmp_path, capsys):
+    for name, seconds in (("a", 0.5), ("b", 0.25)):
+        directory = write_run(tmp_path / name, losses=(), config={"optimizer.lr": seconds}, state="bench")
+        write_json(directory / "bench.json", {"median_s": seconds, "tokens_per_s": 1 / seconds, "degrees": {"dp": 2}})
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--md"]) == 0
+    text = capsys.readouterr().out
+    assert "| step time, median | 500 ms | 250 ms (-50.0%) |" in text and "losses of" not in text
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -18,10 +18,10 @@ DAY = 86400.0
 
 
 def save(directory, *steps: int):
-    """Checkpoints that count as complete, 100 bytes each."""
+    """Checkpoints that count as complete, of 100 bytes times the step."""
     for step in steps:
         (directory / "checkpoints" / f"step_{step}").mkdir(parents=True)
-        (directory / "checkpoints" / f"step_{step}" / "data").write_bytes(bytes(100))
+        (directory / "checkpoints" / f"step_{step}" / "data").write_bytes(bytes(100 * step))
     return directory
 
 
@@ -62,7 +62,7 @@ def test_failed_runs_and_checkpoints_beyond_keep_are_removable(runs):
     found = removable(runs, Policy())
     assert names(found) == [("aaaaaa", 2), ("bbbbbb", 0), ("dddddd", 0), ("ffffff", 0)]
     (checkpoints,) = [one for one in found if one.keep]
-    assert (checkpoints.num_bytes, checkpoints.reason) == (100, "1 checkpoints beyond the newest 2")
+    assert (checkpoints.num_bytes, checkpoints.reason) == (200, "1 checkpoint beyond the newest 2")
     assert names(removable(runs, Policy(failed=False))) == [("aaaaaa", 2)]
     assert names(removable(runs, Policy(failed=False, keep=1))) == [("aaaaaa", 1)]
 
@@ -84,7 +84,7 @@ def test_nothing_is_deleted_until_asked(runs):
 
 def test_what_is_listed_is_removed_and_nothing_else(runs):
     removed = [*remove(runs, removable(runs, Policy()))]
-    assert sum(one.num_bytes for one in removed if one.keep) == 100
+    assert sum(one.num_bytes for one in removed if one.keep) == 200
     left = {path.name.rpartition("-")[2] for path in (runs / "gpt").iterdir()}
     assert left == {"notes", "123456", "999999", "aaaaaa", "cccccc", "eeeeee"}
     assert sorted(os.listdir(runs / "gpt" / "20260101T000000Z-aaaaaa" / "checkpoints")) == ["step_4", "step_6"]

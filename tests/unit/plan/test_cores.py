@@ -98,6 +98,14 @@ def test_servers_exchange_what_their_messages_say():
     assert parts(plan, narrow)[spread.DATA] == pytest.approx(2 * parts(plan, wide)[spread.DATA], rel=1e-6)
 
 
+def test_servers_wait_while_workers_compute():
+    """Two workers and a server on two cores: the workers compute as fast as two replicas do."""
+    beside = parts(planned(*PS, "dp=2", "servers=1", "local_batch=4"))
+    alone = parts(planned(*SMALL, "strategy=ddp", "dp=2", "local_batch=4"))
+    for name in (blocks.PRODUCTS, blocks.HOST, blocks.MEMORY_BOUND):
+        assert beside[name] == pytest.approx(alone[name]), name
+
+
 def test_a_server_that_cannot_keep_up_holds_its_workers_back():
     """Every push is an update of its own: with many workers and little work, the server is what takes time."""
     slow = replace(HOST, cores=64, intra_gb_s=0.05)
