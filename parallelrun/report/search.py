@@ -114,11 +114,16 @@ def show_rank(found: Search, mine: StepTime, fits: str, console: Console) -> Non
 
 
 def side_by_side(best: Sequence[Found]) -> list[Found]:
-    """The fastest plan, and the fastest ones that differ from all before in a degree or the tensor layout."""
+    """The fastest plan, and the fastest ones that differ from all before in a degree or the tensor layout.
+
+    Where there are too few of those, the next fastest ones.
+    """
     chosen: dict[tuple[str, ...], Found] = {}
     for one in best:
         chosen.setdefault(_degrees(one), one)
-    return list(chosen.values())[:SHOWN]
+    different = list(chosen.values())[:SHOWN]
+    others = [one for one in best if one not in different][: SHOWN - len(different)]
+    return sorted([*different, *others], key=lambda one: timed(one).step_s)
 
 
 def _degrees(found: Found) -> tuple[str, ...]:
@@ -205,7 +210,9 @@ def _close(found: Search, first: Found, config: Config) -> list[tuple[str, Text]
 def _difference(other: Found, first: Found, config: Config) -> str:
     """The settings of a plan that another one has not: `data=zero1 recompute=none`."""
     settings = {key: (_setting(other, key, config), _setting(first, key, config)) for key in _keys([first, other])}
-    return " ".join(f"{_label(key)}={own}" for key, (own, known) in settings.items() if own not in (known, "-"))
+    own_ones = [f"{_label(key)}={own}" for key, (own, known) in settings.items() if own not in (known, "-")]
+    unset = [f"{_label(key)}={known}" for key, (own, known) in settings.items() if own == "-" != known]
+    return " ".join(own_ones) or f"without {' '.join(unset)}"
 
 
 def _nearest(found: Search, config: Config) -> list[tuple[str, Text]]:
