@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
@@ -35,19 +35,27 @@ class PeakBytes(TorchDispatchMode):
         super().__exit__(*problem)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for mesh_dim in tree_leaves((args, kwargs)):
-            self._see(mesh_dim)
+        self._see_all(args)
+        if kwargs:
+            self._see_all(kwargs.values())
         result = function(*args, **(kwargs or {}))
-        for mesh_dim in tree_leaves(result):
-            self._see(mesh_dim)
+        self._see_all((result,))
         return result
 
     def restart(self) -> None:
         """Measure the peak from now on."""
         self.peak = self.now
 
-    def _see(self, value: Any) -> None:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.device.type != self._device:
+    def _see_all(self, values: Iterable[Any]) -> None:
+        """Every tensor in lists and tuples of any depth. torch's own walk takes longer than a small operation."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._see(value)
+            elif isinstance(value, (list, tuple)):
+                self._see_all(value)
+
+    def _see(self, value: Tensor) -> None:
+        if isinstance(value, DTensor) or value.device.type != self._device:
             return  # a DTensor has no memory of its own; its local tensor is seen when it is used
         storage = value.untyped_storage()
         if not storage.resizable():  # memory of others, such as what a collective shares between ranks

@@ -68,7 +68,7 @@ class Session:
             busy = _median(one.sample.cpu_s / one.sample.wall_s for one in products) if on_cpu else 1.0
             clock = WALL if busy >= SHARED else CPU
             exchanges = list(self._exchanges(Path(root), own, on_cpu))
-            steps = list(self._trainings(Path(root), own, on_cpu))
+            steps = list(self._trainings(Path(root), own, on_cpu, clock))
         if not steps:
             what = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
             raise ConfigError(Problem(what, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
@@ -123,21 +123,29 @@ class Session:
         folder = self._launch(root, config, plan, "measure", {"parts": parts, "seconds": seconds})
         return [json.loads((folder / f"measured_{rank}.json").read_text()) for rank in range(ranks)]
 
-    def _trainings(self, root: Path, own: int, on_cpu: bool) -> Iterator[TimedStep]:
+    def _trainings(self, root: Path, own: int, on_cpu: bool, clock: str) -> Iterator[TimedStep]:
+        longest = ALLOWED_S
         for name, words in training.STEPS if on_cpu else training.STEPS_ON_GPUS:
-            if self.left_s < ALLOWED_S:
+            if self.left_s < longest:
                 self._skipped.append(f"{name}: no time was left")
                 continue
             self.say(f"training: {name}")
+            began = time.monotonic()
             try:
-                step = self.training(root, name, words, own, on_cpu)
+                step = self.training(root, name, words, own, on_cpu, clock)
             except (ConfigError, EnvironmentProblem) as error:
                 self._skipped.append(f"{name}: {error}")
                 continue
+            longest = max(longest, time.monotonic() - began)
             yield step
 
-    def training(self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool) -> TimedStep:
-        """Bench one training on this machine. Raises ConfigError, EnvironmentProblem."""
+    def training(
+        self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool, clock: str = WALL
+    ) -> TimedStep:
+        """Bench one training on this machine. Raises ConfigError, EnvironmentProblem.
+
+        By the CPU clock, threads that spin while they wait for each other, and those of servers, cannot be counted.
+        """
         config, plan = composed(
             [
                 f"backend={self.backend}",
@@ -146,6 +154,9 @@ class Session:
                 *words,
             ]
         )
+        if clock == CPU and (plan.servers or plan.world <= own // 2):
+            what = "the threads of servers are not counted" if plan.servers else "waiting threads of a rank would count"
+            raise EnvironmentProblem(f"CPU time does not show it: {what}")
         if not on_cpu and plan.world > own:
             raise EnvironmentProblem(f"{plan.world} ranks on {own} GPUs")
         folder = self._launch(root, filled(config, plan), plan, "steps", None)

@@ -70,7 +70,6 @@ class DataStrategy(AxisStrategy):
     saves_memory: ClassVar[bool] = False  # suggested where a plan does not fit on a device
     takes_experts: ClassVar[bool] = False  # experts may be distributed over its ranks (ep > 1)
     has_servers: ClassVar[bool] = False  # some ranks are no workers
-    keeps_gradients: ClassVar[bool] = False  # gradients stay allocated between steps, in buffers of the strategy
     kept_states: ClassVar[int] = 0  # tensors of state per weight beside the optimizer's
 
     shard: int = 1
@@ -226,6 +225,10 @@ class DataStrategy(AxisStrategy):
         return explanation_of_calls("data", self.kind, *self.description, plan, found)
 
     # Memory (asked only where dp > 1, but for `gathered_bytes`)
+
+    def keeps_gradients(self, plan: Plan) -> bool:
+        """Whether gradients are held at every peak of a step: in the strategy's buffers, or of earlier microbatches."""
+        return False
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Bytes held beside the layouts above and counted as weights: gathered weights, copies of chunks."""

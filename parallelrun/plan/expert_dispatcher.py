@@ -56,6 +56,10 @@ class ExpertDispatcher(AxisStrategy):
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Return one rank's all-to-alls of one training step (all microbatches) for those blocks."""
 
+    def exchange_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Return the bytes beside those that are saved while the second all-to-all of a block's forward pass runs."""
+        return 0
+
     @abstractmethod
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return the bytes that one microbatch of `block` keeps for backward because tokens are dispatched."""

@@ -45,12 +45,13 @@ class BackwardBlock:
     """The bytes of a block in its backward pass.
 
     kept: saved by every microbatch in flight. passes: its layers in forward order. again: saved tensors that are
-    recomputed first.
+    recomputed first. forward: what recomputing them needs besides.
     """
 
     kept: int
     passes: tuple[LayerBackward, ...]
     again: int = 0
+    forward: int = 0
 
     def working_bytes(self, accumulates: bool) -> int:
         """The peak of the pass beyond `kept`.
@@ -58,7 +59,7 @@ class BackwardBlock:
         accumulates: weight gradients are kept until the pass ends; else each is added to a sum and freed.
         """
         remaining = total = sum(one.kept for one in self.passes)
-        most, produced = 0, 0
+        most, produced = self.forward, 0
         for one in reversed(self.passes):
             here = one.arriving + one.giving + one.scratch + one.weights
             most = max(most, remaining - total + produced + here)
@@ -201,7 +202,8 @@ def backward_block(name: str, plan: Plan) -> BackwardBlock:
         extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
         kept = plan.tensor.saved_bytes(block, plan) + extra
         again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
-        return BackwardBlock(kept, passes, max(0, again))
+        forward = plan.expert.exchange_bytes(block, plan) if plan.expert and again > 0 else 0
+        return BackwardBlock(kept, passes, max(0, again), forward)
 
     key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name
     return once(plan.cache, key, compute)

@@ -121,8 +121,12 @@ def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
 def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     data, pp_rank = plan.data, coordinate["pp"]
     weights = gradients = states = 0
+    known: dict[object, tuple[int, int, int]] = {}  # several stages of a rank have equal parameters
     for held, count in distinct_parameters(plan, pp_rank):
-        weight, gradient, state = parameter_bytes(held.spec, held.layout, plan, coordinate)
+        key = held.spec.shape, held.spec.layer_role, held.spec.heads, held.spec.frozen, held.layout
+        if key not in known:
+            known[key] = parameter_bytes(held.spec, held.layout, plan, coordinate)
+        weight, gradient, state = known[key]
         weights += count * weight
         gradients += count * gradient
         states += count * state
@@ -143,7 +147,7 @@ def parameter_bytes(
     )
     if spec.frozen:
         return weight * stored, 0, 0
-    keeps = plan.mesh.size("dp") > 1 and data.keeps_gradients
+    keeps = plan.mesh.size("dp") > 1 and data.keeps_gradients(plan)
     num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
     return weight * stored, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * stored * num_states
 

@@ -213,7 +213,7 @@ class Collective:
 class Memory:
     """Bytes of one rank at the peak of a step, by purpose. leaves_out: memory that is not counted.
 
-    weights: with gathered ones. gradients: with buckets and receive buffers. activations: saved for backward.
+    weights: with gathered ones that stay. gradients: with buckets and receive buffers. activations: saved for backward.
     temporary: tensors that exist only during the current backward computation (gradients of activations, logits,
     recomputed and gathered tensors, messages), and the batch. context, slack: what a GPU holds beside tensors, where
     the cluster gives constants for it (`device_memory`): the CUDA context and communicators; unused blocks of the

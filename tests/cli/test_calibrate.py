@@ -7,9 +7,10 @@ import json
 import pytest
 
 from parallelrun.calibrate import session, training
+from parallelrun.calibrate.measurements import CPU
 from parallelrun.cli import calibrate
 from parallelrun.cli.main import main
-from parallelrun.errors import ConfigError
+from parallelrun.errors import ConfigError, EnvironmentProblem
 
 TRAINING = ("two ranks", ("model=gpt", "model.hidden=16", "model.layers=2", "model.seq=16", "strategy=ddp", "dp=2",
                           "global_batch=4"))  # fmt: skip
@@ -58,6 +59,16 @@ def test_mistakes_are_said_before_anything_is_measured(words, said, monkeypatch,
     monkeypatch.setenv("PARALLELRUN_CONFIG", "/proc/none" if unwritable else str(tmp_path))
     code = main(["calibrate", *words])
     assert code == (3 if unwritable else 2) and said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("strategy=single",), "waiting threads"), (("strategy=ps", "dp=2", "servers=1"), "threads of servers")],
+)
+def test_what_the_cpu_clock_does_not_show_is_not_timed(words, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(session.Session, "_launch", lambda *arguments: pytest.fail("ranks were started"))
+    with pytest.raises(EnvironmentProblem, match=said):
+        session.Session().training(tmp_path, "a plan", ("model=gpt", *words), 2, True, CPU)
 
 
 def test_the_last_of_a_flag_is_its_folder():

@@ -36,7 +36,9 @@ RESNET: dict[str, Any] = {
     "model.name": "resnet", "dataset.name": "digits", "model.layers": 1, "model.vocab": 10, "global_batch": 16,
     "micro_batch": 16,
 }  # fmt: skip
-BF16, FULL, SELECTIVE = {"precision.name": "bf16"}, {"recompute": "full"}, {"recompute": "selective"}
+ALEXNET, VGG = RESNET | {"model.name": "alexnet"}, RESNET | {"model.name": "vgg"}
+FP64, FP16, BF16 = ({"precision.name": name} for name in ("fp64", "fp16", "bf16"))
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 GRID = {"model.layers": 2, "global_batch": 8}
 
@@ -107,21 +109,80 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp x 1f1b": GPT | pipeline("1f1b") | data("fsdp") | {"global_batch": 32},
     "zero1 x 1f1b": GPT | pipeline("1f1b") | data("zero1") | {"global_batch": 32},
     "zero2 x 1f1b": GPT | pipeline("1f1b") | data("zero2") | {"global_batch": 32},
+    "gpt fp16": GPT | FP16,
+    "gpt fp64": GPT | FP64,
+    "gpt momentum": GPT | {"optimizer.name": "sgd", "optimizer.momentum": 0.9},
+    "moe full": MOE | FULL,
+    "moe selective bf16": MOE | SELECTIVE | BF16,
+    "mlp bf16 full": MLP | BF16 | FULL,
+    "alexnet": ALEXNET,
+    "vgg": VGG,
+    "fsdp bf16": GPT | data("fsdp") | BF16,
+    "fsdp fp64 selective": GPT | data("fsdp") | FP64 | SELECTIVE,
+    "zero2 fp16 full": GPT | data("zero2") | FP16 | FULL,
+    "zero1 llama bf16 selective": LLAMA | data("zero1") | BF16 | SELECTIVE,
+    "powersgd": GPT | data("ddp", compression="powersgd"),
+    "ddp, sent in fp16": GPT | data("ddp", compression="fp16"),
+    "adasum": GPT | data("horovod", reduction="adasum"),
+    "local sgd bf16": GPT | data("local_sgd") | BF16,
+    "moe fsdp": MOE | data("fsdp"),
+    "moe ep capacity bf16": MOE | data("ddp") | {"ep": 2, "strategy.expert.kind": "capacity"} | BF16,
+    "moe ep dropless": MOE | data("ddp") | {"ep": 2, "strategy.expert.kind": "dropless"},
+    "moe ep zero2": MOE | data("zero2") | {"ep": 2},
+    "moe tp": MOE | {"tp": 2},
+    "moe tp sequence": MOE | {"tp": 2} | SEQUENCE,
+    "moe 1f1b": MOE | pipeline("1f1b"),
+    "tp sequence selective bf16": GPT | {"tp": 2} | SEQUENCE | SELECTIVE | BF16,
+    "tp sequence llama full": LLAMA | {"tp": 2} | SEQUENCE | FULL,
+    "interleaved full bf16": GPT | pipeline("interleaved") | FULL | BF16,
+    "1f1b llama selective": LLAMA | pipeline("1f1b") | SELECTIVE,
+    "hsdp": GPT | data("fsdp", shard=2) | {"dp": 4},
+    "hsdp llama bf16": LLAMA | data("fsdp", shard=2) | {"dp": 4} | BF16,
+    "tp 4 llama, copied kv heads": LLAMA | {"tp": 4},
+    "fsdp x tp llama full": LLAMA | data("fsdp") | {"tp": 2} | FULL,
+    "fsdp x zero bubble": GPT | data("fsdp") | pipeline("zero_bubble") | {"global_batch": 32},
+    "moe zero1 x ep x 1f1b": MOE | data("zero1") | {"ep": 2} | pipeline("1f1b") | {"global_batch": 32},
+    "2d bf16": GPT | GRID | {"tp": 4, "layout": "2d"} | BF16,
+    "2d llama selective": LLAMA | GRID | {"tp": 4, "layout": "2d", "model.kv_heads": 4} | SELECTIVE,
+    "2.5d llama full": LLAMA | GRID | {"tp": 8, "layout": "2.5d", "model.kv_heads": 4} | FULL,
+    "3d bf16, gathered again": GPT | GRID | {"tp": 8, "layout": "3d", "strategy.tensor.save_gathered": False} | BF16,
+    "zero1 x tp sequence x 1f1b bf16": GPT
+    | data("zero1")
+    | {"tp": 2, "global_batch": 32}
+    | SEQUENCE
+    | pipeline("1f1b")
+    | BF16,
 }
 
 
 # Their parts are in other plans, too.
 FULL_MATRIX = (
     "gpt full bf16", "gpt sgd", "llama full", "ddp bf16", "zero1 full", "fsdp full", "fsdp llama", "mlp ddp",
-    "bert zero1", "tp llama", "tp full", "1f1b full", "tp dropout", "zero1 x 1f1b",
+    "bert zero1", "tp llama", "tp full", "1f1b full", "tp dropout", "zero1 x 1f1b", "gpt momentum",
+    "moe selective bf16", "mlp bf16 full", "alexnet", "vgg", "fsdp fp64 selective", "zero1 llama bf16 selective",
+    "ddp, sent in fp16", "local sgd bf16", "moe ep capacity bf16", "moe ep zero2", "moe tp", "moe 1f1b",
+    "interleaved full bf16", "1f1b llama selective", "hsdp", "fsdp x tp llama full", "fsdp x zero bubble", "2d bf16",
+    "2.5d llama full", "3d bf16, gathered again", "tp 4 llama, copied kv heads", "gpt bf16", "gpt full", "2d",
+    "gpipe",
 )  # fmt: skip
 if not FULL_RUN:
     PLANS = {name: overrides for name, overrides in PLANS.items() if name not in FULL_MATRIX}
 
 
 def peaks(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Body of a rank: of each case, (the peak of a step in bytes, as predicted)."""
-    return [_peak(case) for case in cases]
+    """Body of a rank: of each case, (the peak of a step in bytes, as predicted).
+
+    What is there already is not looked at when garbage is collected, which would take as long as two steps. None is
+    collected in a step: recomputation leaves cycles, and when they are found is chance.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        return [_peak(case) for case in cases]
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
@@ -134,7 +195,10 @@ def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
         gc.collect()
         live.restart()
         train_step(training, 2, 0.01, scaler)
-    return live.peak, prediction.memory(plan, training.mesh.rank).total
+    predicted = prediction.memory(plan, training.mesh.rank).total
+    del training
+    gc.collect()
+    return live.peak, predicted
 
 
 WORLDS = {name: tiny_plan(overrides).world for name, overrides in PLANS.items()}

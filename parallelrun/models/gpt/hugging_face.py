@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from parallelrun.config.model_schema import ModelConfig
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.hugging_face import Family, Fields, FixedTensor, Piece, options
+from parallelrun.models.hugging_face import ROPE_KEYS, Family, Fields, FixedTensor, Piece, options
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
 
-GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}  # theirs -> ours
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs -> ours
 
 
 class Gpt2(Family):
@@ -199,8 +200,8 @@ class Glm4Moe(Llama):
         assert router is not None
         return {
             **_decoder_fields(config, spec),
+            **_rope_fields(model, {"partial_rotary_factor": 1.0}),
             "partial_rotary_factor": 1.0,
-            "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta, "partial_rotary_factor": 1.0},
             "use_qk_norm": False,
             "attention_bias": False,
             "moe_intermediate_size": moe.expert_ffn(model),
@@ -274,8 +275,7 @@ def _decoder_fields(config: Config, spec: ModelSpec) -> dict[str, Any]:
         "initializer_range": model.init_std,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied_embeddings,
-        "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        **_rope_fields(model),
         "attention_dropout": model.attention_dropout,
     }
 
@@ -297,9 +297,21 @@ def _decoder_values(fields: Fields, eps: float, theta: float, seq: int, partial:
         "norm_eps": fields.take("rms_norm_eps", float, eps),
         "activation": "swiglu",
         "position": "rope",
-        "rope_theta": fields.without_scaling(theta, partial),
+        **fields.rotary(theta, partial),
         "init_std": fields.take("initializer_range", float, 0.02),
         "tied_embeddings": fields.take("tie_word_embeddings", bool, False),
+    }
+
+
+def _rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The rotary frequencies, as transformers 5 reads them and as earlier versions do. more: beside the scaling."""
+    scaling = {key: getattr(model, name) for key, name in ROPE_KEYS[model.rope_scaling].items()}
+    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
+    parameters = {"rope_type": kind, **scaling, **(more or {})}
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_parameters": {"rope_theta": model.rope_theta, **parameters},
+        "rope_scaling": parameters if scaling else None,
     }
 
 

@@ -32,7 +32,6 @@ class BucketedAllReduce(DataStrategy):
     """Every rank of dp holds its stage's complete weights, gradients and optimizer state."""
 
     takes_experts = True
-    keeps_gradients = True
 
     compression: Compression = field(default_factory=Compression)
 
@@ -71,6 +70,9 @@ class BucketedAllReduce(DataStrategy):
         messages = self.bucket_messages(pp_rank, coordinate, plan)
         rows = [row for message in messages for row in self.rows_of_sum(message, coordinate, plan)]
         return merge(rows) + final_collectives(pp_rank, coordinate, plan)
+
+    def keeps_gradients(self, plan: Plan) -> bool:
+        return True
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """What compression holds beside weights, gradients and optimizer state."""

@@ -37,7 +37,6 @@ class ZeRO(DataStrategy):
     """Weights are complete on every rank of dp; the optimizer's state and the update are sharded."""
 
     takes_experts = True
-    keeps_gradients = True
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -52,6 +51,9 @@ class ZeRO(DataStrategy):
 
     def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         return shard_layout(parameter, tensor_layout, replica_axis(tensor_layout, plan), plan)
+
+    def keeps_gradients(self, plan: Plan) -> bool:
+        return True
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Copies of chunks that are not contiguous inside their weight: chunks of several experts' matrices."""

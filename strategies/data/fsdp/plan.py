@@ -7,7 +7,6 @@ it, so a minor version of torch that sends something else fails there.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,6 @@ class FSDP(UnitSharding):
     takes_experts = True
     shards_weights = True
     saves_memory = True
-    keeps_gradients = True
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -84,29 +82,41 @@ class FSDP(UnitSharding):
         whole = once and (plan.batch.microbatches > 1 or plan.pipeline.splits_backward)
         return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
 
+    def keeps_gradients(self, plan: Plan) -> bool:
+        """A step begins without gradients, so that those of a single microbatch are there only behind its backward."""
+        return plan.batch.microbatches > 1 or plan.pipeline.splits_backward
+
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Most bytes of gathered weights at once: all that is kept, and of what is let go two blocks (one to come)."""
+        """The gathered weights that stay; see `backward_bytes` for those that are let go."""
         if plan.mesh.size("dp") == 1:
             return 0
-        sizes = [(unit, _gathered_bytes(unit, coordinate, plan)) for unit in self.units(plan, pp_rank)]
-        kept = sum(size for unit, size in sizes if not unit.reshard)
-        let_go: Counter[tuple[int, str]] = Counter()
-        for unit, size in sizes:
-            if unit.reshard:
-                let_go[unit.stage, unit.block] += size
-        return kept + sum(size for _, size in let_go.most_common(2))
+        return sum(_gathered_bytes(unit, coordinate, plan) for unit in self.units(plan, pp_rank) if not unit.reshard)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-        """In passes that reduce, the gradients of the block behind, on their way. Until a pass reduces, whole gradients
-        are held (`gradient_layout`)."""
+        """Of a block, the weights that are gathered for it and for the next one; in passes that reduce, the gradients
+        of the block behind, on their way; and those of all blocks behind, reduced, unless they are counted for the
+        whole step. Until a pass reduces, whole gradients are held (`gradient_layout`)."""
         pp_rank, names = plan.stages[stage].pp_rank, plan.stages[stage].blocks
         own = [unit for unit in self.units(plan, pp_rank) if unit.stage == stage]
         reduces = self.reduce_each_microbatch or number == plan.batch.microbatches - 1
-        sent = dict.fromkeys(names, 0)
+        sent, let_go = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         for unit in own:
             if unit.block and reduces:
                 sent[unit.block] += reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
-        return [*[sent[name] for name in names][1:], 0]
+            if unit.block and unit.reshard:
+                let_go[unit.block] += _gathered_bytes(unit, coordinate, plan)
+        found, reduced = [], 0
+        for index in reversed(range(len(names))):
+            behind = sent[names[index + 1]] if index + 1 < len(names) else 0
+            reduced += 0 if self.keeps_gradients(plan) else behind // self.shard
+            here = let_go[names[index]]
+            found.append(behind + reduced + (here + let_go[names[index - 1]] if here and index else here))
+        return found[::-1]
+
+    def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """The reduced gradients, unless they are counted for the whole step."""
+        trained = [] if self.keeps_gradients(plan) else [unit.trained for unit in self.units(plan, pp_rank)]
+        return sum(reduce_bytes(plan) * _padded_numel(unit, coordinate, plan) // self.shard for unit in trained)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of

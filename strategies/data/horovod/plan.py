@@ -88,12 +88,15 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         return [*self._combining(pp_rank, coordinate, plan), *final_collectives(pp_rank, coordinate, plan)]
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Bytes of compression or, with adasum, of the weights before the update and the largest update."""
+        """Bytes of compression or, with adasum, of the weights before the update."""
         if not self._combines_updates(plan):
             return super().gathered_bytes(pp_rank, coordinate, plan)
-        found = buckets_of(pp_rank, coordinate, plan).parts
-        sizes = [reduce_bytes(plan) * sum(prod(shape) for _, shape in parts) for parts in found]
-        return sum(sizes) + max(sizes, default=0)
+        return sum(_sent_bytes(pp_rank, coordinate, plan))
+
+    def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """With adasum, the largest update."""
+        combines = self._combines_updates(plan)
+        return max(_sent_bytes(pp_rank, coordinate, plan), default=0) if combines else 0
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Receive buffers of the sums; the updates of adasum are counted in `gathered_bytes`."""
@@ -173,3 +176,9 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         vectors = [(sum(prod(shape) for _, shape in parts), len(parts)) for parts in found]
         size = BYTES[self.update_dtype(plan)]
         return halving.rows(vectors, len(members), members.index(worker), size, self.axis(worker))
+
+
+def _sent_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
+    """Bytes of the parameters of each bucket, in the dtype that is sent."""
+    found = buckets_of(pp_rank, coordinate, plan).parts
+    return [reduce_bytes(plan) * sum(prod(shape) for _, shape in parts) for parts in found]

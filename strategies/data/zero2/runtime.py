@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from parallelrun import torch_private
 from parallelrun.plan.data_strategy import Bucket
@@ -36,15 +37,7 @@ class TransientBucket(GradientBucket):
 
         first: in the first pass of a step the sum overwrites the shards.
         """
-        buffer, gradients = self._chunks.new_buffer(), self._chunks.gradients
-        pairs = [
-            pair
-            for one, regions in zip(self._chunks.weights, self._chunks.regions(buffer))
-            if one.weight.grad is not None
-            for pair in one.pieces(regions, one.weight.grad)
-        ]
-        with torch.no_grad():
-            torch_private.copy_all([target for target, _ in pairs], [part for _, part in pairs])
+        buffer, gradients = self._collected(), self._chunks.gradients
         for weight in self.weights:
             weight.grad = None
         total = gradients if first else torch.empty_like(gradients)
@@ -56,6 +49,19 @@ class TransientBucket(GradientBucket):
                 gradients.add_(total)
 
         return finish
+
+    def _collected(self) -> Tensor:
+        """A buffer with the weights' gradients. Nothing else refers to these afterwards, so that they can be freed."""
+        buffer = self._chunks.new_buffer()
+        pairs = [
+            pair
+            for one, regions in zip(self._chunks.weights, self._chunks.regions(buffer))
+            if one.weight.grad is not None
+            for pair in one.pieces(regions, one.weight.grad)
+        ]
+        with torch.no_grad():
+            torch_private.copy_all([target for target, _ in pairs], [part for _, part in pairs])
+        return buffer
 
 
 class ZeRO2Runtime(ZeRORuntime):

@@ -115,6 +115,11 @@ class AllToAllDispatcher(ExpertDispatcher):
         experts = [layer for layer in block.layers if layer.layer_role == "expert"]
         return sum(extra * row_bytes(layer, block, plan) + index_bytes for layer in experts)
 
+    def exchange_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """The rows as they arrived, the experts' results, and these in the order of the ranks to which they go."""
+        has_experts = any(layer.layer_role == "expert" for layer in block.layers)
+        return 3 * self.rows(plan)[-1].even * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
+
     def explain(self, plan: Plan) -> Explanation:
         """Return the all-to-alls of the layers with experts of rank 0's stages."""
         ranks, exchanges = ranks_over(plan, AXIS), []

@@ -23,7 +23,7 @@ whose features are split sends something, so it is not computed again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
@@ -107,6 +107,9 @@ class ProductStrategy(ProductTraffic):
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
         scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
+        if plan.precision.compute != plan.precision.stored:  # a weight's gradient beside itself in the stored dtype
+            weights = [local_numel(weight, plan) for weight in layer.parameters]
+            scratch += max(weights, default=0) * BYTES[plan.precision.compute]
         rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
         reads = rows * self.local_outputs(layer, product, plan) * compute
         gathered = reads * (plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1)
@@ -115,7 +118,10 @@ class ProductStrategy(ProductTraffic):
         if layer.layer_role != "column_parallel":
             return (first,)
         mixed = _read_behind(layer, product, reads, plan)
-        return first, LayerBackward(0, waiting + mixed, reads)
+        behind = self._behind(layer, product, plan)
+        if activates_again(block, plan) and not attends(layer):
+            behind -= reads  # what computes the result again refers to the outputs until the product's backward is over
+        return replace(first, kept=kept - behind), LayerBackward(behind, waiting + mixed, reads)
 
     def _loss_backward(self, plan: Plan) -> LayerBackward:
         """Backward through the loss, of the whole logits or of a part of the vocabulary.

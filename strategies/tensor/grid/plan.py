@@ -6,7 +6,7 @@ The runtime and the predictions read the same products.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import isqrt, prod
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun import product as products
@@ -21,6 +21,7 @@ from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Move, Product
 from parallelrun.wording import divisors
 
+from ..common.activation_memory import local_numel
 from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from .checks import GridRequest
@@ -176,6 +177,16 @@ class GridStrategy(ProductStrategy):
         last = next(x for x in reversed(block.layers) if x.layer_role != "dropout" or plan.dropout > 0)
         scatters = last.layer_role == "row_parallel" and any(t.operand == "y" for t in self.transfers_of(last, plan))
         return not scatters or overlaps(plan)
+
+    def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+        """With the gradients of several outputs, which one node packs into one tensor before it gathers them."""
+        moved, several = super().moved_bytes(layer, product, plan), sum(len(p.shape) == 2 for p in layer.parameters) > 1
+        if not several or product.panels or not overlaps(plan):
+            return moved
+        packed = prod(product.y.local(plan.num_rows, layer.out_features, plan.mesh.sizes))
+        if not self.saves_gathered(layer, plan):  # and the weights, which are gathered again
+            packed += sum(local_numel(parameter, plan) for parameter in layer.parameters)
+        return moved + packed * BYTES[plan.precision.compute]
 
     def shared_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
         """Where q, k and v are views of one buffer (scattered, or written by one node) and rotary positions make other
