@@ -42,6 +42,7 @@ def document(found: Search) -> dict[str, Any]:
         "considered": found.considered,
         "fitting": found.fitting,
         "rank": found.rank,
+        "counted": found.is_counted,
         "best": [plan_document(one) for one in found.best[:SHOWN]],
         "nearest": plan_document(found.nearest) if found.nearest else None,
         "removed": [
@@ -96,12 +97,13 @@ def show_rank(found: Search, mine: StepTime, fits: str, console: Console) -> Non
     mine: its time. fits: yes | no | unknown.
     """
     best = found.best[0]
-    time, count = timed(best), f"{counted(found.fitting, 'plan')} that fit"
+    at_most = "" if found.is_counted else "at most "
+    time, count = timed(best), f"{at_most}{counted(found.fitting, 'plan')} that fit"
     if found.rank == 1 and fits == "yes":
         show_section("among all plans", labelled([("rank", Text(f"the fastest of {count}"))]), console)
         return
     behind = f"{mine.step_s / time.step_s:.2f} times the fastest"
-    rank = f"{found.rank:,} of {count}, {behind}" if fits == "yes" else f"it may not fit; {behind} of {count}"
+    rank = f"{at_most}{found.rank:,} of {count}, {behind}" if fits == "yes" else f"it may not fit; {behind} of {count}"
     rows = [
         ("rank", Text(rank)),
         (
@@ -135,7 +137,8 @@ def _searched(found: Search, config: Config) -> str:
     text = f"{counted(found.considered, 'legal plan')} of {sizes} a step in {config.precision.name}"
     if not config.cluster.memory_gb:
         return text
-    return f"{text}; {found.fitting:,} of them fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
+    at_most = "" if found.is_counted else "at most "
+    return f"{text}; {at_most}{found.fitting:,} of them fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
 
 
 def _verdict(found: Search) -> str:
