@@ -43,12 +43,22 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
     "GPT2LMHeadModel, relu, untied": {"model.activation": "relu", "model.tied_embeddings": False, "model.ffn": 24},
     "LlamaForCausalLM": LLAMA,
     "LlamaForCausalLM, biases, tied": {**LLAMA, "model.bias": True, "model.tied_embeddings": True},
+    "LlamaForCausalLM, frequencies of Llama 3.1": {
+        **LLAMA, "model.rope_theta": 10.0, "model.rope_scaling": "llama3", "model.rope_factor": 8.0,
+        "model.rope_original_seq": 16, "model.hidden": 32,
+    },
+    "LlamaForCausalLM, frequencies scaled linearly": {
+        **LLAMA, "model.rope_scaling": "linear", "model.rope_factor": 2.0
+    },
     "MixtralForCausalLM": MIXTRAL,
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Glm4MoeForCausalLM, without selection biases": {
         **DEEPSEEK, "model.router": RouterConfig(top_k=3, score="sigmoid", renormalise="after")
     },
     "BertForMaskedLM": {"model.name": "bert", "dataset.vocab": VOCAB - 1},
+    "BertForMaskedLM, exact GELU": {
+        "model.name": "bert", "dataset.vocab": VOCAB - 1, "model.activation": "gelu_exact"
+    },
 }  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, console: Console) -> 
         raise ConfigError(Problem(what, "explain", "leave explain out, or cluster=h100_dgx"))
     limited = limits(plan, config.cluster, facts.time)
     heaviest = facts.memories[facts.heaviest_pp_rank].total
-    why.show(facts.time, limited, (), (heaviest, config.cluster), None, console)
+    why.show(facts.time, limited, ((), True), (heaviest, config.cluster), None, console)
 
 
 def settled(composed: Composed, world: int | None, quiet: bool = False) -> Composed:

@@ -21,7 +21,8 @@ from parallelrun.model_spec import ModelSpec
 from parallelrun.models.hugging_face import Piece
 from parallelrun.plan.resolve import spec_of
 
-FUNCTION_KEYS = ("norm", "norm_eps", "activation", "position", "rope_theta", "bias", "tied_embeddings")
+FUNCTION_KEYS = ("norm", "norm_eps", "activation", "position", "rope_theta", "rope_scaling", "rope_factor", "bias",
+                 "tied_embeddings")  # fmt: skip
 
 
 @dataclass(frozen=True)

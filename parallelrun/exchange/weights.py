@@ -155,7 +155,9 @@ class FileWeights(Weights):
 
     def differences(self, spec: ModelSpec) -> list[str]:
         wanted = stored_shapes(self._pieces, self._shapes, self._constants)
-        ours = {piece.key: piece.parameter for pieces in self._pieces.values() for piece in pieces}
+        ours: dict[str, str] = {}
+        for piece in (piece for pieces in self._pieces.values() for piece in pieces):
+            ours[piece.key] = f"{ours[piece.key]}, {piece.parameter}" if piece.key in ours else piece.parameter
         spelled = {self._spelled(key): key for key in wanted}
         stored = {
             spelled.get(key, key): shape

@@ -6,6 +6,9 @@ which small models notice.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -45,14 +48,14 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 
 
 def activate(kind: str, *parts: Tensor) -> Tensor:
-    """gelu(up), in GPT-2's tanh form, relu(up), or silu(gate) * up (swiglu; Shazeer 2020)."""
+    """gelu(up), in GPT-2's tanh form or exact, relu(up), or silu(gate) * up (swiglu; Shazeer 2020)."""
     if kind == "swiglu":
         gate, up = parts
         return functional.silu(gate) * up
     (up,) = parts
     if kind == "relu":
         return functional.relu(up)
-    return functional.gelu(up, approximate="tanh")
+    return functional.gelu(up, approximate="none" if kind == "gelu_exact" else "tanh")
 
 
 def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -92,14 +95,38 @@ def attend_with_dropout(
     return drop(probabilities, keep, rate) @ value
 
 
-def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
+@dataclass(frozen=True)
+class Rotary:
+    """The frequencies of rotary positions. kind: none | linear (Chen et al. 2023) | llama3 (Llama 3.1: long waves are
+    divided by `factor`, short ones kept, those between interpolated). See `model.rope_*` in the schema."""
+
+    theta: float
+    kind: str = "none"
+    factor: float = 1.0
+    original_seq: int = 8192
+    low_factor: float = 1.0
+    high_factor: float = 4.0
+
+    def frequencies(self, half: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(half,): the angle per position of each pair of a head."""
+        plain = self.theta ** (-torch.arange(half, dtype=dtype, device=device) / half)
+        if self.kind == "none":
+            return plain
+        if self.kind == "linear":
+            return plain / self.factor
+        turns = self.original_seq * plain / (2 * math.pi)  # within the first training's sequence
+        kept = ((turns - self.low_factor) / (self.high_factor - self.low_factor)).clamp(0.0, 1.0)
+        return plain * (kept + (1.0 - kept) / self.factor)
+
+
+def rotate(x: Tensor, rotary: Rotary, start: int = 0) -> Tensor:
     """Rotary positions (Su et al. 2021, halves rotated as in the published Llama weights' layout on Hugging Face).
 
     x: (batch, heads, seq, head_dim) with the full sequence, or that from position `start` on. Angles are computed
     rather than kept in a buffer, so that only parameters need storage.
     """
     dtype, half = accurate_dtype(x.dtype), x.size(-1) // 2
-    frequency = theta ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
+    frequency = rotary.frequencies(half, dtype, x.device)
     angle = torch.arange(start, start + x.size(-2), dtype=dtype, device=x.device).unsqueeze(1) * frequency
     cosine, sine = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]

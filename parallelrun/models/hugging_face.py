@@ -29,6 +29,18 @@ HARMLESS = frozenset({
     "num_nextn_predict_layers", "num_mtp_layers",
 })  # fmt: skip
 
+# By `model.rope_scaling`: the fields of config.json and our keys.
+ROPE_KEYS: dict[str, dict[str, str]] = {
+    "none": {},
+    "linear": {"factor": "rope_factor"},
+    "llama3": {
+        "factor": "rope_factor",
+        "low_freq_factor": "rope_low_factor",
+        "high_freq_factor": "rope_high_factor",
+        "original_max_position_embeddings": "rope_original_seq",
+    },
+}
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -140,37 +152,48 @@ class Fields:
         """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
         self.chosen(key, dict.fromkeys(allowed), allowed[0])
 
-    def without_scaling(self, default_theta: float, partial: float = 1.0) -> float:
-        """The base of the rotary frequencies, as transformers 5 writes it or earlier versions do.
+    def rotary(self, default_theta: float, partial: float = 1.0) -> dict[str, Any]:
+        """The values of `model.rope_*`, from fields as transformers 5 writes them or earlier versions do.
 
         partial: the share of a head that is rotated if config.json does not say; only 1 is built.
         """
-        share: float
-        theta: float
-        theta, share = self.take("rope_theta", float, default_theta), self.take("partial_rotary_factor", float, partial)
+        values: dict[str, Any] = {"rope_theta": self.take("rope_theta", float, default_theta)}
+        share = self.take("partial_rotary_factor", float, partial)
         for name in ("rope_parameters", "rope_scaling"):
             found = self._left.pop(name, None) or {}
-            kind = found.get("rope_type", found.get("type", "default")) if isinstance(found, dict) else found
-            if kind != "default":
-                what = f"{name} is {found!r:.200}: scaled rotary frequencies are not built"
+            kind = found.get("rope_type", found.get("type", "default")) if isinstance(found, dict) else None
+            kind = "none" if kind == "default" else kind
+            if not isinstance(kind, str) or kind not in ROPE_KEYS:
+                what = f"{name} is {found!r:.200}, and only default, linear and llama3 are built"
                 self._problems.append(Problem(what, self._where))
                 continue
-            theta = float(found.get("rope_theta", theta))
-            share = float(found.get("partial_rotary_factor", share))
+            inner = Fields(found, f"{self._where}, {name}")
+            values["rope_theta"] = inner.take("rope_theta", float, values["rope_theta"])
+            share = inner.take("partial_rotary_factor", float, share)
+            for key in ("rope_type", "type"):
+                inner._left.pop(key, None)
+            if kind != "none":
+                values["rope_scaling"] = kind
+                kinds = {key: int if key.startswith("original") else float for key in ROPE_KEYS[kind]}
+                values |= {ours: inner.take(key, kinds[key]) for key, ours in ROPE_KEYS[kind].items()}
+            self._problems += inner.problems()
         if share != 1.0:
             what = f"partial_rotary_factor is {share:g}: our model rotates whole heads"
             self._problems.append(Problem(what, self._where))
-        return theta
+        return values
 
-    def finish(self) -> None:
-        """Raise ConfigError with every problem, and with the fields that nobody has read."""
+    def problems(self) -> list[Problem]:
+        """Every problem, and the fields that nobody has read."""
         unknown = [key for key, value in self._left.items() if value not in (None, False, {}, [])]
-        self._problems += [
+        return self._problems + [
             Problem(f"{key} is {self._left[key]!r:.100}, a field that parallelrun does not know", self._where)
             for key in unknown
         ]
-        if self._problems:
-            raise ConfigError(*self._problems)
+
+    def finish(self) -> None:
+        """Raise ConfigError with every problem."""
+        if found := self.problems():
+            raise ConfigError(*found)
 
 
 def options(config: Config, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:

@@ -39,8 +39,8 @@ class Flip:
     winner: Found
 
 
-def flips(config: Config, given: frozenset[str], found: Search) -> list[Flip]:
-    """Where another plan beats the best one of a search. config, given: as searched with.
+def flips(config: Config, given: frozenset[str], found: Search) -> tuple[list[Flip], bool]:
+    """(where another plan beats the best one of a search, whether all was looked for). config, given: as searched with.
 
     Recomputation is held as in the best plan, and for links its microbatch too. No search begins after BUDGET_S.
     """
@@ -54,7 +54,8 @@ def flips(config: Config, given: frozenset[str], found: Search) -> list[Flip]:
         if monotonic() < end:
             look = _of_link if key in LINKS else _of_size
             flipped.append(look(base, keys, world, best, key, factor))
-    return [one for one in flipped if one is not None]
+    all_done = len(flipped) == 2 * len((*LINKS, *SIZES))
+    return [one for one in flipped if one is not None], all_done
 
 
 def _holding(

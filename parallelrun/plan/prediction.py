@@ -121,8 +121,12 @@ def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
 def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     data, pp_rank = plan.data, coordinate["pp"]
     weights = gradients = states = 0
+    known: dict[object, tuple[int, int, int]] = {}  # several stages of a rank have equal parameters
     for held, count in distinct_parameters(plan, pp_rank):
-        weight, gradient, state = parameter_bytes(held.spec, held.layout, plan, coordinate)
+        key = held.spec.shape, held.spec.layer_role, held.spec.heads, held.spec.frozen, held.layout
+        if key not in known:
+            known[key] = parameter_bytes(held.spec, held.layout, plan, coordinate)
+        weight, gradient, state = known[key]
         weights += count * weight
         gradients += count * gradient
         states += count * state

@@ -69,8 +69,9 @@ def compares_sizes(config: Config) -> bool:
 def compared(config: Config, given: frozenset[str], keep: int) -> tuple[list[Size], Size]:
     """(the sizes that were searched, by number of devices; the one that the objective and `days` choose).
 
-    `gpus` or `world` is the most devices. Sizes double from the smallest with a plan that fits until a larger cluster
-    is hardly faster; then sizes next to the best one are tried. Raises ConfigError if none is fast enough.
+    `gpus` or `world` is the most devices. Sizes double from the smallest with a plan that fits until one is fast enough
+    (objective=gpus) or a larger one is hardly faster; then sizes next to the best one are tried. Raises ConfigError if
+    none is fast enough.
     """
     base, held = chosen.base_of(config), given - {"strategy", "world", "gpus"}
     most = config.world or MOST_DEVICES
@@ -84,7 +85,7 @@ def compared(config: Config, given: frozenset[str], keep: int) -> tuple[list[Siz
             tried[devices] = Size(devices, found, training) if training else None
         return tried[devices]
 
-    _double(size, most)
+    _double(size, most, config.days if config.objective == FEWEST else None)
     best = _best(tried.values(), config)
     for devices in _between(best.devices, config.cluster.gpus_per_node or 1) if best else ():
         if devices <= most:
@@ -93,12 +94,15 @@ def compared(config: Config, given: frozenset[str], keep: int) -> tuple[list[Siz
     return sizes, _best(sizes, config) or _too_slow(config, sizes, most)
 
 
-def _double(size: Callable[[int], Size | None], most: int) -> None:
+def _double(size: Callable[[int], Size | None], most: int, days: float | None) -> None:
+    """Search on 1, 2, 4, ... devices. days: end where the training takes no more; None: where it hardly gets faster."""
     devices, before = 1, None
     while devices <= most:
         here = size(devices)
-        if here and before and before.training.days < ENOUGH * here.training.days:
-            break
+        if here and (before or days is not None):
+            is_enough = before and before.training.days < ENOUGH * here.training.days
+            if is_enough if days is None else here.training.days <= days:
+                break
         devices, before = 2 * devices, here or before
 
 

@@ -29,15 +29,15 @@ NAMES = {
 def show(
     time: StepTime,
     found: Sequence[Limit],
-    flips: Sequence[Flip],
+    flips: tuple[Sequence[Flip], bool],
     memory: tuple[int, ClusterConfig],
     best: Found | None,
     console: Console,
 ) -> None:
     """Print the section. memory: bytes of the rank that holds most, and the cluster. best: the fastest plan of a
-    search, which `flips` are about."""
+    search, which `flips` are about; their second value: whether all were looked for."""
     width = max(20, min(console.width, WIDEST) - FRAME - BESIDE_BARS)
-    rows = [*_limits(time, found), ("memory", Text(_memory(*memory))), *_flips(flips, best)]
+    rows = [*_limits(time, found), ("memory", Text(_memory(*memory))), *_flips(*flips, best)]
     show_section("why: the parts of a step", Group(waterfall.bars(time, width), Text(), labelled(rows)), console)
 
 
@@ -61,10 +61,10 @@ def _memory(heaviest: int, cluster: ClusterConfig) -> str:
     return f"{gib(heaviest)} on the heaviest rank, {heaviest / available:.0%} of a device's {gib(available)}"
 
 
-def _flips(flips: Sequence[Flip], best: Found | None) -> list[tuple[str, RenderableType]]:
+def _flips(flips: Sequence[Flip], all_done: bool, best: Found | None) -> list[tuple[str, RenderableType]]:
     if best is None:
         return []
-    if not flips:
+    if not flips and all_done:
         return [("flips", Text("the same plan is fastest at any link rate, batch and sequence that was tried"))]
     own = set(best.overrides)
     rows = []
@@ -73,4 +73,6 @@ def _flips(flips: Sequence[Flip], best: Found | None) -> list[tuple[str, Rendera
         value, now = (NAMES[one.key].format(digits(number)) for number in (one.value, one.now))
         plan = " ".join(text for text in one.winner.overrides if text not in own)
         rows.append(f"{where} {value} (now {now.split()[0]}): {plan} wins")
+    if not all_done:
+        rows.append("not all was looked for: this space takes too long to search many times")
     return [("flips" if not index else "", Text(row)) for index, row in enumerate(rows)]

@@ -12,6 +12,8 @@ from . import messages, orders
 from .orders import Orders
 from .schedule import Schedule
 
+MOST_CHOSEN = 8  # stages per rank that a search tries
+
 
 @dataclass(frozen=True)
 class NoPipeline(Schedule):
@@ -127,8 +129,10 @@ class Interleaved(Schedule):
 
     @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:
-        """Those that give every stage equally many layers, or the default."""
-        even = [number for number in divisors(num_layers // pp) if number > 1] if num_layers % pp == 0 else []
+        """Those that give every stage equally many layers, or the default. More than MOST_CHOSEN leave hardly a smaller
+        bubble, and send more."""
+        per_rank = num_layers // pp if num_layers % pp == 0 else 1
+        even = [number for number in divisors(per_rank) if 1 < number <= MOST_CHOSEN]
         return even or [number for number in [2] if 2 * pp <= num_layers]
 
     @classmethod

@@ -68,7 +68,8 @@ def test_without_a_number_of_devices_a_plan_is_planned_as_ever(run):
     assert code == 0 and out.startswith("plan: gpt · ptdp · ")
 
 
-def test_explain_draws_the_waterfall_and_names_limits_and_flips(run):
+def test_explain_draws_the_waterfall_and_names_limits_and_flips(run, monkeypatch):
+    monkeypatch.setattr("parallelrun.plan.flips.BUDGET_S", float("inf"))
     code, out, _ = run("plan", *HELD, "strategy=auto", "gpus=4", "explain=true")
     assert code == 0
     why = out.partition("why: the parts of a step:")[2]

@@ -15,7 +15,7 @@ from parallelrun.model_spec import ModelSpec
 from parallelrun.models.hugging_face import Family, Fields, FixedTensor, Piece, options
 from parallelrun.models.transformer import spec as transformer
 
-GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}  # theirs -> ours
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}  # theirs -> ours
 
 
 class Bert(Family):

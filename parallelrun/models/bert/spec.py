@@ -10,7 +10,8 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import BlockSpec, ModelSpec
 from parallelrun.models.transformer import spec as transformer
 
-FIXED = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied_embeddings": True, "experts": 0}
+FIXED = {"norm": "layernorm", "position": "learned", "tied_embeddings": True, "experts": 0}
+GELUS = ("gelu", "gelu_exact")
 
 
 class BertDefinition(ModelDefinition):
@@ -26,6 +27,9 @@ class BertDefinition(ModelDefinition):
             for key, value in FIXED.items()
             if getattr(model, key) != value
         ]
+        if model.activation not in GELUS:
+            what = f"model.activation={model.activation} is not a bert's"
+            problems.append(Problem(what, "model.activation", " or ".join(f"model.activation={one}" for one in GELUS)))
         problems += transformer.check(model) + _room_for_mask(config)
         if problems:
             raise ConfigError(*problems)

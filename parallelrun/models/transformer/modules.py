@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallelrun.config.model_schema import ModelConfig
 from parallelrun.config.schema import Config
 from parallelrun.models import functions, layers
 from parallelrun.models.transformer import spec as sizes
@@ -62,6 +63,12 @@ class InputEmbedding(layers.TensorModule):
         return self.dropout(self.embed(tokens))
 
 
+def rotary(model: ModelConfig) -> functions.Rotary:
+    """The rotary frequencies of a model."""
+    factors = (model.rope_factor, model.rope_original_seq, model.rope_low_factor, model.rope_high_factor)
+    return functions.Rotary(model.rope_theta, model.rope_scaling, *factors)
+
+
 class KeyValueCache:
     """Keys and values of the first `length` positions of a context, (batch, kv heads, size, head_dim) each."""
 
@@ -90,7 +97,7 @@ class SelfAttention(layers.TensorModule):
         super().__init__()
         model = make.model
         self.head_dim = model.hidden // model.heads
-        self.rope_theta = model.rope_theta if model.position == "rope" else None
+        self.rotary = rotary(model) if model.position == "rope" else None
         self.qkv = make.column(sizes.projections(model))
         site, rate = f"{name}.product", model.attention_dropout
         self.product = layers.AttentionProduct(rate, make.seed, site, make.dtype, causal)
@@ -100,10 +107,10 @@ class SelfAttention(layers.TensorModule):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x)]
-        if self.rope_theta is not None:
+        if self.rotary is not None:
             start = 0 if self.cache is None else self.cache.length
-            query = functions.rotate(query, self.rope_theta, start)
-            key = functions.rotate(key, self.rope_theta, start)
+            query = functions.rotate(query, self.rotary, start)
+            key = functions.rotate(key, self.rotary, start)
         if self.cache is None:
             mixed = self.product(query, key, value)
         else:

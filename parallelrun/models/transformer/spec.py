@@ -51,6 +51,10 @@ def check(model: ModelConfig) -> list[Problem]:
     elif model.position == "rope" and (hidden // heads) % 2:
         what = f"rotary positions need an even head size; hidden / heads is {hidden // heads}"
         problems.append(Problem(what, "model.hidden", f"model.hidden={2 * hidden}", kind="arithmetic"))
+    if model.rope_scaling == "llama3" and model.rope_high_factor <= model.rope_low_factor:
+        what = f"model.rope_high_factor={model.rope_high_factor:g} is not above rope_low_factor"
+        fix = f"model.rope_high_factor={4 * model.rope_low_factor:g}"
+        problems.append(Problem(what, "model.rope_high_factor", fix, kind="arithmetic"))
     if heads % grouped:
         legal = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - grouped))
         what = f"model.heads={heads} does not divide into model.kv_heads={grouped}"

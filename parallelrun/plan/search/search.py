@@ -29,7 +29,8 @@ from parallelrun.plan.structure import Memory, Plan, once
 NEVER = float("inf")
 ROUNDING = 1e-9  # by which a lower bound can be above the time that it bounds
 MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
-MOST_NEAR = 100  # plans that do not fit and are looked at, the lightest first
+MOST_NEAR = 40  # plans that do not fit whose time is computed, the lightest first
+MOST_SIFTED = 2000  # candidates up to which that includes those whose bounds say at once that they do not fit
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class _Searched:
         self.most = legal.space.recomputes()[-1]
         self.considered = self.may_fit = 0
         self.rows: list[CandidateRow] = []
-        self.heavy: list[tuple[int, int, CandidateRow, DataStrategyConfig]] = []  # bytes at least; they do not fit
+        self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
         self.fitting: list[Found] = []
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
@@ -189,13 +190,16 @@ class _Searched:
         return [(time.step_s, replace(one, is_bounded=True))]
 
     def _may_fit(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
-        """Whether the plan may fit, with all that pp rank 0 holds throughout a step."""
+        least = self._least_bytes(row, plan)
+        if least > self.limit:
+            self.heavy.append((least, row, data))
+        return least <= self.limit
+
+    def _least_bytes(self, row: CandidateRow, plan: Plan) -> int:
+        """A lower bound of memory, with all that pp rank 0 holds throughout a step."""
         key = "held", plan.tensor, plan.data, plan.mesh, plan.pipeline, plan.batch.microbatches > 1
-        held = once(self.known, key, lambda: sum(prediction.held_bytes(plan, plan.mesh.coordinate(0))))
-        if held + row.kept <= self.limit:
-            return True
-        self.heavy.append((held + row.kept, len(self.heavy), row, data))
-        return False
+        held: int = once(self.known, key, lambda: sum(prediction.held_bytes(plan, plan.mesh.coordinate(0))))
+        return held + row.kept
 
     def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
         return self.legal.plan(row.group, row.micro_batch, row.recompute, data)
@@ -220,17 +224,23 @@ class _Searched:
         )
 
     def _nearest(self, best: Found | None) -> Found | None:
-        """The plan that misses least of those that do not fit and are faster than the best."""
+        """The plan that misses least of those that do not fit and are faster than the best, of MOST_NEAR."""
         limit = best.time.step_s if best and best.time else NEVER
         near = [one for one in self.unfit if one.time and one.time.step_s < limit]
         nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
-        for row in self.rows:
+        heavy = [(size, number, row, data, True) for number, (size, row, data) in enumerate(self.heavy)]
+        for row in self.rows if self.considered <= MOST_SIFTED else ():
             for held, data in row.datas[row.fitting :]:
-                self.heavy.append((held + row.kept, len(self.heavy), row, data))
-        for size, _, row, data in heapq.nsmallest(MOST_NEAR, self.heavy):
-            if nearest and size >= nearest.heaviest_bytes:
-                break
+                heavy.append((held + row.kept, len(heavy), row, data, False))
+        heapq.heapify(heavy)
+        left = MOST_NEAR
+        while heavy and left > 0 and not (nearest and heavy[0][0] >= nearest.heaviest_bytes):
+            _, number, row, data, is_close = heapq.heappop(heavy)
             plan = self._plan(row, data)
+            if not is_close:
+                heapq.heappush(heavy, (self._least_bytes(row, plan), number, row, data, True))
+                continue
+            left -= 1
             least = step_time_with(self.known, plan, self.cluster, least=True)
             time = step_time_with(self.known, plan, self.cluster) if least and least.step_s < limit else None
             if time and time.step_s < limit:

@@ -112,9 +112,9 @@ def test_interleaved_rotary_pairs_show_in_the_logits(tmp_path, transformers, mon
     export(source, tmp_path / "out", "hf", None, 10**9)
     rotate = functions.rotate
 
-    def interleaved(x, theta, start=0):
+    def interleaved(x, rotary, start=0):
         pairs = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
-        return rotate(pairs, theta, start)
+        return rotate(pairs, rotary, start)
 
     monkeypatch.setattr(functions, "rotate", interleaved)
     assert distance(source, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")) > 1e-2

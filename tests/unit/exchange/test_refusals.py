@@ -85,7 +85,9 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     [
         ({"model_type": "whisper"}, "model_type is 'whisper', and known are gpt2, llama, mixtral"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only silu is built"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "scaled rotary frequencies are not built"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "only default, linear and llama3 are built"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "there is no low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 3}}, "beta is 3, a field that"),
         ({"head_dim": 8}, "head_dim is 8, and only 4"),
         ({"mlp_bias": True}, "mlp_bias is True, and only False is built"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', not a int"),

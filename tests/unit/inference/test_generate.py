@@ -49,7 +49,7 @@ def test_experts_with_a_capacity_see_the_whole_context():
 @pytest.mark.parametrize("case", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_a_planted_bug_in_the_positions_shows(case, monkeypatch):
     rotate = functions.rotate
-    monkeypatch.setattr(functions, "rotate", lambda x, theta, start=0: rotate(x, theta))
+    monkeypatch.setattr(functions, "rotate", lambda x, rotary, start=0: rotate(x, rotary))
     monkeypatch.setattr(PositionEmbedding, "start", property(lambda self: 0, lambda self, value: None), raising=False)
     assert worst(make(case)) > 1e-2
 

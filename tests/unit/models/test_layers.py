@@ -105,7 +105,7 @@ def test_learned_positions_start_at_the_sequence_seen() -> None:
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
     query, key = torch.randn(2, 1, 1, 1, 8, dtype=F64).expand(2, 1, 1, 6, 8)
-    query, key = functions.rotate(query, 10000.0), functions.rotate(key, 10000.0)
+    query, key = (functions.rotate(one, functions.Rotary(10000.0)) for one in (query, key))
     scores = (query @ key.transpose(-1, -2))[0, 0]
     torch.testing.assert_close(query.norm(dim=-1), query.norm(dim=-1)[..., :1].expand(1, 1, 6))
     for distance in range(6):

@@ -277,7 +277,11 @@ class TestUnits:
         layers = [p for p in held if p.block.startswith("layers.")]
         local = sum(prod(p.layout.local_shape(p.spec.shape, plan.mesh.sizes, place)) for p in layers)
         ends = sum(-(-p.spec.shape[0] // 4) * 4 * prod(p.spec.shape[1:]) for p in held if p not in layers)
-        assert plan.data.gathered_bytes(0, place, plan) == FP32 * (local + ends)
+        assert plan.data.gathered_bytes(0, place, plan) == FP32 * ends
+        names = plan.stages[0].blocks
+        last = max(index for index, name in enumerate(names) if name.startswith("layers."))
+        assert names[last - 1].startswith("layers.") and names[last + 1 :] == ("head",)
+        assert plan.data.backward_bytes(0, 0, place, plan)[last] == FP32 * local
 
 
 def refused(**overrides: Any) -> tuple[Problem, ...]:
