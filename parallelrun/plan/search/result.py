@@ -44,9 +44,9 @@ class Search:
     size. best: the fastest that fit, the fastest first. nearest: of the plans that are faster than the best and do not
     fit, the one that misses least. unpriced: the first plan that has no time, for each reason, and `num_unpriced` by
     reason. removed: most candidates first. rank: of a plan that takes `against` seconds: 1 + the number of fitting
-    plans that are faster; None where none was given. global_batch: samples of a step, equal for all plans. is_counted:
-    False in a large space, where `fitting` and `rank` come from lower bounds (at most so many fit), and `nearest` is
-    one of the plans that were looked at.
+    plans that are faster; None where none was given. global_batch: samples of a step, equal for all plans.
+    is_counted: False in a large space, where `fitting` and `rank` come from lower bounds (at most so many fit), and
+    `nearest` is one of the plans that were looked at.
     """
 
     world: int
