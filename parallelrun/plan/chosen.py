@@ -13,6 +13,7 @@ from parallelrun.config.schema import ClusterConfig, Config, StrategyConfig
 from parallelrun.config.strategy_keys import completed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan import no_plan
+from parallelrun.plan.cluster_cost import peak_flops
 from parallelrun.plan.search.result import Found, Search
 from parallelrun.plan.search.search import search
 from parallelrun.plan.shorthands import short_keys
@@ -24,7 +25,7 @@ from parallelrun.plan.suggest import parsed, with_value
 PLAN = "plan"  # the verb
 CHOSEN = ("strategy", "dp", "tp", "pp", "ep")  # a `plan` that gives one of them plans that, and searches nothing
 SIZES = ("gpus", "objective", "days")  # these are asked of a search
-KEPT = 3
+KEPT, FAST = 3, "bf16"
 
 
 def is_open(config: Config, given: frozenset[str]) -> bool:
@@ -117,6 +118,15 @@ def among_all(plan: Plan, config: Config, time: StepTime, gpus: int | None = Non
     except ConfigError:
         return None
     return found if found.best else None
+
+
+def faster_precision(config: Config, given: frozenset[str]) -> str:
+    """A sentence on the 16-bit format in which the devices are faster, if no precision was chosen; else empty."""
+    own, other = (peak_flops(config.cluster, name) for name in (config.precision.name, FAST))
+    if given & {"precision", "precision.name"} or not own or not other or other <= own:
+        return ""
+    higher = f"a device's peak is {other / own:.0f} times as high: precision={FAST}"
+    return f"{config.precision.name}, the default; in {FAST} {higher}"
 
 
 def check_rates(config: Config, world: int) -> None:

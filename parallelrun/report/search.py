@@ -42,6 +42,7 @@ def document(found: Search) -> dict[str, Any]:
         "considered": found.considered,
         "fitting": found.fitting,
         "rank": found.rank,
+        "counted": found.is_counted,
         "best": [plan_document(one) for one in found.best[:SHOWN]],
         "nearest": plan_document(found.nearest) if found.nearest else None,
         "removed": [
@@ -96,12 +97,13 @@ def show_rank(found: Search, mine: StepTime, fits: str, console: Console) -> Non
     mine: its time. fits: yes | no | unknown.
     """
     best = found.best[0]
-    time, count = timed(best), f"{counted(found.fitting, 'plan')} that fit"
+    at_most = "" if found.is_counted else "at most "
+    time, count = timed(best), f"{at_most}{counted(found.fitting, 'plan')} that fit"
     if found.rank == 1 and fits == "yes":
         show_section("among all plans", labelled([("rank", Text(f"the fastest of {count}"))]), console)
         return
     behind = f"{mine.step_s / time.step_s:.2f} times the fastest"
-    rank = f"{found.rank:,} of {count}, {behind}" if fits == "yes" else f"it may not fit; {behind} of {count}"
+    rank = f"{at_most}{found.rank:,} of {count}, {behind}" if fits == "yes" else f"it may not fit; {behind} of {count}"
     rows = [
         ("rank", Text(rank)),
         (
@@ -114,11 +116,16 @@ def show_rank(found: Search, mine: StepTime, fits: str, console: Console) -> Non
 
 
 def side_by_side(best: Sequence[Found]) -> list[Found]:
-    """The fastest plan, and the fastest ones that differ from all before in a degree or the tensor layout."""
+    """The fastest plan, and the fastest ones that differ from all before in a degree or the tensor layout.
+
+    Where there are too few of those, the next fastest ones.
+    """
     chosen: dict[tuple[str, ...], Found] = {}
     for one in best:
         chosen.setdefault(_degrees(one), one)
-    return list(chosen.values())[:SHOWN]
+    different = list(chosen.values())[:SHOWN]
+    others = [one for one in best if one not in different][: SHOWN - len(different)]
+    return sorted([*different, *others], key=lambda one: timed(one).step_s)
 
 
 def _degrees(found: Found) -> tuple[str, ...]:
@@ -130,7 +137,8 @@ def _searched(found: Search, config: Config) -> str:
     text = f"{counted(found.considered, 'legal plan')} of {sizes} a step in {config.precision.name}"
     if not config.cluster.memory_gb:
         return text
-    return f"{text}; {found.fitting:,} of them fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
+    at_most = "" if found.is_counted else "at most "
+    return f"{text}; {at_most}{found.fitting:,} of them fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
 
 
 def _verdict(found: Search) -> str:
@@ -205,7 +213,9 @@ def _close(found: Search, first: Found, config: Config) -> list[tuple[str, Text]
 def _difference(other: Found, first: Found, config: Config) -> str:
     """The settings of a plan that another one has not: `data=zero1 recompute=none`."""
     settings = {key: (_setting(other, key, config), _setting(first, key, config)) for key in _keys([first, other])}
-    return " ".join(f"{_label(key)}={own}" for key, (own, known) in settings.items() if own not in (known, "-"))
+    own_ones = [f"{_label(key)}={own}" for key, (own, known) in settings.items() if own not in (known, "-")]
+    unset = [f"{_label(key)}={known}" for key, (own, known) in settings.items() if own == "-" != known]
+    return " ".join(own_ones) or f"without {' '.join(unset)}"
 
 
 def _nearest(found: Search, config: Config) -> list[tuple[str, Text]]:

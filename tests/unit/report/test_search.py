@@ -64,6 +64,18 @@ def test_the_best_plans_differ_in_degrees_and_stand_side_by_side():
     assert "7 plans (the time of other is not predicted), such as pp=1 dp=8 tp=1 strategy.data.kind=other" in text
 
 
+def test_three_plans_are_shown_even_if_their_degrees_are_the_same():
+    assert report.side_by_side([FIRST, ALIKE, SECOND]) == [FIRST, ALIKE, SECOND]
+    assert report.side_by_side([FIRST]) == [FIRST]
+
+
+def test_a_variant_that_leaves_a_setting_out_says_so():
+    first = found("pp=1 dp=4 tp=2 strategy.data.kind=fsdp strategy.data.reshard_after_forward=false", products=1.0)
+    other = found("pp=1 dp=4 tp=2 strategy.data.kind=fsdp", products=1.001)
+    shown = screen(Search(8, 48, 2, 2, (first, SECOND, THIRD, FIRST, other)))
+    assert line("as fast", shown).strip() == "without reshard_after_forward=false (+0.1%)"
+
+
 def test_every_column_adds_up_as_printed():
     rows = [row.strip("│ ") for row in screen().splitlines()]
     begin, end = (
