@@ -30,7 +30,7 @@ class Bounds:
         self._blocks = {name: legal.spec.block(name) for name in dict.fromkeys(alike.values())}
         counts = Counter(alike[block.name] for block in legal.spec.blocks)
         self._plainest, self._most = legal.space.recomputes()[0], legal.space.recomputes()[-1]
-        self._commonest = max(counts, key=lambda name: counts[name] * self._blocks[name].forward_flops)
+        self._commonest = max(counts, key=lambda name: (counts[name], self._blocks[name].forward_flops))
 
     def paths(self, group: LegalGroup) -> list[tuple[int, float, int]]:
         """Numbers of blocks, as in `simulate.least`: forward before a pp rank can begin, of its own (on average where

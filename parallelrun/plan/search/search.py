@@ -119,7 +119,7 @@ class _Searched:
                 flight = self.bounds.in_flight(group, size)
                 for recompute in recomputes:
                     each, beside = self.bounds.kept_bytes(group, size, recompute)
-                    kept = flight * each + max(0, beside)
+                    kept = flight * each + (max(0, beside) if flight else 0)
                     fitting = sum(one + kept <= self.limit for one, _ in held)
                     least = self._least_s(group, size, recompute) if fitting else 0.0
                     self.rows.append(CandidateRow(group, size, recompute, tuple(held), fitting, kept, least))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.search import search as engine
+from parallelrun.plan.search.legal import Legal
 from parallelrun.plan.search.result import MEMORY
 from parallelrun.plan.search.search import search
-from parallelrun.plan.step_time.step import step_time
+from parallelrun.plan.search.space import Space
+from parallelrun.plan.step_time.step import least_s, step_time
 from tests.unit.config.test_presets import composed
 from tests.unit.plan.search.brute_force import brute_force
 
@@ -98,3 +101,22 @@ def test_what_the_user_has_given_holds_for_all_plans():
     result = search(found.config, found.given, 4)
     changed = {word.partition("=")[0] for one in result.best for word in one.overrides}
     assert changed and not changed & {"tp", "schedule", "strategy.data.kind"}
+
+
+@pytest.mark.parametrize("name", ["gpt, layouts", "gpt, one schedule", "llama, pipeline of shards", "experts"])
+def test_no_bound_exceeds_what_it_bounds(name):
+    world, words = SPACES[name]
+    config, given = composed(*words).config, composed(*words).given
+    space = Space(config, given, world)
+    found = engine._Searched(Legal(space, engine._spec(space), "cuda"), config.cluster, 3)
+    found.survey()
+    closest = 0.0
+    for row in found.rows:
+        for held, data in row.datas:
+            plan = found._plan(row, data)
+            tensors = prediction.heaviest(plan, config.cluster).tensors
+            assert held + row.kept <= found._least_bytes(row, plan) <= tensors
+            closest = max(closest, found._least_bytes(row, plan) / tensors)
+            exact = step_time(plan, config.cluster).step_s * (1 + engine.ROUNDING)
+            assert row.least_s <= least_s({}, plan, config.cluster) * (1 + engine.ROUNDING) <= exact * (1 + 1e-9)
+    assert closest > 0.4
