@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelrun.plan.step_time.stack import OURS, Stack
+from parallelrun.plan.step_time.stack import OURS, SoftwareStack
 
 # Megatron's loss over a split vocabulary (cross_entropy.py), which nanotron copies: cast to fp32, max, difference, exp,
 # sum and quotient, each a kernel; backward a product and a cast.
@@ -11,7 +11,7 @@ LOGIT_BYTES = (38, 14)
 # whole forward passes computed again (`CheckpointFunction`, which saves and sets four states of random numbers), fp16
 # weights and gradients, summed in one message after the backward pass; messages in parts (4.1). Its layers issue about
 # half more operations than this program's: dropout, biases apart from products.
-MEGATRON_2021 = Stack(
+MEGATRON_2021 = SoftwareStack(
     fused_attention=False,
     logit_bytes=LOGIT_BYTES,
     stops_early=False,
@@ -28,7 +28,7 @@ MEGATRON_2021 = Stack(
 # communication"): userbuffers, cuDNN's attention (FlashAttention-3's figure 5: 600 TFLOP/s to 370), bf16 weights and
 # gradients (grad_reduce_in_fp32=False in NVIDIA's recipes), which products add up (`gradient_accumulation_fusion`), and
 # buckets of 40 million (`--ddp-bucket-size`). Its selective recomputation is attention's.
-MEGATRON_CORE = Stack(
+MEGATRON_CORE = SoftwareStack(
     logit_bytes=LOGIT_BYTES,
     stops_early=False,
     fused_rotation=True,
@@ -41,9 +41,9 @@ MEGATRON_CORE = Stack(
 )
 # llm-foundry: torch's FSDP with mixed_precision PURE (gradients summed in bf16), its checkpoints without reentrance,
 # and FlashAttention 1 in Triton (`attn_impl: triton`), half as fast as the second (Dao 2023, figure 5).
-LLM_FOUNDRY = Stack(attention=0.52, rounded_gradients=True)
+LLM_FOUNDRY = SoftwareStack(attention=0.52, rounded_gradients=True)
 # nanotron: bf16 weights, gradients added up in fp32, gathered after the optimizer's step.
-NANOTRON = Stack(logit_bytes=LOGIT_BYTES, gather_overlap=False, rounded_weights=True)
+NANOTRON = SoftwareStack(logit_bytes=LOGIT_BYTES, gather_overlap=False, rounded_weights=True)
 
 # By the first word of a row's `set`; this program's own where a set is not listed.
 STACKS = {
@@ -60,7 +60,7 @@ def origin(row: dict[str, str]) -> str:
     return row["set"].partition("-")[0]
 
 
-def stack_of(row: dict[str, str]) -> Stack:
+def stack_of(row: dict[str, str]) -> SoftwareStack:
     """What the program of a row does."""
     return STACKS.get(origin(row), OURS)
 

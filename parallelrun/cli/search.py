@@ -75,7 +75,7 @@ def _goodput(composed: Composed, best: Found) -> Goodput | None:
     """The useful part of the time of the fastest plan, if failures are given."""
     if composed.config.mtbf_gpu_hours is None:
         return None
-    config, given = chosen.settled(composed.config, composed.given, best)
+    config, given = chosen.with_choice(composed.config, composed.given, best)
     plan = resolve(config, given=given, gpus=visible_gpus())
     return goodput(plan, config, best.time.step_s if best.time else None)
 
@@ -98,7 +98,7 @@ def _explain(composed: Composed, found: Search, console: Console) -> None:
 
     best, cluster = found.best[0], composed.config.cluster
     assert best.time is not None
-    config, given = chosen.settled(composed.config, composed.given, best)
+    config, given = chosen.with_choice(composed.config, composed.given, best)
     limited = limits(resolve(config, given=given, gpus=visible_gpus()), cluster, best.time)
     elsewhere = flips(composed.config, composed.given, found)
     why.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
@@ -142,7 +142,7 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, console: Console) -> 
     why.show(facts.time, limited, ((), True), (heaviest, config.cluster), None, console)
 
 
-def settled(composed: Composed, world: int | None, quiet: bool = False) -> Composed:
+def with_winner(composed: Composed, world: int | None, quiet: bool = False) -> Composed:
     """`composed` with the fastest plan in the place of a strategy that searches. Raises ConfigError."""
     config, gpus = chosen.calibrated(composed.config, composed.given), visible_gpus()
     found = chosen.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
@@ -153,7 +153,7 @@ def settled(composed: Composed, world: int | None, quiet: bool = False) -> Compo
 
         said = f"strategy={config.strategy.name}: {' '.join(best.overrides)}: {seconds_text(best.time.step_s)} a step"
         print(f"{said} predicted, the fastest of {found.fitting:,} plans", file=sys.stderr)
-    changed, given = chosen.settled(config, composed.given, best)
+    changed, given = chosen.with_choice(config, composed.given, best)
     return replace(composed, config=changed, given=given)
 
 

@@ -197,7 +197,7 @@ class _Sweep:
             reason = "an earlier point failed, and sweep.fail_fast is set"
             return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
         if chosen.is_open(composed.config, composed.given):
-            composed = search.settled(composed, None, quiet=True)
+            composed = search.with_winner(composed, None, quiet=True)
         plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
         row["run_sha256"] = identity(composed.config, plan)
         row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}

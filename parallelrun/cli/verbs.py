@@ -144,7 +144,7 @@ def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, P
 
 
 def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) -> tuple[Composed, Plan] | None:
-    """The plan of a configuration, which a search may have settled; None if that search is all that was asked for."""
+    """The plan of a configuration, which a search may have chosen; None if that search is all that was asked for."""
     from parallelrun.plan import chosen
     from parallelrun.plan.resolve import resolve
 
@@ -155,7 +155,7 @@ def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) 
         if line.verb == chosen.PLAN:
             search.show(composed, world, line.json)
             return None
-        composed = search.settled(composed, world)
+        composed = search.with_winner(composed, world)
     return composed, resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus())
 
 

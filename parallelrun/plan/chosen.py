@@ -139,7 +139,7 @@ def check_rates(config: Config, world: int) -> None:
         raise ConfigError(Problem(what, "cluster", fix, "parallelrun calibrate"))
 
 
-def settled(config: Config, given: frozenset[str], found: Found) -> tuple[Config, frozenset[str]]:
+def with_choice(config: Config, given: frozenset[str], found: Found) -> tuple[Config, frozenset[str]]:
     """The configuration of a plan that was found, with plain degrees and a plain strategy, and the keys that it sets.
 
     config, given: those that were searched with.

@@ -62,10 +62,10 @@ def _holding(
     config: Config, given: frozenset[str], best: Found, keys: tuple[str, ...]
 ) -> tuple[Config, frozenset[str]]:
     """The configuration in which every plan has the best one's values of some keys."""
-    settled, _ = chosen.settled(config, given, best)
+    chosen_config, _ = chosen.with_choice(config, given, best)
     if "micro_batch" in keys and config.microbatches is not None:
         keys = HELD
-    return replace(config, **{key: getattr(settled, key) for key in keys}), given | {*keys}
+    return replace(config, **{key: getattr(chosen_config, key) for key in keys}), given | {*keys}
 
 
 def _of_link(config: Config, given: frozenset[str], world: int, best: Found, key: str, factor: float) -> Flip | None:
@@ -115,7 +115,7 @@ def _shape(found: Found) -> list[str]:
 
 
 def _plan(config: Config, given: frozenset[str], found: Found) -> Plan | None:
-    changed, keys = chosen.settled(config, given, found)
+    changed, keys = chosen.with_choice(config, given, found)
     solved = solve(changed, keys, None, None, True)
     return solved if isinstance(solved, Plan) else None
 

@@ -20,7 +20,7 @@ ENOUGH = 1.1  # a cluster twice as large that is less than so much faster ends t
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCost:
     """What a training takes. price: None where the cluster gives none."""
 
     days: float
@@ -34,10 +34,10 @@ class Size:
 
     devices: int
     found: Search
-    training: Training
+    training: TrainingCost
 
 
-def training_of(config: Config, found: Search) -> Training | None:
+def training_of(config: Config, found: Search) -> TrainingCost | None:
     """What training on `tokens` takes with the best plan of a search; None if they are not given."""
     if config.tokens is None or not found.best:
         return None
@@ -47,7 +47,7 @@ def training_of(config: Config, found: Search) -> Training | None:
     days = ceil(config.tokens / tokens_per_step) * best.time.step_s / DAY
     hours = days * DAY / HOUR * found.world
     price = config.cluster.price_per_gpu_hour
-    return Training(days, hours, price * hours if price is not None else None)
+    return TrainingCost(days, hours, price * hours if price is not None else None)
 
 
 def compares_sizes(config: Config) -> bool:

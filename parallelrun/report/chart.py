@@ -190,5 +190,7 @@ def image(figure: Figure, form: str, legend: Sequence[str] = (), notes: Sequence
             rows = -(-len(legend) // columns) + len(lines)
             figure.set_figheight(figure.get_figheight() + ROW * rows)
         file = io.BytesIO()
-        figure.savefig(file, format=form, dpi=300, metadata=dict.fromkeys(_METADATA[form]))
+        figure.savefig(
+            file, format=form, dpi=300 if form == "png" else "figure", metadata=dict.fromkeys(_METADATA[form])
+        )
     return file.getvalue()

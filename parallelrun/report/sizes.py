@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.plan.sizes import Size, Training
+from parallelrun.plan.sizes import Size, TrainingCost
 from parallelrun.report.figures import count_text, digits, seconds_text
 from parallelrun.report.screen import show_section, table
 from parallelrun.report.search import plan_document, timed
@@ -56,7 +56,7 @@ def show(sizes: Sequence[Size], chosen: Size, config: Config, console: Console) 
     show_section(f"sizes of {config.cluster.name}", Group(drawn, Text(note, "dim")), console)
 
 
-def training_text(training: Training, config: Config) -> str:
+def training_text(training: TrainingCost, config: Config) -> str:
     """`300 B tokens take 34.2 days: 840,000 device-hours, price 1,680,000`."""
     price = f", price {training.price:,.0f}" if training.price is not None else ""
     late = " (too long)" if config.days is not None and training.days > config.days else ""

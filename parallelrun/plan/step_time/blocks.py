@@ -13,7 +13,7 @@ from parallelrun.plan.step_time.kernels import attention_s, product_s, streaming
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.overlap import tensor_s
 from parallelrun.plan.step_time.rates import Rates
-from parallelrun.plan.step_time.stack import Stack
+from parallelrun.plan.step_time.stack import SoftwareStack
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION
 from parallelrun.precision import BYTES
@@ -40,7 +40,9 @@ class BlockTime:
     again: Parts = field(default_factory=dict)
 
 
-def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> BlockTime | None:
+def block_time(
+    block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack
+) -> BlockTime | None:
     """Return the time of a block; None if the cluster gives no rate for a link it needs."""
     shapes = list(_shapes(block, plan))
     forward, backward = _products(shapes, plan, rates), _products(shapes, plan, rates, backward=True)
@@ -68,7 +70,7 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
 
 
 def _add_host(
-    time: BlockTime, calls: Sequence[float], block: BlockSpec, plan: Plan, rates: Rates, stack: Stack
+    time: BlockTime, calls: Sequence[float], block: BlockSpec, plan: Plan, rates: Rates, stack: SoftwareStack
 ) -> None:
     """What the host takes to issue the operations of a pass beyond the time that the device takes for them. A host that
     computes itself issues one after the other."""
@@ -106,7 +108,7 @@ def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[st
 
 
 def _recomputed(
-    shapes: Sequence[Shape], block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stack: Stack
+    shapes: Sequence[Shape], block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stack: SoftwareStack
 ) -> Parts:
     """What backward computes again. That of the host and of collectives is added later."""
     if not block.is_recomputed or plan.recompute == "none":
@@ -148,7 +150,9 @@ def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
         yield rows, layer.in_features if product.panels else inner, columns
 
 
-def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates, stack: Stack) -> None:
+def _add_attention(
+    forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates, stack: SoftwareStack
+) -> None:
     """Attention, an equal share for each tp rank; what FLOPs then remain are those of experts."""
     tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
     flops = 4.0 * plan.num_rows * spec.seq * spec.hidden
@@ -185,7 +189,13 @@ def _add_convolutions(
 
 
 def _add_streaming(
-    forward: Parts, backward: Parts, shapes: Sequence[Shape], block: BlockSpec, plan: Plan, rates: Rates, stack: Stack
+    forward: Parts,
+    backward: Parts,
+    shapes: Sequence[Shape],
+    block: BlockSpec,
+    plan: Plan,
+    rates: Rates,
+    stack: SoftwareStack,
 ) -> None:
     if block.kind in ("transformer", "head", "embedding"):
         both = streaming.of_block(block, plan, rates, stack)

@@ -30,7 +30,7 @@ MOST_STEPS, CLOSE = 8, 0.02  # of the search for its value, which ends when so m
 
 
 @dataclass(frozen=True)
-class Explanation:
+class LikelyCause:
     """The `cluster` key that alone, with the value `instead`, brings the prediction closest to what was measured.
 
     explains: the part of the differences, summed over the measured parts, that is gone then.
@@ -43,7 +43,7 @@ class Explanation:
 
 
 def beside(plan: Plan, cluster: ClusterConfig, measured: Mapping[str, float | None]) -> dict[str, Any] | None:
-    """Return the predicted step and parts, and the Explanation, ready for JSON; None without a prediction.
+    """Return the predicted step and parts, and the LikelyCause, ready for JSON; None without a prediction.
 
     measured: seconds of the step, `step_s`, and of the parts that were timed, by the names of StepTimes.
     """
@@ -66,7 +66,7 @@ def as_measured(time: StepTime) -> dict[str, float]:
     return sums
 
 
-def explanation(plan: Plan, cluster: ClusterConfig, measured: Mapping[str, float]) -> Explanation | None:
+def explanation(plan: Plan, cluster: ClusterConfig, measured: Mapping[str, float]) -> LikelyCause | None:
     """Return the constant that explains most; of those that explain the same, the one that changes least.
 
     None if the prediction agrees, or if no constant explains anything.
@@ -94,7 +94,7 @@ def explanation(plan: Plan, cluster: ClusterConfig, measured: Mapping[str, float
         if instead is not None:
             after = predicted(**{key: instead})
             left = sum(abs(wanted - after[name]) for name, wanted in goal.items())
-            found.append(Explanation(f"cluster.{key}", value, instead, 1 - left / total))
+            found.append(LikelyCause(f"cluster.{key}", value, instead, 1 - left / total))
     best = max(found, key=lambda one: (round(one.explains, 1), -abs(log(one.instead / one.value))), default=None)
     return best if best and best.explains > 0 else None
 

@@ -6,7 +6,7 @@ slowed down by a part of what it hides.
 
 from __future__ import annotations
 
-from parallelrun.plan.step_time.stack import Stack
+from parallelrun.plan.step_time.stack import SoftwareStack
 from parallelrun.plan.structure import Plan
 
 # Of hidden communication, the part by which it slows down the computation that hides it (Galvatron: 0.1 to 0.3).
@@ -22,7 +22,7 @@ def exposed_s(communication: float, computation: float, pieces: float = 1.0) -> 
     return communication - (1 - SLOWED) * min(communication, window)
 
 
-def tensor_s(communication: float, products: float, stack: Stack, plan: Plan, backward: bool) -> float:
+def tensor_s(communication: float, products: float, stack: SoftwareStack, plan: Plan, backward: bool) -> float:
     """Seconds of a block's tensor communication that no product of the same pass hides.
 
     This program sends the gradient of a layer's input while it computes that of the weights, which is half of the
@@ -37,7 +37,7 @@ def tensor_s(communication: float, products: float, stack: Stack, plan: Plan, ba
     return communication
 
 
-def data_s(gathers: float, sums: float, forward: float, backward: float, stack: Stack, plan: Plan) -> float:
+def data_s(gathers: float, sums: float, forward: float, backward: float, stack: SoftwareStack, plan: Plan) -> float:
     """Seconds of the data strategy's communication that neither backward nor forward hides.
 
     gathers, sums: of weights and of gradients in a step. forward, backward: seconds in which a rank computes one

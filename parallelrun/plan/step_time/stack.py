@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stack:
+class SoftwareStack:
     """How the program that is predicted computes and sends. The defaults are what this program does.
 
     fused_attention: attention keeps no scores. attention: its rate, relative to the cluster's `attention_efficiency`.
@@ -43,4 +43,4 @@ class Stack:
     fused_accumulation: bool = False
 
 
-OURS = Stack()
+OURS = SoftwareStack()

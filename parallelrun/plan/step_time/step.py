@@ -16,7 +16,7 @@ from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
 from parallelrun.plan.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
-from parallelrun.plan.step_time.stack import OURS, Stack
+from parallelrun.plan.step_time.stack import OURS, SoftwareStack
 from parallelrun.plan.structure import Plan, once
 from parallelrun.precision import BYTES
 
@@ -37,13 +37,13 @@ class StepTime:
 Known = dict[object, Any]
 
 
-def step_time(plan: Plan, cluster: ClusterConfig, stack: Stack = OURS) -> StepTime | None:
+def step_time(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS) -> StepTime | None:
     """Predict a step; None for the reasons that `why_unknown` gives. stack: the program that runs the plan."""
     return step_time_with({}, plan, cluster, stack)
 
 
 def step_time_with(
-    known: Known, plan: Plan, cluster: ClusterConfig, stack: Stack = OURS, least: bool = False
+    known: Known, plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS, least: bool = False
 ) -> StepTime | None:
     """`step_time` of one of many plans. known: parts that plans share, by what they depend on; it is filled.
 
@@ -84,7 +84,7 @@ def step_time_with(
     return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
 
 
-def _setting(plan: Plan, cluster: ClusterConfig, stack: Stack) -> tuple[Rates, Stack] | None:
+def _setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[Rates, SoftwareStack] | None:
     """(the rates of one rank, what the program does on such a device); None where the time of a step is unknown."""
     rates = rates_of(cluster, plan.precision.name)
     if rates is None or why_unknown(plan, cluster):
@@ -138,7 +138,9 @@ class StageTime:
     parts: Parts
 
 
-def stages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known) -> list[StageTime] | None:
+def stages_of(
+    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known
+) -> list[StageTime] | None:
     """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
 
     time_of = _blocks_of(plan, cluster, rates, stack, known)
@@ -153,7 +155,7 @@ def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[Blo
 
 
 def _blocks_of(
-    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known
+    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known
 ) -> Callable[[BlockSpec], BlockTime | None]:
     times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
 
@@ -182,14 +184,14 @@ def _stages(plan: Plan, time_of: Callable[[BlockSpec], BlockTime | None]) -> lis
     return stages
 
 
-def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack, known: Known) -> float | None:
+def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known) -> float | None:
     """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
     if plan.mesh.size("pp") == 1:
         return 0.0
     return once(known, ("messages", _of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
 
 
-def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> float | None:
+def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> float | None:
     seconds = 0.0
     for row in prediction.merge(plan.pipeline.collectives(plan.mesh.size("pp") // 2, plan)):
         if row.axis != "pp" or row.operation != "send":
@@ -233,7 +235,7 @@ def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
     return dict(parts)
 
 
-def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> tuple[float, float] | None:
+def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> tuple[float, float] | None:
     """Seconds in which the data strategy gathers weights, and in which it sums gradients, the last sums included."""
     compute, kept = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
     rounded = plan.data.exchange_form(plan).gathers_rounded or not stack.rounded_weights
@@ -256,7 +258,7 @@ def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Stack) -> tup
     return gathers, sums
 
 
-def _exposed(plan: Plan, data: tuple[float, float], stages: list[StageTime], stack: Stack) -> float:
+def _exposed(plan: Plan, data: tuple[float, float], stages: list[StageTime], stack: SoftwareStack) -> float:
     """What of the data strategy's communication the computation of a pp rank's stages does not hide."""
     pp = plan.mesh.size("pp")
     forward, backward = (sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))

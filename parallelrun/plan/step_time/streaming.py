@@ -9,7 +9,7 @@ from __future__ import annotations
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.rates import Rates
-from parallelrun.plan.step_time.stack import Stack
+from parallelrun.plan.step_time.stack import SoftwareStack
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
@@ -29,7 +29,7 @@ RESIDUAL_ON_CPU, ACTIVATION_ON_CPU, BACKWARD_ON_CPU = 22, 5, 1.5
 LOGIT_ON_CPU: Both = (14, 8)
 
 
-def of_block(block: BlockSpec, plan: Plan, rates: Rates, stack: Stack) -> Both:
+def of_block(block: BlockSpec, plan: Plan, rates: Rates, stack: SoftwareStack) -> Both:
     """Seconds (forward, backward) of one microbatch of a transformer block, embedding or head."""
     tp, spec = plan.mesh.size("tp"), plan.spec
     rows, features = plan.tensor.activation_layout(None, plan).local(plan.num_rows, spec.hidden, plan.mesh.sizes)
@@ -43,7 +43,7 @@ def of_block(block: BlockSpec, plan: Plan, rates: Rates, stack: Stack) -> Both:
     return both, both
 
 
-def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates, stack: Stack) -> Both:
+def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates, stack: SoftwareStack) -> Both:
     tp, spec, width = plan.mesh.size("tp"), plan.spec, BYTES[plan.precision.compute] / 2
     inside = plan.num_rows * spec.ffn / tp
     if rates.synchronous:
@@ -80,7 +80,7 @@ def recomputed(plan: Plan, forward: float) -> float:
     return forward * (norms + inside) / (residual + inside)
 
 
-def of_weights(elements: float, plan: Plan, rates: Rates, stack: Stack) -> Both:
+def of_weights(elements: float, plan: Plan, rates: Rates, stack: SoftwareStack) -> Both:
     """Seconds (forward, backward) that a microbatch spends on a rank's weights beside the products that read them.
 
     Forward rounds the stored weights to the compute dtype; backward widens their gradients, and adds them up where a

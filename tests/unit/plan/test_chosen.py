@@ -85,7 +85,7 @@ def test_what_a_search_finds_is_a_plain_configuration_with_that_plan(strategy):
     found = composed(*SMALL, "gpus=4", *strategy)
     search = chosen.searched(found.config, found.given, 4)
     for best in search.best:
-        config, given = chosen.settled(found.config, found.given, best)
+        config, given = chosen.with_choice(found.config, found.given, best)
         plan = resolve(config, given=given)
         predicted = step_time(plan, config.cluster)
         assert predicted is not None and best.time is not None and predicted.step_s == best.time.step_s

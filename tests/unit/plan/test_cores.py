@@ -11,7 +11,7 @@ from parallelrun.plan import simulate
 from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.step_time import blocks, cores, spread
 from parallelrun.plan.step_time.rates import rates_of
-from parallelrun.plan.step_time.stack import Stack
+from parallelrun.plan.step_time.stack import SoftwareStack
 from parallelrun.plan.step_time.step import step_time, why_unknown
 from parallelrun.plan.structure import Plan
 from tests.unit.config.test_presets import plan as planned
@@ -47,7 +47,7 @@ def test_a_rank_with_several_cores_computes_with_as_many_threads():
 
 def test_nothing_is_hidden_where_the_host_computes():
     plan = planned(*SMALL, "strategy=ddp", "dp=2")
-    assert step_time(plan, HOST).parts == step_time(plan, HOST, Stack(data_overlap=False)).parts
+    assert step_time(plan, HOST).parts == step_time(plan, HOST, SoftwareStack(data_overlap=False)).parts
 
 
 def test_a_device_for_each_rank_has_the_rates_of_the_keys():

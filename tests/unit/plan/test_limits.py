@@ -48,7 +48,7 @@ def test_what_costs_next_to_nothing_is_no_limit():
 
 def seconds(found, config, given):
     """The time of a step of a plan of a search, with another configuration."""
-    settled, keys = chosen.settled(config, given, found)
+    settled, keys = chosen.with_choice(config, given, found)
     time = step_time(resolve(settled, given=keys), settled.cluster)
     assert time is not None
     return time.step_s

@@ -15,7 +15,7 @@ from parallelrun.plan.step_time import blocks, host, overlap, spread, step, stre
 from parallelrun.plan.step_time.kernels import attention_s
 from parallelrun.plan.step_time.links import bytes_s, intra_bytes_s, latency_s
 from parallelrun.plan.step_time.rates import rates_of
-from parallelrun.plan.step_time.stack import OURS, Stack
+from parallelrun.plan.step_time.stack import OURS, SoftwareStack
 from parallelrun.plan.step_time.step import step_time
 from parallelrun.plan.structure import Collective
 from tests.unit.config.test_presets import composed
@@ -102,9 +102,9 @@ def test_rounded_weights_and_gradients_send_half():
     plan, cluster = planned(*shape), composed(*shape).config.cluster
     rates = replace(RATES, collective_s=0.0, message_s=0.0, hop_s=0.0)
     ours = step._data(plan, cluster, rates, OURS)
-    halved = step._data(plan, cluster, rates, Stack(rounded_weights=True, rounded_gradients=True))
+    halved = step._data(plan, cluster, rates, SoftwareStack(rounded_weights=True, rounded_gradients=True))
     assert halved == pytest.approx([seconds / 2 for seconds in ours], rel=1e-6)
-    gathers, sums = step._data(plan, cluster, rates, Stack(rounded_weights=True))
+    gathers, sums = step._data(plan, cluster, rates, SoftwareStack(rounded_weights=True))
     assert (gathers, sums) == pytest.approx((ours[0] / 2, ours[1]), rel=1e-6)
 
 

@@ -14,7 +14,7 @@ from parallelrun.plan.step_time.kernels import product_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.partial import known_parts
 from parallelrun.plan.step_time.rates import rates_of
-from parallelrun.plan.step_time.stack import OURS, Stack
+from parallelrun.plan.step_time.stack import OURS, SoftwareStack
 from parallelrun.plan.step_time.step import step_time, why_unknown
 from parallelrun.plan.structure import Collective
 from tests.unit.config.test_presets import composed
@@ -39,7 +39,7 @@ PLANS = {
 
 
 def predicted(*overrides: str, **settings: bool):
-    found = step_time(planned(*overrides), composed(*overrides).config.cluster, Stack(**settings))
+    found = step_time(planned(*overrides), composed(*overrides).config.cluster, SoftwareStack(**settings))
     assert found is not None
     return found
 
