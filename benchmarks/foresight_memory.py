@@ -8,8 +8,8 @@ of memory: rows with more stages than layers failed for that reason, the others 
 that ran may be. The column mem_gib is compared with the tensors of the heaviest rank; it varies by some percent between
 equal plans, as reserved memory does and allocated memory does not.
 
-What nanotron does otherwise than this program (`Nanotron`) is taken from its source; its runs with tp > 8 are shown
-apart, because they are a set of their own, as its times are.
+What nanotron does otherwise than this program (`Nanotron`) was chosen with the published memory in view; its runs with
+tp > 8 are shown apart, because they are a set of their own, as its times are.
 """
 
 from __future__ import annotations

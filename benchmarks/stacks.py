@@ -1,4 +1,8 @@
-"""The programs whose step times were published: what of them differs from this program, by their documentation."""
+"""The programs whose step times were published: what of them differs from this program.
+
+By their documentation and papers and, where these are silent, by what is known of the programs; settings were chosen
+with the published times of `dev_*` in view.
+"""
 
 from __future__ import annotations
 

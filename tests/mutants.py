@@ -198,7 +198,9 @@ def initial_weights_by_rank() -> None:
     from parallelrun.models import initialise
 
     right = initialise.materialise
-    initialise.materialise = lambda parts, plan, mesh, seed: right(parts, plan, mesh, seed + dist.get_rank())
+    initialise.materialise = lambda parts, plan, mesh, seed, given: right(
+        parts, plan, mesh, seed + dist.get_rank(), given
+    )
 
 
 def _instead_of_the_ring(change: Callable[..., Any]) -> None:

@@ -52,6 +52,7 @@ def export(source: StoredModel, out: Path, form: str, dtype: torch.dtype | None,
     for a model that the format cannot hold, CheckpointError for damaged weights, EnvironmentProblem for `out`.
     """
     with written_aside(out) as aside:
+        source.weights.verify()
         FORMATS[form](source, aside, dtype, shard_bytes)
 
 

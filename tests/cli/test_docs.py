@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from parallelrun import registry
+from parallelrun.cli import calibrate
 from parallelrun.cli import help as texts
 from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
@@ -59,13 +60,19 @@ def as_the_shell_splits(lines: list[str]) -> list[list[str]]:
 NEEDS_A_RUN = "resume=latest"  # tests/cli/test_resume.py types this one beside a run
 CALLS = [words for words in as_the_shell_splits(printed_lines()) if NEEDS_A_RUN not in words]
 PLANNED = [words for words in CALLS if words and words[0] not in TOOLS and not words[0].startswith(("--", "-sc"))]
-OTHERS = [words for words in CALLS if words and words not in PLANNED and words[0] != "tokenize"]
+MEASURED = [words[1:] for words in CALLS if words[:1] == ["calibrate"]]  # takes minutes: tests/cli/test_calibrate.py
+OTHERS = [words for words in CALLS if words and words not in PLANNED and words[0] not in ("tokenize", "calibrate")]
 
 
 @pytest.fixture
 def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
-    """The files that a page prints (a code block whose first line is `# net.py`), and the plug-in of how_to_add.md."""
+    """The files that a page prints (a code block whose first line is `# net.py`), the plug-in of how_to_add.md, and a
+    calibration of this machine."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path / "own"))
+    (tmp_path / "own" / "cluster").mkdir(parents=True)
+    text = (ROOT / "conf" / "cluster" / "a100_dgx.yaml").read_text()
+    (tmp_path / "own" / "cluster" / "mine.yaml").write_text(text.replace("name: a100_dgx", "name: mine"))
     install(tmp_path / "site")
     monkeypatch.syspath_prepend(tmp_path / "site")
     shutil.copytree(PLUGIN / "conf", tmp_path / "conf")
@@ -103,6 +110,11 @@ def test_a_printed_command_is_legal(words: list[str], own_files, composed_once, 
 @pytest.mark.parametrize("words", OTHERS, ids=" ".join)
 def test_a_printed_tool_command_works(words: list[str], own_files, capsys) -> None:
     assert main(words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", MEASURED, ids=" ".join)
+def test_a_printed_calibration_is_understood(words: list[str]) -> None:
+    assert calibrate.read(words).seconds > 0
 
 
 def test_commands_are_found_in_every_page_that_has_them() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from parallelrun.errors import CheckpointError
 from parallelrun.exchange.export import export
 from parallelrun.exchange.source import open_source
 from parallelrun.launch.directory import write_text
@@ -46,7 +47,7 @@ def train_and_save(overrides: dict[str, Any], run: str) -> None:
 
 
 @pytest.mark.parametrize("case, plan", PLANS.values(), ids=PLANS)
-def test_weights_go_in_and_out_under_any_plan_bit_by_bit(case, plan, tmp_path):
+def test_weights_go_in_and_out_under_any_plan_bit_by_bit_and_damaged_ones_do_not(case, plan, tmp_path):
     there, run = tmp_path / "there", tmp_path / "run"
     export(make(case), there, "hf", None, 6000)
     given = {"model.layers": 2, **CASES[case], **plan, "init.weights": str(there), "model.vocab": VOCAB}
@@ -62,3 +63,10 @@ def test_weights_go_in_and_out_under_any_plan_bit_by_bit(case, plan, tmp_path):
     found = load_file(tmp_path / "back" / "model.safetensors")
     assert found.keys() == wanted.keys()
     assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+    file = max(run.rglob("checkpoints/*/*.safetensors"), key=lambda file: file.stat().st_size)
+    stored = bytearray(file.read_bytes())
+    stored[-1] ^= 1
+    file.write_bytes(stored)
+    with pytest.raises(CheckpointError, match=file.name):
+        export(open_source(run, "run"), tmp_path / "damaged", "hf", None, 10**9)
+    assert not (tmp_path / "damaged").exists()
