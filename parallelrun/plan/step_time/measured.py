@@ -45,17 +45,19 @@ class LikelyCause:
 def beside(plan: Plan, cluster: ClusterConfig, measured: Mapping[str, float | None]) -> dict[str, Any] | None:
     """Return the predicted step and parts, and the LikelyCause, ready for JSON; None without a prediction.
 
-    measured: seconds of the step, `step_s`, and of the parts that were timed, by the names of StepTimes.
+    measured: seconds of the step, `step_s`, and of the parts that were timed, by the names of StepTimes. Where ranks
+    share cores, parts are not compared (`compares_parts`): who waits to communicate may wait for a core.
     """
     time = step_time(plan, cluster)
     if time is None:
         return None
-    shared = ranks_per_core(plan, cluster) > 1  # then who waits to communicate may wait for a core
-    compared = {name: s for name, s in measured.items() if s is not None and (name == STEP or not shared)}
+    by_part = ranks_per_core(plan, cluster) == 1
+    compared = {name: s for name, s in measured.items() if s is not None and (name == STEP or by_part)}
     found = explanation(plan, cluster, compared) if compared.get(STEP) else None
     fields = {name: getattr(time, name) for name in ("step_s", "p10_s", "p90_s")}
     timed = {**as_measured(time), "optimizer_s": time.parts.get(OPTIMIZER, 0.0)}
-    return {**fields, **timed, "parts": dict(time.parts), "explanation": asdict(found) if found else None}
+    parts = {"parts": dict(time.parts), "compares_parts": by_part}
+    return {**fields, **timed, **parts, "explanation": asdict(found) if found else None}
 
 
 def as_measured(time: StepTime) -> dict[str, float]:

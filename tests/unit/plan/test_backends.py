@@ -36,6 +36,21 @@ def test_the_backend_of_each_axis(case: str) -> None:
     assert backends(resolve(config), config) == expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "device"),
+    [
+        ({**HOSTS_OF_4, "verb": "plan"}, "cuda"),
+        ({**HOSTS_OF_4, "verb": "explain"}, "cuda"),
+        ({**HOSTS_OF_4, "verb": "run"}, "cpu"),
+        ({**HOSTS_OF_4, "verb": "plan", "device": "cpu"}, "cpu"),
+        ({**HOSTS_OF_4, "verb": "plan", "cluster.cores": 4}, "cpu"),
+        ({"verb": "plan"}, "cpu"),
+    ],
+)
+def test_what_starts_nothing_is_planned_for_the_gpus_of_the_cluster(overrides: dict[str, Any], device: str) -> None:
+    assert resolve(tiny_config({**CELL, **overrides})).device == device
+
+
 def shown(overrides: dict[str, Any]) -> str:
     config, text = tiny_config(overrides), io.StringIO()
     show(resolve(config), config, Console(file=text, width=120))

@@ -92,6 +92,8 @@ def test_the_summary_has_at_most_40_lines_warnings_first(line, monkeypatch):
         labels = [word for text in lines if (word := text.lstrip("│ ").split(" ")[0]) in LABELS]
         assert labels == [label for label in LABELS if label in labels] and set(labels) >= set(LABELS[-7:])
         assert ("warning" in labels) == bool(texts)
+        words = " ".join(text.strip("│ ") for text in lines)
+        assert all(f"{kind} " in words for kind in computed.memories[0].parts), "no part's name is cut"
         hint = " ".join(text.strip("│ ") for text in lines[-4:])
         assert "More: detail=ranks|stages|schedule|traffic|data_axis|layouts|all" in hint
     assert asked == [(plan, found.config, computed)] * 4, "advice takes a second: it is computed once for a summary"
