@@ -109,15 +109,11 @@ def fill(
 
 
 def device_of(config: Config, gpus: int | None) -> str:
-    """cpu | cuda: as set, else what this host or the cluster that is planned for has."""
+    """cpu | cuda: as set, else what this host has or, where ranks are only planned, the cluster."""
     if config.device in ("cpu", "cuda"):
         return config.device
-    return "cuda" if gpus or _is_planned_for_gpus(config) else "cpu"
-
-
-def _is_planned_for_gpus(config: Config) -> bool:
-    """Return whether ranks are only planned, for a cluster whose hosts have GPUs: this machine then needs none."""
-    return config.verb in ("plan", "explain") and bool(config.cluster.gpus_per_node) and not config.cluster.cores
+    cluster, is_planned = config.cluster, config.verb in ("plan", "explain")
+    return "cuda" if gpus or (is_planned and cluster.gpus_per_node and not cluster.cores) else "cpu"
 
 
 def _asked(config: Config, problems: list[Problem]) -> dict[str, int | None]:
