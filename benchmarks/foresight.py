@@ -9,8 +9,8 @@ comparison. Spearman's rank correlation and regret are within groups of alternat
 number of GPUs. Regret of the top 1 (3): how much longer the measured step of the plan predicted fastest (best of the
 three predicted fastest) is than the fastest measured one. `held`: rows between the predicted p10 and p90.
 
-Rows with tp above 8, and pipelines over several nodes of a congested network, are also scored apart: see README.md.
-What differs between the programs that were measured is said in `stacks`, from their documentation.
+Rows with tp above 8, and those of runs that checked every collective, are also scored apart: see README.md. What the
+programs that were measured do otherwise is said in `stacks`, from their source and documentation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.pairs import read_arguments, write
 from benchmarks.stacks import cluster_of, stack_of
 from parallelrun.config import compose
 from parallelrun.config.overrides import read
-from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.step_time.step import step_time
@@ -79,15 +79,14 @@ def rows_of(name: str, every: int = 1) -> Iterator[Row]:
         assert time is not None, row
         flops = 3 * plan.spec.forward_flops * plan.batch.global_batch / plan.world
         seconds = float(row["measured_s"]), time.step_s, time.p10_s, time.p90_s
-        yield Row(row["name"], row["group"], kind_of(row, config.cluster), *seconds, flops)
+        yield Row(row["name"], row["group"], kind_of(row), *seconds, flops)
 
 
-def kind_of(row: dict[str, str], cluster: ClusterConfig) -> str:
-    """What tells rows whose measured times no model of the hardware explains from all others."""
+def kind_of(row: dict[str, str]) -> str:
+    """What tells rows apart whose measured times depend on more than the plan (see README.md)."""
     if int(row["tp"]) > 8:
         return "tp > 8"
-    several_nodes = int(row["N"]) > (cluster.gpus_per_node or 1)
-    return "stages over nodes" if int(row["pp"]) > 1 and several_nodes and cluster.congestion else ""
+    return "stages over nodes" if stack_of(row).checked_collectives else ""
 
 
 def planned(row: dict[str, str]) -> tuple[Plan, Config]:

@@ -6,6 +6,8 @@ with the published times of `dev_*` in view.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallelrun.plan.step_time.stack import OURS, SoftwareStack
 
 # Megatron's loss over a split vocabulary (cross_entropy.py), which nanotron copies: cast to fp32, max, difference, exp,
@@ -46,14 +48,34 @@ MEGATRON_CORE = SoftwareStack(
 # llm-foundry: torch's FSDP with mixed_precision PURE (gradients summed in bf16), its checkpoints without reentrance,
 # and FlashAttention 1 in Triton (`attn_impl: triton`), half as fast as the second (Dao 2023, figure 5).
 LLM_FOUNDRY = SoftwareStack(attention=0.52, rounded_gradients=True)
-# nanotron: bf16 weights, gradients added up in fp32, gathered after the optimizer's step.
-NANOTRON = SoftwareStack(logit_bytes=LOGIT_BYTES, gather_overlap=False, rounded_weights=True)
+# nanotron (src/nanotron): bf16 weights, gradients added up in fp32; with ZeRO-1 summed by one all-reduce after
+# backward (trainer.py: sync_gradients_across_dp, reduce_scatter=False) and gathered after the optimizer's step, else
+# summed in DDP's buckets of 25 MB in bf16 (`ddp_bucket_cap_mb`). A layer of it issues 40 operations more than one of
+# this program: 5 for each of its 6 weights to add up its gradient (gradient_accumulator.py), 10 of Python around a
+# block of the pipeline. With tensor parallelism, 82 more (tensor_parallel/functional.py): it multiplies in three
+# parts, of the ranks before, its own, and after; 16 for each of two column products and 4 for each of two row
+# products forward, 6 and 15 backward.
+NANOTRON = SoftwareStack(
+    logit_bytes=LOGIT_BYTES,
+    operations=1.17,
+    tensor_operations=(40, 42),
+    gather_overlap=False,
+    bucket=25 * 2**19,
+    rounded_weights=True,
+    whole_sums=True,
+)
+# The script that started the published runs (nanotron's run_multinode.sh) sets TORCH_DISTRIBUTED_DEBUG=DETAIL in its
+# later version, not in the first; the driver (scripts/scaling_benchmarks.py) skips plans without stages that have
+# run, and runs those with stages again. So do the times look: plans with stages on several nodes wait for their
+# hosts, in proportion to tp, however small the microbatch, and the wait disappears under long computations.
+NANOTRON_CHECKED = replace(NANOTRON, checked_collectives=True)
 
 # By the first word of a row's `set`; this program's own where a set is not listed.
 STACKS = {
     "SC21": MEGATRON_2021, "vTrain": MEGATRON_2021, "MCore": MEGATRON_CORE, "llmfoundry": LLM_FOUNDRY,
     "nanotron": NANOTRON,
 }  # fmt: skip
+NODE = 8  # GPUs of all published machines
 # The machines that are not the usual ones of their GPU.
 CLUSTERS = {"nanotron": "h100_efa"}
 CLUSTERS_OF_GPUS = {"A100": "a100_dgx", "H100": "h100_dgx", "H200": "h200", "B200": "b200", "V100": "v100_32gb"}
@@ -66,7 +88,8 @@ def origin(row: dict[str, str]) -> str:
 
 def stack_of(row: dict[str, str]) -> SoftwareStack:
     """What the program of a row does."""
-    return STACKS.get(origin(row), OURS)
+    stack = STACKS.get(origin(row), OURS)
+    return NANOTRON_CHECKED if stack is NANOTRON and int(row["pp"]) > 1 and int(row["N"]) > NODE else stack
 
 
 def cluster_of(row: dict[str, str]) -> str:

@@ -26,7 +26,10 @@ CLASSES = {
     "tensor": load.tensor_strategy,
     "pipeline": load.pipeline_schedule,
     "expert": load.expert_dispatcher,
+    "context": load.context_strategy,
 }
+
+SHORT = {"pipeline": "schedule", "context": "strategy.context.kind"}  # the key that names a kind
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """Return the row's cells in Markdown."""
         path = self.file.relative_to(ROOT)
-        chosen = " ".join(f"`{name}`" for name in self.presets) or f"(`schedule={self.kind}`)"
+        chosen = " ".join(f"`{name}`" for name in self.presets) or f"(`{SHORT.get(self.axis, self.axis)}={self.kind}`)"
         read = f"[{path.relative_to('strategies')}]({path})"
         return self.axis, chosen, "; ".join(self.papers) or "-", read, self.proof
 

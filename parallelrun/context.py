@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+ASKED = "asked.json"  # in the directory of a task (launch.task): what its ranks read
+
 
 @dataclass(frozen=True)
 class WorkerContext:

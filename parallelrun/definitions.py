@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun import registry
@@ -17,6 +18,7 @@ from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -24,6 +26,7 @@ class ModelDefinition(ABC):
     """A model before it is built. Subclasses override `make` and, where needed, attributes.
 
     reads_layers, reads_experts: whether it reads `model.layers` and `model.experts`, so that messages may suggest them.
+    packs: its attention and positions know of documents that are packed into samples (`models.documents`).
     is_lesson: `network.py` has `run(config, plan, device, show)`, which replaces training, instead of `build`; a lesson
     reads no dataset, and its matrices may be cut unevenly.
     """
@@ -31,6 +34,7 @@ class ModelDefinition(ABC):
     reads_layers: ClassVar[bool] = False
     reads_experts: ClassVar[bool] = False
     is_lesson: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
 
     @abstractmethod
     def make(self, config: Config, vocab: int) -> ModelSpec:
@@ -38,13 +42,52 @@ class ModelDefinition(ABC):
         with every violation that the bounds in the schema do not exclude."""
 
 
+@dataclass(frozen=True)
+class BatchShare:
+    """A part of a mixture: its label in records, its number of samples, and its weight, a whole number."""
+
+    label: str
+    num_samples: int
+    weight: int
+
+
+@dataclass(frozen=True)
+class PartUse:
+    """What a run reads of a part of a mixture. share: of each global batch; num_samples: that the part has for
+    training; used: that the run reads; epochs: how often it reads the part. None: not known before the run."""
+
+    label: str
+    share: float
+    num_samples: int | None
+    used: int
+    epochs: float | None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents fill the samples of a split, on average over its samples.
+
+    documents: of a sample; tokens: of a sample, without padding; squares: the sum of the squared lengths of its
+    documents, which the time of attention follows. cut: documents that are longer than a sample, of the whole split.
+    """
+
+    documents: float
+    tokens: float
+    squares: float
+    cut: int
+
+
 class Split(ABC):
     """Samples by index. Every rank may call its methods, which are pure functions of their arguments.
 
-    decodes_files: samples are decoded from files, so training reads them in worker processes.
+    decodes_files: samples are decoded from files, so training reads them in worker processes. shares: of a mixture,
+    whose samples are those of its parts, one part after the other. packs: documents are packed into samples, and
+    `document_lengths` and `packing` tell how.
     """
 
     decodes_files: bool = False
+    shares: tuple[BatchShare, ...] = ()
+    packs: bool = False
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -58,17 +101,42 @@ class Split(ABC):
         """The sample with training augmentation. sample_id: the global sample id, which differs in every epoch."""
         return self.sample(index)
 
+    def document_lengths(self, index: int) -> NDArray[np.int64]:
+        """The lengths of the documents that are packed into a sample, in order; what they leave is padding."""
+        raise NotImplementedError(f"{type(self).__name__} packs no documents")
+
+    def packing(self) -> Packing:
+        """How documents fill the samples, or those of them that are looked at."""
+        raise NotImplementedError(f"{type(self).__name__} packs no documents")
+
     def check(self, index: int) -> None:
         """Raise IndexError unless there is a sample `index`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
 
 
+BYTES = "bytes"  # a token per byte
+IGNORED = -1  # as a target
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """What makes token ids of texts. sha256: of the tokenizer's file, or `bytes`. path: of that file, where known."""
+
+    sha256: str
+    path: Path | None = None
+
+    @property
+    def is_bytes(self) -> bool:
+        return self.sha256 == BYTES
+
+
 @dataclass(frozen=True)
 class Dataset:
     """An opened dataset. vocab: number of token ids or classes; fingerprint: sha256 of the data.
 
-    has_ignored: some targets are below 0, so valid targets must be counted before every step.
+    has_ignored: some targets are below 0, so valid targets must be counted before every step. tokenizer: the sha256 of
+    what made token ids of texts, where known.
     """
 
     name: str
@@ -77,22 +145,35 @@ class Dataset:
     train: Split
     val: Split
     has_ignored: bool = False
+    tokenizer: str | None = None
+
+    @property
+    def record(self) -> dict[str, str | None]:
+        """What a checkpoint says about its data."""
+        return {"name": self.name, "fingerprint": self.fingerprint, "tokenizer": self.tokenizer}
 
 
 class DatasetDefinition(ABC):
     """A dataset before it is opened. Subclasses override `vocab_size`, `open` and, where needed, the rest.
 
-    reads_path: it reads `dataset.path`. reads_bytes: token ids are the bytes of texts. vocab_follows_model: it
-    generates token ids or classes of the model's vocab.
+    reads_path: it reads `dataset.path`. reads_tokenizer: it reads `dataset.tokenizer`. reads_mixture: it
+    reads `dataset.mixture`. vocab_follows_model: it generates token ids or classes of the model's vocab. packs: it
+    reads `dataset.pack`.
     """
 
     reads_path: ClassVar[bool] = False
-    reads_bytes: ClassVar[bool] = False
+    reads_tokenizer: ClassVar[bool] = False
+    reads_mixture: ClassVar[bool] = False
     vocab_follows_model: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
 
     @abstractmethod
     def vocab_size(self, config: Config) -> int | None:
         """Number of token ids or classes; None if only the data determine it."""
+
+    def tokenizer(self, config: Config) -> TextTokens | None:
+        """What makes token ids of texts; None for data that are no text, or if it is unknown. Raises ConfigError."""
+        return None
 
     def image_shape(self, config: Config) -> tuple[int, int | None] | None:
         """(channels, height and width) of images, with size None if it varies; None for other samples."""
@@ -105,6 +186,14 @@ class DatasetDefinition(ABC):
         Raises EnvironmentProblem for data that are missing, unreadable or too small for one global batch, and
         ConfigError for a model of another kind of samples.
         """
+
+    def is_ready(self, config: Config) -> bool:
+        """Whether `open` reads only: it writes nothing, and takes no long time."""
+        return True
+
+    def uses(self, config: Config, spec: ModelSpec, global_batch: int) -> list[PartUse]:
+        """What a run reads of each part of a mixture; nothing for another dataset. Writes nothing."""
+        return []
 
     def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:
         """Notes for the user before a run, such as that images are enlarged."""

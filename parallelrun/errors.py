@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
+
 EXIT_OK = 0
 EXIT_RUN_FAILED = 1
 EXIT_CONFIG = 2
@@ -85,6 +89,12 @@ class SaveFailed(EnvironmentProblem):
     """A checkpoint could not be written (full disk, lost mount): exit 3 unless the training loop tries again."""
 
 
+class DataError(EnvironmentProblem):
+    """The content of a data file is broken: exit 4. It names the file and the line or row."""
+
+    exit_code = EXIT_MISMATCH
+
+
 class CheckpointError(ParallelrunError):
     """A checkpoint is missing, incomplete, corrupt or belongs to another model: exit 4."""
 
@@ -114,6 +124,14 @@ class CollectiveMismatch(ParallelrunError):
     """The ranks issued different collectives: exit 6."""
 
     exit_code = EXIT_RANK_DIED
+
+
+class RunFailed(ParallelrunError):
+    """A run that the Python API started has failed. directory: its files; None if it failed before it had one."""
+
+    def __init__(self, *problems: Problem | str, exit_code: int, directory: Path | None = None):
+        super().__init__(*problems, exit_code=exit_code)
+        self.directory = directory
 
 
 def cause_chain(error: BaseException | None) -> list[BaseException]:

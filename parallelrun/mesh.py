@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallelrun.plan import expert_axes
+from parallelrun.plan import context_axes, expert_axes
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.structure import EMBEDDING, WORLD, Plan
+from parallelrun.plan.structure import DATA_CONTEXT, EMBEDDING, WORLD, Plan
 from parallelrun.wording import counted
 
 SERVERS = "servers"
@@ -68,17 +68,24 @@ class Mesh:
         """The axis of each process group, by the group's name.
 
         An axis that spans the world shares the world's group. If several axes share a group, the others take precedence
-        over axes of experts; calls with a `comm.label` do not need this.
+        over axes of experts and of cp, and these over dp where gradients are summed over dp x cp. Calls with a
+        `comm.label` do not need this.
         """
-        of_experts_first = sorted(self._groups, key=expert_axes.is_of_experts, reverse=True)
+        of_experts_first = sorted(self._groups, key=self._precedence, reverse=True)
         groups = [(axis, self._groups[axis]) for axis in of_experts_first]
         named = {str(g.process_group.group_name): axis for axis, g in groups if g.process_group is not None}
         world = self._groups.get(WORLD)
         if world and world.process_group is not None:
             spanning = [a for a, g in self._groups.items() if g.ranks == world.ranks and a not in (WORLD, EMBEDDING)]
-            first = min(spanning, key=expert_axes.is_of_experts, default=WORLD)
+            first = min(spanning, key=self._precedence, default=WORLD)
             named[str(world.process_group.group_name)] = first
         return named
+
+    def _precedence(self, axis: str) -> int:
+        """Calls without a label in a group that several axes share belong to the one with the lowest number."""
+        if axis == "dp" and DATA_CONTEXT in self._groups:
+            return 2
+        return int(expert_axes.is_of_experts(axis) or context_axes.is_of_context(axis))
 
 
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:

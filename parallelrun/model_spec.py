@@ -58,8 +58,9 @@ class LayerSpec:
 
     name: one-device module name (`layers.0.attention.qkv`). layer_role: `column_parallel` (one input, one or more
     outputs that may be split), `row_parallel` (its input may be split), `linear` (never split), `embedding`,
-    `position_embedding`, `head`, `norm`, `dropout`, `router`, `expert`; `expert_input` and `expert_output` (without
-    parameters) around router and experts; empty for a user's layer without a role.
+    `position_embedding`, `head`, `norm`, `dropout`, `router`, `expert`; `shared_input` and `expert_output` (without
+    parameters) around router and experts, the former also of a key that heads share; empty for a user's layer without
+    a role.
     in_features and out_features are global; `column_parallel` counts the sum of its outputs. A `head` with a tied
     weight has no `parameters`, and `tied` names the parameter it reads. possible_roles: the roles
     that a user's own layer can have.
@@ -137,6 +138,8 @@ class RouterSpec:
     z_coefficient: float
     jitter: float
     bias_rate: float
+    n_group: int = 1
+    topk_group: int = 1
 
     @property
     def limited(self) -> bool:
@@ -168,13 +171,32 @@ class RouterSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Sizes of multi-head latent attention (DeepSeek-V2, 2024): the latents of queries (None: a query is a product of
+    x) and of keys and values, and of a head the features of query and key without and with position, and of value."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a query or key."""
+        return self.nope + self.rope
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model as `plan` sees it. Sizes are global; `kind` is `tokens` (language models), `features` or `images`.
 
     sample_shape, boundary_shape: of one sample, at the input and between blocks (`(seq, hidden)` for gpt).
     targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
     parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
-    language models, the id of [MASK], which does not occur in the data.
+    language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
+    attending to itself, and padding. attended: the tokens of its document that a token has on average, where they
+    are known; None: seq.
     """
 
     name: str
@@ -197,6 +219,9 @@ class ModelSpec:
     mask_token: int | None = None
     experts: int = 0
     router: RouterSpec | None = None  # None: no layer has experts
+    latent: LatentSpec | None = None  # None: queries, keys and values are products of x, hidden / heads wide
+    packed: bool = False
+    attended: float | None = None
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -213,9 +238,24 @@ class ModelSpec:
         return sum(parameter.numel for parameter in self.parameters.values() if parameter.frozen)
 
     @property
+    def has_ignored(self) -> bool:
+        """Whether some targets are ignored, so that valid ones are counted before every step."""
+        return self.packed or self.mask_token is not None
+
+    @property
     def forward_flops(self) -> float:
         """For one sample."""
         return sum(block.forward_flops for block in self.blocks)
+
+    @property
+    def qk_features(self) -> int:
+        """Features of the queries, or keys, of all query heads together: those that scores are sums over."""
+        return self.heads * self.latent.head_dim if self.latent else self.hidden
+
+    @property
+    def attention_features(self) -> int:
+        """Features that attention multiplies by each score: those of queries and of values."""
+        return self.qk_features + (self.heads * self.latent.value if self.latent else self.hidden)
 
     @cached_property
     def has_convolutions(self) -> bool:
@@ -236,6 +276,14 @@ class ModelSpec:
         tied = {name for pair in self.tied for name in pair}
         found: dict[object, str] = {}
         return {block.name: found.setdefault(_block_key(block, tied), block.name) for block in self.blocks}
+
+    @cached_property
+    def tied_blocks(self) -> dict[str, frozenset[str]]:
+        """By the name of a tied parameter: the block that owns it and the blocks that read it."""
+        originals = {original for _, original in self.tied}
+        owners = [(p.name, block.name) for block in self.blocks for p in block.parameters if p.name in originals]
+        readers = [(layer.tied, block.name) for block in self.blocks for layer in block.layers if layer.tied]
+        return {name: frozenset(block for one, block in owners + readers if one == name) for name in originals}
 
     @cached_property
     def layer_of(self) -> dict[str, LayerSpec]:

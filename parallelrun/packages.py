@@ -10,11 +10,15 @@ from parallelrun.errors import EnvironmentProblem, Problem
 _PIP_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # where the name for pip differs from the module's
 
 
-def require(module: str, option: str, where: str, suggestion: str = "") -> Path:
-    """Return the folder of a package that `option` needs. Raises EnvironmentProblem (with the fix) if it is absent."""
+def require(module: str, option: str, where: str, suggestion: str = "", extra: str = "") -> Path:
+    """Return the folder of a package that `option` needs. Raises EnvironmentProblem (with the fix) if it is absent.
+
+    extra: the extra of parallelrun that installs it.
+    """
     found = find_spec(module)
     if found is None or not found.origin:
         name = _PIP_NAMES.get(module, module)
         what = f"{option} needs the package {name}, which is not installed"
-        raise EnvironmentProblem(Problem(what, where, suggestion, f"pip install {name}"))
+        wanted = f"'parallelrun[{extra}]'" if extra else name
+        raise EnvironmentProblem(Problem(what, where, suggestion, f"pip install {wanted}"))
     return Path(found.origin).parent

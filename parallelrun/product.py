@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import ceil, lcm, log2, prod
 
 from parallelrun.layout import Layout
@@ -45,8 +46,11 @@ class ActivationLayout:
 
     def local(self, rows: int, features: int, sizes: Sizes) -> tuple[int, int]:
         """(rows, features) of the largest part."""
-        largest = Layout((self.rows, self.features)).local_shape((rows, features), sizes, {})
-        return largest[0], largest[1]
+        for axis in self.rows:
+            rows = -(-rows // sizes.get(axis, 1))
+        for axis in self.features:
+            features = -(-features // sizes.get(axis, 1))
+        return rows, features
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,12 @@ class Product:
     panels: bool = False
     lookup: bool = False
 
-    @property
+    @cached_property
     def gathered_x(self) -> ActivationLayout:
         """The layout of X when it is multiplied."""
         return self.x.without(self.gather_x)
 
-    @property
+    @cached_property
     def gathered_weight(self) -> Layout:
         """The layout of W when it is multiplied."""
         first = self.weight.dims[0]
@@ -144,11 +148,17 @@ def transfers(
     m, k, n: global rows and features (k = vocabulary and n = hidden for a lookup). save_gathered: backward uses the
     tensors that forward gathered instead of gathering them again. input_gradient: False if X is the model's own input.
     """
-    if product.panels:
-        found = _panels(product, m, k, n, sizes, input_gradient, weight_gradient)
-    else:
-        found = _gathers(product, m, k, n, sizes, save_gathered, input_gradient, weight_gradient)
-    return [transfer for transfer in found if sizes.get(transfer.axis, 1) > 1]
+    flags = save_gathered, input_gradient, weight_gradient
+    return list(_transfers(product, (m, k, n), tuple(sizes.items()), flags))
+
+
+@lru_cache(maxsize=256)
+def _transfers(
+    product: Product, shape: tuple[int, int, int], degrees: tuple[tuple[str, int], ...], flags: tuple[bool, bool, bool]
+) -> tuple[Transfer, ...]:
+    sizes = dict(degrees)
+    found = _panels(product, *shape, sizes, *flags[1:]) if product.panels else _gathers(product, *shape, sizes, *flags)
+    return tuple(transfer for transfer in found if sizes.get(transfer.axis, 1) > 1)
 
 
 def _gathers(
@@ -225,6 +235,7 @@ def _panels(
     return found
 
 
+@lru_cache(maxsize=256)
 def column_1d(axis: str = "tp", sequence_parallel: bool = False) -> Product:
     """Megatron's column-parallel layer: X replicated, W split by outputs; backward sums dX.
 
@@ -236,6 +247,7 @@ def column_1d(axis: str = "tp", sequence_parallel: bool = False) -> Product:
     return Product("column", ActivationLayout(), y, weight, sum_x=axis)
 
 
+@lru_cache(maxsize=256)
 def row_1d(axis: str = "tp", sequence_parallel: bool = False, lookup: bool = False) -> Product:
     """Megatron's row-parallel layer: X split by features, W split by inputs; forward sums Y.
 
@@ -247,6 +259,7 @@ def row_1d(axis: str = "tp", sequence_parallel: bool = False, lookup: bool = Fal
     return Product("row", x, ActivationLayout(), weight, sum_y=axis, lookup=lookup)
 
 
+@lru_cache(maxsize=256)
 def stationary_y(x: ActivationLayout) -> Product:
     """Y is not sent: X's features and W's rows are gathered. For any grid. Y has the layout of X.
 
@@ -258,6 +271,7 @@ def stationary_y(x: ActivationLayout) -> Product:
     return Product("stationary_y", x, x, weight, gather_x=Move("features", across), gather_w=tuple(reversed(rows)))
 
 
+@lru_cache(maxsize=256)
 def stationary_x(x: ActivationLayout) -> Product:
     """X is not sent: W's rows are gathered, Y's partial sums scattered. Y has the layout of X."""
     (across,) = x.features
@@ -266,6 +280,7 @@ def stationary_x(x: ActivationLayout) -> Product:
     return Product("stationary_x", x, x, weight, gather_w=(along,), scatter_y=Move("features", across))
 
 
+@lru_cache(maxsize=256)
 def stationary_w(x: ActivationLayout) -> Product:
     """W is not sent: X's samples are gathered, Y's partial sums scattered over samples. The two axes of the grid change
     roles, so layers come in pairs (as the odd layers of AxoNN, Singh et al. 2023)."""
@@ -282,6 +297,7 @@ def summa(x: ActivationLayout) -> Product:
     return Product("summa", x, x, Layout(((across,), (x.rows[-1],))), panels=True)
 
 
+@lru_cache(maxsize=256)
 def cube(x: ActivationLayout) -> Product:
     """3D: X rows (a, b), features c -> Y rows (a, c), features b; every matrix is split over all three axes."""
     (across,) = x.features

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 from collections import deque
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+_SECRET = re.compile(r"(^|[._-])(api_?key|key|token|secret|passwords?|passwd|credentials?)s?($|[._-])", re.IGNORECASE)
 
 
 def document(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,6 +59,33 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def redact(argument: str) -> str:
+    """Return `argument` without secrets: `tracker.api_key=<redacted>`; passwords in URLs are removed, too."""
+    key, separator, _ = argument.partition("=")
+    if separator and _SECRET.search(key):
+        return f"{key}=<redacted>"
+    return _without_password(argument)
+
+
+def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` without secrets: texts of keys such as `api_key`, and passwords in URLs, at any depth."""
+
+    def hidden(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return redacted(value)
+        if isinstance(value, (list, tuple)):
+            return [hidden(key, one) for one in value]
+        if isinstance(value, str):
+            return "<redacted>" if _SECRET.search(key) else _without_password(value)
+        return value
+
+    return {key: hidden(str(key), value) for key, value in values.items()}
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", r"\1<redacted>@", text)
 
 
 def sha256_of(path: Path) -> str:

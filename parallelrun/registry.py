@@ -1,7 +1,8 @@
-"""Import paths of strategies, models and datasets by name. No other module of the runner knows these names.
+"""Import paths of strategies, models, datasets and trackers by name. No other module of the runner knows these names.
 
-Plug-ins add their own through the entry-point groups `parallelrun.strategies`, `parallelrun.models` and
-`parallelrun.datasets` (name: `axis.kind` for strategies, else the name; value: the package or module).
+Plug-ins add their own through the entry-point groups `parallelrun.strategies`, `parallelrun.models`,
+`parallelrun.datasets` and `parallelrun.trackers` (name: `axis.kind` for strategies, else the name; value: the package
+or module).
 """
 
 from __future__ import annotations
@@ -38,16 +39,22 @@ STRATEGIES = {
     "pipeline.zbv": "parallelrun.strategies.pipeline",
     "expert.capacity": "parallelrun.strategies.expert.capacity",
     "expert.dropless": "parallelrun.strategies.expert.dropless",
+    "context.ring": "parallelrun.strategies.context.ring",
+    "context.allgather": "parallelrun.strategies.context.allgather",
+    "context.ulysses": "parallelrun.strategies.context.ulysses",
+    "context.usp": "parallelrun.strategies.context.usp",
 }
 # the modules that send compressed gradients, by `strategy.data.compression`
 COMPRESSIONS = {name: f"parallelrun.strategies.data.common.compression.{name}" for name in ("fp16", "powersgd")}
 MODELS = ("gpt", "bert", "mlp", "matmul", "resnet", "alexnet", "vgg", "module")
-DATASETS = ("pystdlib", "text", "megatron", "synthetic", "digits", "mnist", "cifar10", "imagefolder")
+DATASETS = ("pystdlib", "text", "megatron", "mixture", "synthetic", "digits", "mnist", "cifar10", "imagefolder")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 BUILT_IN = {
     "strategies": STRATEGIES,
     "compressions": COMPRESSIONS,
     "models": {name: f"parallelrun.models.{name}" for name in MODELS},
     "datasets": {name: f"parallelrun.data.{name}" for name in DATASETS},
+    "trackers": {name: f"parallelrun.trackers.{name}" for name in TRACKERS},
 }
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from parallelrun.errors import Problem
 
@@ -21,8 +21,7 @@ _NOTHING = "nothing (it has ended the step)"
 _SHOWN = 8  # ranks of a group that a message names
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """An ordered stream: the collectives of one group, or the messages of one purpose from one rank to another."""
 
     axis: str
@@ -125,6 +124,15 @@ def parse(text: str) -> CollectiveSequence:
         else:
             sequence.issued.setdefault(lanes[first], []).append((step, rest))
     return sequence
+
+
+def num_bytes(directory: Path) -> int:
+    """Return the size of all ranks' sequences: it grows as long as any rank issues collectives."""
+    total = 0
+    for path in (directory / "logs").glob("collectives_rank_*.txt"):
+        with contextlib.suppress(OSError):  # its rank has just removed it
+            total += path.stat().st_size
+    return total
 
 
 def read_all(directory: Path) -> dict[int, CollectiveSequence]:

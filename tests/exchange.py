@@ -38,6 +38,10 @@ DEEPSEEK = {
     **LLAMA, "model.experts": 4, "model.expert_period": 1, "model.dense_layers": 1, "model.shared_experts": 2,
     "model.expert_ffn": 12, "model.router": RouterConfig(top_k=2, score="sigmoid", scaling=2.5, bias_rate=1e-3),
 }  # fmt: skip
+LATENT = {
+    **DEEPSEEK, "model.kv_heads": None, "model.q_lora_rank": 12, "model.kv_lora_rank": 10, "model.qk_nope_head_dim": 6,
+    "model.qk_rope_head_dim": 4, "model.v_head_dim": 7, "model.norm_eps": 1e-6, "model.experts": 8,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more than one option of some
     "GPT2LMHeadModel": {},
     "GPT2LMHeadModel, relu, untied": {"model.activation": "relu", "model.tied_embeddings": False, "model.ffn": 24},
@@ -55,9 +59,22 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
     "Glm4MoeForCausalLM, without selection biases": {
         **DEEPSEEK, "model.router": RouterConfig(top_k=3, score="sigmoid", renormalise="after")
     },
+    "DeepseekV3ForCausalLM": {**LATENT, "model.router": RouterConfig(
+        top_k=3, score="sigmoid", scaling=2.5, bias_rate=1e-3, n_group=4, topk_group=2
+    )},
+    "DeepseekV3ForCausalLM, yarn, queries of x, weights not normalised": {
+        **LATENT, "model.q_lora_rank": None, "model.rope_scaling": "yarn", "model.rope_factor": 40.0,
+        "model.rope_original_seq": 32, "model.rope_beta_fast": 8.0, "model.rope_mscale_all_dim": 0.7,
+        "model.qk_rope_head_dim": 8, "model.router": RouterConfig(top_k=2, score="sigmoid", renormalise="none"),
+    },
+    "DeepseekV2ForCausalLM": {
+        **LATENT, "model.rope_scaling": "yarn", "model.rope_factor": 8.0, "model.rope_original_seq": 32,
+        "model.rope_mscale": 0.5, "model.rope_mscale_all_dim": 0.5,
+        "model.router": RouterConfig(top_k=3, renormalise="none", n_group=4, topk_group=2, scaling=1.5),
+    },
     "BertForMaskedLM": {"model.name": "bert", "dataset.vocab": VOCAB - 1},
-    "BertForMaskedLM, exact GELU": {
-        "model.name": "bert", "dataset.vocab": VOCAB - 1, "model.activation": "gelu_exact"
+    "BertForMaskedLM, exact GELU, vocabulary bias": {
+        "model.name": "bert", "dataset.vocab": VOCAB - 1, "model.activation": "gelu_exact", "model.head_bias": True,
     },
 }  # fmt: skip
 

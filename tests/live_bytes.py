@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from parallelrun.models import rounding
+from tests.peak_bytes import PeakBytes, tensors_in
 
 
 @contextmanager
@@ -29,31 +28,21 @@ def saving(see: Callable[[Tensor], object]) -> Iterator[None]:
             yield
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages of at least `smallest` bytes that were made inside and still live, and their
-    peak. Views of what was there before are not counted."""
+class LiveBytes(PeakBytes):
+    """Counts only the storages of at least `smallest` bytes that were made inside and still live.
+
+    Views of what was there before are not counted.
+    """
 
     def __init__(self, smallest: int = 0):
         super().__init__()
-        self.smallest, self.peak = smallest, 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.smallest = smallest
 
-    def live(self) -> int:
-        self._storages = {key: one for key, one in self._storages.items() if not one[0].expired()}
-        return sum(size for _, size in self._storages.values())
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {reference.cdata for reference, _ in _storages((args, kwargs))}
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
         result = function(*args, **(kwargs or {}))
-        for reference, size in _storages(result):
-            if size >= self.smallest and reference.cdata not in given:
-                self._storages[reference.cdata] = reference, size
-        self.peak = max(self.peak, self.live())
+        for made in tensors_in(result):
+            storage = made.untyped_storage()
+            if storage.nbytes() >= self.smallest and id(storage) not in given:
+                self._see(made)
         return result
-
-
-def _storages(tree: object) -> Iterator[tuple[StorageWeakRef, int]]:
-    for mesh_dim in tree_leaves(tree):
-        if isinstance(mesh_dim, Tensor) and not mesh_dim.is_meta:
-            storage = mesh_dim.untyped_storage()
-            yield StorageWeakRef(storage), storage.nbytes()

@@ -84,11 +84,11 @@ def skipped_block() -> None:
 
     right = Network.forward
 
-    def wrong(self: Network, x: torch.Tensor, sample_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def wrong(self: Network, x: torch.Tensor, *about: Any) -> torch.Tensor:
         names = self.block_names
         if "head" in names and "embedding" not in names:
             self.block_names = names[1:]
-        out = right(self, x, sample_ids)
+        out = right(self, x, *about)
         self.block_names = names
         return out
 
@@ -320,3 +320,17 @@ def fsdp_divides_experts() -> None:
     FSDPModule.set_gradient_divide_factor = lambda self, factor: (
         None if hasattr(self, "experts") else right(self, factor)
     )
+
+
+def latent_weights_not_summed() -> None:
+    """The weights that give the latents keep the gradient of a rank's own slice of the sequence."""
+    from parallelrun.layout import Layout
+    from parallelrun.strategies.tensor.megatron.plan import Megatron1D
+
+    right = Megatron1D.layout
+
+    def wrong(self: Megatron1D, parameter: Any, plan: Any) -> Layout:
+        found = right(self, parameter, plan)
+        return Layout(found.dims) if parameter.layer_role == "linear" else found
+
+    Megatron1D.layout = wrong

@@ -41,8 +41,8 @@ from tests.pool import BACKEND, run_ranks
 
 _FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
 _PLACEMENT = (
-    "dp", "tp", "pp", "ep", "layout", "grid", "depth", "schedule", "virtual_stages", "microbatches", "micro_batch",
-    "recompute", "compile",
+    "dp", "cp", "tp", "pp", "ep", "layout", "grid", "depth", "schedule", "virtual_stages", "microbatches",
+    "micro_batch", "recompute", "compile",
 )  # fmt: skip
 
 
@@ -56,8 +56,8 @@ def parity(
 ) -> dict[str, Any]:
     """The verdict (verify.json's document) of one plan.
 
-    mutant: a function of `tests.mutants` or `tests.grid_mutants`, called on every rank. fault: plants a bug in what has
-    been built, before the first step. hosts: a letter for the pretended host of each rank.
+    mutant: a function of `tests.mutants`, `grid_mutants` or `context_mutants`, called on every rank. fault: plants a
+    bug in what has been built, before the first step. hosts: a letter for the pretended host of each rank.
     """
     config = checked_config(tiny_config(overrides))
     plan = resolve(config)
@@ -125,9 +125,9 @@ def _cell(
     config: Config = checked_config(tiny_config(overrides))
     plan = resolve(config)
     if mutant:
-        from tests import grid_mutants, mutants
+        from tests import context_mutants, grid_mutants, mutants
 
-        getattr(grid_mutants if hasattr(grid_mutants, mutant) else mutants, mutant)()
+        next(getattr(one, mutant) for one in (context_mutants, grid_mutants, mutants) if hasattr(one, mutant))()
     if config.compile:  # what the compiler makes graphs of, without its code generation, which takes minutes
         train_build.compile_blocks = partial(compile_blocks, backend="aot_eager")
     training = build(config, plan, torch.device("cpu"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallelrun import shared_memory
 
 
 class PeakBytes(TorchDispatchMode):
@@ -26,6 +28,11 @@ class PeakBytes(TorchDispatchMode):
         self._held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._torch_resize = torch.UntypedStorage.resize_
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would keep the compiler out of every call, which takes as long as counting does."""
+        return False
+
     def __enter__(self) -> PeakBytes:
         torch.UntypedStorage.resize_ = self._resize()  # type: ignore[method-assign]
         return super().__enter__()
@@ -35,30 +42,22 @@ class PeakBytes(TorchDispatchMode):
         super().__exit__(*problem)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see_all(args)
-        if kwargs:
-            self._see_all(kwargs.values())
+        for given in tensors_in((args, kwargs)):
+            self._see(given)
         result = function(*args, **(kwargs or {}))
-        self._see_all((result,))
+        for made in tensors_in(result):
+            self._see(made)
         return result
 
     def restart(self) -> None:
         """Measure the peak from now on."""
         self.peak = self.now
 
-    def _see_all(self, values: Iterable[Any]) -> None:
-        """Every tensor in lists and tuples of any depth. torch's own walk takes longer than a small operation."""
-        for value in values:
-            if isinstance(value, Tensor):
-                self._see(value)
-            elif isinstance(value, (list, tuple)):
-                self._see_all(value)
-
     def _see(self, value: Tensor) -> None:
         if isinstance(value, DTensor) or value.device.type != self._device:
             return  # a DTensor has no memory of its own; its local tensor is seen when it is used
         storage = value.untyped_storage()
-        if not storage.resizable():  # memory of others, such as what a collective shares between ranks
+        if not storage.resizable() and not shared_memory.is_in_arena(value):  # memory of others, and what is staged
             return
         key = id(storage)  # one Python object for as long as the storage lives
         if key not in self._held:
@@ -81,3 +80,14 @@ class PeakBytes(TorchDispatchMode):
             return self._torch_resize(storage, size)
 
         return resize_
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in lists, tuples and dicts of any depth. torch's own walk takes longer than a small operation."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))

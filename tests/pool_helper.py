@@ -36,15 +36,22 @@ def main(descriptor: int) -> None:
     gc.disable()
     _preload()
     gc.enable()
-    gc.collect()
-    gc.freeze()  # else every rank's garbage collector visits, and so copies, all that was imported
+    namespaces = _snapshot()
     waiting: dict[tuple[int, float, str], _Ranks] = {}
     while True:
         try:
             request = pickle.loads(receive_message(connection))
         except (EOFError, ConnectionError):
             return
-        send_message(connection, pickle.dumps(_answer(request, waiting, connection)))
+        send_message(connection, pickle.dumps(_answer(request, waiting, namespaces, connection)))
+
+
+def _snapshot() -> list[pool_rank.Namespace]:
+    """What all modules contain: ranks inherit it, since to read it themselves would copy the memory of all of them."""
+    namespaces = pool_rank.namespaces()
+    gc.collect()
+    gc.freeze()  # else every rank's garbage collector visits, and so copies, all that was imported
+    return namespaces
 
 
 def _preload() -> None:
@@ -66,7 +73,10 @@ def _preload() -> None:
 
 
 def _answer(
-    request: dict[str, Any], waiting: dict[tuple[str, int, float, str], _Ranks], connection: socket.socket
+    request: dict[str, Any],
+    waiting: dict[tuple[str, int, float, str], _Ranks],
+    namespaces: list[pool_rank.Namespace],
+    connection: socket.socket,
 ) -> dict[str, Any]:
     """Let ranks answer one `run_ranks` call: those that wait after an earlier call, or else new ones."""
     sys.path[:] = request["path"]
@@ -80,11 +90,13 @@ def _answer(
     lack_module = len(sys.modules) > known
     for other in [one for one in waiting if lack_module or one[0] != request["test file"]]:
         waiting.pop(other).end()
+    if lack_module:
+        namespaces[:] = _snapshot()
     ranks = None if request["fresh"] else waiting.pop(key, None)
     if ranks and not ranks.are_unchanged():
         ranks.end()
         ranks = None
-    ranks = ranks or _Ranks(*settings, connection)
+    ranks = ranks or _Ranks(*settings, connection, namespaces)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         call = _Call(ranks, connection, Path(folder), request["timeout"])
         try:
@@ -102,7 +114,14 @@ def _answer(
 class _Ranks:
     """`world` forked processes with a process group, which answer one call after another."""
 
-    def __init__(self, world: int, timeout: float, backend: str, connection: socket.socket):
+    def __init__(
+        self,
+        world: int,
+        timeout: float,
+        backend: str,
+        connection: socket.socket,
+        namespaces: list[pool_rank.Namespace],
+    ):
         self.world = world
         self.calls = 0
         self.pids: list[int] = []
@@ -116,7 +135,7 @@ class _Ranks:
                 for pipe in self.pipes:
                     pipe.close()
                 connection.close()
-                pool_rank.main(rank, world, timeout, backend, listener, theirs)
+                pool_rank.main(rank, world, timeout, backend, listener, theirs, namespaces)
             theirs.close()
             self.pids.append(pid)
             self.pipes.append(ours)

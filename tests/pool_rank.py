@@ -28,14 +28,22 @@ from tests.pool import receive_message, send_message
 _PR_SET_PDEATHSIG = 1
 
 
-def main(rank: int, world: int, timeout: float, backend: str, listener: socket.socket, pipe: socket.socket) -> None:
-    """Answer calls until the pipe closes or a call fails; never return."""
+def main(
+    rank: int,
+    world: int,
+    timeout: float,
+    backend: str,
+    listener: socket.socket,
+    pipe: socket.socket,
+    namespaces: list[Namespace],
+) -> None:
+    """Answer calls until the pipe closes or a call fails; never return. namespaces: of the process that has forked."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-        before = Surroundings()
+        before = Surroundings(namespaces)
         store: dist.Store | None = None
         number = 0
         while True:
@@ -99,11 +107,11 @@ def _load_file(name: str, file: str | None) -> ModuleType:
 class Surroundings:
     """What a call of a rank can see of the calls before it: the state of the process, and what modules are made of."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: list[Namespace]) -> None:
         self.environ, self.folder = dict(os.environ), os.getcwd()
         self.random, self.numpy = random.getstate(), numpy.random.get_state()
         self.threads = torch.get_num_threads()
-        self.namespaces = _namespaces()
+        self.namespaces = namespaces
 
     def changes(self) -> list[str]:
         """Names of functions, classes, methods and constants that have been replaced, and of settings of torch."""
@@ -124,15 +132,19 @@ class Surroundings:
         torch.set_num_threads(self.threads)
 
 
-class _Namespace:
+class Namespace:
     """A module or class, and what it contained at first. functions: compare only what can be called."""
 
     def __init__(self, name: str, owner: Any, functions: bool = False):
-        self.name, self._owner, self._functions = name, owner, functions
-        self._before = self._contents()
+        self.name, self._functions = name, functions
+        contents = vars(owner)
+        self._now = contents if isinstance(contents, dict) else gc.get_referents(contents)[0]  # under a class's proxy
+        self._version, self._before = _version(self._now), self._contents()
 
     def changes(self) -> list[str]:
         """Names that were set to another object or are new. Imported modules are no change."""
+        if self._version is not None and self._version == _version(self._now):
+            return []
         now = self._contents()
         try:
             if now == self._before:  # identical objects are equal, so this compares thousands in a moment
@@ -145,7 +157,7 @@ class _Namespace:
         return found
 
     def _contents(self) -> dict[str, Any]:
-        contents = vars(self._owner)
+        contents = self._now
         return (
             {name: contents[name] for name in contents if callable(contents[name])}
             if self._functions
@@ -153,12 +165,23 @@ class _Namespace:
         )
 
 
+def _version(contents: dict[str, Any]) -> int | None:
+    """CPython's number of the last change of a dict (PEP 509), None where it has none any more.
+
+    To compare the contents themselves writes to the reference count of each, and so copies the memory of all that the
+    helper has imported into every rank: two thirds of what a rank costs.
+    """
+    if sys.version_info >= (3, 13):
+        return None
+    return ctypes.c_uint64.from_address(id(contents) + 3 * ctypes.sizeof(ctypes.c_void_p)).value
+
+
 def _matters(name: str, value: object) -> bool:
     is_special = name.startswith("__") and not callable(value)
     return not is_special and not issubclass(type(value), ModuleType)
 
 
-def _namespaces() -> list[_Namespace]:
+def namespaces() -> list[Namespace]:
     """Every module and class of the program and its tests, and the parts of torch that tests replace. A module that a
     call imports later is not among them."""
     found = []
@@ -173,9 +196,9 @@ def _namespaces() -> list[_Namespace]:
 _TORCH = ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional")
 
 
-def _with_classes(name: str, owner: Any, module: str, functions: bool = False) -> list[_Namespace]:
+def _with_classes(name: str, owner: Any, module: str, functions: bool = False) -> list[Namespace]:
     """A module or class of `module`, and the classes that it defines."""
-    found = [_Namespace(name, owner, functions)]
+    found = [Namespace(name, owner, functions)]
     for key, value in list(vars(owner).items()):
         if issubclass(type(value), type) and value.__module__ == module:
             found += _with_classes(f"{name}.{key}", value, module)

@@ -14,7 +14,8 @@ from typing import Any
 
 from parallelrun.calibrate.fit import Constant, fit
 from parallelrun.calibrate.measurements import CPU, WALL, Measurements, TimedExchange, TimedProduct, TimedStep
-from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import Config
 from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.step_time import cores

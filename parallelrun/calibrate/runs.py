@@ -10,7 +10,7 @@ from typing import Any
 from parallelrun.calibrate.constants import PlannedStep, step_seconds
 from parallelrun.calibrate.measurements import CPU, Measurements, Sample, TimedStep
 from parallelrun.calibrate.session import sample_of
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.errors import ConfigError, ParallelrunError, Problem
 
 KEY = "from"

@@ -21,15 +21,13 @@ from parallelrun.calibrate.measurements import CPU, WALL, Measurements, Sample, 
 from parallelrun.config import compose
 from parallelrun.config import overrides as override_checks
 from parallelrun.config.schema import Config
-from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, ConfigError, EnvironmentProblem, Problem
-from parallelrun.launch import directory, supervisor
+from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import num_cores, visible_gpus
 from parallelrun.launch.preflight import available_bytes
-from parallelrun.launch.rank import Job
+from parallelrun.launch.task import run_task
 from parallelrun.plan.freeze import filled, freeze
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
-from parallelrun.records import write_json, write_text
 
 WORKERS = "parallelrun.calibrate.worker"
 SHARED = 0.9  # a rank that gets a core for less of the time shares the machine with others
@@ -120,7 +118,7 @@ class Session:
         device = "cpu" if on_cpu else "cuda"
         config = replace(Config(), dp=ranks, global_batch=ranks, device=device, backend=self.backend)
         plan = resolve(config)
-        folder = self._launch(root, config, plan, "measure", {"parts": parts, "seconds": seconds})
+        folder = run_task(root, config, plan, f"{WORKERS}:measure", {"parts": parts, "seconds": seconds})
         return [json.loads((folder / f"measured_{rank}.json").read_text()) for rank in range(ranks)]
 
     def _trainings(self, root: Path, own: int, on_cpu: bool, clock: str) -> Iterator[TimedStep]:
@@ -159,22 +157,8 @@ class Session:
             raise EnvironmentProblem(f"CPU time does not show it: {what}")
         if not on_cpu and plan.world > own:
             raise EnvironmentProblem(f"{plan.world} ranks on {own} GPUs")
-        folder = self._launch(root, filled(config, plan), plan, "steps", None)
+        folder = run_task(root, filled(config, plan), plan, f"{WORKERS}:steps")
         return TimedStep(name, freeze(config, plan), sample_of(json.loads((folder / "bench.json").read_text()), own))
-
-    def _launch(self, root: Path, config: Config, plan: Plan, function: str, asked: dict[str, Any] | None) -> Path:
-        folder = directory.create(root, "calibrate")
-        write_text(folder / "config.yaml", freeze(config, plan))
-        if asked is not None:
-            write_json(folder / "asked.json", asked)
-        outcome = supervisor.supervise(Job(config, plan, folder, f"{WORKERS}:{function}"))
-        if outcome.cause is not None:
-            raise EnvironmentProblem(f"rank {outcome.cause.rank} of {plan.world}: {outcome.cause.what}")
-        if outcome.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-            raise KeyboardInterrupt
-        if outcome.exit_code != EXIT_OK:
-            raise EnvironmentProblem(f"the ranks ended with exit code {outcome.exit_code}")
-        return folder
 
 
 def composed(words: Sequence[str]) -> tuple[Config, Plan]:

@@ -11,14 +11,13 @@ from parallelrun import comm
 from parallelrun.calibrate import devices
 from parallelrun.calibrate.devices import PURPOSE, Clock
 from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
+from parallelrun.context import ASKED, WorkerContext
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch import worker
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
 
-ASKED = "asked.json"  # {"parts": [...], "seconds": of one measurement}
 PRODUCTS, EXCHANGES = "products", "exchanges"
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parallelrun import definitions
 from parallelrun.checkpoint.find import (
     FOLDER,
     STEP,
@@ -174,7 +175,9 @@ def choose(config: Config, plan: Plan) -> Chosen | None:
         else:
             path = resolve_resume(config.resume, config.runs)
         try:
-            return Chosen(path, _check(path, plan))
+            index = _check(path, plan)
+            _check_tokenizer(index.extra, config, path)
+            return Chosen(path, index)
         except CheckpointError:
             if path.exists() or attempt == TRIES - 1:
                 raise
@@ -189,6 +192,15 @@ def _check(path: Path, plan: Plan) -> Index:
         check_header(index, path, name)
     check_global_batch(index.extra, plan, path)
     return index
+
+
+def _check_tokenizer(extra: Mapping[str, Any], config: Config, path: Path) -> None:
+    """Raise CheckpointError if the token ids of the checkpoint stand for other texts than those of this run's data."""
+    before = (extra.get("dataset") or {}).get("tokenizer")
+    now = definitions.dataset(config).tokenizer(config)
+    if before is not None and now is not None and before != now.sha256:
+        what = f"{path} was trained with the tokenizer of sha256 {before}; this run's {now.path or ''} has {now.sha256}"
+        raise CheckpointError(Problem(what, where="dataset.tokenizer", suggestion="the tokenizer of that run"))
 
 
 def check_global_batch(extra: Mapping[str, Any], plan: Plan, path: Path) -> None:

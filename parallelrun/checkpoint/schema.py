@@ -81,7 +81,7 @@ _INDEX: Form = {
         "samples?": count,
         "global_batch?": positive,
         "seed?": integer,
-        "dataset?": {"name": printable, "fingerprint": optional(printable)},
+        "dataset?": {"name": printable, "fingerprint": optional(printable), "tokenizer?": optional(printable)},
         "scaler?": {"scale": _SCALE, "applied_in_a_row": count},
         "kept?": [printable],
         "clocks?": [count],

@@ -95,7 +95,7 @@ def read(argv: list[str]) -> CommandLine:
     if valued and not host_list.has_others(host_ranks):
         problems.append(Problem("--ssh-...: no other host is given", COMMAND_LINE, "-H server1:4,server2:4"))
     given += [f"world={sum(one.num_ranks for one in host_ranks)}"] if host_ranks else []
-    overrides, found = override_checks.read(given, multirun, COMMAND_LINE, presets.user_groups(flags))
+    overrides, found = override_checks.read(given, multirun, COMMAND_LINE, presets.user_groups([*flags, *given]))
     problems += found
     if problems:
         raise ConfigError(*problems)

@@ -5,13 +5,17 @@ The shell calls `parallelrun -sc query=bash` with COMP_LINE and COMP_POINT set. 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from parallelrun.cli.help import HYDRA_FLAGS, KEYS, KINDS, OUR_FLAGS, TOOLS, VERBS
+from parallelrun import registry
+from parallelrun.cli.help import HYDRA_FLAGS, KEYS, KINDS, OUR_FLAGS, TOOLS, TRACKERS, VERBS
 from parallelrun.config import presets, recipes
 from parallelrun.config.keys import GROUPS, MAPPINGS, known_keys
+from parallelrun.config.overrides import NAME_LISTS, SHORT_NAMES
 from parallelrun.config.strategy_keys import SECTIONS, kinds
+from parallelrun.errors import EXIT_OK, ConfigError, Problem
 
 
 def is_asked(argv: Sequence[str]) -> bool:
@@ -29,23 +33,38 @@ def answer(environment: Mapping[str, str]) -> list[str]:
     if not words:  # still in the program's own name
         return []
     if len(words) > 1 and words[1] in TOOLS:
-        of_tools = {"show": [*recipes.find()], "ls": [*KINDS, KEYS, "--json"], "doctor": ["--json"]}
-        return _starting(typed, of_tools.get(words[1], []))
+        return _starting(typed, _of_tool(words[1], words[2:]))
     first = [*VERBS, *TOOLS] if len(words) == 1 else []
     flags = sorted({*HYDRA_FLAGS, *OUR_FLAGS}) if typed.startswith("-") else []
-    return _starting(typed, [*first, *flags, *_keys(typed), *_pairs(typed)])
+    return _starting(typed, [*first, *flags, *_keys(typed, words), *_pairs(typed, words)])
+
+
+def _of_tool(tool: str, words: Sequence[str]) -> list[str]:
+    """The words that a tool takes after `words`."""
+    if tool == "recipes" and words:
+        return [] if words[0] == "ls" else [*recipes.find()]
+    found = {
+        "show": [*recipes.find()],
+        "ls": [*KINDS, TRACKERS, KEYS, "--json"],
+        "doctor": ["--json"],
+        "recipes": ["ls", "cp", "validate"],
+        "runs": ["ls", "show", "rerun", "gc"],
+        "schema": [*GROUPS],
+    }
+    return found.get(tool, []) if tool != "runs" or not words else []
 
 
 def _starting(typed: str, candidates: Iterable[str]) -> list[str]:
     return [candidate for candidate in candidates if candidate.startswith(typed)]
 
 
-def _keys(typed: str) -> list[str]:
-    """`tp=`, `model=`, and one level below the typed section: `model.layers=`, `strategy.data.`."""
+def _keys(typed: str, words: Sequence[str]) -> list[str]:
+    """`tp=`, `model=`, the user's own groups; a level below the typed section: `model.layers=`, `strategy.data.`."""
     if "=" in typed:
         return []
     level = typed.count(".")
-    found = {f"{group}=": None for group in GROUPS} if level == 0 else {}
+    names = (*GROUPS, *SHORT_NAMES, *sorted(presets.user_groups(words)))
+    found = {f"{name}=": None for name in names if name.count(".") == level}
     for name, key in known_keys().items():
         parts = name.split(".")
         if len(parts) > level and not key.is_of_presets:
@@ -53,21 +72,27 @@ def _keys(typed: str) -> list[str]:
     return list(found)
 
 
-def _pairs(typed: str) -> list[str]:
-    """`strategy=ptdp`, `schedule=1f1b`, `compile=true`; after a comma the next value of a sweep."""
-    match = re.match(r"(?P<key>(?:~|\+\+|\+|)[A-Za-z_][\w.]*)=(?P<before>(?:.*,)?)", typed)
-    return [f"{match[0]}{value}" for value in values(match["key"].lstrip("+~"))] if match else []
+def _pairs(typed: str, words: Sequence[str]) -> list[str]:
+    """`strategy=ptdp`, `schedule=1f1b`, `compile=true`; after a comma the next value of a sweep or list."""
+    match = re.match(r"(?P<key>(?:~|\+\+|\+|)[A-Za-z_][\w./]*)=(?P<before>(?:.*[,[])?)", typed)
+    if match is None:
+        return []
+    key = match["key"].lstrip("+~")
+    of_users = presets.user_recipes(words) if key == "recipe" else presets.user_options(words, key)
+    return [f"{match[0]}{value}" for value in dict.fromkeys([*values(key), *of_users])]
 
 
 def values(key: str) -> list[str]:
     """The possible values of a key; [] if it takes any number or text."""
     if key in GROUPS:
         return presets.options(key)
-    known = known_keys().get(key)
+    known = known_keys().get(SHORT_NAMES.get(key, key))
     if known is None or key in MAPPINGS:
         return []
     if known.kind == "bool":
         return ["true", "false"]
+    if known.name in NAME_LISTS:
+        return [*registry.names(TRACKERS), "none"]
     from parallelrun.plan import shorthands
 
     axes = {f"strategy.{axis}.kind": axis for axis in SECTIONS}
@@ -76,3 +101,18 @@ def values(key: str) -> list[str]:
     if key == "layout":
         return list(shorthands.layouts())
     return ["latest", "auto"] if key == "resume" else list(known.choices)
+
+
+def respond(words: list[str]) -> int:
+    """Answer the shell's TAB: our words, and Hydra's keys and options."""
+    asked = any(word.startswith("query=") for word in words)
+    if asked and "COMP_LINE" not in os.environ:
+        raise ConfigError(Problem(f"{' '.join(words)}: only a shell asks for completions", "COMP_LINE",
+                                  command="parallelrun -sc install=bash"))  # fmt: skip
+    for candidate in answer(os.environ) if asked else []:
+        print(candidate)
+    if not asked:
+        from parallelrun.config import compose
+
+        compose.run_hydra(compose.prepare_completion(words), lambda config: None)
+    return EXIT_OK

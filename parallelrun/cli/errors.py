@@ -112,16 +112,22 @@ def _missing_plugin(chain: list[BaseException]) -> EnvironmentProblem | None:
     return EnvironmentProblem(Problem(what, f"hydra/{match[1]}", command=f"pip install {package}"))
 
 
+_OF_EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
+
+
 def _missing(error: BaseException) -> ConfigError:
     """The error for an unknown option of a group, or an unknown file."""
     wanted = str(getattr(error, "missing_cfg_file", "") or "")
-    group, _, name = wanted.partition("/")
+    group, _, name = wanted.rpartition("/") if wanted.startswith("hydra/") else wanted.partition("/")
     options = list(getattr(error, "options", None) or [])
     if group == "recipe":
         from parallelrun.config import recipes
 
         options = list(recipes.find())
     close = [f"{group}={option}" for option in nearest(name, options) or options[:8]] if group else []
+    if group in ("hydra/launcher", "hydra/sweeper"):
+        command = "pip install 'parallelrun[sweep]'" if name in _OF_EXTRA else ""
+        return ConfigError(Problem(f"{group}={name}: no such {group}", group, " or ".join(close), command))
     if group.split("/")[0] not in GROUPS:
         return ConfigError(Problem(_first_lines(str(error)), wanted or "configuration", " or ".join(close)))
     what = f"{group}={name}: no such {group}"

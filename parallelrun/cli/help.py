@@ -18,19 +18,23 @@ VERBS = {
     "bench": "warm up, time steps, write bench.json",
 }
 TOOLS = {
-    "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters; ls keys: every key",
+    "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters, trackers; ls keys",
     "show": "print a recipe's composed configuration",
+    "recipes": "recipes ls, cp, validate: list, copy and check recipes",
+    "schema": "print a JSON schema of the configuration, for editors: schema [recipe | GROUP]",
     "runs": "runs ls, show, rerun, gc: list, show, repeat and clean up run directories",
     "compare": "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI",
     "report": "write one HTML page about runs or a sweep, readable without a network",
     "plot": "draw one result over a key for a paper: --x world --y tokens_per_s --by strategy --to FILE.pdf",
+    "slurm": "print a batch file of Slurm for a run: slurm KEY=VALUE ... nodes= gpus_per_node= time= [--submit]",
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
-    "tokenize": "write Megatron .bin/.idx token files from text",
+    "tokenize": "write Megatron .bin/.idx token files from text, jsonl, parquet or arrow, by any tokenizer.json",
     "export": "write a run's weights for other programs: Hugging Face, safetensors, torch.save",
-    "generate": "continue a text: generate RUN TEXT [max_tokens= temperature= top_k= seed=]",
+    "generate": "continue a text: generate RUN TEXT [max_tokens= temperature= top_k= tp=]",
     "eval": "perplexity, bits per byte and top-1 of a run: eval RUN [dataset= path= split= samples=]",
     "import": "make a checkpoint of a Hugging Face directory or an export, to start training from",
+    "import-flags": "settings of Megatron-LM, torchtitan, DeepSpeed or accelerate as a recipe: import-flags FILE",
 }
 # The kinds that `ls` lists -> their configuration groups; the group's name is understood too.
 KINDS = {
@@ -42,6 +46,7 @@ KINDS = {
     "precisions": "precision",
     "clusters": "cluster",
 }
+TRACKERS = "trackers"  # no configuration group: several at once
 KEYS = "keys"  # listed only on request: there are many
 # Our flags and the names of their values in `argv.read`: switches, and flags that a value follows.
 SWITCHES = {"--json": "json", "-v": "verbose", "--verbose": "verbose", "--trust": "trust"}
@@ -88,16 +93,18 @@ _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separate
                         Hydra's flags; --hydra-help explains them
   --version, -h, --help"""
 
-_KEYS = """  degrees     world (or gpus) dp tp pp ep
+_KEYS = """  degrees     world (or gpus) dp cp tp pp ep
   batch       global_batch local_batch micro_batch microbatches
   schedule    schedule virtual_stages layout strategy.data.* strategy.tensor.* strategy.pipeline.*
+  data        path tokenizer dataset.column split append_eod mixture val_fraction ...
   model       model.layers hidden heads kv_heads ffn vocab seq ...
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
   run         steps seed dropout recompute compile device name path runs
   init        init.from=DIR (initial weights), model.from_hf=config.json (the model of Hugging Face transformers)
   resume      resume=latest (the newest run) | auto (this training, or fresh) | DIR
-  records     eval.every eval.batches checkpoint.every keep last, tracker profile=[STEPS]
+  records     eval.every eval.batches checkpoint.every keep last, profile=[STEPS]
+  trackers    tracker=tensorboard, tracker=[wandb,mlflow], tracker.project name group tags
   plan        detail=ranks|stages|schedule|traffic|data_axis|layouts|all (sections to add, several with commas),
               tokens=300e9 (days of training), plot=NAME (costs of the data axis, as NAME.svg and NAME.csv),
               mtbf_gpu_hours=50000 checkpoint_gb_s=20 (failures: the useful part of the time),

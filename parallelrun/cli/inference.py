@@ -1,12 +1,14 @@
-"""`generate` continues a text with a trained model; `eval` scores it on a dataset. Both run on one process."""
+"""`generate` continues a text with a trained model, also on several ranks; `eval` scores it on a dataset."""
 
 from __future__ import annotations
 
+import json
 import math
-import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun import definitions
@@ -16,7 +18,8 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
 
 if TYPE_CHECKING:
-    from parallelrun.exchange.tokenizer import Codec
+    from parallelrun.exchange.source import StoredModel
+    from parallelrun.inference.generate import Sampling
 
 _GENERATE = """usage: parallelrun generate RUN TEXT [key=value ...] [--json]
 
@@ -26,7 +29,8 @@ Continue TEXT with a trained language model. RUN: a run, checkpoint, import, exp
   temperature=1.0   0: always the most likely token
   top_k=null        draw among so many most likely tokens
   seed=0            of the draws
-  tokens=[1,2,3]    a prompt of token ids in place of TEXT, for a model without a tokenizer"""
+  tokens=[1,2,3]    a prompt of token ids in place of TEXT, for a model without a tokenizer
+  tp=1              ranks that hold the model together (1D tensor parallel), each with its heads' keys and values"""
 _EVAL = """usage: parallelrun eval RUN [key=value ...] [--json]
 
 Mean loss, perplexity, bits per byte (of models of bytes) and top-1 of trained weights. RUN: as in generate.
@@ -43,7 +47,7 @@ def generate(words: list[str]) -> int:
         return EXIT_OK if words else 2
     as_json, words = "--json" in words, [word for word in words if word != "--json"]
     text = words[1] if len(words) > 1 and not words[1].startswith("tokens=") else None
-    asked = _pairs(words[1 if text is None else 2 :], ("max_tokens", "temperature", "top_k", "seed", "tokens"))
+    asked = _pairs(words[1 if text is None else 2 :], ("max_tokens", "temperature", "top_k", "seed", "tokens", "tp"))
     if (text is None) == ("tokens" not in asked):
         what = "give a text, or token ids as tokens=[1,2,3]"
         raise ConfigError(Problem(what, "text", command="parallelrun generate --help"))
@@ -51,41 +55,47 @@ def generate(words: list[str]) -> int:
     top_k = _number("top_k", asked, int, None, lambda value: value >= 1)
     temperature = _number("temperature", asked, float, 1.0, lambda value: value >= 0 and math.isfinite(value))
     seed = _number("seed", asked, int, 0, lambda value: 0 <= value < 2**63)
+    tp = _number("tp", asked, int, 1, lambda value: value >= 1)
     given = _token_ids(asked["tokens"]) if "tokens" in asked else None
     from parallelrun.exchange.source import open_source
     from parallelrun.exchange.tokenizer import Codec
-    from parallelrun.inference.generate import Generator, Sampling
+    from parallelrun.inference.generate import Generator, Sampling, check_causal, check_prompt
+    from parallelrun.inference.text import collected
 
     source = open_source(words[0], "run")
     codec = Codec(source) if given is None else None
     prompt = given if given is not None else codec.encode(text or "") if codec else []
-    model = Generator(source)
-    began = time.perf_counter()
-    found = _printed(model.tokens(prompt, count, Sampling(temperature, top_k, seed)), prompt, codec, as_json)
-    if as_json:
+    check_causal(source)
+    check_prompt(prompt, source.spec.vocab)
+    sampling = Sampling(temperature, top_k, seed)
+    if tp > 1:
+        found, rate = _on_ranks(source, tp, prompt, count, sampling, codec is not None, as_json)
+    else:
+        model = Generator(source)
+        began = time.perf_counter()
+        found = collected(model.tokens(prompt, count, sampling), prompt, codec, as_json)
         rate = len(found) / (time.perf_counter() - began)
+    if as_json:
         said = codec.decode(found) if codec else None
         print_json({"prompt": text, "prompt_tokens": prompt, "tokens": found, "text": said, "tokens_per_s": rate})
     return EXIT_OK
 
 
-def _printed(tokens: Iterator[int], prompt: Sequence[int], codec: Codec | None, quiet: bool) -> list[int]:
-    """All the tokens; unless `quiet`, the text is printed as it grows."""
-    found: list[int] = []
-    shown = ""
-    for token in tokens:
-        found.append(token)
-        if quiet:
-            continue
-        text = codec.decode([*prompt, *found]) if codec else " ".join(map(str, [*prompt, *found]))
-        if not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(shown):  # a character may be cut
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
-            shown = text
-    if not quiet:
-        text = codec.decode([*prompt, *found]) if codec else shown
-        print(text[len(shown) :] if text.startswith(shown) else "")
-    return found
+def _on_ranks(
+    source: StoredModel, tp: int, prompt: list[int], count: int, sampling: Sampling, has_text: bool, quiet: bool
+) -> tuple[list[int], float]:
+    """The tokens that `tp` ranks generate, and how many a second. Raises ConfigError, EnvironmentProblem."""
+    from parallelrun.inference.model import plan_for
+    from parallelrun.inference.worker import GENERATED
+    from parallelrun.launch.task import run_task
+
+    config, plan = plan_for(source, tp)
+    asked = {"source": str(source.path), "prompt": prompt, "count": count, "sampling": asdict(sampling),
+             "has_text": has_text, "quiet": quiet}  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="parallelrun-generate-") as root:
+        folder = run_task(Path(root), config, plan, "parallelrun.inference.worker:generate", asked)
+        found = json.loads((folder / GENERATED).read_text(encoding="utf-8"))
+    return found["tokens"], found["tokens_per_s"]
 
 
 def evaluate(words: list[str]) -> int:
@@ -111,7 +121,8 @@ def evaluate(words: list[str]) -> int:
     if as_json:
         print_json(fields)
         return EXIT_OK
-    for name, value in fields.items():
+    by_part = {f"loss, {label}": loss for label, loss in fields.pop("parts").items()}
+    for name, value in {**fields, **by_part}.items():
         if value is not None:
             print(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
     return EXIT_OK
@@ -123,7 +134,7 @@ def _with_overrides(saved: Config, words: list[str]) -> Config:
     from parallelrun.config.continued import continued
 
     line = command_lines.read(words)
-    kept = ("dataset", "precision", "path")
+    kept = ("dataset", "precision", "path", "tokenizer")
     wrong = [one.key for one in line.overrides if one.key.partition(".")[0] not in kept]
     if wrong or line.flags:
         what = f"eval reads dataset, path, precision, split and samples, not {(wrong or line.flags)[0]}"

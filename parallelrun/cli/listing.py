@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from parallelrun import registry
 from parallelrun.cli.argv import read
-from parallelrun.cli.help import KEYS, KINDS
+from parallelrun.cli.help import KEYS, KINDS, TRACKERS
 from parallelrun.cli.verbs import print_json
 from parallelrun.config import presets
 from parallelrun.config.keys import known_keys, nearest
@@ -18,11 +18,12 @@ from parallelrun.errors import EXIT_OK, ConfigError, Problem
 def ls(words: list[str]) -> int:
     """`parallelrun ls [kind] [--json]`."""
     parser = argparse.ArgumentParser("parallelrun ls", description="List options with source and description, or keys.")
-    parser.add_argument("kind", nargs="?", default=None, help=", ".join([*KINDS, KEYS]))
+    parser.add_argument("kind", nargs="?", default=None, help=", ".join([*KINDS, TRACKERS, KEYS]))
     parser.add_argument("--json", action="store_true", help="one JSON document")
     arguments = parser.parse_args(words)
-    kinds = list(KINDS) if arguments.kind is None else [_kind(arguments.kind)]
-    found = {kind: _keys() if kind == KEYS else _options(kind) for kind in kinds}
+    kinds = [*KINDS, TRACKERS] if arguments.kind is None else [_kind(arguments.kind)]
+    special = {KEYS: _keys, TRACKERS: _trackers}
+    found = {kind: special[kind]() if kind in special else _options(kind) for kind in kinds}
     if arguments.json:
         print_json(found)
     else:
@@ -31,10 +32,10 @@ def ls(words: list[str]) -> int:
 
 
 def _kind(word: str) -> str:
-    by_group = {group: kind for kind, group in KINDS.items()}
+    by_group = {**{group: kind for kind, group in KINDS.items()}, "tracker": TRACKERS}
     kind = by_group.get(word, word)
-    if kind not in (*KINDS, KEYS):
-        suggestion = " or ".join(f"ls {kind}" for kind in nearest(word, [*KINDS, KEYS, *by_group]) or KINDS)
+    if kind not in (*KINDS, TRACKERS, KEYS):
+        suggestion = " or ".join(f"ls {kind}" for kind in nearest(word, [*KINDS, TRACKERS, KEYS, *by_group]) or KINDS)
         raise ConfigError(Problem(f"ls {word}: no such kind", "command line", suggestion))
     return kind
 
@@ -42,10 +43,19 @@ def _kind(word: str) -> str:
 def _options(kind: str) -> list[dict[str, str]]:
     """The options of the group, then what plug-ins registered under names that no file has."""
     rows = [asdict(option) for option in presets.described(KINDS[kind])]
-    if kind in registry.BUILT_IN:
-        plugins = {name: path for name, path in registry.names(kind).items() if name not in registry.BUILT_IN[kind]}
-        rows += [{"name": name, "source": "plugin", "description": path} for name, path in plugins.items()]
-    return rows
+    return rows + (_plug_ins(kind) if kind in registry.BUILT_IN else [])
+
+
+def _plug_ins(kind: str) -> list[dict[str, str]]:
+    plugins = {name: path for name, path in registry.names(kind).items() if registry.is_plug_in(kind, name)}
+    return [{"name": name, "source": "plugin", "description": path} for name, path in plugins.items()]
+
+
+def _trackers() -> list[dict[str, str]]:
+    """The trackers, each with the first line of its module's text."""
+    texts = {name: str(registry.load(TRACKERS, name).__doc__).splitlines()[0] for name in registry.BUILT_IN[TRACKERS]}
+    rows = [{"name": name, "source": "built-in", "description": text} for name, text in texts.items()]
+    return rows + _plug_ins(TRACKERS)
 
 
 def _keys() -> list[dict[str, str]]:

@@ -19,6 +19,25 @@ if TYPE_CHECKING:
     from types import FrameType
 
 EXIT_OK, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 130, 143  # as in parallelrun.errors, which is slow to import
+_TOOLS = {  # module and function of each tool: `cli.help.TOOLS` says what they do
+    "tokenize": ("data.tokenize", "main"),
+    "export": ("cli.exchange", "export"),
+    "import": ("cli.exchange", "import_weights"),
+    "import-flags": ("cli.import_flags", "main"),
+    "slurm": ("cli.slurm", "main"),
+    "generate": ("cli.inference", "generate"),
+    "eval": ("cli.inference", "evaluate"),
+    "doctor": ("cli.doctor", "main"),
+    "calibrate": ("cli.calibrate", "main"),
+    "runs": ("cli.runs", "main"),
+    "plot": ("cli.plot", "main"),
+    "report": ("cli.report", "main"),
+    "compare": ("cli.compare", "main"),
+    "recipes": ("cli.gallery", "main"),
+    "schema": ("cli.schema", "main"),
+    "ls": ("cli.listing", "ls"),
+    "show": ("cli.listing", "show"),
+}
 _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -86,46 +105,11 @@ def _route(words: list[str]) -> int:
 
 
 def _tool(tool: str, words: list[str]) -> int:
+    from importlib import import_module
+
     gc.enable()
-    if tool == "tokenize":
-        from parallelrun.data.tokenize import main as tokenize
-
-        return tokenize(words) or EXIT_OK
-    if tool in ("export", "import"):
-        from parallelrun.cli import exchange
-
-        return exchange.export(words) if tool == "export" else exchange.import_weights(words)
-    if tool in ("generate", "eval"):
-        from parallelrun.cli import inference
-
-        return inference.generate(words) if tool == "generate" else inference.evaluate(words)
-    if tool == "doctor":
-        from parallelrun.cli import doctor
-
-        return doctor.main(words)
-    if tool == "calibrate":
-        from parallelrun.cli import calibrate
-
-        return calibrate.main(words)
-    if tool == "runs":
-        from parallelrun.cli import runs
-
-        return runs.main(words)
-    if tool == "plot":
-        from parallelrun.cli import plot
-
-        return plot.main(words)
-    if tool == "report":
-        from parallelrun.cli import report
-
-        return report.main(words)
-    if tool == "compare":
-        from parallelrun.cli import compare
-
-        return compare.main(words)
-    from parallelrun.cli import listing
-
-    return listing.ls(words) if tool == "ls" else listing.show(words)
+    module, function = _TOOLS[tool]
+    return getattr(import_module(f"parallelrun.{module}"), function)(words) or EXIT_OK
 
 
 @contextlib.contextmanager
@@ -148,7 +132,8 @@ def _stops_raise() -> Iterator[list[str]]:
         yield taken
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            if signal.getsignal(number) != signal.SIG_IGN:  # a rank ignores them when its exit code is known
+                signal.signal(number, old)
 
 
 def _ended(word: str, code: int) -> int:

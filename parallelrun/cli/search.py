@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.cli.verbs import print_json
 from parallelrun.config.compose import Composed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.launch.environment import visible_gpus
-from parallelrun.plan import chosen
+from parallelrun.plan import chosen, searches
 from parallelrun.plan.goodput import Goodput, goodput
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.rules import VERBS
@@ -20,15 +20,14 @@ from parallelrun.plan.search.result import Found, Search
 from parallelrun.plan.step_time.step import why_unknown
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from parallelrun.config.schema import Config
     from parallelrun.plan.facts import Facts
     from parallelrun.plan.sizes import Size
+    from parallelrun.plan.step_time.step import StepTime
     from parallelrun.plan.structure import Plan
     from parallelrun.report.search import Context
-
-KEPT = 24  # plans, from which the ones that are shown side by side are taken
 
 
 def show(composed: Composed, world: int | None, as_json: bool) -> None:
@@ -40,13 +39,13 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     config, gpus = composed.config, visible_gpus()
     compared = None
     if sizes.compares_sizes(config):
-        compared = sizes.compared(config, composed.given, KEPT)
+        compared = sizes.compared(config, composed.given, searches.KEPT)
         found = compared[1].found
         typed = [text for text in composed.overrides if text.partition("=")[0] not in ("gpus", "world")]
         config = replace(config, world=found.world)
         composed = replace(composed, config=config, overrides=(*typed, f"gpus={found.world}"))
     else:
-        found = chosen.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, KEPT)
+        found = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus)
     context = report.Context(chosen.base_of(config), command_of(found.best[0], composed.overrides))
     useful = _goodput(composed, found.best[0])
     if as_json:
@@ -104,48 +103,83 @@ def _explain(composed: Composed, found: Search, console: Console) -> None:
     why.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
 
 
-def among_all(plan: Plan, config: Config, facts: Facts) -> Search | None:
-    """The search among all plans of as many ranks and samples; None where times are not predicted.
+@dataclass(frozen=True)
+class Ranked:
+    """Where a plan stands among all plans of as many ranks and samples.
 
-    Only if `explain` asks for it: a hundred thousand plans take seconds.
+    mine, fits: its time, and whether it fits. found: None where there are too many plans to compare (is_large), or none
+    that fits.
     """
-    return chosen.among_all(plan, config, facts.time, visible_gpus()) if config.explain and facts.time else None
+
+    mine: StepTime
+    fits: str
+    found: Search | None
+    is_large: bool
+
+    @property
+    def is_fastest(self) -> bool:
+        """Whether no plan is faster that fits."""
+        best = self.found.best[0].time if self.found else None
+        return best is not None and self.fits == "yes" and self.mine.step_s <= best.step_s
+
+    def document(self) -> dict[str, Any] | None:
+        """The field `search` of `plan --json`."""
+        from parallelrun.report import search as report
+
+        return report.document(self.found) if self.found else None
+
+    def rows(self) -> list[tuple[str, RenderableType]]:
+        """Labelled lines."""
+        from parallelrun.report import search as report
+
+        if self.is_large:
+            return [("rank", report.too_many(searches.MOST_RANKED))]
+        return report.rank_rows(self.found, self.mine, self.fits)
 
 
-def rank_document(found: Search | None) -> dict[str, Any]:
-    """The field of `plan --json` on the rank of the plan."""
-    from parallelrun.report import search as report
+def ranked(plan: Plan, config: Config, facts: Facts) -> Ranked | None:
+    """Compare a plan whose time is predicted with all others; with many only if `explain` asks for it.
 
-    return {"search": report.document(found) if found else None}
-
-
-def show_rank(plan: Plan, config: Config, facts: Facts, found: Search, console: Console) -> None:
-    """Print where a plan stands among all others."""
+    None where its time cannot be compared with that of other plans (servers).
+    """
     from parallelrun.plan import cluster_cost
-    from parallelrun.report import search as report
 
     assert facts.time is not None
+    if not searches.has_rank(plan, config):
+        return None
     memory = facts.memories[facts.heaviest_pp_rank]
-    report.show_rank(found, facts.time, cluster_cost.fits(memory, config.cluster), console)
+    fits = cluster_cost.fits(memory, config.cluster) if config.cluster.memory_gb else "yes"
+    if not config.explain and not searches.is_ranked_soon(plan, config):
+        return Ranked(facts.time, fits, None, True)
+    found = searches.among_all(plan, config, facts.time, visible_gpus(), soon=not config.explain)
+    return Ranked(facts.time, fits, found, False)
 
 
-def explain_plan(plan: Plan, config: Config, facts: Facts, console: Console) -> None:
-    """Print the parts of a step of a plan, and what limits it. Raises ConfigError where its time is not predicted."""
+def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None, console: Console) -> None:
+    """Print the parts of a step of a plan, what limits it, and where another plan would be faster, or this one.
+
+    ranked: among all plans, where it was looked for. Raises ConfigError where its time is not predicted.
+    """
+    from parallelrun.plan.flips import flips, flips_of
     from parallelrun.plan.limits import limits
     from parallelrun.report import why
 
     if facts.time is None:
         what = f"the time of this plan is not predicted: {why_unknown(plan, config.cluster)}"
         raise ConfigError(Problem(what, "explain", "leave explain out, or cluster=h100_dgx"))
-    limited = limits(plan, config.cluster, facts.time)
-    heaviest = facts.memories[facts.heaviest_pp_rank].total
-    why.show(facts.time, limited, ((), True), (heaviest, config.cluster), None, console)
+    limited, memory = limits(plan, config.cluster, facts.time), facts.memories[facts.heaviest_pp_rank].total
+    found, best, elsewhere = ranked.found if ranked else None, None, None
+    if ranked and found:
+        opened = searches.opened(plan, config)
+        best = found.best[0] if ranked.is_fastest else None
+        elsewhere = flips(opened, frozenset(), found) if best else (flips_of(plan, config, found, opened), True)
+    why.show(facts.time, limited, elsewhere, (memory, config.cluster), best, console)
 
 
 def with_winner(composed: Composed, world: int | None, quiet: bool = False) -> Composed:
     """`composed` with the fastest plan in the place of a strategy that searches. Raises ConfigError."""
     config, gpus = chosen.calibrated(composed.config, composed.given), visible_gpus()
-    found = chosen.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
+    found = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
     best = found.best[0]
     assert best.time is not None
     if not quiet:

@@ -8,21 +8,19 @@ that are not done, and a point that repeats an earlier one of the same sweep is 
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from parallelrun.cli import errors
+from parallelrun.cli import errors, points, sweep_settings, workdir
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.objective import objective
-from parallelrun.config import compose
+from parallelrun.config import compose, hydra_task
 from parallelrun.config.compose import Composed, Prepared
-from parallelrun.config.overrides import unquoted
 from parallelrun.errors import (
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
@@ -31,18 +29,15 @@ from parallelrun.errors import (
     EXIT_RUN_FAILED,
     EXIT_TERMINATED,
     ConfigError,
-    EnvironmentProblem,
     Problem,
 )
-from parallelrun.launch.environment import visible_gpus
+from parallelrun.launch import attach
+from parallelrun.launch.environment import Attached, detect, visible_gpus
 from parallelrun.plan.freeze import identity
 from parallelrun.plan.structure import Plan
-from parallelrun.records import append_jsonl
 from parallelrun.report import chart, comparison, scaling, sweep_rows
 from parallelrun.report import sweep as report
 
-_BASIC = "basic"  # Hydra's default sweeper; it runs every point and ignores objectives
-_COUNT_FAILURES = ("optuna", "nevergrad")  # they stop at the first failed trial, unless max_failure_rate is set
 _STOPPING = (EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PREEMPTED)
 
 
@@ -57,10 +52,11 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
     """Run every point; (0 if all are done, 1 if one failed, 2 if none was legal; the points' rows)."""
     with tempfile.TemporaryDirectory(prefix="parallelrun-sweep-") as scratch:
         planned = line.verb == "plan"
-        directory = Path(scratch) if planned else _directory(line)
+        settings = sweep_settings.of(line, prepared)
+        directory = Path(scratch) if planned else sweep_settings.directory(line, settings)
         invocation = 1 + max((row.get("invocation", 0) for row in sweep_rows.read(directory)), default=0)
-        sweep = _Sweep(line, tuple(words), prepared, directory, invocation)
-        hydra_argv = (*prepared.argv, *_hydra_overrides(line, directory, scratch))
+        sweep = _Sweep(line, tuple(words), prepared, directory, invocation, os.getpid(), points.threads_given())
+        hydra_argv = (*prepared.argv, *sweep_settings.overrides(line, settings, directory, scratch))
         stopped, failure = EXIT_OK, None
         try:
             compose.run_hydra(replace(prepared, argv=hydra_argv), sweep.point)
@@ -68,6 +64,7 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
             stopped = error.exit_code if isinstance(error, _Stopped) else EXIT_INTERRUPTED
         except Exception as error:
             failure = error
+        lost = points.close(directory, invocation, stopped)
         rows = sweep_rows.read(directory)
         if failure is not None and not any(row.get("invocation") == invocation for row in rows):
             raise failure
@@ -80,6 +77,10 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
                 print(f"{path.stem}: {path}", flush=True)
             if not chart.available():
                 print("note: pictures need matplotlib: pip install 'parallelrun[plots]'", flush=True)
+    if lost and not stopped:
+        what = f"{failure or 'a process of the launcher has ended'}".partition("\n")[0]
+        print(f"parallelrun: {what}: continue with sweep.resume={directory}", file=sys.stderr)
+        return EXIT_RUN_FAILED, rows
     if stopped:
         print(f"parallelrun: stopped; continue with sweep.resume={directory}", file=sys.stderr)
         return stopped, rows
@@ -93,48 +94,6 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
     return EXIT_OK if states - {"skipped"} else EXIT_CONFIG, rows
 
 
-def _given(line: CommandLine, key: str) -> str | None:
-    values = [unquoted(override.value) for override in line.overrides if override.key == key]
-    return os.path.expanduser(values[-1]) if values and values[-1].lower() != "null" else None
-
-
-def _directory(line: CommandLine) -> Path:
-    """The sweep's directory: a new one, or the one to continue."""
-    resume = _given(line, "sweep.resume")
-    if resume is not None:
-        if not (Path(resume) / sweep_rows.RESULTS).is_file():
-            what = f"sweep.resume={resume}: not a sweep directory (it has no {sweep_rows.RESULTS})"
-            raise EnvironmentProblem(Problem(what, "sweep.resume", command="ls -d runs/sweep-*"))
-        return Path(resume).absolute()
-    chosen = _given(line, "sweep.directory") or _given(line, "hydra.sweep.dir")
-    if chosen is not None:
-        if (Path(chosen) / sweep_rows.RESULTS).exists():
-            what = f"{chosen} already holds a sweep"
-            raise EnvironmentProblem(Problem(what, "sweep.directory", f"sweep.resume={chosen}, or another directory"))
-        return Path(chosen).absolute()
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    return (Path(_given(line, "runs") or "runs") / f"sweep-{stamp}-{secrets.token_hex(3)}").absolute()
-
-
-def _sweeper(line: CommandLine) -> str:
-    return _given(line, "hydra/sweeper") or _BASIC
-
-
-def _hydra_overrides(line: CommandLine, directory: Path, scratch: str) -> list[str]:
-    """Overrides of Hydra's own settings that the user has not set.
-
-    Illegal and failed points must not end an optimizing sweeper. Hydra's multirun.yaml goes to a scratch folder, or
-    beside our files if a plug-in stores files too.
-    """
-    keys, found = {override.key for override in line.overrides}, []
-    if _sweeper(line) in _COUNT_FAILURES and _given(line, "hydra.sweeper.max_failure_rate") is None:
-        found.append("hydra.sweeper.max_failure_rate=1.0")
-    if "hydra.sweep.dir" not in keys:
-        has_plugin = keys & {"hydra/launcher", "hydra/sweeper"}
-        found.append(f"hydra.sweep.dir='{directory / 'hydra' if has_plugin else scratch}'")
-    return found
-
-
 @dataclass(frozen=True)
 class _Sweep:
     """The settings that all points share; plain data, because Hydra's launchers may send it to other processes."""
@@ -144,21 +103,43 @@ class _Sweep:
     prepared: Prepared
     directory: Path
     invocation: int  # number of the command that runs in this directory, from 1
+    process: int  # the sweep's own; launchers may run points in others
+    threads_given: frozenset[str]
 
     def point(self, task_config: Any) -> float | None:
         """Skip, plan or run one point, and append its row.
 
         Returns the objective, or raises Pruned if there is none, if the sweeper optimizes; otherwise returns None.
         """
-        number = compose.point_number()
+        attached = detect(os.environ) if os.getpid() != self.process else None
+        if attached is not None and attached.rank:  # of a point whose ranks a scheduler starts
+            attach.follow(self.words)
+            return None
+        if os.getpid() != self.process:
+            parallel = 1 if points.has_own_host() else hydra_task.num_parallel_points(self.prepared.num_points)
+            points.share_host(self.directory, parallel, self.threads_given)
+        if hydra_task.changes_directory():
+            os.chdir(hydra_task.working_directory())  # Hydra has left it; the run will work in its own directory
+        with ExitStack() as held:
+            row, key = self._ended(task_config, attached, held)
+            points.record(self.directory, row)
+        if attached is not None and not (self.directory / row.get("directory", "") / "status.json").exists():
+            attach.abandon(attached, row["exit_code"])  # there is no run that the other ranks could join
+        if row.get("exit_code") in _STOPPING:
+            raise _Stopped(row["exit_code"])
+        return self._objective(row, key) if hydra_task.searches() else None
+
+    def _ended(self, task_config: Any, attached: Attached | None, held: ExitStack) -> tuple[dict[str, Any], str | None]:
+        """(the point's row, its `sweep.objective`). held: keeps others from running the same until it is recorded."""
+        number = hydra_task.point_number()
         row: dict[str, Any] = {"point": number, "invocation": self.invocation}
-        row["overrides"] = compose.point_overrides(self.prepared)
+        row["overrides"] = hydra_task.point_overrides(self.prepared.shown)
         key = None
         try:
             composed = compose.composed(task_config, self.prepared)
             key = composed.config.sweep.objective
             row["config_sha256"] = identity(composed.config)
-            row |= self._resolve_and_run(composed, row)
+            row |= self._resolve_and_run(composed, row, attached, held)
         except ConfigError as error:
             names = ("what", "where", "suggestion", "kind")
             problems = [{name: getattr(problem, name) for name in names} for problem in error.problems]
@@ -169,11 +150,7 @@ class _Sweep:
             known = errors.translate(error) or error
             code = errors.report(known, self.line.verbose)
             row |= {"state": "failed", "exit_code": code, "reason": str(known) or type(known).__name__}
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        append_jsonl(self.directory / sweep_rows.RESULTS, row)
-        if row.get("exit_code") in _STOPPING:
-            raise _Stopped(row["exit_code"])
-        return None if _sweeper(self.line) == _BASIC else self._objective(row, key)
+        return row, key
 
     def _objective(self, row: dict[str, Any], key: str | None) -> float:
         """The objective of the point, or of the point that it repeats. An unknown sweep.objective stops the sweep."""
@@ -184,11 +161,14 @@ class _Sweep:
         except ConfigError as error:
             raise _Stopped(errors.report(error, self.line.verbose)) from error
 
-    def _resolve_and_run(self, composed: Composed, row: dict[str, Any]) -> dict[str, Any]:
-        from parallelrun.cli import search
+    def _resolve_and_run(
+        self, composed: Composed, row: dict[str, Any], attached: Attached | None, held: ExitStack
+    ) -> dict[str, Any]:
+        from parallelrun.cli import shrink
         from parallelrun.plan import chosen
         from parallelrun.plan.resolve import resolve
 
+        world = attached.world if attached else None
         rows = sweep_rows.read(self.directory)
         now = [old for old in rows if old.get("invocation") == self.invocation]
         if (found := self._known(row, "config_sha256", rows)) is not None:
@@ -197,10 +177,20 @@ class _Sweep:
             reason = "an earlier point failed, and sweep.fail_fast is set"
             return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
         if chosen.is_open(composed.config, composed.given):
-            composed = search.with_winner(composed, None, quiet=True)
-        plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
+            from parallelrun.cli import search
+
+            composed = search.with_winner(composed, world, quiet=True)
+        if composed.config.shrink:
+            composed, plan = shrink.shrunk_plan(composed, self.line.verb, world, sweep=True)
+        else:
+            plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus(), sweep=True)
         row["run_sha256"] = identity(composed.config, plan)
         row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}
+        if os.getpid() != self.process:
+            if not points.note(self.directory, row):
+                raise _Stopped(EXIT_INTERRUPTED)
+            held.enter_context(points.exclusive(self.directory, row["run_sha256"]))
+            rows = sweep_rows.read(self.directory)
         if (found := self._known(row, "run_sha256", rows, plan.warnings)) is not None:
             return found
         return self._plan(composed, plan, row) if self.line.verb == "plan" else self._run(composed, plan, row)
@@ -249,16 +239,25 @@ class _Sweep:
         degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.directory / sweep_rows.RESULTS).touch(mode=0o600)  # a sweep killed in its first point can be resumed
-        directory = _fresh(self.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
+        named = hydra_task.subdirectory()
+        name = named or f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}"
+        directory = _fresh(self.directory, name, may_be_empty=named is not None)
         config = composed.config
         if config.checkpoint.last is None:  # points are not resumed, and their checkpoints fill the disk
             config = replace(config, checkpoint=replace(config.checkpoint, last=False))
+        group = config.tracker.group or self.directory.name
+        config = replace(config, tracker=replace(config.tracker, group=group))
         try:
-            code = start(config, plan, list(self.words), composed.overrides, directory)
+            with workdir.inside(config, composed.changes_directory) as (config, more):
+                code = start(config, plan, list(self.words), composed.overrides, directory, **more)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
         state = "done" if code == EXIT_OK else "stopped" if code in _STOPPING else "failed"
-        found: dict[str, Any] = {"state": state, "exit_code": code, "directory": directory.name}
+        found: dict[str, Any] = {
+            "state": state,
+            "exit_code": code,
+            "directory": str(directory.relative_to(self.directory)),
+        }
         if state == "failed":
             found["reason"] = sweep_rows.read_json(directory / "status.json").get("error") or f"exit code {code}"
         if plan.warnings:
@@ -270,10 +269,15 @@ class _Sweep:
             print(text, flush=True)
 
 
-def _fresh(directory: Path, name: str) -> Path:
-    """A directory that no earlier attempt at this point has used."""
+def _fresh(directory: Path, name: str, may_be_empty: bool) -> Path:
+    """A directory that no earlier attempt at this point has used. Raises ConfigError for one outside the sweep's.
+
+    may_be_empty: Hydra makes the directory that the user has named.
+    """
     path, attempt = directory / name, 2
-    while path.exists():
+    if not Path(os.path.normpath(path)).is_relative_to(directory):
+        raise ConfigError(Problem(f"hydra.sweep.subdir={name} is outside the sweep's directory", "hydra.sweep.subdir"))
+    while any(path.iterdir()) if may_be_empty and path.is_dir() else path.exists():
         path, attempt = directory / f"{name}-attempt{attempt}", attempt + 1
     return path
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.cli import argv as command_lines
-from parallelrun.cli import completion, hosts
+from parallelrun.cli import completion, hosts, workdir
 from parallelrun.cli.argv import CommandLine
+from parallelrun.config import presets
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.launch.environment import Attached, detect, visible_gpus
 
@@ -31,7 +32,7 @@ def run(words: list[str]) -> int:
     """Carry out the command line of a verb (the first word may name it). Raises ParallelrunError and Hydra's errors."""
     command_lines.refuse_pickles(words)
     if completion.is_asked(words):
-        return _complete(words)
+        return completion.respond(words)
     attached = detect(os.environ)
     if attached is not None and attached.rank != 0:  # it composes nothing
         if (words[:1] and words[0] in _SHOWN) or not command_lines.starts_ranks(words):
@@ -55,32 +56,36 @@ def run(words: list[str]) -> int:
 def _lead(words: list[str], attached: Attached | None) -> int:
     """Rank 0, or the only process: compose, resolve, hand over."""
     line = command_lines.read(words)
+    if not line.multirun and presets.mentions(words, "MULTIRUN"):
+        from parallelrun.cli import sweep_settings
+
+        line = sweep_settings.with_mode_of_files(line)
     if line.multirun:
         return _sweep(line, words, attached)
     with _collector_paused():
-        found = _composed(line, attached)
-        if found is None:
+        found = compose_line(line, attached)
+        resolved = _resolved(found[0], attached, line) if found is not None else None
+        if found is None or resolved is None:
             return EXIT_OK
-        composed, run_root = found
-        resolved = _resolved(composed, attached, line)
-        if resolved is None:
-            return EXIT_OK
-        composed, plan = resolved
+        run_root, (composed, plan) = found[1], resolved
         if line.verb in _SHOWN:
             _SHOWN[line.verb](plan, composed.config, line.json)
             return EXIT_OK
     gc.enable()
+    workdir.check(composed.changes_directory, attached)
     if hosts.has_others(line.host_ranks) and attached is None:
         from parallelrun.cli import host_launcher
 
         return host_launcher.run(line.host_ranks, words, line.ssh)
     from parallelrun.launch.start import start
 
-    if not line.json:
-        return start(composed.config, plan, words, composed.overrides, run_root)
     created: list[Path] = []
-    with screen_on_stderr():
-        code = start(composed.config, plan, words, composed.overrides, run_root, created=created.append)
+    with workdir.inside(composed.config, composed.changes_directory, created.append if line.json else None) as started:
+        config, more = started
+        if not line.json:
+            return start(config, plan, words, composed.overrides, run_root, **more)
+        with screen_on_stderr():
+            code = start(config, plan, words, composed.overrides, run_root, **more)
     print_json(_run_document(line.verb, code, created[0] if created else None))
     return code
 
@@ -117,7 +122,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, Path | None] | None:
+def compose_line(line: CommandLine, attached: Attached | None) -> tuple[Composed, Path | None] | None:
     """The configuration of a command line, and the run directory that was asked for.
 
     None if Hydra has answered one of its own flags.
@@ -132,6 +137,11 @@ def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, P
         if found is None:
             return None
         composed, run_root = found
+    return with_surroundings(composed, attached), run_root
+
+
+def with_surroundings(composed: Composed, attached: Attached | None) -> Composed:
+    """`composed` with what the environment and the run to resume say."""
     if os.environ.get("TF_CONFIG"):
         from parallelrun.launch import tf_config
 
@@ -140,7 +150,7 @@ def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, P
         from parallelrun.cli.resume import with_saved_configuration
 
         composed = with_saved_configuration(composed, attached.world if attached else None)
-    return composed, run_root
+    return composed
 
 
 def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) -> tuple[Composed, Plan] | None:
@@ -156,21 +166,25 @@ def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) 
             search.show(composed, world, line.json)
             return None
         composed = search.with_winner(composed, world)
+    if composed.config.shrink:
+        from parallelrun.cli import shrink
+
+        return shrink.shrunk_plan(composed, line.verb, world)
     return composed, resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus())
 
 
 def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:
     """Compose inside Hydra's task. The task only records, so that a run is never inside Hydra's stack frames."""
-    from parallelrun.config import compose
+    from parallelrun.config import compose, hydra_task
 
     found: list[tuple[Composed, Path | None]] = []
     errors: list[Exception] = []
 
     def task(task_config: Any) -> None:
         try:
-            if compose.sweeping():
+            if hydra_task.sweeping():
                 raise ConfigError(Problem("ask for a sweep with -m", "hydra.mode", command="parallelrun -m ..."))
-            found.append((compose.composed(task_config, prepared), compose.run_directory()))
+            found.append((compose.composed(task_config, prepared), hydra_task.run_directory()))
         except Exception as error:  # if the task raised it, Hydra would print a line of its own
             errors.append(error)
 
@@ -191,20 +205,22 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
 
     found = found or facts(plan, config)
     written = write_plot(plan, config, found, point)
-    from parallelrun.cli import search
+    ranked = None
+    if point is None and found.time is not None:
+        from parallelrun.cli import search
 
-    among = search.among_all(plan, config, found) if point is None else None
+        ranked = search.ranked(plan, config, found)
     if as_json:
-        print_json({**plan_document(plan, config, found), **search.rank_document(among)})
+        print_json({**plan_document(plan, config, found), "search": ranked.document() if ranked else None})
         return
     from parallelrun.report.screen import open_console
 
     console = open_console(emoji=False)  # emoji=False: rich would search for :names: and load their table
-    report.show(plan, config, console, found)
-    if among is not None:
-        search.show_rank(plan, config, found, among, console)
+    report.show(plan, config, console, found, ranked.rows() if ranked else ())
     if config.explain:
-        search.explain_plan(plan, config, found, console)
+        from parallelrun.cli import search
+
+        search.explain_plan(plan, config, found, ranked, console)
     for path in written:
         print(f"written: {path}")
 
@@ -278,18 +294,3 @@ def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str
     names = ("status", _RESULTS[verb])
     found = {name: read_json(directory / f"{name}.json") or None if directory else None for name in names}
     return {"verb": verb, "exit_code": exit_code, "directory": str(directory) if directory else None, **found}
-
-
-def _complete(words: list[str]) -> int:
-    """Answer the shell's TAB: our words, and Hydra's keys and options."""
-    asked = any(word.startswith("query=") for word in words)
-    if asked and "COMP_LINE" not in os.environ:
-        raise ConfigError(Problem(f"{' '.join(words)}: only a shell asks for completions", "COMP_LINE",
-                                  command="parallelrun -sc install=bash"))  # fmt: skip
-    for candidate in completion.answer(os.environ) if asked else []:
-        print(candidate)
-    if not asked:
-        from parallelrun.config import compose
-
-        compose.run_hydra(compose.prepare_completion(words), lambda config: None)
-    return EXIT_OK

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 ENGINE = "engine"
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor, or every tensor in nested lists."""
+def _tensors(value: Any) -> list[Tensor]:
+    """Return a tensor, or every tensor in nested lists."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        return [value]
+    return [one for item in value for one in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 # c10d operation -> (our name, index of the argument that is the full-size buffer; None: its bytes are not counted)
@@ -55,9 +53,15 @@ _COUNTED: dict[str, tuple[str, int | None]] = {
 }
 
 
+_NO_GROUPS = frozenset((Tensor, list, tuple, int, bool, type(None)))
+_PURPOSES = {tag: purpose for purpose, tag in comm.MESSAGE_TAGS.items()}
+
+
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     """Return the process group among the arguments of a c10d operation."""
     for value in args:
+        if type(value) in _NO_GROUPS:  # torch's test of an instance is written in Python
+            continue
         if isinstance(value, dist.ProcessGroup):
             return value
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
@@ -65,12 +69,11 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     return None
 
 
-def _tensor_text(value: Any) -> str:
-    """Describe the tensors in nested lists by dtype, shape and bytes: `float32 4x8 (128 bytes)`.
+def _tensor_text(tensors: Sequence[Tensor]) -> str:
+    """Describe tensors by dtype, shape and bytes: `float32 4x8 (128 bytes)`.
 
     A scalar has shape 1, because torch 2.11's pipelines send a scalar that is received as a vector of one element.
     """
-    tensors = list(_tensors(value))
     shapes = " + ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
     return f"{dtypes} {shapes} ({sum(tensor.nbytes for tensor in tensors)} bytes)"
@@ -78,8 +81,7 @@ def _tensor_text(value: Any) -> str:
 
 def _purpose(operation: str, args: tuple[Any, ...]) -> str:
     """Return the purpose of an unlabelled call by the tag of a message (tensors, group, peer, tag), else `engine`."""
-    by_tag = {tag: purpose for purpose, tag in comm.MESSAGE_TAGS.items()}
-    return by_tag.get(args[3], ENGINE) if operation in ("send", "recv") and len(args) > 3 else ENGINE
+    return _PURPOSES.get(args[3], ENGINE) if operation in ("send", "recv") and len(args) > 3 else ENGINE
 
 
 class _Kernels:
@@ -127,17 +129,19 @@ class _Observer:
         torch_private.observers.set(torch_private.observers.get()[:-1])
         _KERNELS.release()
 
-    def collective(self, name: str, args: tuple[Any, ...]) -> AbstractContextManager[object]:
+    def collective(self, name: str, args: tuple[Any, ...]) -> AbstractContextManager[object] | None:
         """See `torch_private.observe` and, for groups in shared memory, `torch_private.observed`."""
         if name not in _COUNTED:
-            return nullcontext()
+            return None
         label = comm.current_label()
         operation = (label and label.operation) or _COUNTED[name][0]
         axis, purpose = label[:2] if label else (self._axis(_group(args)), _purpose(operation, args))
         return self._seen(name, (axis, operation, purpose), args)
 
-    def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> AbstractContextManager[object]:
-        """Return a context to enter around torch's operation `name`. Called before it."""
+    def _seen(
+        self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]
+    ) -> AbstractContextManager[object] | None:
+        """Return a context to enter around torch's operation `name`, if there is one. Called before it."""
         raise NotImplementedError
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
@@ -150,6 +154,14 @@ class CollectiveNames(_Observer):
     def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> AbstractContextManager[object]:
         axis, operation, purpose = key
         return record_function(f"{axis} {purpose}: {operation}")
+
+
+class _Call(NamedTuple):
+    """What a collective or message is noted and counted as. lane: None if it is not noted."""
+
+    lane: Lane | None
+    text: str
+    num_bytes: int
 
 
 class CommunicationCounter(_Observer):
@@ -165,31 +177,48 @@ class CommunicationCounter(_Observer):
         self._note = note
         self._calls: dict[tuple[str, str, str], int] = defaultdict(int)
         self._bytes: dict[tuple[str, str, str], int] = defaultdict(int)
+        self._known: dict[tuple[Any, ...], _Call] = {}  # a step issues the same few again and again
         self._lock = threading.Lock()  # a data strategy may send from a thread of its own
 
-    def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> AbstractContextManager[object]:
-        group, buffer = _group(args), _COUNTED[name][1]
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> None:
+        group, label = _group(args), comm.current_label()
+        tensors = _tensors(args[_COUNTED[name][1] or 0])
+        peer = args[2] if key[1] in ("send", "recv") else None
+        reduction = label.reduction if label else ""
+        shapes = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+        signature = (name, key, group and group.group_name, peer, reduction, shapes)
         with self._lock:
-            if self._note and group is not None and name != "recv_any_source_":
-                self._note(*self._described(key[1], key[2], buffer, args, group))
+            call = self._known.get(signature)
+            if call is None:
+                call = self._known[signature] = self._described(name, key, group, peer, reduction, tensors)
+            if self._note and call.lane is not None:
+                self._note(call.lane, call.text)
             self._calls[key] += 1
-            self._bytes[key] += sum(tensor.nbytes for tensor in _tensors(args[buffer])) if buffer is not None else 0
-        return nullcontext()
+            self._bytes[key] += call.num_bytes
 
     def _described(
-        self, operation: str, purpose: str, buffer: int | None, args: tuple[Any, ...], group: dist.ProcessGroup
-    ) -> tuple[Lane, str]:
-        """Return the lane and the description of a call, without tensors that may differ between its members."""
+        self,
+        name: str,
+        key: tuple[str, str, str],
+        group: dist.ProcessGroup | None,
+        peer: int | None,
+        reduction: str,
+        tensors: Sequence[Tensor],
+    ) -> _Call:
+        """Describe a call without tensors that may differ between its members. tensors: those of its buffer."""
+        _, operation, purpose = key
+        is_counted = _COUNTED[name][1] is not None
+        num_bytes = sum(tensor.nbytes for tensor in tensors) if is_counted else 0
+        if group is None or name == "recv_any_source_":
+            return _Call(None, "", num_bytes)
         axis, ranks = self._axis(group), tuple(dist.get_process_group_ranks(group))
-        if operation in ("send", "recv"):
-            peer = ranks[args[2]]
-            pair = (self._rank, peer) if operation == "send" else (peer, self._rank)
-            return Lane(axis, pair, purpose), f"a message of {_tensor_text(args[0])}, {purpose}"
-        same = operation not in ("all_to_all", "reduce", "gather", "scatter") and buffer is not None
-        label = comm.current_label()
-        reduction = f" ({label.reduction})" if label and label.reduction else ""
-        of = f" of {_tensor_text(args[buffer])}" if same and buffer is not None else ""
-        return Lane(axis, ranks), f"{operation}{reduction}{of}, {purpose}"
+        if peer is not None:
+            pair = (self._rank, ranks[peer]) if operation == "send" else (ranks[peer], self._rank)
+            return _Call(Lane(axis, pair, purpose), f"a message of {_tensor_text(tensors)}, {purpose}", num_bytes)
+        same = operation not in ("all_to_all", "reduce", "gather", "scatter") and is_counted
+        how = f" ({reduction})" if reduction else ""
+        of = f" of {_tensor_text(tensors)}" if same else ""
+        return _Call(Lane(axis, ranks), f"{operation}{how}{of}, {purpose}", num_bytes)
 
     def rows(self) -> list[Collective]:
         """Return the counts, sorted by axis, operation and purpose."""

@@ -15,19 +15,25 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from parallelrun.config import from_hf, presets, recipes, short_names, source, sweeps, untrusted
+from parallelrun.config import (
+    from_hf,
+    hydra_settings,
+    hydra_task,
+    presets,
+    recipes,
+    short_names,
+    source,
+    sweeps,
+    untrusted,
+)
 from parallelrun.config.model_schema import DatasetConfig, ModelConfig
-from parallelrun.config.overrides import Override, unquoted
+from parallelrun.config.overrides import Override
 from parallelrun.config.recipes import Recipe
 from parallelrun.config.schema import Config, StrategyConfig
 from parallelrun.errors import ConfigError, Problem
-
-# Hydra 1.3 must be told not to behave like 1.1; 1.4 warns when it is told.
-_VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 
 # Groups of Hydra's own that a single run without Hydra flags does not use; without them, it composes a third faster.
 _UNUSED = tuple(f"hydra/{group}=[]" for group in (
@@ -37,11 +43,15 @@ _UNUSED = tuple(f"hydra/{group}=[]" for group in (
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration and its origin. given: the keys that the user or a recipe set; overrides: as typed."""
+    """A configuration and its origin. given: the keys that the user or a recipe set; overrides: as typed.
+
+    changes_directory: the run shall work in its own directory (`hydra.job.chdir`).
+    """
 
     config: Config
     given: frozenset[str]
     overrides: tuple[str, ...]
+    changes_directory: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,15 +63,17 @@ class Prepared:
     shown: Mapping[str, str]  # our name for a recipe file -> the path that the user typed
     untrusted: Mapping[str, str] = field(default_factory=dict)  # recipe that may not name code -> file to blame
     typed: frozenset[str] = frozenset()  # keys whose values the user typed
+    num_points: int | None = None  # of a sweep, if it is known
 
 
 def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trust: bool) -> Prepared:
     """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
-    sweeps.check_points(overrides)
+    points = sweeps.num_points(overrides)
     source.register()
     ConfigStore.instance().repo.pop("recipe", None)  # of an earlier command: Hydra copies all of them
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
-    own_files = presets.user_recipes(flags)
+    words = [*flags, *(override.text for override in overrides if override.is_hydra)]
+    own_files = presets.user_recipes(words)
     shown: dict[str, str] = {}
     chosen: list[str] = []
     argv = [*flags, f"verb={verb}"]
@@ -90,10 +102,10 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     keys = {name: frozenset().union(*(loaded[one].keys for one in family)) for name, family in families.items()}
     for override in overrides:
         if override.is_own_group:
-            keys |= presets.user_keys(flags, override.key)
+            keys |= presets.user_keys(words, override.key)
     strangers = _untrusted(families, loaded, nodes, trust)
     typed = frozenset(override.key for override in overrides if "${" not in override.value)
-    return Prepared(tuple(argv), keys, shown, strangers, typed)
+    return Prepared(tuple(argv), keys, shown, strangers, typed, points)
 
 
 def prepare_completion(words: Sequence[str]) -> Prepared:
@@ -113,39 +125,10 @@ def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:
 
     Raises Hydra's own exceptions (HYDRA_FULL_ERROR); `cli.errors` rewords them.
     """
-    _check_hydra_settings(prepared)
-    main = hydra.main(config_path="pkg://parallelrun.conf", config_name="config", **_VERSION_BASE)
+    hydra_settings.check(prepared.argv, prepared.untrusted)
+    main = hydra.main(config_path="pkg://parallelrun.conf", config_name="config", **hydra_settings.VERSION_BASE)
     with _process_state(prepared.argv):
         main(task)()
-
-
-def _check_hydra_settings(prepared: Prepared) -> None:
-    """Raise ConfigError if an untrusted recipe changes Hydra's own configuration, which names code and folders.
-
-    Hydra instantiates its launcher and sweeper before it calls our task, so this check comes before Hydra runs. A
-    primary configuration of the user's own (`--config-name`) cannot be composed here; then only the texts of the
-    recipes are checked.
-    """
-    if not prepared.untrusted or presets.flag_values(prepared.argv, "--config-name", "-cn", "--config-path", "-cp"):
-        return
-    folders = ",".join(
-        f"'file://{os.path.abspath(one)}'" for one in presets.flag_values(prepared.argv, "--config-dir", "-cd")
-    )
-    own = [word for word in prepared.argv if word.startswith(("hydra.", "hydra/", "+hydra", "++hydra"))]
-    own += [f"hydra.searchpath=[{folders}]"] if folders else []
-    with hydra.initialize_config_module("parallelrun.conf", **_VERSION_BASE):
-        plain = _hydra_settings(own)
-        for name, where in prepared.untrusted.items():
-            if _hydra_settings([*own, f"recipe={name}"]) != plain:
-                raise ConfigError(Problem("a recipe may not set hydra", where, command=untrusted.TRUST))
-
-
-def _hydra_settings(overrides: list[str]) -> dict[str, Any]:
-    """Hydra's own configuration under some overrides, without its copies of the overrides."""
-    node = hydra.compose("config", overrides, return_hydra_config=True)["hydra"]
-    settings = cast(dict[str, Any], OmegaConf.to_container(node, resolve=False))
-    settings["job"].pop("override_dirname")
-    return {key: value for key, value in settings.items() if key not in ("overrides", "runtime")}
 
 
 def compose_once(prepared: Prepared) -> tuple[Composed, Path | None]:
@@ -156,16 +139,12 @@ def compose_once(prepared: Prepared) -> tuple[Composed, Path | None]:
     """
     keys = {word.lstrip("+~") for word in prepared.argv}.union(*prepared.recipe_keys.values())
     words = [*prepared.argv, *(() if any(key.startswith("hydra") for key in keys) else _UNUSED)]
-    with hydra.initialize_config_module("parallelrun.conf", **_VERSION_BASE):
+    with hydra.initialize_config_module("parallelrun.conf", **hydra_settings.VERSION_BASE):
         task_config = hydra.compose("config", words, return_hydra_config=True)
-    before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(task_config)
-    try:
+    with hydra_settings.as_running(task_config):
         with read_write(task_config), open_dict(task_config):
             del task_config["hydra"]
-        return composed(task_config, prepared), run_directory()
-    finally:
-        HydraConfig.instance().cfg = before
+        return composed(task_config, prepared), hydra_task.run_directory()
 
 
 def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
@@ -194,35 +173,8 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     config, given = short_names.fold(_with_choices_of_model(config, given), given)
     if config.strategy.router and "model.own_router" not in given and _preset_has_router():
         config = replace(config, model=replace(config.model, own_router=True))
-    return Composed(config, frozenset(given), tuple(point_overrides(prepared)))
-
-
-def sweeping() -> bool:
-    """Whether the running task is a point of a sweep."""
-    return HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def point_number() -> int:
-    """The number of the running point of a sweep, from 0."""
-    return int(HydraConfig.get().job.num)
-
-
-def point_overrides(prepared: Prepared) -> list[str]:
-    """The running point's overrides as the user would type them, without those about the sweep itself."""
-    found = []
-    for text in HydraConfig.get().overrides.task:
-        key, _, value = text.partition("=")
-        if key == "recipe":
-            found.append(f"recipe={prepared.shown.get(value, value)}")
-        elif key != "verb" and not key.startswith("sweep."):
-            found.append(f"{key.removeprefix('++')}={unquoted(value)}")
-    return found
-
-
-def run_directory() -> Path | None:
-    """The directory that the user asked for with `hydra.run.dir=...`, or None."""
-    directory = str(HydraConfig.get().run.dir)
-    return None if directory == "." else Path(directory).expanduser()
+    overrides = tuple(hydra_task.point_overrides(prepared.shown))
+    return Composed(config, frozenset(given), overrides, hydra_task.changes_directory())
 
 
 def _with_choices_of_model(config: Config, given: Set[str]) -> Config:
@@ -258,7 +210,9 @@ def _with_file_names(config: Config, choices: Mapping[str, Any]) -> Config:
 
 def _node(recipe: Recipe) -> DictConfig:
     try:
-        return cast(DictConfig, OmegaConf.create(recipe.text))
+        node = cast(DictConfig, OmegaConf.create(recipe.text))
+        node.pop("about", None)  # the recipe's words about itself are no part of the run
+        return node
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         what = f"not readable: {str(error).strip().splitlines()[0]}"
         raise ConfigError(Problem(what, recipe.file.shown)) from error

@@ -11,8 +11,10 @@ from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import completed
 
 # Keys that are never taken over from the saved run.
-_NOT_SAVED = ("resume", "runs", "verb", "detail", "plot", "path", "device", "profile", "verify", "bench", "sweep")
-_DEGREES = ("dp", "tp", "pp", "ep")
+_NOT_SAVED = (
+    "resume", "runs", "verb", "detail", "plot", "path", "tokenizer", "device", "profile", "verify", "bench", "sweep",
+)  # fmt: skip
+_DEGREES = ("dp", "cp", "tp", "pp", "ep")
 _OF_STRATEGY = (
     *_DEGREES, "world", "micro_batch", "layout", "grid", "depth", "schedule", "virtual_stages", "microbatches",
     "servers", "consistency", "staleness", "backup_workers",

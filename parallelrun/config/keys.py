@@ -14,7 +14,8 @@ from parallelrun.config.strategy_keys import complete_class
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = {
-    "path", "dataset.path", "resume", "runs", "name", "recipe", "model.source", "model.from_hf", "plot",
+    "path", "dataset.path", "tokenizer", "dataset.tokenizer", "dataset.cache",
+    "resume", "runs", "name", "recipe", "model.source", "model.from_hf", "plot",
     "init.weights",
     "sweep.resume", "sweep.directory",
 }  # fmt: skip
@@ -74,18 +75,19 @@ class Key:
 
     @property
     def is_of_presets(self) -> bool:
-        """Whether only presets set this key, and no user types it (the run's own `name` is typed)."""
-        return self.name != "name" and self.name.rpartition(".")[2] in _OF_PRESETS
+        """Whether only presets set this key, and no user types it (the names of the run are typed)."""
+        return self.name not in ("name", "tracker.name") and self.name.rpartition(".")[2] in _OF_PRESETS
 
 
-def _leaves(node: type, prefix: str) -> Iterable[Key]:
+def leaves(node: type, prefix: str) -> Iterable[Key]:
+    """The keys of a dataclass and of those inside it; `prefix` begins their dotted names."""
     hints = typing.get_type_hints(node)
     for item in dataclasses.fields(node):
         hint, optional = hints[item.name], hints[item.name] is typing.Any
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
             hint, optional = next(one for one in typing.get_args(hint) if one is not type(None)), True
         if dataclasses.is_dataclass(hint):
-            yield from _leaves(typing.cast(type, hint), f"{prefix}{item.name}.")
+            yield from leaves(typing.cast(type, hint), f"{prefix}{item.name}.")
         else:
             kind = (typing.get_origin(hint) or hint).__name__
             yield Key(prefix + item.name, kind, optional, **item.metadata)
@@ -94,7 +96,7 @@ def _leaves(node: type, prefix: str) -> Iterable[Key]:
 @lru_cache(maxsize=1)
 def known_keys() -> dict[str, Key]:
     """Every dotted key of the schema (`tp`, `model.layers`, `strategy.data.shard`, ...)."""
-    return {key.name: key for key in _leaves(complete_class(), "")}
+    return {key.name: key for key in leaves(complete_class(), "")}
 
 
 @lru_cache(maxsize=1)

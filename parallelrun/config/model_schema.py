@@ -33,6 +33,8 @@ class RouterConfig:
     z_coefficient: float = key(0.0, "weight of the router z-loss (ST-MoE)", least=0)
     jitter: float = key(0.0, "the router's input times uniform(1 - jitter, 1 + jitter) in training", least=0, below=1)
     bias_rate: float = key(0.0, "step of the selection biases that balance without a loss (DeepSeek-V3)", least=0)
+    n_group: int = key(1, "equal groups of experts, of which a token uses the best (node-limited)", least=1, most=COUNT)
+    topk_group: int = key(1, "groups that a token's experts are in", least=1, most=COUNT)
 
 
 @dataclass
@@ -46,6 +48,19 @@ class ModelConfig:
     hidden: int = key(64, "width of the residual stream", least=1, most=SIZE)
     heads: int = key(8, "attention heads", least=1, most=COUNT)
     kv_heads: int | None = key(None, "key and value heads; null: as heads", least=1, most=COUNT)
+    kv_lora_rank: int | None = key(
+        None, "latent attention (DeepSeek): width of the latent of keys and values", least=1, most=SIZE
+    )
+    q_lora_rank: int | None = key(
+        None, "latent attention: width of the latent of queries; null: none", least=1, most=SIZE
+    )
+    qk_nope_head_dim: int | None = key(
+        None, "latent attention: features of a query and key without position", least=1, most=SIZE
+    )
+    qk_rope_head_dim: int | None = key(
+        None, "latent attention: rotated features of a query and key", least=2, most=SIZE
+    )
+    v_head_dim: int | None = key(None, "latent attention: features of a value", least=1, most=SIZE)
     ffn: int | None = key(None, "hidden width of the MLP; null: 4 x hidden", least=1, most=SIZE)
     vocab: int | None = key(None, "token ids or classes; null: the dataset's", least=1, most=SIZE)
     seq: int = key(64, "sequence length", least=1, most=SIZE)
@@ -57,14 +72,22 @@ class ModelConfig:
     position: str = key("learned", "position embedding", choices=("learned", "rope"))
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0)
     rope_scaling: str = key(
-        "none", "how rotary frequencies are lowered for a longer context", choices=("none", "linear", "llama3")
+        "none",
+        "how rotary frequencies are lowered for a longer context",
+        choices=("none", "linear", "llama3", "yarn"),
     )
     rope_factor: float = key(1.0, "rope_scaling: divisor of the frequencies", above=0)
-    rope_original_seq: int = key(8192, "rope_scaling=llama3: sequence length of the first training", least=1)
+    rope_original_seq: int = key(8192, "llama3, yarn: sequence length of the first training", least=1)
     rope_low_factor: float = key(1.0, "llama3: waves longer than rope_original_seq / this are scaled", above=0)
     rope_high_factor: float = key(4.0, "llama3: waves shorter than rope_original_seq / this are not", above=0)
+    rope_beta_fast: float = key(32.0, "yarn: waves that turn more often in rope_original_seq are kept", above=0)
+    rope_beta_slow: float = key(1.0, "yarn: waves that turn less often in rope_original_seq are scaled", above=0)
+    rope_mscale: float = key(1.0, "yarn: rotated features grow by 0.1 x this x ln(rope_factor) + 1", least=0)
+    rope_mscale_all_dim: float = key(0.0, "yarn: the same for all features, in the scale of scores", least=0)
     bias: bool = key(True, "linear layers and norms have biases")
     tied_embeddings: bool = key(True, "the output layer shares the embedding's weight")
+    head_bias: bool = key(False, "the output layer has a bias over the vocabulary (BERT's)")
+    mask_token: int | None = key(None, "bert: id of [MASK]; null: the last one", least=0, most=SIZE)
     init_std: float = key(0.02, "standard deviation of initial weights", least=0)
     label_smoothing: float = key(0.0, "label smoothing of the loss", least=0, below=1)
     attention_dropout: float = key(0.0, "dropout of attention weights", least=0, below=1)
@@ -102,7 +125,14 @@ class DatasetConfig:
     name: str = "pystdlib"
     description: str = ""
     path: str | None = key(None, "file or folder of the data")
+    tokenizer: str | None = key(None, "text: tokenizer.json, or a directory with one; null: bytes")
+    column: str = key("text", "text: field or column with the text of .jsonl, .parquet and .arrow")
+    split: str | None = key(None, "text: of a folder with splits; null: train, if there is one")
+    append_eod: bool = key(False, "text: documents end with the end-of-document token (of bytes: 256)")
+    cache: str | None = key(None, "text: folder of the tokens that were written; null: ~/.cache/parallelrun/tokens")
+    mixture: list[Any] = key(list, "mixture: its parts, each {name: DATASET, weight: 1, path: ..., ...}")
     val_fraction: float = key(0.05, "share of the data held out for validation", above=0, below=1)
+    pack: bool = key(False, "tokens: samples are whole documents, each attending to itself alone, and some padding")
     max_bytes: int | None = key(None, "bytes of text that are read", least=1)
     samples: int = key(4096, "synthetic: number of samples", least=1)
     vocab: int | None = key(None, "synthetic, megatron: token ids; null: 256, or the files' largest + 1", least=1)

@@ -27,7 +27,14 @@ from parallelrun.errors import Problem
 
 _OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<key>[^=\s@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?$", re.DOTALL)
 _ENTRY = re.compile(r"""\s*(?P<key>"[^"]*"|'[^']*'|[^:"']+)\s*:(?P<value>.*)""", re.DOTALL)
-SHORT_NAMES = {"path": "dataset.path", "init.from": "init.weights"}  # `from` is no name in Python
+# `from` is no name in Python.
+SHORT_NAMES = {
+    "path": "dataset.path",
+    "tokenizer": "dataset.tokenizer",
+    "init.from": "init.weights",
+    "tracker": "tracker.use",
+}
+NAME_LISTS = {"tracker.use"}  # lists of names that may be typed as one name, or as `none`
 _SWEEP_CALL = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag|extend_list)\(.*\)$", re.DOTALL)
 
 
@@ -61,6 +68,8 @@ class Override:
         value = self.value
         if key is not None and key.kind == "dict" and value[:1] == "{" and value[-1:] == "}":
             value = mapping(value)
+        elif self.key in NAME_LISTS:
+            value = ",".join(map(name_list, self.values))
         elif self.key == "recipe" or (key is not None and key.kind == "str"):
             value = ",".join(quote(one, self.key in PATH_KEYS) for one in self.values)
         return f"{sign}{self.key}{self.package}={value}"
@@ -151,6 +160,12 @@ def mapping(value: str) -> str:
     return "{" + ", ".join(pairs) + "}"
 
 
+def name_list(value: str) -> str:
+    """`[tensorboard]` for `tensorboard`, `[]` for `none`; other values as they are."""
+    plain = re.fullmatch(r"[\w.-]+", value) and value.lower() != "null"
+    return ("[]" if value.lower() == "none" else f"[{value}]") if plain else value
+
+
 def quote(value: str, is_path: bool) -> str:
     """`value` quoted for Hydra's grammar, except null, quoted values, sweep functions and interpolations."""
     if value.lower() == "null" or value[:1] in ("'", '"') or _SWEEP_CALL.match(value) or value.startswith("${"):
@@ -180,6 +195,8 @@ def _check(override: Override, where: str) -> list[Problem]:
         return [Problem(f"{text}: a value is missing", where, f"{key}=...")]
     if known.kind == "str" and key not in PATH_KEYS | LIST_TEXTS and (several := _several(override, where)):
         return several
+    if key in NAME_LISTS and _several(override, where):
+        return [Problem(f"{text}: several names are a list", where, f"{text.partition('=')[0]}=[{value}]")]
     opening = "[" if key in MAPPINGS else "[{"
     if known.kind not in ("list", "dict") and value[:1] and value[0] in opening:
         return [Problem(f"{text}: {key} takes one value, not a {'list' if value[0] == '[' else 'mapping'}", where)]
@@ -196,10 +213,11 @@ def _unknown(override: Override, where: str, value: str) -> Problem:
 def _deletion(override: Override, where: str) -> Problem:
     """The problem with `~key`: keys cannot be deleted, only set to null."""
     key, known = override.key, known_keys().get(override.key)
+    typed = override.text.lstrip("~").partition("=")[0]
     if known is None and key not in GROUPS and key not in sections():
         return _unknown(override, where, "")
     what = f"{override.text}: a key cannot be removed from the configuration"
-    return Problem(what, where, f"{key}=null" if known is not None and known.optional else f"leave {key} out")
+    return Problem(what, where, f"{key}=null" if known is not None and known.optional else f"leave {typed} out")
 
 
 def _several(override: Override, where: str) -> list[Problem]:

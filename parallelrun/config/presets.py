@@ -1,4 +1,4 @@
-"""The options of every group, read from our YAML files and from a user's `--config-dir`. No Hydra, no torch.
+"""The options of every group, read from our YAML files and from the user's folders. No Hydra, no torch.
 
 YAML is imported late: most command lines need none of this, and it is slow to import.
 """
@@ -9,11 +9,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from parallelrun.config import recipes
+from parallelrun.config import recipes, user_folders
 from parallelrun.config.keys import GROUPS, known_keys, nearest
 from parallelrun.config.recipes import RecipeFile
 from parallelrun.errors import ConfigError, Problem
@@ -86,41 +85,37 @@ def described(group: str) -> list[Option]:
     ]
 
 
-def flag_values(argv: Sequence[str], *names: str) -> list[str]:
-    """The values of a Hydra flag, written as `--flag value` or `--flag=value`."""
-    apart = [value for flag, value in pairwise(argv) if flag in names]
-    return apart + [word.partition("=")[2] for word in argv if word.partition("=")[0] in names and "=" in word]
-
-
-def user_folder(flags: Sequence[str]) -> Path | None:
-    """The folder that Hydra's `--config-dir` names, or None."""
-    named = [name for name in flag_values(flags, "--config-dir", "-cd") if name]
-    return Path(named[0]).expanduser() if named else None
-
-
-def user_groups(flags: Sequence[str]) -> frozenset[str]:
-    """The groups that only the user's folder has, `experiment` and `experiment/vision` alike."""
-    root = user_folder(flags)
-    if root is None or not root.is_dir():
-        return frozenset()
-    found = {path.parent.relative_to(root).as_posix() for path in root.rglob("*.yaml")}
+def user_groups(words: Sequence[str]) -> frozenset[str]:
+    """The groups that only the user's folders have, `experiment` and `experiment/vision` alike."""
+    roots = user_folders.folders(words)
+    found = {path.parent.relative_to(root).as_posix() for root in roots for path in root.rglob("*.yaml")}
     return frozenset(name for name in found if name != "." and name.split("/")[0] not in (*GROUPS, "recipes", "hydra"))
 
 
-def user_recipes(flags: Sequence[str]) -> dict[str, RecipeFile]:
-    """The recipes of the user's folder by name. They are checked like any recipe that is not ours."""
-    root = user_folder(flags)
-    files = [path for name in ("recipe", "recipes") if root for path in sorted((root / name).glob("*.yaml"))]
+def mentions(words: Sequence[str], text: str) -> bool:
+    """Whether any YAML file of the user's folders holds `text`."""
+    files = (path for root in user_folders.folders(words) for path in root.rglob("*.yaml"))
+    return any(text in path.read_text(encoding="utf-8", errors="replace") for path in files)
+
+
+def user_options(words: Sequence[str], group: str) -> list[str]:
+    """The options of a group in the user's folders, sorted."""
+    return sorted(path.stem for root in user_folders.folders(words) for path in (root / group).glob("*.yaml"))
+
+
+def user_recipes(words: Sequence[str]) -> dict[str, RecipeFile]:
+    """The recipes of the user's folders by name. They are checked like any recipe that is not ours."""
+    roots = user_folders.folders(words)
+    files = [path for root in roots for name in ("recipe", "recipes") for path in sorted((root / name).glob("*.yaml"))]
     return {path.stem: RecipeFile(path.stem, path, "user") for path in files if recipes.NAME.match(path.stem)}
 
 
-def user_keys(flags: Sequence[str], group: str) -> dict[str, frozenset[str]]:
-    """The keys of the whole configuration that each option of a group of the user's folder sets, by `group=option`."""
+def user_keys(words: Sequence[str], group: str) -> dict[str, frozenset[str]]:
+    """The keys of the whole configuration that each option of a group of the user's sets, by `group=option`."""
     import yaml
 
-    root = user_folder(flags)
-    found = {}
-    for path in sorted((root / group).glob("*.yaml")) if root is not None else []:
+    found: dict[str, frozenset[str]] = {}
+    for path in (path for root in user_folders.folders(words) for path in sorted((root / group).glob("*.yaml"))):
         text = path.read_text(encoding="utf-8", errors="replace")
         if "@package _global_" not in text:
             continue
@@ -131,7 +126,7 @@ def user_keys(flags: Sequence[str], group: str) -> dict[str, frozenset[str]]:
         keys = {key for key in _dotted(content, "") if key in known_keys()}
         entries = [entry for entry in (content or {}).get("defaults", []) if isinstance(entry, dict)]
         keys |= {str(name).split()[-1].lstrip("/").partition("@")[0] for entry in entries for name in entry}
-        found[f"{group}={path.stem}"] = frozenset(keys)
+        found.setdefault(f"{group}={path.stem}", frozenset(keys))
     return found
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
 
+from parallelrun.config import about
 from parallelrun.config.keys import GROUPS, MAPPINGS, Key, in_mapping, known_keys, nearest, nearest_keys, sections
+from parallelrun.config.overrides import SHORT_NAMES
 from parallelrun.config.recipes import NAME
 from parallelrun.config.untrusted import TRUST, WRITTEN_KEYS, is_instruction
 from parallelrun.config.values import string_trap, trap
@@ -73,13 +75,23 @@ def _is_plain_non_text(node: yaml.ScalarNode) -> bool:
 class RecipeCheck:
     """Walks a recipe's nodes and collects its keys, its parents and every problem."""
 
-    def __init__(self, shown: str, trusted: bool):
+    def __init__(
+        self,
+        shown: str,
+        trusted: bool,
+        known: Mapping[str, Key] | None = None,
+        of_sections: frozenset[str] | None = None,
+    ):
         self.shown = shown
         self.trusted = trusted
+        self.known = known_keys() if known is None else known
+        self.sections = sections() if of_sections is None else of_sections
         self.problems: list[Problem] = []
         self.keys: set[str] = set()
+        self.about: about.About | None = None
         self.parents: list[str] = []
         self.chosen: dict[str, int] = {}  # group -> its line
+        self.lines: dict[str, int] = {}  # key -> its line
 
     def root(self, node: yaml.MappingNode) -> None:
         """Check a whole recipe."""
@@ -88,8 +100,22 @@ class RecipeCheck:
                 self._defaults(value)
             elif name == "hydra":
                 self._refuse("a recipe may not set hydra", key_node)
+            elif name == about.KEY:
+                self._about(key_node, value)
             else:
                 self._value(name, key_node, value)
+
+    def _about(self, key_node: yaml.Node, node: yaml.Node) -> None:
+        """Check what the recipe says about itself: with the same checks as its keys, but it sets none."""
+        check = RecipeCheck(self.shown, self.trusted, about.known(), frozenset(about.sections()))
+        check._value(about.KEY, key_node, node)
+        self.problems += check.problems
+        if not check.problems:
+            values = yaml.SafeLoader("").construct_document(node)
+            self.about = about.build(values)
+            for name, wanted in about.problems(self.about):
+                where = f"{self.shown}:{check.lines[name]}"
+                self.problems.append(Problem(f"{name}: must be {wanted}", where))
 
     def _report(self, what: str, node: yaml.Node, suggestion: str = "") -> None:
         self.problems.append(Problem(what, _where(self.shown, node), suggestion))
@@ -172,24 +198,28 @@ class RecipeCheck:
                 return
         if "." in key_node.value and not in_mapping(name):
             self._report(f"{key_node.value}: write nested keys on separate lines", key_node)
-        elif name in known_keys():
-            self._leaf(known_keys()[name], key_node, value)
+        elif name in self.known:
+            self._leaf(self.known[name], key_node, value)
         elif name in GROUPS and isinstance(value, yaml.ScalarNode):
             fix = f"defaults: [override /{name}: {value.value}]"
             self._report(f"{name}: choose a group's option in defaults", key_node, fix)
-        elif name in sections() and isinstance(value, yaml.MappingNode):
+        elif name in self.sections and isinstance(value, yaml.MappingNode):
             for inner, inner_node, inner_value in self._entries(value):
                 self._value(f"{name}.{inner}", inner_node, inner_value)
-        elif name in sections():
-            self._report(f"{name} holds keys, not a value", key_node)
+        elif name in self.sections:
+            section, _, inner = SHORT_NAMES.get(name, "").partition(".")
+            fix = f"{section}: {{{inner}: ...}}" if inner else ""
+            self._report(f"{name} holds keys, not a value", key_node, fix)
         elif in_mapping(name):
             self.keys.add(name)
             self._scan(value)
         else:
-            self._report(f"{name}: no such key", key_node, ", ".join(nearest_keys(name)))
+            close = nearest_keys(name) if self.known is known_keys() else nearest(name, self.known)
+            self._report(f"{name}: no such key", key_node, ", ".join(close))
 
     def _leaf(self, key: Key, key_node: yaml.Node, value: yaml.Node) -> None:
         self.keys.add(key.name)
+        self.lines[key.name] = key_node.start_mark.line + 1
         if isinstance(value, yaml.ScalarNode) and value.tag.endswith(":null") and key.optional:
             return
         if key.name == "model.source":

@@ -14,10 +14,14 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallelrun.config.keys import nearest
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+
+if TYPE_CHECKING:
+    from parallelrun.config.about import About
 
 SIZE_LIMIT = 2**16
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -45,24 +49,30 @@ class RecipeFile:
 
     @property
     def description(self) -> str:
-        """The first comment line."""
+        """Its purpose, as it says in `about:`, else the first comment line."""
         try:
             with open(self.path, encoding="utf-8", errors="replace") as file:
                 lines = [line.strip() for line in (file.readline(4096) for _ in range(8))]
         except OSError as error:
             return f"cannot be read: {error.strerror}"
+        purpose = next((line.partition(":")[2].strip() for line in lines if line.startswith("purpose:")), "")
         comments = [line.lstrip("# ").strip() for line in lines if line.startswith("#")]
-        return next((line for line in comments if line and not line.startswith("@package")), "")
+        directives = ("@package", "yaml-language-server:")
+        return purpose.strip("\"'") or next((line for line in comments if line and not line.startswith(directives)), "")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe that passed the checks. keys: what it sets; parents: the recipes that it builds on."""
+    """A recipe that passed the checks. keys: what it sets; parents: the recipes that it builds on.
+
+    about: what it says about itself. text: what Hydra composes.
+    """
 
     file: RecipeFile
     text: str
     keys: frozenset[str] = frozenset()
     parents: tuple[str, ...] = ()
+    about: About | None = None
 
 
 def find(environment: Mapping[str, str] = os.environ) -> dict[str, RecipeFile]:
@@ -116,7 +126,7 @@ def load(file: RecipeFile, trust: bool = False) -> Recipe:
     again = _repeating(text, check.keys)
     if again is not None:  # the model's own dataset and learning rate must not replace those of the run
         return Recipe(file, again, frozenset({"dataset", "optimizer"}))
-    return Recipe(file, text, frozenset(check.keys), tuple(check.parents))
+    return Recipe(file, text, frozenset(check.keys), tuple(check.parents), check.about)
 
 
 def load_all(files: Mapping[str, RecipeFile], chosen: Sequence[str], trust: bool) -> dict[str, Recipe]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.field import COUNT, SAMPLES, key
 from parallelrun.config.model_schema import DatasetConfig, ModelConfig
 from parallelrun.precision import TABLE
@@ -77,6 +78,20 @@ class ExpertConfig:
 
 
 @dataclass
+class ContextConfig:
+    """Context parallelism. Each strategy adds its own keys in a subclass, its `config_class`."""
+
+    kind: str = key("ring", "context-parallel strategy")
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The section of a configuration whose context strategy is known to have this class."""
+        found = config.strategy.context
+        assert isinstance(found, cls), f"{type(found).__name__} is no {cls.__name__}"
+        return found
+
+
+@dataclass
 class StrategyConfig:
     """A preset of strategies. `own_axis` takes the ranks that no degree claims; `demo` applies if nothing is given."""
 
@@ -90,6 +105,7 @@ class StrategyConfig:
     tensor: TensorStrategyConfig = field(default_factory=TensorStrategyConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     expert: ExpertConfig = field(default_factory=ExpertConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     router: dict[str, Any] = key(dict, "values of the preset for model.router")
 
 
@@ -122,70 +138,6 @@ class PrecisionConfig:
 
 
 @dataclass
-class ClusterConfig:
-    """The machine that `plan` computes costs for: sizes per device, rates per device and link.
-
-    Plausible rates reach from one rank of many on a laptop to twice or more of what a GB300 or its ports do.
-    """
-
-    name: str = "local"
-    description: str = ""
-    nodes: int | None = key(None, "number of hosts", least=1, most=COUNT)
-    gpus_per_node: int | None = key(None, "GPUs of a host", least=1, most=COUNT)
-    memory_gb: float | None = key(
-        None, "memory of a GPU, as its driver reports it", above=0, plausible=(0.1, 4000), unit="GB"
-    )
-    context_gb: float = key(
-        0.0, "of a GPU: what CUDA, its libraries and kernels take", least=0, plausible=(0.05, 8), unit="GB"
-    )
-    communicator_gb: float = key(
-        0.0, "of a GPU: the buffers of a process group", least=0, plausible=(0.005, 4), unit="GB"
-    )
-    allocator_slack: float = key(
-        0.0, "blocks that the allocator holds unused, as a part of the tensors' bytes", least=0, most=1
-    )
-    peak_tflops: Any = key(
-        None, "dense peak of a GPU: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}",
-        above=0, plausible=(0.001, 10_000), unit="TFLOP/s",
-    )  # fmt: skip
-    intra_gb_s: float | None = key(
-        None, "bandwidth within a host, per GPU and direction", above=0, plausible=(0.01, 2000), unit="GB/s"
-    )
-    inter_gb_s: float | None = key(
-        None, "bandwidth between hosts, per GPU and direction", above=0, plausible=(0.01, 150), unit="GB/s"
-    )
-    latency_us: float | None = key(None, "latency of a message", least=0, plausible=(0.01, 1e5), unit="us")
-    memory_gb_s: float | None = key(None, "bandwidth of a GPU's memory", above=0, plausible=(0.1, 30_000), unit="GB/s")
-    price_per_gpu_hour: float | None = key(None, "price of a GPU for an hour, in any currency", above=0)
-    multiprocessors: int = key(0, "units of a GPU that each compute a tile of a product; 0: no tiles", least=0)
-    product_efficiency: float = key(0.8, "part of the peak that a large product reaches", above=0, most=1)
-    product_ramp: float = key(100.0, "inner size at which a product reaches half of that", least=0)
-    attention_efficiency: float = key(0.38, "part of the peak that fused attention reaches", above=0, most=1)
-    memory_efficiency: float = key(0.8, "part of the memory's bandwidth that simple kernels reach", above=0, most=1)
-    kernel_us: float = key(4.0, "time from one kernel to the next", least=0, plausible=(0.001, 1e4), unit="us")
-    operation_us: float = key(
-        10.0, "time of the host to issue an operation", least=0, plausible=(0.001, 1e5), unit="us"
-    )
-    link_efficiency: float = key(0.78, "part of a link's bandwidth in a host that collectives reach", above=0, most=1)
-    inter_efficiency: float = key(0.9, "part of a port's bandwidth that collectives reach", above=0, most=1)
-    congestion: float = key(
-        0.0, "a port of a network of n hosts has n ** -congestion of its bandwidth", least=0, most=1
-    )
-    collective_us: float = key(30.0, "time of a collective beside its bytes", least=0, plausible=(0.01, 1e6), unit="us")
-    hop_us: float = key(
-        0.0, "time of a collective from rank to rank inside a host", least=0, plausible=(0.001, 1e4), unit="us"
-    )
-    step_us: float = key(0.0, "time of a step beside its blocks and bytes", least=0, plausible=(0.01, 1e7), unit="us")
-    cores: int | None = key(
-        None, "CPU: cores of a host that its ranks share; null: a device for each", least=1, most=COUNT
-    )
-    thread_efficiency: float = key(0.8, "CPU: what each further thread of a rank adds to its rate", least=0, most=1)
-    convolution_efficiency: float | None = key(None, "part of the peak that convolutions reach", above=0, most=1)
-    ps: list[str] | None = key(None, "TensorFlow cluster: host:port of every parameter server")
-    worker: list[str] | None = key(None, "TensorFlow cluster: host:port of every worker, worker 0 first")
-
-
-@dataclass
 class EvalConfig:
     every: int = key(10, "steps between evaluations; 0: only after the last step", least=0)
     batches: int = key(2, "global batches per evaluation", least=1)
@@ -196,6 +148,18 @@ class CheckpointConfig:
     every: int = key(0, "steps between checkpoints; 0: none (a preempted run is still saved)", least=0)
     keep: int = key(2, "checkpoints that are kept", least=1)
     last: bool | None = key(None, "save after the last step; null: yes, except in a sweep")
+
+
+@dataclass
+class TrackerConfig:
+    """Where a run is tracked beside its own records. `tracker=NAME` and `tracker=[NAME,NAME]` set `tracker.use`."""
+
+    use: list[str] = key(list, "trackers: tensorboard, wandb, mlflow, plug-ins; tracker=[...] is short for it")
+    project: str = key("parallelrun", "project (wandb) or experiment (mlflow) of the run")
+    name: str | None = key(None, "name of the run in trackers; null: that of its directory")
+    group: str | None = key(None, "group of the run in trackers; null: the sweep of which it is a point")
+    tags: list[str] = key(list, "tags of the run in trackers")
+    timeout_s: float = key(30.0, "seconds that a tracker may take after the end of training", above=0)
 
 
 @dataclass
@@ -241,9 +205,10 @@ class Config:
     world: int | None = key(None, "number of ranks")
     gpus: int | None = key(None, "number of devices, one for each rank: short for world", most=COUNT)
     dp: int | None = key(None, "data-parallel degree")
+    cp: int | None = key(None, "context-parallel degree: ranks that share a sequence")
     tp: int | None = key(None, "tensor-parallel degree")
     pp: int | None = key(None, "pipeline-parallel degree")
-    ep: int | None = key(None, "expert-parallel degree (within dp)")
+    ep: int | None = key(None, "expert-parallel degree (within dp x cp)")
 
     layout: str | None = key(None, "1d | 2d | 2.5d | 3d: short for strategy.tensor.kind")
     grid: str | None = key(None, "short for strategy.tensor.grid")
@@ -274,11 +239,13 @@ class Config:
     resume: str | None = key(None, "latest (newest run) | auto (this training, or fresh) | run or checkpoint directory")
     runs: str = key("runs", "folder of the run directories")
     path: str | None = key(None, "short for dataset.path")
+    tokenizer: str | None = key(None, "short for dataset.tokenizer")
     detail: str | None = key(
         None, "plan: more sections: ranks | stages | schedule | traffic | data_axis | layouts | all"
     )
     tokens: float | None = key(None, "plan: predict the days that this many tokens take", above=0)
     explain: bool = key(False, "plan: waterfall of the step, what limits it, and where other plans would win")
+    shrink: bool = key(False, "verify, plan: the smallest model on at most 16 ranks with the structure of this plan")
     objective: str | None = key(None, f"plan: what a search minimises; null: {OBJECTIVES[0]}", choices=OBJECTIVES)
     days: float | None = key(None, "plan: the most days that training on `tokens` may take", above=0)
     mtbf_gpu_hours: float | None = key(
@@ -298,13 +265,13 @@ class Config:
     )
     plot: str | None = key(None, "plan, explain: draw as NAME.svg (and NAME.csv)")
     profile: list[int] = key(list, "steps that torch.profiler traces, on every rank")
-    tracker: str = key("none", "experiment tracker", choices=("none", "tensorboard"))
     timeout_s: float = key(300.0, "seconds without progress that count as a hang (exit 7)", above=0)
     verb: str = "run"
 
     init: InitConfig = field(default_factory=InitConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -1,4 +1,4 @@
-"""Short names of keys that are no strategy's: `path` for dataset.path, `gpus` for world. Torch-free.
+"""Short names of keys that are no strategy's: `path` and `tokenizer` for dataset.*, `gpus` for world. Torch-free.
 
 A rank has one device, so the number of devices is the number of ranks, under the name of what is rented.
 """
@@ -8,22 +8,27 @@ from __future__ import annotations
 import os
 from collections.abc import Set
 from dataclasses import replace
+from typing import Any
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 
 
 def fold(config: Config, given: Set[str]) -> tuple[Config, set[str]]:
-    """Move `path` to dataset.path and `gpus` to world, in the configuration and in the keys that were given.
+    """Move `path` and `tokenizer` to dataset.*, and `gpus` to world, in the configuration and in the keys given.
 
     `gpus` stays in those, because a strategy with servers refuses it. Raises ConfigError if both names of a key are
     given with different values.
     """
     found = set(given)
-    if config.path is not None:
-        _refuse_two("path", config.path, "dataset.path", config.dataset.path)
-        config = replace(config, path=None, dataset=replace(config.dataset, path=os.path.expanduser(config.path)))
-        found = (found - {"path"}) | {"dataset.path"}
+    for short in ("path", "tokenizer"):
+        value: str | None = getattr(config, short)
+        if value is not None:
+            _refuse_two(short, value, f"dataset.{short}", getattr(config.dataset, short))
+            own: dict[str, Any] = {short: os.path.expanduser(value)}
+            changes: dict[str, Any] = {short: None, "dataset": replace(config.dataset, **own)}
+            config = replace(config, **changes)
+            found = (found - {short}) | {f"dataset.{short}"}
     if config.gpus is not None:
         if config.gpus < 1:
             raise ConfigError(Problem(f"gpus={config.gpus} is not a whole number of at least 1", "gpus", "gpus=1"))

@@ -17,6 +17,7 @@ from typing import Any, cast
 from parallelrun import registry
 from parallelrun.config.schema import (
     Config,
+    ContextConfig,
     DataStrategyConfig,
     ExpertConfig,
     PipelineConfig,
@@ -30,6 +31,7 @@ SECTIONS: dict[str, type] = {
     "tensor": TensorStrategyConfig,
     "pipeline": PipelineConfig,
     "expert": ExpertConfig,
+    "context": ContextConfig,
 }
 
 
@@ -49,7 +51,7 @@ def strategy_class(axis: str, kind: str) -> type[Any]:
 
 @lru_cache(maxsize=len(SECTIONS))
 def kinds(axis: str) -> tuple[str, ...]:
-    """The names of the strategies of one axis (`data`, `tensor`, `pipeline`, `expert`), without `none`.
+    """The names of the strategies of one axis (`data`, `tensor`, `pipeline`, `expert`, `context`), without `none`.
 
     A plug-in that cannot be imported is left out: it says so when it is chosen, and spoils no other command.
     """

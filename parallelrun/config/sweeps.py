@@ -45,19 +45,28 @@ def recipes_of(override: Override, names: Iterable[str]) -> list[str]:
     return found
 
 
-def check_points(overrides: Sequence[Override]) -> None:
-    """Raise ConfigError if a sweep has more than POINT_LIMIT points: Hydra lists all of them before the first runs.
+def num_points(overrides: Sequence[Override]) -> int | None:
+    """The number of points; None if another sweeper than Hydra's own treats the values as a search space.
 
-    Other sweepers than Hydra's own (`hydra/sweeper=...`) treat the values as a search space, which may be large.
+    Raises ConfigError if there are more than POINT_LIMIT: Hydra lists all of them before the first runs.
     """
     if any(override.key == "hydra/sweeper" for override in overrides):
-        return
+        return None
     counts = {override.text: _count(override) for override in overrides if override.multirun}
     total = prod(counts.values())
     if total > POINT_LIMIT:
         swept = " x ".join(f"{count:,}" for count in counts.values() if count > 1)
         what = f"the sweep has {swept}{f' = {total:,}' if ' x ' in swept else ''} points; at most {POINT_LIMIT:,}"
         raise ConfigError(Problem(what, "command line", command="parallelrun -m ... with fewer values"))
+    return total
+
+
+def is_swept(text: str) -> bool:
+    """Whether an override in Hydra's grammar has several values."""
+    try:
+        return bool(OverridesParser.create().parse_override(text).is_sweep_override())
+    except HydraException:
+        return False  # Hydra reports the error
 
 
 def _is_call(value: str) -> bool:

@@ -17,7 +17,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 
 TRUST = "parallelrun --trust ..., if you trust its author"
-WRITTEN_KEYS = ("runs", "plot", "sweep.directory", "sweep.resume")
+WRITTEN_KEYS = ("runs", "plot", "dataset.cache", "sweep.directory", "sweep.resume")
 EXPANSION_LIMIT = 10_000  # characters that all ${key} of a recipe expand to
 CHAIN_LIMIT = 20  # length of ${key} -> ${key} -> ...
 _KEY = re.compile(r"\$\{([^${}]*)\}")

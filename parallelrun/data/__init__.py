@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallelrun import definitions
 from parallelrun.config.schema import Config
 from parallelrun.data.masked import mask
@@ -15,5 +17,7 @@ def open_dataset(config: Config, spec: ModelSpec) -> Dataset:
     Fast enough to be called before any rank is started. Raises EnvironmentProblem (exit 3) for data that are missing,
     unreadable or too small for one global batch.
     """
-    dataset = definitions.dataset(config).open(config, spec)
+    definition = definitions.dataset(config)
+    tokenizer = definition.tokenizer(config)
+    dataset = replace(definition.open(config, spec), tokenizer=tokenizer.sha256 if tokenizer else None)
     return dataset if spec.mask_token is None else mask(dataset, spec, config.seed)

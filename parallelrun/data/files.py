@@ -11,12 +11,12 @@ from typing import Any
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import NDArray, np
+from parallelrun.data.tokenizer import NUM_BYTES
 from parallelrun.data.tokens import Documents
 from parallelrun.definitions import Dataset
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
 
-NUM_BYTES = 256  # token ids of a file read as bytes
 # A file up to this size is hashed; of a larger one only its size, first and last mebibyte, so that opening is fast.
 FULL_HASH_BYTES = 64 * 2**20
 

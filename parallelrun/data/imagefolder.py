@@ -23,6 +23,7 @@ from parallelrun.packages import require
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 VAL_FOLDERS = ("val", "test")
+REDUCED = 2.0  # pillow's choice in `thumbnail`: as good as resizing from the full size, to the eye
 NUM_LOOKED_AT = 200  # images whose size is read before a run
 UNREADABLE = (OSError, ValueError, SyntaxError)  # pillow's errors on files that are no images
 
@@ -34,7 +35,7 @@ class ImageFiles(ImageSet):
     root: Path
     files: list[Path]
 
-    def load(self, index: int, size: int) -> NDArray[np.float32]:
+    def load(self, index: int, size: int) -> NDArray[np.uint8]:
         return decode(self.files[index], size)
 
     def keys(self) -> NDArray[np.uint64]:
@@ -110,8 +111,11 @@ def shorter_side(size: int) -> int:
     return size * 8 // 7
 
 
-def decode(path: Path, size: int) -> NDArray[np.float32]:
-    """A file's image as float32 (3, size, size) in [0, 1]: its middle, after resizing to `shorter_side(size)`.
+def decode(path: Path, size: int) -> NDArray[np.uint8]:
+    """A file's image as uint8 (3, size, size): its middle, after resizing to `shorter_side(size)`.
+
+    A JPEG more than twice as large is decoded at a half, a quarter or an eighth of its size, which takes less time and
+    leaves `REDUCED` pixels for each one that is kept; other large images are averaged that far before they are resized.
 
     Raises EnvironmentProblem naming a file that is no image.
     """
@@ -120,14 +124,18 @@ def decode(path: Path, size: int) -> NDArray[np.float32]:
     shorter = shorter_side(size)
     try:
         with Image.open(path) as opened:
-            image = opened.convert("RGB")
+            opened.draft(None, (int(shorter * REDUCED),) * 2)
+            opened.load()
+            image = opened if opened.mode == "RGB" else opened.convert("RGB")
     except UNREADABLE as error:
         raise path_problem(f"cannot read the image {path}: {error}") from error
     scale = shorter / min(image.size)
-    image = image.resize([max(shorter, round(side * scale)) for side in image.size], Image.Resampling.BILINEAR)
-    left, top = (image.width - size) // 2, (image.height - size) // 2
-    cut = np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.float32)
-    return cut.transpose(2, 0, 1) / np.float32(255)
+    width, height = (max(shorter, round(side * scale)) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    across, down = image.width / width, image.height / height
+    box = (left * across, top * down, (left + size) * across, (top + size) * down)  # the rest would be cut off
+    cut = image.resize((size, size), Image.Resampling.BILINEAR, box=box, reducing_gap=REDUCED)
+    return np.asarray(cut).transpose(2, 0, 1)
 
 
 def _split_folders(root: Path) -> tuple[Path, Path | None]:

@@ -37,21 +37,24 @@ class ImageView:
     crop: int = 0
     flat: bool = False
 
-    def show(self, image: NDArray[Any], sample_id: int | None = None) -> NDArray[np.float32]:
-        """(channels, height, width) in [0, 1], of any size, as float32 for the model; augmented by hash of sample_id
-        where one is given."""
+    def show(self, image: NDArray[Any], sample_id: int | None = None, brightest: float = 1) -> NDArray[np.float32]:
+        """(channels, height, width) in [0, brightest], of any size, as float32 for the model; augmented by hash of
+        sample_id where one is given."""
         channels = self.shape[0]
-        image = image.astype(np.float32)
         if image.shape[0] != channels:  # grey is repeated; colour becomes its mean, repeated
-            image = np.repeat(image.mean(0, keepdims=True), channels, axis=0)
+            image = np.repeat(image.mean(0, keepdims=True, dtype=np.float32), channels, axis=0)
         mean, std = (
             np.array(values if len(values) == channels else (sum(values) / len(values),) * channels, dtype=np.float32)
+            * np.float32(brightest)
             for values in self.moments
         )
-        image = (resize(image, self.shape[1:]) - mean[:, None, None]) / std[:, None, None]
+        image = resize(image, self.shape[1:])
+        shown = np.empty(self.shape, np.float32)  # in the order of memory that the model reads, whatever the image's
+        np.subtract(image, mean[:, None, None], out=shown)
+        shown /= std[:, None, None]
         if sample_id is not None:
-            image = self._augment(image, sample_id)
-        return np.ascontiguousarray(image.reshape(-1) if self.flat else image)
+            shown = self._augment(shown, sample_id)
+        return np.ascontiguousarray(shown.reshape(-1) if self.flat else shown)
 
     def _augment(self, image: NDArray[np.float32], sample_id: int) -> NDArray[np.float32]:
         bits = derive_key(self.seed, _AUGMENT, sample_id)
@@ -68,15 +71,17 @@ class ImageSet(ABC):
     """All images of a dataset with their labels. source: where they come from, for messages.
 
     num_train: the number of training images, which come first; None: split all by hash (`dataset.val_fraction`).
+    brightest: the value of full brightness.
     """
 
     source: str
     labels: NDArray[np.int64]
     num_train: int | None = None
+    brightest: int = 255
 
     @abstractmethod
-    def load(self, index: int, size: int) -> NDArray[np.float32]:
-        """An image (channels, height, width) in [0, 1], as it is or in the `size` that the model reads."""
+    def load(self, index: int, size: int) -> NDArray[np.uint8]:
+        """An image (channels, height, width), as it is or in the `size` that the model reads."""
 
     @abstractmethod
     def fingerprint(self, config: Config, splits: Sequence[ImageSplit]) -> str:
@@ -89,13 +94,12 @@ class ImageSet(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Pixels(ImageSet):
-    """Images in memory. pixels: uint8 (images, channels, height, width); brightest: the value of full brightness."""
+    """Images in memory. pixels: uint8 (images, channels, height, width)."""
 
     pixels: NDArray[np.uint8]
-    brightest: int = 255
 
-    def load(self, index: int, size: int) -> NDArray[np.float32]:
-        return np.asarray(self.pixels[index] / np.float32(self.brightest))
+    def load(self, index: int, size: int) -> NDArray[np.uint8]:
+        return np.asarray(self.pixels[index])
 
     def fingerprint(self, config: Config, splits: Sequence[ImageSplit]) -> str:
         content = digest_array(self.pixels) + digest_array(self.labels)
@@ -120,7 +124,8 @@ class ImageSplit(Split):
     def augmented(self, index: int, sample_id: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
         self.check(index)
         chosen = int(self.chosen[index])
-        return self.view.show(self.data.load(chosen, self.view.shape[1]), sample_id), self.data.labels[chosen]
+        image = self.data.load(chosen, self.view.shape[1])
+        return self.view.show(image, sample_id, self.data.brightest), self.data.labels[chosen]
 
 
 class ImageDataset(DatasetDefinition):
@@ -173,8 +178,10 @@ def view_for(config: Config, spec: ModelSpec, own: tuple[int, int | None], momen
     return ImageView((shape[0], shape[1], shape[2]), moments, config.seed, settings.flip, settings.crop, is_flat)
 
 
-def resize(image: NDArray[np.float32], size: Sequence[int]) -> NDArray[np.float32]:
-    """(channels, height, width) to that height and width, bilinear between pixel centres; smaller sizes average."""
+def resize(image: NDArray[Any], size: Sequence[int]) -> NDArray[Any]:
+    """(channels, height, width) to that height and width, bilinear between pixel centres; smaller sizes average.
+
+    Float32; an image of that size already is returned as it is."""
     if image.shape[1:] == tuple(size):
         return image
     rows, columns = _weights(image.shape[1], size[0]), _weights(image.shape[2], size[1])
@@ -193,6 +200,9 @@ def _weights(old: int, new: int) -> NDArray[np.float32]:
 def shifted(image: NDArray[np.float32], down: int, right: int) -> NDArray[np.float32]:
     """The image moved by so many pixels; zeros come in."""
     height, width = image.shape[1:]
-    wide = max(abs(down), abs(right))
-    padded = np.pad(image, ((0, 0), (wide, wide), (wide, wide)))
-    return padded[:, wide - down : wide - down + height, wide - right : wide - right + width]
+    down, right = (max(-size, min(size, by)) for size, by in ((height, down), (width, right)))
+    moved = np.zeros_like(image)
+    moved[:, max(0, down) : height + min(0, down), max(0, right) : width + min(0, right)] = image[
+        :, max(0, -down) : height - max(0, down), max(0, -right) : width - max(0, right)
+    ]
+    return moved

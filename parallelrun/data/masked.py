@@ -8,12 +8,11 @@ from typing import Any
 
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
-from parallelrun.definitions import Dataset, Split
+from parallelrun.definitions import IGNORED, BatchShare, Dataset, Packing, Split
 from parallelrun.model_spec import ModelSpec
 
 RATE = 0.15  # share of the tokens that the model must predict
 MASKED, RANDOM = 0.8, 0.1  # shares of those that become [MASK] and another token; the rest stay as they are
-IGNORED = -1
 
 
 @dataclass(frozen=True)
@@ -21,23 +20,43 @@ class MaskedSplit(Split):
     """The windows of `inner` with some tokens hidden: target = the hidden token, IGNORED elsewhere.
 
     Which tokens are hidden depends on (seed, sample, index in the window) alone and is the same in every epoch, as in
-    BERT's own data files. Every sample has at least one hidden token.
+    BERT's own data files. Every sample has at least one hidden token; padding behind packed documents is never
+    hidden. Random tokens are drawn among the `vocab` ids without that of [MASK].
     """
 
     inner: Split
     seed: int
     mask_token: int
+    vocab: int
+
+    @property
+    def shares(self) -> tuple[BatchShare, ...]:  # type: ignore[override]
+        return self.inner.shares
+
+    @property
+    def packs(self) -> bool:  # type: ignore[override]
+        return self.inner.packs
 
     def __len__(self) -> int:
         return len(self.inner)
+
+    def document_lengths(self, index: int) -> NDArray[np.int64]:
+        return self.inner.document_lengths(index)
+
+    def packing(self) -> Packing:
+        return self.inner.packing()
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         tokens, _ = self.inner.sample(index)
         key = np.uint64(derive_key(self.seed, 0x6D61736B, index))
         chance, kind, other = (_uniform(key, number, tokens.size) for number in range(3))
+        if self.packs:
+            chance[int(self.document_lengths(index).sum()) :] = 1.0  # padding is no token
         chosen = chance < RATE
         chosen[np.argmin(chance)] = True
-        replaced = np.where(kind < MASKED, self.mask_token, (other * self.mask_token).astype(np.int64))
+        others = (other * (self.vocab - 1)).astype(np.int64)
+        others += others >= self.mask_token
+        replaced = np.where(kind < MASKED, self.mask_token, others)
         replaced = np.where(kind < MASKED + RANDOM, replaced, tokens)
         return np.where(chosen, replaced, tokens), np.where(chosen, tokens, IGNORED)
 
@@ -45,8 +64,9 @@ class MaskedSplit(Split):
 def mask(dataset: Dataset, spec: ModelSpec, seed: int) -> Dataset:
     """`dataset` as masked-language-model samples for a model that has a mask token."""
     assert spec.mask_token is not None
-    fingerprint = hashlib.sha256(f"masked/1/{seed}/{spec.mask_token}/{dataset.fingerprint}".encode()).hexdigest()
-    train, val = (MaskedSplit(split, seed, spec.mask_token) for split in (dataset.train, dataset.val))
+    which = f"{spec.mask_token}" if spec.mask_token == spec.vocab - 1 else f"{spec.mask_token} of {spec.vocab}"
+    fingerprint = hashlib.sha256(f"masked/1/{seed}/{which}/{dataset.fingerprint}".encode()).hexdigest()
+    train, val = (MaskedSplit(split, seed, spec.mask_token, spec.vocab) for split in (dataset.train, dataset.val))
     return replace(dataset, train=train, val=val, fingerprint=fingerprint, has_ignored=True)
 
 

@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,18 @@ from parallelrun.config.schema import Config
 from parallelrun.data import files
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.tokens import Documents
-from parallelrun.definitions import Dataset, DatasetDefinition
+from parallelrun.definitions import Dataset, DatasetDefinition, TextTokens
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
+from parallelrun.records import sha256_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 ELEMENT_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 SMALL_VOCAB = 65500
+# Makes the content of PREFIX.json of the numbers of documents and of tokens and the sha256 of each file.
+Note = Callable[[int, int, Mapping[str, str]], bytes]
 # Files up to this size are scanned for their largest token id; for larger ones the user gives the vocab.
 SCAN_BYTES = 256 * 2**20
 
@@ -40,7 +44,7 @@ class MegatronTokens(DatasetDefinition):
     A token id outside the model's vocab raises EnvironmentProblem when its sample is read.
     """
 
-    reads_path = True
+    reads_path = packs = True
 
     def vocab_size(self, config: Config) -> int:
         """`dataset.vocab`, else the vocab in PREFIX.json, else the files' largest token id + 1.
@@ -50,12 +54,9 @@ class MegatronTokens(DatasetDefinition):
         if config.dataset.vocab is not None:
             return config.dataset.vocab
         prefix = _prefix(config)
-        try:
-            noted = json.loads(beside(prefix, ".json").read_text())["vocab"]
-            if isinstance(noted, int) and noted > 0:
-                return noted
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # no note, or not one of ours: scan the tokens
+        noted = _noted(prefix, "vocab")
+        if isinstance(noted, int) and noted > 0:
+            return noted
         indexed = open_indexed(prefix)
         size = indexed.tokens.nbytes
         if size > SCAN_BYTES:
@@ -64,16 +65,36 @@ class MegatronTokens(DatasetDefinition):
             raise EnvironmentProblem(Problem(what, "dataset.vocab", fix))
         return int(indexed.tokens.max()) + 1 if indexed.tokens.size else 1
 
+    def tokenizer(self, config: Config) -> TextTokens | None:
+        """Of the note that `parallelrun tokenize` wrote."""
+        if not config.dataset.path:
+            return None
+        sha256, path = (_noted(_prefix(config), f"tokenizer_{name}") for name in ("sha256", "path"))
+        return TextTokens(str(sha256), Path(str(path)) if path else None) if sha256 else None
+
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         prefix = _prefix(config)
-        indexed = open_indexed(prefix)
-        starts, lengths = indexed.starts, indexed.lengths
-        keys = np.arange(starts.size, dtype=np.uint64)
-        source_of = np.zeros(starts.size, dtype=np.int64)
-        documents = Documents([indexed.tokens], (str(beside(prefix, ".bin")),), source_of, starts, lengths, keys)
-        digest = hashlib.sha256(beside(prefix, ".idx").read_bytes() + files.digest_array(indexed.tokens)).hexdigest()
-        source = f"{prefix} ({starts.size} documents, {int(lengths.sum())} tokens)"
-        return documents.open(spec.vocab, digest, config, spec, source)
+        return open_tokens(prefix, str(prefix), config, spec)
+
+
+def open_tokens(prefix: Path, name: str, config: Config, spec: ModelSpec) -> Dataset:
+    """The dataset of a pair of files. name: for messages. Raises EnvironmentProblem."""
+    indexed = open_indexed(prefix)
+    starts, lengths = indexed.starts, indexed.lengths
+    keys = np.arange(starts.size, dtype=np.uint64)
+    source_of = np.zeros(starts.size, dtype=np.int64)
+    documents = Documents([indexed.tokens], (str(beside(prefix, ".bin")),), source_of, starts, lengths, keys)
+    digest = hashlib.sha256(beside(prefix, ".idx").read_bytes() + files.digest_array(indexed.tokens)).hexdigest()
+    source = f"{name} ({starts.size} documents, {int(lengths.sum())} tokens)"
+    return documents.open(spec.vocab, digest, config, spec, source)
+
+
+def _noted(prefix: Path, key: str) -> Any:
+    """A field of PREFIX.json; None if there is no note, or none of ours."""
+    try:
+        return json.loads(beside(prefix, ".json").read_text())[key]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _prefix(config: Config) -> Path:
@@ -135,38 +156,54 @@ def open_indexed(prefix: Path) -> IndexedTokens:
     return IndexedTokens(tokens, bounds[:-1], np.diff(bounds))
 
 
-def write_indexed(prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kind: np.dtype[Any]) -> tuple[int, int]:
+def write_indexed(
+    prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kind: np.dtype[Any], note: Note | None = None
+) -> tuple[int, int]:
     """Write documents, each a run of sequences of token ids; returns (documents, tokens) written.
 
-    Both files are written under temporary names and renamed, the index last: an interrupted run leaves no complete
-    pair. Raises ValueError for a token id that `kind` cannot hold, OSError.
+    The files are written under temporary names and renamed, the index last: an interrupted run leaves no complete
+    pair, nor a new file beside an old one. note: makes the content of PREFIX.json of the numbers of documents and
+    tokens, and the sha256 of each file. Raises ValueError for a token id that `kind` cannot hold, OSError.
     """
     code = next(code for code, text in ELEMENT_TYPES.items() if np.dtype(text) == kind)
     bounds = np.iinfo(kind)
-    lengths: list[int] = []
-    boundaries = [0]
-    bin_part, idx_part = beside(prefix, ".bin.part"), beside(prefix, ".idx.part")
+    lengths, boundaries = array("q"), array("q", [0])  # 8 bytes a document
+    suffixes = (".bin", ".json", ".idx")
+    bin_part, note_part, idx_part = parts = [beside(prefix, f"{suffix}.part") for suffix in suffixes]
+    digest = hashlib.sha256()
     try:
         with bin_part.open("wb") as stream:
             for document in documents:
                 for sequence in document:
                     if sequence.size and (sequence.min() < bounds.min or sequence.max() > bounds.max):
                         raise ValueError(f"token id {sequence.max()} does not fit {kind.name}")
-                    stream.write(sequence.astype(kind).tobytes())
+                    content = sequence.astype(kind).tobytes()
+                    stream.write(content)
+                    digest.update(content)
                     lengths.append(sequence.size)
                 boundaries.append(len(lengths))
         sizes = np.array(lengths, dtype="<i4")
         offsets = (np.cumsum(sizes, dtype="<i8") - sizes) * kind.itemsize
         with idx_part.open("wb") as stream:
             stream.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(boundaries)))
-            for array in (sizes, offsets.astype("<i8"), np.array(boundaries, dtype="<i8")):
-                stream.write(array.tobytes())
-        os.replace(bin_part, beside(prefix, ".bin"))
-        os.replace(idx_part, beside(prefix, ".idx"))
+            for numbers in (sizes, offsets.astype("<i8"), np.array(boundaries, dtype="<i8")):
+                stream.write(numbers.tobytes())
+        counts = len(boundaries) - 1, int(sizes.sum(dtype=np.int64))
+        if note is not None:
+            digests = {
+                beside(prefix, ".bin").name: digest.hexdigest(),
+                beside(prefix, ".idx").name: sha256_of(idx_part),
+            }
+            note_part.write_bytes(note(*counts, digests))
+        for suffix in (".idx", ".json"):  # of an older pair, which the new tokens do not belong to
+            beside(prefix, suffix).unlink(missing_ok=True)
+        for suffix, part in zip(suffixes, parts):
+            if part.exists():
+                os.replace(part, beside(prefix, suffix))
     finally:
-        for path in (bin_part, idx_part):
-            path.unlink(missing_ok=True)
-    return len(boundaries) - 1, int(sizes.sum())
+        for part in parts:
+            part.unlink(missing_ok=True)
+    return counts
 
 
 def _problem(what: str) -> EnvironmentProblem:

@@ -8,12 +8,16 @@ on numpy's version.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from parallelrun.data.arrays import NDArray, np
+from parallelrun.data.shares import counts_after
+from parallelrun.definitions import BatchShare
 
 _ROUNDS = 8
+_PLACES, _PART = 0x6D6978, 0x70617274  # keys of the places in a batch, and of the order of a part
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -92,11 +96,62 @@ class Sampler:
             )
         first = (step - 1) * self.global_batch
         ids = np.arange(first + start, first + stop, dtype=np.int64)
-        epochs, indices = np.divmod(ids, self.num_samples)
-        if not self.shuffle:
-            return indices, ids
-        out = np.empty_like(indices)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if ids.size else ():
-            chosen = epochs == epoch
-            out[chosen] = permute(indices[chosen], self.num_samples, derive_key(self.seed, epoch))
-        return out, ids
+        return self._chosen(ids, step), ids
+
+    def counts(self, step: int) -> tuple[int, ...]:
+        """The samples of each part of a mixture in the first `step` global batches."""
+        return ()
+
+    def _chosen(self, ids: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+        return _in_epochs(ids, self.num_samples, self.seed, self.shuffle)
+
+
+@dataclass(frozen=True)
+class MixedSampler(Sampler):
+    """The samples of a mixture: each global batch has the exact share of each part (`shares.counts_after`).
+
+    Each part is in an order of its own, shuffled again in each of its epochs. With shuffle, the places in a batch are
+    drawn, so that every rank and microbatch has samples of every part.
+    """
+
+    parts: tuple[BatchShare, ...] = ()
+
+    def counts(self, step: int) -> tuple[int, ...]:
+        return counts_after(tuple(part.weight for part in self.parts), self.global_batch, step)
+
+    def _chosen(self, ids: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+        before, after = (np.array(self.counts(number), dtype=np.int64) for number in (step - 1, step))
+        places = ids - (step - 1) * self.global_batch
+        if self.shuffle:
+            places = permute(places, self.global_batch, derive_key(self.seed, _PLACES, step))
+        ends = np.cumsum(after - before)
+        part_of = ends.searchsorted(places, side="right")
+        out, offset = np.empty_like(places), 0
+        for number, part in enumerate(self.parts):
+            chosen = part_of == number
+            ordinals = places[chosen] - ends[number] + after[number]  # among all samples of the part in the run
+            key = derive_key(self.seed, _PART, number)
+            out[chosen] = offset + _in_epochs(ordinals, part.num_samples, key, self.shuffle)
+            offset += part.num_samples
+        return out
+
+
+def make_sampler(
+    num_samples: int, global_batch: int, seed: int, shares: Sequence[BatchShare], shuffle: bool = True
+) -> Sampler:
+    """The sampler of a split: of a mixture if it has `shares`."""
+    if shares:
+        return MixedSampler(num_samples, global_batch, seed, shuffle, tuple(shares))
+    return Sampler(num_samples, global_batch, seed, shuffle)
+
+
+def _in_epochs(ordinals: NDArray[np.int64], num_samples: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
+    """Indices of samples by their number in a run that repeats `num_samples` of them, shuffled again in each epoch."""
+    epochs, indices = np.divmod(ordinals, num_samples)
+    if not shuffle:
+        return indices
+    out = np.empty_like(indices)
+    for epoch in set(epochs.tolist()):  # the first call of numpy's `unique` imports numpy.ma, in every rank
+        chosen = epochs == epoch
+        out[chosen] = permute(indices[chosen], num_samples, derive_key(seed, epoch))
+    return out

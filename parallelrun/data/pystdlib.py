@@ -9,7 +9,8 @@ from pathlib import Path
 
 from parallelrun.config.schema import Config
 from parallelrun.data import files
-from parallelrun.definitions import Dataset, DatasetDefinition
+from parallelrun.data.tokenizer import NUM_BYTES
+from parallelrun.definitions import BYTES, Dataset, DatasetDefinition, TextTokens
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
 
@@ -23,10 +24,13 @@ class StandardLibrary(DatasetDefinition):
     Files are never cut, and belong to train or val by the hash of their name.
     """
 
-    reads_bytes = True
+    packs = True
 
     def vocab_size(self, config: Config) -> int:
-        return files.NUM_BYTES
+        return NUM_BYTES
+
+    def tokenizer(self, config: Config) -> TextTokens:
+        return TextTokens(BYTES)
 
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         folder = Path(sysconfig.get_path("stdlib"))

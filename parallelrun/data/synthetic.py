@@ -15,14 +15,15 @@ from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.images import resize
 from parallelrun.data.order import derive_key
 from parallelrun.data.tokens import require_samples
-from parallelrun.definitions import Dataset, DatasetDefinition, Split
+from parallelrun.definitions import IGNORED, Dataset, DatasetDefinition, Packing, Split
 from parallelrun.model_spec import ModelSpec
 
 DEFAULT_VOCAB = 256
 # Each token has four likely successors; one token in twenty is drawn from all of the vocab instead.
 SUCCESSORS = (0.6, 0.2, 0.1, 0.1)
 NOISE = 0.05
-_TRAIN, _VAL, _TABLE = 1, 2, 3  # streams of random numbers
+_TRAIN, _VAL, _TABLE, _LENGTHS = 1, 2, 3, 4  # streams of random numbers
+NUM_MEASURED = 256  # samples whose documents are looked at
 # An image is the coarse pattern of its class plus noise. The noise is cut from one sheet: drawing it for each image
 # would be the slowest part of a step.
 COARSE = 4
@@ -36,7 +37,7 @@ class Synthetic(DatasetDefinition):
     of a noisy linear teacher, image models a coarse pattern per class under noise.
     """
 
-    vocab_follows_model = True
+    vocab_follows_model = packs = True
 
     def vocab_size(self, config: Config) -> int:
         return config.dataset.vocab or config.model.vocab or DEFAULT_VOCAB
@@ -45,16 +46,18 @@ class Synthetic(DatasetDefinition):
         return 3, None
 
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
-        kinds: dict[str, Callable[..., Split]] = {"tokens": MarkovChain, "features": Teacher, "images": Pictures}
+        chain = PackedChains if config.dataset.pack else MarkovChain
+        kinds: dict[str, Callable[..., Split]] = {"tokens": chain, "features": Teacher, "images": Pictures}
         kind, shape, num_train = kinds[spec.kind], tuple(spec.sample_shape), config.dataset.samples
         vocab = min(self.vocab_size(config), spec.vocab - (spec.mask_token is not None))
         num_val = max(1, round(num_train * config.dataset.val_fraction))
         identity = ["synthetic", 1, spec.kind, config.seed, num_train, num_val, list(shape), vocab]
+        identity += ["packed"] if config.dataset.pack else []
         fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         train, val = (
             kind(config.seed, stream, size, shape, vocab) for stream, size in ((_TRAIN, num_train), (_VAL, num_val))
         )
-        dataset = Dataset("synthetic", vocab, fingerprint, train, val)
+        dataset = Dataset("synthetic", vocab, fingerprint, train, val, has_ignored=train.packs)
         return require_samples(dataset, config, spec, f"dataset.samples={num_train}")
 
 
@@ -87,8 +90,11 @@ class MarkovChain(_GeneratedSplit):
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         self.check(index)
-        generator = self.generator(self.stream, index)
-        length = self.shape[0] + 1
+        tokens = self.tokens(self.generator(self.stream, index), self.shape[0] + 1)
+        return tokens[:-1], tokens[1:]
+
+    def tokens(self, generator: np.random.Generator, length: int) -> NDArray[np.int64]:
+        """A chain of `length` tokens."""
         choices = np.searchsorted(np.cumsum(SUCCESSORS)[:-1], generator.random(length), side="right").tolist()
         strays = generator.integers(self.vocab, size=length)
         is_stray = generator.random(length) < NOISE
@@ -97,8 +103,38 @@ class MarkovChain(_GeneratedSplit):
         for at, stray in enumerate(is_stray[1:].tolist(), start=1):
             if not stray:
                 tokens[at] = successors[tokens[at - 1]][choices[at]]
-        array = np.array(tokens, dtype=np.int64)
-        return array[:-1], array[1:]
+        return np.array(tokens, dtype=np.int64)
+
+
+class PackedChains(MarkovChain):
+    """Several chains in a sample, of lengths that are even on a logarithmic scale. Of a rest of at most a sixteenth of
+    the sample padding is made."""
+
+    packs = True
+
+    def document_lengths(self, index: int) -> NDArray[np.int64]:
+        self.check(index)
+        generator, left = self.generator(_LENGTHS, 2 * index + self.stream % 2), self.shape[0]
+        lengths: list[int] = []
+        while left > max(1, self.shape[0] // 16) or not lengths:
+            drawn = int(np.exp(generator.uniform(0.0, np.log(self.shape[0] + 1))))
+            lengths.append(min(left, drawn))
+            left -= lengths[-1]
+        return np.array(lengths, dtype=np.int64)
+
+    def packing(self) -> Packing:
+        found = [self.document_lengths(index) for index in range(min(len(self), NUM_MEASURED))]
+        sizes = np.concatenate(found).astype(np.float64)
+        number = len(found)
+        return Packing(sizes.size / number, float(sizes.sum()) / number, float(sizes @ sizes) / number, 0)
+
+    def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        generator, seq, lengths = self.generator(self.stream, index), self.shape[0], self.document_lengths(index)
+        inputs, targets = np.zeros(seq, np.int64), np.full(seq, IGNORED, np.int64)
+        for stop, length in zip(np.cumsum(lengths).tolist(), lengths.tolist()):
+            tokens = self.tokens(generator, length + 1)
+            inputs[stop - length : stop], targets[stop - length : stop] = tokens[:-1], tokens[1:]
+        return inputs, targets
 
 
 class Teacher(_GeneratedSplit):

@@ -1,49 +1,88 @@
-"""`dataset=text path=FILE_OR_FOLDER`: any files as byte-level tokens."""
+"""`dataset=text path=FILE_OR_FOLDER [tokenizer=tokenizer.json]`: text, jsonl, parquet and arrow files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from parallelrun.config.schema import Config
 from parallelrun.data import files
-from parallelrun.definitions import Dataset, DatasetDefinition
+from parallelrun.data.document_files import DocumentFile, find_documents
+from parallelrun.data.megatron import beside, open_tokens
+from parallelrun.data.token_cache import cached_tokens, token_files
+from parallelrun.data.tokenizer import NUM_BYTES, TokenizerFile, find_tokenizer
+from parallelrun.definitions import BYTES, Dataset, DatasetDefinition, TextTokens
+from parallelrun.errors import EnvironmentProblem
 from parallelrun.model_spec import ModelSpec
 
 
 class TextFiles(DatasetDefinition):
     """The bytes of a file, or of every file under a folder (hidden ones left out) in order of their names.
 
-    `dataset.max_bytes` limits the total.
+    With a tokenizer, or where the documents are rows of a table (jsonl, parquet, arrow), their tokens are written to
+    `dataset.cache` first. `dataset.max_bytes` limits the total.
     """
 
-    reads_path = reads_bytes = True
+    reads_path = reads_tokenizer = packs = True
 
     def vocab_size(self, config: Config) -> int:
-        return files.NUM_BYTES
+        file = _tokenizer(config)
+        return file.vocab if file else NUM_BYTES + config.dataset.append_eod
+
+    def tokenizer(self, config: Config) -> TextTokens:
+        file = _tokenizer(config)
+        return file.identity if file else TextTokens(BYTES)
+
+    def is_ready(self, config: Config) -> bool:
+        try:
+            root = files.resolve_path(config, "a file or a folder of text")
+            found, _ = find_documents(root, config.dataset.column, config.dataset.split)
+            prefix = token_files(found, self.tokenizer(config).sha256, config)
+        except (OSError, EnvironmentProblem):
+            return True  # `open` says what is wrong
+        return not _is_tokenized(config, found) or beside(prefix, ".idx").exists()
 
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         root = files.resolve_path(config, "a file or a folder of text")
-        found = _read(root, config.dataset.max_bytes)
-        size = sum(file.content.size for file in found)
+        try:
+            found, _ = find_documents(root, config.dataset.column, config.dataset.split)
+            size = sum(file.size for file in found)
+        except OSError as error:
+            raise files.path_problem(f"cannot read {error.filename or root}: {error.strerror}") from error
         source = f"{root} ({len(found)} files, {size} bytes)"
         if not size:
             raise files.path_problem(f"{source} holds no text")
-        return files.open_files(found, files.fingerprint(found), config, spec, source)
+        if _is_tokenized(config, found):
+            prefix = cached_tokens(found, self.tokenizer(config).sha256, config)
+            return open_tokens(prefix, source, config, spec)
+        read = _read(found, root, config.dataset.max_bytes)
+        return files.open_files(read, files.fingerprint(read), config, spec, source)
 
 
-def _read(root: Path, max_bytes: int | None) -> list[files.ByteFile]:
-    found: list[files.ByteFile] = []
+def _tokenizer(config: Config) -> TokenizerFile | None:
+    """The tokenizer.json that the configuration names; None for bytes. Raises ConfigError."""
+    source = config.dataset.tokenizer
+    return None if source in (None, BYTES) else find_tokenizer(source, "dataset.tokenizer")
+
+
+def _is_tokenized(config: Config, found: Sequence[DocumentFile]) -> bool:
+    """Whether tokens are written; otherwise the files' own bytes are the tokens."""
+    return bool(_tokenizer(config)) or config.dataset.append_eod or any(file.is_table for file in found)
+
+
+def _read(found: list[DocumentFile], root: Path, max_bytes: int | None) -> list[files.ByteFile]:
+    read: list[files.ByteFile] = []
     left = max_bytes
     try:
-        for path in files.list_files(root):
+        for path in (file.path for file in found):
             if left is not None and left <= 0:
                 break
             name = path.relative_to(root).as_posix() if path != root else path.name
-            found.append(files.read_file(path, name, left))
-            left = None if left is None else left - found[-1].content.size
+            read.append(files.read_file(path, name, left))
+            left = None if left is None else left - read[-1].content.size
     except OSError as error:
         raise files.path_problem(f"cannot read {error.filename or root}: {error.strerror}") from error
-    return found
+    return read
 
 
 DATASET = TextFiles()

@@ -1,7 +1,9 @@
-"""Token datasets: windows over streams of tokens; and the split into train and val, which every dataset shares."""
+"""Token datasets: windows over streams of tokens, or packed documents; and the split into train and val, which every
+dataset shares."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +12,8 @@ from typing import Any
 from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
-from parallelrun.definitions import Dataset, Split
+from parallelrun.data.packing import Packs, pack
+from parallelrun.definitions import IGNORED, Dataset, Packing, Split
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
 
@@ -58,6 +61,27 @@ class Documents:
             start += count
         return np.concatenate(parts, dtype=np.int64)
 
+    def read_below(self, vocab: int, start: int, stop: int, sample: int) -> NDArray[np.int64]:
+        """`read`, for a sample. Raises EnvironmentProblem for a token id that is not in [0, vocab), which names the
+        sample, the file and the byte offset."""
+        tokens = self.read(start, stop)
+        if self._may_exceed(vocab) and (tokens.max() >= vocab or tokens.min() < 0):
+            first = int(np.flatnonzero((tokens >= vocab) | (tokens < 0))[0])
+            source, offset, _ = self.locate(start + first)
+            where = f"sample {sample} (byte {offset * self.sources[source].itemsize} of {self.names[source]})"
+            what = f"token id {tokens[first]} of {where} is not below the model's vocab {vocab}"
+            fix = f"model.vocab={int(tokens.max()) + 1} or more, or leave it out to use the dataset's"
+            raise EnvironmentProblem(Problem(what, "model.vocab", fix))
+        return tokens
+
+    def _may_exceed(self, vocab: int) -> bool:
+        """False when the element type alone keeps every token inside the vocab (bytes, vocab 256)."""
+        return any(bound.min < 0 or bound.max >= vocab for bound in self._bounds)
+
+    @cached_property
+    def _bounds(self) -> list[np.iinfo[Any]]:
+        return [np.iinfo(source.dtype) for source in self.sources]
+
     def choose(self, chosen: NDArray[np.bool_]) -> Documents:
         """The chosen documents."""
         rows = self.source_of[chosen], self.starts[chosen], self.lengths[chosen]
@@ -85,8 +109,17 @@ class Documents:
             raise ConfigError(Problem(what, "dataset", "dataset=synthetic"))
         documents = self.cut(spec.seq) if 0 < self.keys.size < FEW_DOCUMENTS else self
         is_val = held_out(documents.keys, config.dataset.val_fraction)
-        train, val = (TokenWindows(documents.choose(one), spec.seq, spec.vocab) for one in (~is_val, is_val))
-        return require_samples(Dataset(config.dataset.name, vocab, fingerprint, train, val), config, spec, source)
+        train, val = (documents.choose(one) for one in (~is_val, is_val))
+        name, seq = config.dataset.name, spec.seq
+        if config.dataset.pack:
+            shift, seed = 1 if spec.mask_token is None else 0, config.seed
+            fingerprint = hashlib.sha256(f"packed/1/{seed}/{fingerprint}".encode()).hexdigest()
+            packs, val_packs = (PackedDocuments(one, seq, spec.vocab, shift, seed) for one in (train, val))
+            dataset = Dataset(name, vocab, fingerprint, packs, val_packs, has_ignored=True)
+        else:
+            windows, val_windows = (TokenWindows(one, seq, spec.vocab) for one in (train, val))
+            dataset = Dataset(name, vocab, fingerprint, windows, val_windows)
+        return require_samples(dataset, config, spec, source)
 
 
 @dataclass(frozen=True)
@@ -101,12 +134,6 @@ class TokenWindows(Split):
     vocab: int
 
     @cached_property
-    def _may_exceed(self) -> bool:
-        """False when the element type alone keeps every token inside the vocab (bytes, vocab 256)."""
-        bounds = [np.iinfo(source.dtype) for source in self.documents.sources]
-        return any(bound.min < 0 or bound.max >= self.vocab for bound in bounds)
-
-    @cached_property
     def _length(self) -> int:
         return max(0, (self.documents.num_tokens - 1) // self.seq)
 
@@ -115,19 +142,49 @@ class TokenWindows(Split):
 
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         self.check(index)
-        tokens = self.documents.read(index * self.seq, (index + 1) * self.seq + 1)
-        if self._may_exceed and (tokens.max() >= self.vocab or tokens.min() < 0):
-            self._refuse(index, tokens)
+        first = index * self.seq
+        tokens = self.documents.read_below(self.vocab, first, first + self.seq + 1, index)
         return tokens[:-1], tokens[1:]
 
-    def _refuse(self, index: int, tokens: NDArray[np.int64]) -> None:
-        first = int(np.flatnonzero((tokens >= self.vocab) | (tokens < 0))[0])
-        source, offset, _ = self.documents.locate(index * self.seq + first)
-        byte = offset * self.documents.sources[source].itemsize
-        where = f"sample {index} (byte {byte} of {self.documents.names[source]})"
-        what = f"token id {tokens[first]} of {where} is not below the model's vocab {self.vocab}"
-        fix = f"model.vocab={int(tokens.max()) + 1} or more, or leave it out to use the dataset's"
-        raise EnvironmentProblem(Problem(what, "model.vocab", fix))
+
+@dataclass(frozen=True)
+class PackedDocuments(Split):
+    """Whole documents, one after the other, and padding (token 0, target `IGNORED`) at the end of each sample.
+
+    shift: 1 where the target of each token is the next one of its document, whose last token is then no input; 0 where
+    targets are made of the inputs, and every token is one. seed: of `packing.pack`.
+    """
+
+    documents: Documents
+    seq: int
+    vocab: int
+    shift: int
+    seed: int
+    packs = True
+
+    @cached_property
+    def _packs(self) -> Packs:
+        return pack(self.documents.lengths, self.seq, self.shift, self.seed)
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def document_lengths(self, index: int) -> NDArray[np.int64]:
+        self.check(index)
+        return self._packs.lengths[self._packs.pieces(index)].astype(np.int64)
+
+    def packing(self) -> Packing:
+        return self._packs.packing()
+
+    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self.check(index)
+        inputs, targets = np.zeros(self.seq, np.int64), np.full(self.seq, IGNORED, np.int64)
+        pieces, stop = self._packs.pieces(index), 0
+        for start, length in zip(self._packs.starts[pieces].tolist(), self._packs.lengths[pieces].tolist()):
+            tokens = self.documents.read_below(self.vocab, start, start + length + self.shift, index)
+            begin, stop = stop, stop + length
+            inputs[begin:stop], targets[begin:stop] = tokens[:length], tokens[self.shift :]
+        return inputs, targets
 
 
 def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:

@@ -63,14 +63,15 @@ def _hugging_face(source: StoredModel, out: Path, dtype: torch.dtype | None, sha
     stored = list(_stored(source, pieces, constants))
     kind = _write_shards(out, stored, dtype, shard_bytes)
     _write_json(out / THEIR_CONFIG, their_config(source, family, kind))
-    _write_json(out / "generation_config.json", {"eos_token_id": None, "pad_token_id": None})
     tokenizer.write(source, out)
+    if not (out / tokenizer.GENERATION).exists():
+        _write_json(out / tokenizer.GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
 
 
 def their_config(source: StoredModel, family: Family, dtype: str) -> dict[str, Any]:
-    """config.json for transformers. The byte tokens of our runs have no special ids."""
+    """config.json for transformers."""
     names = {"architectures": [family.architecture], "model_type": family.model_type}
-    special: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    special = tokenizer.special_ids(source)
     return {**names, **family.fields(source.config, source.spec), **special, "dtype": dtype, "torch_dtype": dtype}
 
 

@@ -22,7 +22,7 @@ from parallelrun.models.hugging_face import Piece
 from parallelrun.plan.resolve import spec_of
 
 FUNCTION_KEYS = ("norm", "norm_eps", "activation", "position", "rope_theta", "rope_scaling", "rope_factor", "bias",
-                 "tied_embeddings")  # fmt: skip
+                 "tied_embeddings", "rope_mscale", "rope_mscale_all_dim")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,20 @@ class StoredModel:
     weights: Weights
 
 
-def open_source(path: str | os.PathLike[str], where: str) -> StoredModel:
+def open_source(path: str | os.PathLike[str], where: str, trust: bool = False) -> StoredModel:
     """Open a run, checkpoint, export or Hugging Face directory, and compare its tensors with its own configuration.
 
-    where: the key or argument of the user's request, for messages. Raises CheckpointError, ConfigError.
+    where: the key or argument of the user's request, for messages. trust: the configuration may name code, which is run
+    to build the model. Raises CheckpointError, ConfigError.
     """
     folder = Path(os.path.abspath(Path(path).expanduser()))
     if (folder / from_hf.CONFIG_FILE).is_file():
         return _checked(_of_hugging_face(folder), where)
     if _has_files(folder):
-        config = _saved(folder, folder, where)
+        config = _saved(folder, folder, where, trust)
         spec = _spec(config, folder)
         return _checked(StoredModel(folder, config, spec, _plain(folder, spec)), where)
-    return _checked(_of_checkpoint(folder, where), where)
+    return _checked(_of_checkpoint(folder, where, trust), where)
 
 
 def initial_weights(config: Config, spec: ModelSpec) -> Weights | None:
@@ -98,13 +99,13 @@ def _of_hugging_face(folder: Path) -> StoredModel:
     return StoredModel(folder, config, spec, FileWeights(folder, spec, pieces, constants, family))
 
 
-def _of_checkpoint(folder: Path, where: str) -> StoredModel:
+def _of_checkpoint(folder: Path, where: str, trust: bool) -> StoredModel:
     weights = _checkpoint(folder, where)
     run = next((one for one in (weights.path, *weights.path.parents[:2]) if (one / CONFIG_FILE).is_file()), None)
     if run is None:
         what = f"{weights.path} is in no run directory: there is no {CONFIG_FILE} that describes its model"
         raise CheckpointError(Problem(what, where))
-    config = _saved(run, weights.path, where)
+    config = _saved(run, weights.path, where, trust)
     vocab = _recorded_vocab(run)
     if vocab is not None:
         config = replace(config, model=replace(config.model, vocab=vocab))
@@ -133,11 +134,11 @@ def _plain(folder: Path, spec: ModelSpec) -> FileWeights:
     return FileWeights(folder, spec, [Piece(name, name) for name in spec.parameters])
 
 
-def _saved(folder: Path, path: Path, where: str) -> Config:
+def _saved(folder: Path, path: Path, where: str, trust: bool) -> Config:
     config = saved_config(folder)
     if config is None:
         raise CheckpointError(Problem(f"{path} has neither {from_hf.CONFIG_FILE} nor {CONFIG_FILE}", where))
-    if config.model.source is not None:
+    if config.model.source is not None and not trust:
         what = f"{path} holds a model of the user's own code ({config.model.source}), which is not loaded from here"
         raise ConfigError(Problem(what, where))
     return config

@@ -23,6 +23,7 @@ from parallelrun.models.hugging_face import Family, FixedTensor, Piece
 Ranges = Sequence[tuple[int, int]]  # [start, stop) of every dim
 SINGLE_FILE, SHARD_INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 5
+_NUMBERS = ("F64", "F32", "F16", "BF16")
 _MAX_INDEX_BYTES = 2**28
 
 
@@ -74,14 +75,14 @@ class CheckpointWeights(Weights):
 
     def __init__(self, path: Path, index: Index):
         super().__init__(path)
-        self._index = index
+        self.index = index
         self._tensors = index.weights()
         for name in index.files:
             check_header(index, path, name)
 
     def verify(self) -> None:
-        for name in self._index.files:
-            verify_file(self._index, self.path, name)
+        for name in self.index.files:
+            verify_file(self.index, self.path, name)
 
     def read(self, name: str, ranges: Ranges) -> Tensor:
         stored = self._tensors[name]
@@ -126,11 +127,16 @@ class FileWeights(Weights):
     @cached_property
     def _headers(self) -> dict[str, tuple[int, ...]]:
         """The shape of every stored tensor, by its key. Raises CheckpointError."""
-        found: dict[str, tuple[int, ...]] = {}
+        return {key: tuple(entry["shape"]) for key, entry in self._entries.items()}
+
+    @cached_property
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """Shape and dtype of every stored tensor, by its key. Raises CheckpointError."""
+        found: dict[str, dict[str, Any]] = {}
         for file in sorted(set(self._file_of.values())):
             for key, entry in _header(file).items():
                 if self._file_of.get(key) == file:
-                    found[key] = tuple(entry["shape"])
+                    found[key] = entry
         if lost := sorted(self._file_of.keys() - found.keys()):
             raise damaged(self.path, f"{lost[0]} is not in {self._file_of[lost[0]].name}")
         return found
@@ -140,6 +146,18 @@ class FileWeights(Weights):
         return next((one for one in spellings if one in self._file_of), key)
 
     def read(self, name: str, ranges: Ranges) -> Tensor:
+        part = self._read_pieces(name, ranges)
+        for key in self._added_to(name):
+            row = self._slice(self._file_of[key], key, [(0, 1), *ranges[1:]])
+            part = part.to(torch.promote_types(part.dtype, torch.float32)) + row
+        return part
+
+    def _added_to(self, name: str) -> list[str]:
+        """The keys of stored tensors whose row 0 is added to a parameter."""
+        spelled = (self._spelled(key) for key, constant in self._constants.items() if constant.added_to == name)
+        return [key for key in spelled if key in self._file_of]
+
+    def _read_pieces(self, name: str, ranges: Ranges) -> Tensor:
         pieces = self._pieces[name]
         if pieces[0].index is None:
             return self._read_piece(pieces[0], ranges)
@@ -162,23 +180,35 @@ class FileWeights(Weights):
         for piece in (piece for pieces in self._pieces.values() for piece in pieces):
             ours[piece.key] = f"{ours[piece.key]}, {piece.parameter}" if piece.key in ours else piece.parameter
         spelled = {self._spelled(key): key for key in wanted}
+        if quantised := [key for key in spelled if key in self._entries and not _holds_numbers(self._entries[key])]:
+            others = f" (and {len(quantised) - 1} more)" if len(quantised) > 1 else ""
+            kind = self._entries[quantised[0]].get("dtype")
+            return [f"{quantised[0]}{others} is stored as {kind}: quantised weights are not read; convert them to bf16"]
         stored = {
             spelled.get(key, key): shape
             for key, shape in self._headers.items()
             if key in spelled or self._family is None or not self._family.is_skipped(key)
         }
         needed = {key: shape for key, shape in wanted.items() if key in stored or key not in self._constants}
+        for key, constant in self._constants.items():
+            if constant.added_to and key in stored:
+                needed[key] = (max(1, stored[key][0]), *constant.shape[1:])
         return _differences(stored, needed, ours) or self._wrong_constants()
 
     def _wrong_constants(self) -> list[str]:
         found = []
         for key, constant in self._constants.items():
             name = self._spelled(key)
-            if name in self._file_of:
+            if name in self._file_of and not constant.added_to:
                 stored = self._slice(self._file_of[name], name, [(0, size) for size in self._headers[name]])
                 if not bool((stored == constant.value).all()):
                     found.append(f"{name} is not {constant.value:g} everywhere, and our model has no such tensor")
         return found
+
+
+def _holds_numbers(entry: dict[str, Any]) -> bool:
+    """Whether a tensor means something without scales beside it, unlike integers and fp8."""
+    return entry.get("dtype") in _NUMBERS
 
 
 def stored_shapes(

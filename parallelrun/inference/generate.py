@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from parallelrun import definitions
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.exchange.source import StoredModel
 from parallelrun.inference.model import loaded, without_groups
+from parallelrun.mesh import Mesh
 from parallelrun.models.layers import PositionEmbedding
 from parallelrun.models.network import Network
-from parallelrun.models.transformer.modules import KeyValueCache, SelfAttention
+from parallelrun.models.transformer.modules import Attention, KeyValueCache
+from parallelrun.plan.structure import Plan
 
 
 @dataclass(frozen=True)
@@ -31,29 +34,28 @@ class Generator:
 
     The context holds the last `seq` tokens at most. When it is full, its older half is dropped. Experts with a capacity
     depend on all tokens of the context, so there it is computed anew for every token.
+
+    ranks: the plan and mesh of tensor-parallel ranks, which all call `tokens` alike and get the same tokens; each has
+    the keys and values of its own heads.
     """
 
-    def __init__(self, source: StoredModel):
+    def __init__(self, source: StoredModel, ranks: tuple[Plan, Mesh] | None = None):
+        check_causal(source)
         config = without_groups(source.config)
         spec = definitions.model(config).make(config, source.spec.vocab)
-        if spec.kind != "tokens" or spec.mask_token is not None:
-            raise ConfigError(Problem(f"model={config.model.preset} does not predict next tokens", "run"))
         self.vocab, self._seq = spec.vocab, spec.seq
-        self._network: Network = loaded(source, config, spec)
+        self._network: Network = loaded(source, config, spec, ranks)
         modules = list(self._network.modules())
-        self._attentions = [module for module in modules if isinstance(module, SelfAttention)]
+        self._attentions = [module for module in modules if isinstance(module, Attention)]
         self._positions = [module for module in modules if isinstance(module, PositionEmbedding)]
         self._caches = bool(self._attentions) and (spec.router is None or not spec.router.limited)
 
     def tokens(self, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
         """`count` tokens after the prompt, which must not be empty; each as soon as it is known.
 
-        Raises ConfigError for an empty prompt or a token id outside the vocabulary.
+        Raises ConfigError (`check_prompt`).
         """
-        if not prompt:
-            raise ConfigError(Problem("the prompt is empty", "text"))
-        if wrong := [token for token in prompt if not 0 <= token < self.vocab]:
-            raise ConfigError(Problem(f"token id {wrong[0]} is outside the vocabulary of {self.vocab}", "text"))
+        check_prompt(prompt, self.vocab)
         draws = torch.Generator().manual_seed(sampling.seed)
         context = list(prompt)[-self._seq :]
         fresh = True
@@ -75,8 +77,24 @@ class Generator:
         for position in self._positions:
             position.start = len(context) - len(new)
         device = next(self._network.parameters()).device
-        logits: Tensor = self._network(torch.tensor([list(new)], device=device))
-        return logits[0, -1]
+        last: Tensor = self._network(torch.tensor([list(new)], device=device))[0, -1]
+        gather: Any = self._network.loss.whole_logits
+        whole: Tensor = gather(last)
+        return whole
+
+
+def check_causal(source: StoredModel) -> None:
+    """Raise ConfigError for a model that does not predict next tokens."""
+    if source.spec.kind != "tokens" or source.spec.mask_token is not None:
+        raise ConfigError(Problem(f"model={source.config.model.preset} does not predict next tokens", "run"))
+
+
+def check_prompt(prompt: Sequence[int], vocab: int) -> None:
+    """Raise ConfigError for an empty prompt or a token id outside the vocabulary."""
+    if not prompt:
+        raise ConfigError(Problem("the prompt is empty", "text"))
+    if wrong := [token for token in prompt if not 0 <= token < vocab]:
+        raise ConfigError(Problem(f"token id {wrong[0]} is outside the vocabulary of {vocab}", "text"))
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:

@@ -163,6 +163,8 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     settings = rank.RankSettings(attached.rank, attached.local_rank, threads=threads)
     with Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status):
         code = rank.serve(job, settings, heartbeats, lambda: store)
+    for number in STOP_SIGNALS:  # `srun --kill-on-bad-exit` sends SIGTERM as soon as the first rank exits with 75
+        signal.signal(number, signal.SIG_IGN)
     cause = failure.recorded(job.directory, heartbeats, attached.rank, os.getpid())
     if cause is not None:
         code = report(cause)
@@ -184,6 +186,7 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
     """
 
     def report(own: Failure) -> int:
+        own = replace(own, lost=peers.lost())
         if attached.rank:
             if own.order < TIMED_OUT:
                 print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)

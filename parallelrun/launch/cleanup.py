@@ -13,6 +13,9 @@ from pathlib import Path
 
 from parallelrun.checkpoint.find import FOLDER, complete_steps, keep_last
 from parallelrun.errors import ParallelrunError
+from parallelrun.report import comparison, scaling
+from parallelrun.report.sweep import CSV, write_csv
+from parallelrun.report.sweep_rows import RESULTS, forget
 from parallelrun.run_records import find
 from parallelrun.run_records.find import CONFIG, LATEST, MANIFEST, STATUS
 from parallelrun.run_records.read import read_object, read_yaml
@@ -58,9 +61,25 @@ def removable(runs: Path, policy: Policy, now: float | None = None) -> list[Remo
 def remove(runs: Path, found: Iterable[Removable]) -> Iterator[Removable]:
     """Delete, and yield what was deleted with its bytes. A run that has begun to train meanwhile is left alone.
 
-    A directory gets a hidden name before its files are deleted, so that a visible one is always complete. Raises
-    OSError.
+    A directory gets a hidden name before its files are deleted, so that a visible one is always complete. A sweep's
+    results forget the points that are gone, and go with the last of them. Raises OSError.
     """
+    gone: dict[Path, list[str]] = {}
+    try:
+        yield from _remove(found, gone)
+    finally:
+        for group, names in gone.items():
+            if (group / RESULTS).is_file():
+                _forget_points(group, names)
+            with suppress(OSError):
+                os.rmdir(group)  # if it was the last one
+    latest = runs / LATEST
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink()
+
+
+def _remove(found: Iterable[Removable], gone: dict[Path, list[str]]) -> Iterator[Removable]:
+    """gone: gets the names of the run directories that are removed, by the folder that held them."""
     for one in found:
         if read_row(one.run).is_live:
             continue
@@ -71,13 +90,18 @@ def remove(runs: Path, found: Iterable[Removable]) -> Iterator[Removable]:
             continue
         aside = one.run.with_name(f".{one.run.name}.gone-{secrets.token_hex(4)}")
         os.rename(one.run, aside)
+        gone.setdefault(one.run.parent, []).append(one.run.name)
         shutil.rmtree(aside)
-        with suppress(OSError):
-            os.rmdir(one.run.parent)  # if it was the last one
         yield one
-    latest = runs / LATEST
-    if latest.is_symlink() and not latest.exists():
-        latest.unlink()
+
+
+def _forget_points(sweep: Path, names: list[str]) -> None:
+    if find.points(sweep):
+        forget(sweep, names)
+        write_csv(sweep)
+        return
+    for name in (RESULTS, CSV, comparison.NUMBERS, comparison.PICTURE, scaling.PICTURE):
+        (sweep / name).unlink(missing_ok=True)
 
 
 def size_of(directory: Path) -> int:

@@ -26,23 +26,25 @@ from pathlib import Path
 from typing import Any
 
 import parallelrun
-from parallelrun import reserve
+from parallelrun import definitions, reserve
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import num_cores
+from parallelrun.launch.prometheus import exposition
 from parallelrun.plan.structure import Plan
-from parallelrun.records import write_json, write_text
+from parallelrun.records import redact, write_json, write_text
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 STATUS_EVERY_S = 2.0
 _FILES_OF_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints")
-_SECRET = re.compile(r"(^|[._-])(api_?key|key|token|secret|passwords?|passwd|credentials?)s?($|[._-])", re.IGNORECASE)
 _VERSIONS = ("torch", "numpy", "hydra-core", "omegaconf", "rich", "safetensors")
 
 
 def name_of(config: Config, plan: Plan) -> str:
     """Return `config.name`, else a name such as `gpt-ptdp-tp2pp2`. Raises ConfigError if it is not a file name."""
-    degrees = "".join(f"{axis}{plan.degrees[axis]}" for axis in ("dp", "tp", "pp", "ep") if plan.degrees[axis] > 1)
+    degrees = "".join(
+        f"{axis}{plan.degrees[axis]}" for axis in ("dp", "cp", "tp", "pp", "ep") if plan.degrees[axis] > 1
+    )
     degrees += f"servers{plan.servers}" if plan.servers else ""
     name = config.name if config.name is not None else f"{config.model.preset}-{plan.preset}-{degrees or 'one'}"
     if not NAME.fullmatch(name):
@@ -137,17 +139,10 @@ def describe(
         "world": plan.world,
         "ranks_per_core": plan.world / cores if plan.device == "cpu" else None,
         "seeds": {"seed": config.seed},
+        "tokenizer": definitions.dataset(config).tokenizer(config),
         "resumed": resumed,
     }
     write_json(directory / "manifest.json", manifest)
-
-
-def redact(argument: str) -> str:
-    """Return `argument` without secrets: `tracker.api_key=<redacted>`; passwords in URLs are removed, too."""
-    key, separator, _ = argument.partition("=")
-    if separator and _SECRET.search(key):
-        return f"{key}=<redacted>"
-    return re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", r"\1<redacted>@", argument)
 
 
 def code_fingerprint() -> str:
@@ -182,7 +177,7 @@ def utc_now() -> str:
 
 @dataclass
 class Status:
-    """The writer of status.json, which tells people and schedulers the state of a run.
+    """The writer of status.json and status.prom, which tell people, schedulers and Prometheus the state of a run.
 
     failed_save_step: the last step whose checkpoint could not be written; 0 if none failed.
     """
@@ -228,3 +223,5 @@ class Status:
         if self.failed_save_step:
             fields["failed_save_step"] = self.failed_save_step
         write_json(self.directory / "status.json", fields)
+        with contextlib.suppress(OSError):  # status.json is what counts
+            write_text(self.directory / "status.prom", exposition(fields, "/".join(self.directory.parts[-2:])))

@@ -56,7 +56,10 @@ class ConsoleOptions:
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed. `what` is one line; `time_ns` is CLOCK_MONOTONIC; frames: of the user's own code."""
+    """How one rank failed. `what` is one line; `time_ns` is CLOCK_MONOTONIC; frames: of the user's own code.
+
+    host: of the rank that failed; lost: ranks that the writer has seen exit or stop without a message, and what it saw.
+    """
 
     rank: int
     what: str
@@ -69,6 +72,8 @@ class Failure:
     problems: tuple[Problem, ...] = ()
     traceback: str = ""
     frames: tuple[str, ...] = ()
+    host: str = field(default_factory=socket.gethostname)
+    lost: tuple[tuple[int, str], ...] = ()
 
     def at(self, heartbeat: Heartbeat, pid: int) -> Failure:
         """Return this failure with the step and phase of the rank's last heartbeat, and its pid."""
@@ -130,8 +135,7 @@ def explained(failure: Failure, directory: Path) -> Failure:
 def write(directory: Path, failure: Failure) -> None:
     """Write a rank's failure to `errors/rank_<n>.json`."""
     (directory / "errors").mkdir(mode=0o700, exist_ok=True)
-    fields = {**asdict(failure), "host": socket.gethostname()}
-    write_json(directory / "errors" / f"rank_{failure.rank}.json", fields)
+    write_json(directory / "errors" / f"rank_{failure.rank}.json", asdict(failure))
 
 
 def read(directory: Path, rank: int) -> Failure | None:
@@ -142,7 +146,8 @@ def read(directory: Path, rank: int) -> Failure | None:
         return None
     fields = {name: fields[name] for name in Failure.__dataclass_fields__}
     problems = tuple(Problem(**problem) for problem in fields["problems"])
-    return Failure(**{**fields, "problems": problems, "frames": tuple(fields["frames"])})
+    lost = tuple((rank, what) for rank, what in fields["lost"])
+    return Failure(**{**fields, "problems": problems, "frames": tuple(fields["frames"]), "lost": lost})
 
 
 def record(directory: Path, heartbeats: HeartbeatFile, failure: Failure) -> None:
@@ -168,7 +173,7 @@ def message(failure: Failure, plan: Plan, directory: Path, options: ConsoleOptio
     lines = [line for problem in failure.problems for line in problem.lines()]
     if not lines:
         separator = " " if failure.what.startswith(_VERBS) else ": "
-        process = f"{coordinate(plan, rank)}, {socket.gethostname()}, pid {failure.pid}"
+        process = f"{coordinate(plan, rank)}, {failure.host}" + (f", pid {failure.pid}" if failure.pid else "")
         lines = [f"error: rank {rank} ({process}){separator}{failure.what}"]
     phase = f", phase {failure.phase}" if failure.phase else ""
     lines += [f"  at: rank {rank}, step {failure.step}{phase}", *(f"  in: {frame}" for frame in failure.frames)]

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -28,13 +28,17 @@ from parallelrun.launch import failure
 from parallelrun.launch.directory import Status
 from parallelrun.launch.failure import CAUSE, LOST_PEER, SUSPECT, TIMED_OUT, Failure
 from parallelrun.launch.heartbeat import Heartbeat, HeartbeatFile
-from parallelrun.launch.processes import start_time
+from parallelrun.launch.processes import is_stopped, start_time
 from parallelrun.launch.rendezvous import Member
 
 LEADER = 0
 REPORT_S = 0.3  # after a death: time for the others to write their failures
 LEADER_S = 3.0  # time for a leader on another host, whose process is not visible, to report
 BLOCKED_S = 2.0  # a rank that has not noticed the leader's death by then is blocked (NCCL), so its watcher reports
+SURVIVORS_S = 5.0  # time for ranks on other hosts to notice a failure and write theirs
+_HEAD_START_S = 0.2
+_DIED = "died: it exited without a message (killed, out of memory, or a crash in native code: see its log)"
+_STOPPED = "stopped (SIGSTOP): all other ranks wait for it"
 _TICK_S = 0.05
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _WAITING_CALL = re.compile(
@@ -161,29 +165,54 @@ class Peers:
         """Return whether the process of `rank` is known to have exited."""
         return rank in self.visible and start_time(self.members[rank].pid) != self.members[rank].born
 
+    def lost(self) -> tuple[tuple[int, str], ...]:
+        """The ranks of this host that have exited or stopped without a message, and which of both."""
+        silent = [rank for rank in sorted(self.visible - {self.rank}) if failure.read(self.folder, rank) is None]
+        exited = [(rank, _DIED) for rank in silent if self.has_exited(rank)]
+        return (*exited, *((rank, _STOPPED) for rank in silent if is_stopped(self.members[rank].pid)))
+
     def cause(self, own: Failure) -> Failure:
-        """Return the root cause, from the failures that ranks have written and the ranks that exited without one."""
-        written = {m.rank: found for m in self.members if (found := failure.read(self.folder, m.rank))}
-        first = failure.root_cause([own, *written.values()])
-        silent = [m.rank for m in self.members if m.rank not in written and m.rank != own.rank]
-        exited = [rank for rank in silent if self.has_exited(rank)]
-        died = exited[:1] if first.order > CAUSE else []
-        if not died and first.order == LOST_PEER and len(silent) == 1:
-            died = silent
-        if died:
-            what = "died: it exited without a message (killed, out of memory, or a crash in native code: see its log)"
-            pid = self.members[died[0]].pid if exited else 0
-            return Failure(died[0], what, EXIT_RANK_DIED, pid=pid, step=own.step, phase=own.phase)
-        if first.order == TIMED_OUT and silent:
-            what = "hangs: all other ranks wait for it, and it does not answer"
-            return replace(first, rank=silent[0], pid=0, what=what)
+        """Return the root cause, from what ranks have written and seen of the others on their hosts.
+
+        Some survivors of a failure on another host notice it late, so a victim waits for all that can still write.
+        """
+        deadline = time.monotonic() + (SURVIVORS_S if own.order > SUSPECT and self._has_other_hosts else 0.0)
+        while True:
+            written = {m.rank: found for m in self.members if (found := failure.read(self.folder, m.rank))}
+            written[own.rank] = own
+            first = failure.root_cause(written.values())
+            silent = [m.rank for m in self.members if m.rank not in written]
+            seen = [*self.lost(), *(one for found in written.values() for one in found.lost)]
+            lost = sorted((rank, how) for rank, how in dict(seen).items() if rank in silent)
+            known = first.order <= SUSPECT or lost or len(silent) <= 1
+            if known or time.monotonic() >= deadline:
+                break
+            time.sleep(_TICK_S)
+        if first.order <= CAUSE or not silent:
+            return first
+        if lost:
+            return self._lost_rank(*lost[0], own)
+        if first.order == LOST_PEER and (len(silent) == 1 or len({self.members[rank].host for rank in silent}) == 1):
+            return self._lost_rank(silent[0], _DIED, own)
+        if first.order == TIMED_OUT:
+            return self._lost_rank(silent[0], "hangs: all other ranks wait for it, and it does not answer", own)
         return first
+
+    def _lost_rank(self, rank: int, what: str, own: Failure) -> Failure:
+        member = self.members[rank]
+        code = EXIT_RANK_DIED if what == _DIED else EXIT_HANG
+        return Failure(rank, what, code, pid=member.pid, step=own.step, phase=own.phase, host=member.host)
+
+    @property
+    def _has_other_hosts(self) -> bool:
+        return len(self.visible) < len(self.members)
 
     def must_report(self, own: Failure) -> bool:
         """Return whether this rank, which is not rank 0, must record how the run ended. It waits until that is known.
 
-        True on the lowest remaining rank if rank 0 has exited and status.json still says `running`. A rank that is
-        itself the cause does not wait for rank 0, because the others only fail after it has exited.
+        True on the lowest remaining rank if rank 0 has exited, stopped or does not answer, and status.json still says
+        `running`. A rank that is itself the cause does not wait for rank 0, because the others only fail after it has
+        exited.
         """
         is_victim = own.order > SUSPECT
         deadline = time.monotonic() + (LEADER_S if is_victim else 0.0)
@@ -192,8 +221,7 @@ class Peers:
                 time.sleep(REPORT_S)
                 break
             if time.monotonic() >= deadline:
-                unseen = LEADER not in self.visible and failure.read(self.folder, LEADER) is None
-                return is_victim and unseen and self._is_lowest_remaining()
+                return is_victim and self._leader_is_silent() and self._is_first_to_report()
             time.sleep(_TICK_S)
         deadline = time.monotonic() + LEADER_S
         while not is_recorded(self.folder) and time.monotonic() < deadline:
@@ -201,6 +229,23 @@ class Peers:
                 return True
             time.sleep(_TICK_S)
         return False
+
+    def _leader_is_silent(self) -> bool:
+        """Return whether rank 0, whose process has not been seen to exit, is stopped or has written nothing."""
+        if LEADER in self.visible:
+            return is_stopped(self.members[LEADER].pid)
+        return failure.read(self.folder, LEADER) is None
+
+    def _is_first_to_report(self) -> bool:
+        """Return whether no other rank has taken this task; a lower rank has a head start to take it."""
+        time.sleep(min(_HEAD_START_S * self.rank, LEADER_S))
+        try:
+            os.close(os.open(self.folder / "errors" / "reporter", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:  # a full disk: rather twice than never
+            return True
+        return not is_recorded(self.folder)
 
     def watch_leader(self, heartbeats: HeartbeatFile, report: Callable[[Failure], object]) -> None:
         """Start a thread that calls `report` if rank 0 exits, this rank must report it, and its worker is blocked."""

@@ -31,7 +31,7 @@ from parallelrun.launch.environment import LISTENER, Attached
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.rank import tcp_store
 from parallelrun.plan.structure import Plan
-from parallelrun.records import write_text
+from parallelrun.records import redact, write_text
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -185,7 +185,7 @@ def command_line(words: Sequence[str]) -> dict[str, tuple[str, str]]:
             by_key[word.partition("=")[0].lstrip("+")].append(word)
     by_key.pop("run", None)  # the default verb
     return {
-        key: (" ".join(map(directory.redact, given)), sha256(json.dumps(given).encode()).hexdigest())
+        key: (" ".join(map(redact, given)), sha256(json.dumps(given).encode()).hexdigest())
         for key, given in by_key.items()
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from parallelrun import definitions
+from parallelrun import definitions, trackers
 from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
@@ -25,7 +25,8 @@ from parallelrun.launch.rank import STOP_SIGNALS, Job, RankSettings
 from parallelrun.launch.supervisor import signal_handlers
 from parallelrun.plan.freeze import filled
 from parallelrun.plan.structure import Plan
-from parallelrun.train import tracker
+from parallelrun.trackers.processes import following
+from parallelrun.trackers.state import carry_over
 from parallelrun.wording import counted
 
 
@@ -53,13 +54,18 @@ def start(
         return EXIT_OK
     if created:
         created(job.directory)
-    if attached:
-        return attach.lead(attached, job, argv)
+    names = job.config.tracker.use if job.config.verb == "run" else []
+    with following(job.directory, names, job.config.tracker.timeout_s):
+        return attach.lead(attached, job, argv) if attached else _launch(job, run_root)
+
+
+def _launch(job: Job, run_root: Path | None) -> int:
+    """Run the ranks on this host to their end and write the final status. Return the exit code."""
     status = Status(job.directory)
     status.running()
     try:
         # a point of a sweep is never inline: its crash must not end the sweep, and its threads would forbid later forks
-        outcome = _inline(job) if plan.world == 1 and run_root is None else supervisor.supervise(job)
+        outcome = _inline(job) if job.plan.world == 1 and run_root is None else supervisor.supervise(job)
     except KeyboardInterrupt:
         outcome = Outcome(EXIT_INTERRUPTED, note="interrupted")
     except BaseException as error:
@@ -82,7 +88,7 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
         tf_config.refuse_other_hosts(config, argv, os.uname().nodename)
     name = directory.name_of(config, plan)
     notes = preflight.check(config, plan, attached)
-    tracker.check(config.tracker)
+    trackers.check(config.tracker.use)
     has_dataset = not definitions.model(config).is_lesson
     print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
     dataset = open_dataset(config, plan.spec) if has_dataset else None
@@ -102,6 +108,7 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     resumed = None
     if found:
         config, found = _held(config, plan, found, folder)
+        carry_over(found.path.parents[1], folder, config.tracker.use, found.index.step)
     elif config.resume == AUTO:
         print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
         config = replace(config, resume=None)

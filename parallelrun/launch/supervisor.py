@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from multiprocessing import connection
 
+from parallelrun import sequences
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
 from parallelrun.launch import failure, failure_detection, processes
 from parallelrun.launch.directory import Status
@@ -29,6 +30,7 @@ from parallelrun.launch.rank import STOP_SIGNALS, Job
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
 TICK_S = 0.1
 LOOK_S = 2.0  # of silence, after which the ranks' first collectives are compared
+LATEST_LOOK_S = 20.0  # after which they are, though some ranks still issue more: reading all takes a crowded core away
 DUMP_S = 0.5  # time for faulthandler to write
 SYNCHRONOUS = ("start", "build", "finish")  # phases in which every rank waits for every other
 
@@ -79,7 +81,8 @@ class Supervisor:
         self.arrived: list[int] = []  # signals that are not handled yet
         self._signals: list[int] = []
         self._verdict: Outcome | None = None
-        self._next_look = 0.0
+        self._next_look = self._latest_look = 0.0
+        self._num_bytes, self._grew = 0, float("-inf")  # of the ranks' sequences, and when they last grew
         self._oom_kills = _oom_kills()
 
     def start(self) -> None:
@@ -206,10 +209,17 @@ class Supervisor:
         return Failure((guilty or silent)[0], what, EXIT_HANG)
 
     def _mismatch(self, now: float) -> Failure | None:
-        """Return the Failure of a rank that issued different collectives, if a rank has been silent for LOOK_S."""
+        """Return the Failure of a rank that issued different collectives, if a rank has been silent for LOOK_S and no
+        rank has issued another one since."""
+        size = sequences.num_bytes(self._job.directory)
+        if size != self._num_bytes:
+            self._num_bytes, self._grew = size, now
+            self._latest_look = self._latest_look or now + LATEST_LOOK_S
         if now < self._next_look or all(self._heartbeats.read(rank).age_s < LOOK_S for rank in self._alive):
             return None
-        self._next_look = now + LOOK_S
+        if now - self._grew < LOOK_S and now < self._latest_look:
+            return None
+        self._next_look, self._latest_look = now + LOOK_S, now + LATEST_LOOK_S
         return failure.of_mismatch(self._job.directory)
 
     def _dump_stacks(self, stopped: set[int]) -> dict[int, str]:

@@ -7,7 +7,9 @@ which small models notice.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,11 @@ def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in `dtype`."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
+    """The tensors in `dtype`; None where there is none. One call, where `cast` takes one for each."""
+    return [one if one is None or one.dtype == dtype else one.to(dtype) for one in tensors]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
@@ -98,7 +105,8 @@ def attend_with_dropout(
 @dataclass(frozen=True)
 class Rotary:
     """The frequencies of rotary positions. kind: none | linear (Chen et al. 2023) | llama3 (Llama 3.1: long waves are
-    divided by `factor`, short ones kept, those between interpolated). See `model.rope_*` in the schema."""
+    divided by `factor`, short ones kept, those between interpolated) | yarn (Peng et al. 2023: the same, by the number
+    of the pair). growth: of what is turned. See `model.rope_*` in the schema."""
 
     theta: float
     kind: str = "none"
@@ -106,6 +114,9 @@ class Rotary:
     original_seq: int = 8192
     low_factor: float = 1.0
     high_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    growth: float = 1.0
 
     def frequencies(self, half: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(half,): the angle per position of each pair of a head."""
@@ -114,20 +125,40 @@ class Rotary:
             return plain
         if self.kind == "linear":
             return plain / self.factor
-        turns = self.original_seq * plain / (2 * math.pi)  # within the first training's sequence
-        kept = ((turns - self.low_factor) / (self.high_factor - self.low_factor)).clamp(0.0, 1.0)
+        if self.kind == "yarn":
+            first, last = self._scaled_pairs(half)
+            pairs = torch.arange(half, dtype=dtype, device=device)
+            kept = 1.0 - ((pairs - first) / (last - first)).clamp(0.0, 1.0)
+        else:
+            turns = self.original_seq * plain / (2 * math.pi)  # within the first training's sequence
+            kept = ((turns - self.low_factor) / (self.high_factor - self.low_factor)).clamp(0.0, 1.0)
         return plain * (kept + (1.0 - kept) / self.factor)
 
+    def _scaled_pairs(self, half: int) -> tuple[float, float]:
+        """The last pair of features that is kept and the first one that is scaled, in yarn's published form."""
+        first, last = (
+            half * math.log(self.original_seq / (turns * 2 * math.pi)) / math.log(self.theta)
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        low, high = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
+        return low, high if high != low else high + 0.001  # no division by 0
 
-def rotate(x: Tensor, rotary: Rotary, start: int = 0) -> Tensor:
+
+def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None) -> Tensor:
     """Rotary positions (Su et al. 2021, halves rotated as in the published Llama weights' layout on Hugging Face).
 
-    x: (batch, heads, seq, head_dim) with the full sequence, or that from position `start` on. Angles are computed
-    rather than kept in a buffer, so that only parameters need storage.
+    x: (batch, heads, seq, head_dim). positions: int64 (seq,), or (batch, seq) where samples have their own; None: 0, 1,
+    ... Angles are computed rather than kept in a buffer, so that only parameters need storage.
     """
     dtype, half = accurate_dtype(x.dtype), x.size(-1) // 2
     frequency = rotary.frequencies(half, dtype, x.device)
-    angle = torch.arange(start, start + x.size(-2), dtype=dtype, device=x.device).unsqueeze(1) * frequency
-    cosine, sine = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    places = torch.arange(x.size(-2), device=x.device) if positions is None else positions
+    angle = places.to(dtype).unsqueeze(-1) * frequency
+    if angle.dim() > 2:
+        angle = angle.unsqueeze(1)  # of every head
+    cosine, sine = angle.cos(), angle.sin()
+    if rotary.growth != 1.0:
+        cosine, sine = cosine * rotary.growth, sine * rotary.growth
+    cosine, sine = cosine.to(x.dtype), sine.to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

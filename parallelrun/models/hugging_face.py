@@ -26,7 +26,7 @@ HARMLESS = frozenset({
     "summary_first_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout_prob",
     "attention_probs_dropout_prob", "classifier_dropout", "n_ctx", "reorder_and_upcast_attn", "output_attentions",
     "output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
-    "num_nextn_predict_layers", "num_mtp_layers",
+    "num_nextn_predict_layers", "num_mtp_layers", "auto_map", "ep_size", "seq_aux", "quantization_config",
 })  # fmt: skip
 
 # By `model.rope_scaling`: the fields of config.json and our keys.
@@ -39,7 +39,17 @@ ROPE_KEYS: dict[str, dict[str, str]] = {
         "high_freq_factor": "rope_high_factor",
         "original_max_position_embeddings": "rope_original_seq",
     },
+    "yarn": {
+        "factor": "rope_factor",
+        "original_max_position_embeddings": "rope_original_seq",
+        "beta_fast": "rope_beta_fast",
+        "beta_slow": "rope_beta_slow",
+        "mscale": "rope_mscale",
+        "mscale_all_dim": "rope_mscale_all_dim",
+    },
 }
+# What fields stand for that config.json leaves out.
+_ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
 @dataclass(frozen=True)
@@ -62,10 +72,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class FixedTensor:
-    """A tensor of the class that our model does not have: all its elements have this value."""
+    """A tensor of the class that our model does not have: all its elements have this value.
+
+    added_to: a parameter to each row of which row 0 of a stored tensor is added, with whatever number of rows and
+    values; other rows are not read.
+    """
 
     shape: tuple[int, ...]
     value: float
+    added_to: str = ""
 
 
 class Family(ABC):
@@ -152,10 +167,11 @@ class Fields:
         """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
         self.chosen(key, dict.fromkeys(allowed), allowed[0])
 
-    def rotary(self, default_theta: float, partial: float = 1.0) -> dict[str, Any]:
+    def rotary(self, default_theta: float, partial: float = 1.0, yarn: bool = False) -> dict[str, Any]:
         """The values of `model.rope_*`, from fields as transformers 5 writes them or earlier versions do.
 
-        partial: the share of a head that is rotated if config.json does not say; only 1 is built.
+        partial: the share of a head that is rotated if config.json does not say; only 1 is built. yarn: it is built for
+        the attention of the class.
         """
         values: dict[str, Any] = {"rope_theta": self.take("rope_theta", float, default_theta)}
         share = self.take("partial_rotary_factor", float, partial)
@@ -163,7 +179,7 @@ class Fields:
             found = self._left.pop(name, None) or {}
             kind = found.get("rope_type", found.get("type", "default")) if isinstance(found, dict) else None
             kind = "none" if kind == "default" else kind
-            if not isinstance(kind, str) or kind not in ROPE_KEYS:
+            if not isinstance(kind, str) or kind not in ROPE_KEYS or (kind == "yarn" and not yarn):
                 what = f"{name} is {found!r:.200}, and only default, linear and llama3 are built"
                 self._problems.append(Problem(what, self._where))
                 continue
@@ -175,7 +191,9 @@ class Fields:
             if kind != "none":
                 values["rope_scaling"] = kind
                 kinds = {key: int if key.startswith("original") else float for key in ROPE_KEYS[kind]}
-                values |= {ours: inner.take(key, kinds[key]) for key, ours in ROPE_KEYS[kind].items()}
+                for key, ours in ROPE_KEYS[kind].items():
+                    values[ours] = inner.take(key, kinds[key], _ROPE_DEFAULTS.get(key, _MISSING))
+                inner.expect("truncate", True)
             self._problems += inner.problems()
         if share != 1.0:
             what = f"partial_rotary_factor is {share:g}: our model rotates whole heads"

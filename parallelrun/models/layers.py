@@ -7,13 +7,15 @@ softmax and loss compute in at least fp32.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from parallelrun.models import documents as packed
 from parallelrun.models import dropout as masks
+from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import (
     activate,
     attend,
@@ -24,6 +26,7 @@ from parallelrun.models.functions import (
     normalise,
     token_loss,
 )
+from parallelrun.models.held_tokens import ALL
 
 
 class TensorModule(nn.Module):
@@ -129,8 +132,8 @@ class TokenEmbedding(RoleLayer):
 
 
 class PositionEmbedding(RoleLayer):
-    """Learned positions: x (batch, seq, hidden) plus the rows of `weight` (seq, hidden) from `start` on, which only
-    generation moves."""
+    """Learned positions: x (batch, seq, hidden) plus the rows of `weight` (seq, hidden) of the tokens `held`, from
+    `start` on, which only generation moves. Of packed documents, each begins with the first row."""
 
     layer_role = "position_embedding"
 
@@ -138,10 +141,22 @@ class PositionEmbedding(RoleLayer):
         super().__init__(compute_dtype)
         self.seq, self.hidden = seq, hidden
         self.weight = nn.Parameter(torch.empty(seq, hidden))
-        self.start = 0
+        self.start, self.held = 0, ALL
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[self.start : self.start + x.size(1)].to(self.compute_dtype)
+        return x + self.rows(x.size(1), self.start)
+
+    def rows(self, count: int, start: int) -> Tensor:
+        """(count, hidden), or one set a sample: the rows of the tokens held here from the one at `start` on."""
+        documents = self.documents()
+        if documents is None:
+            return self.held.rows(self.weight, count, start).to(self.compute_dtype)
+        positions = documents.positions_of(self.held.indices(count, self.weight.device, start))
+        return functional.embedding(positions, self.weight).to(self.compute_dtype)
+
+    def documents(self) -> DocumentBounds | None:
+        """The packed documents of the samples held here; None if samples are no packs."""
+        return packed.SCOPE.documents
 
 
 class HiddenNorm(RoleLayer):
@@ -160,13 +175,14 @@ class HiddenNorm(RoleLayer):
         return normalise(self.kind, x, self.weight, self.bias, self.eps)
 
 
-class ExpertInput(RoleLayer):
-    """The input of router and experts: x (batch, seq, hidden), unchanged.
+class SharedInput(RoleLayer):
+    """x (batch, seq, features), unchanged, before what a tensor strategy splits by something else than features of a
+    linear layer: the input of router and experts, and the key that all heads of latent attention share.
 
-    A tensor strategy gathers a split sequence here, and sums the gradients of split experts.
+    A tensor strategy gathers a split sequence here, and sums the gradients of split experts or heads.
     """
 
-    layer_role = "expert_input"
+    layer_role = "shared_input"
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(x, self.compute_dtype)
@@ -198,17 +214,21 @@ class Activation(TensorModule):
 
 
 class VocabHead(RoleLayer):
-    """x (..., hidden) -> logits (..., vocab). `weight` (vocab, hidden) is the embedding's Parameter when tied."""
+    """x (..., hidden) -> logits (..., vocab). `weight` (vocab, hidden) is the embedding's Parameter when tied; `bias`
+    (vocab) may be None."""
 
     layer_role = "head"
 
-    def __init__(self, hidden: int, vocab: int, compute_dtype: torch.dtype, tied: TokenEmbedding | None = None):
-        super().__init__(compute_dtype)
+    def __init__(
+        self, hidden: int, vocab: int, dtype: torch.dtype, tied: TokenEmbedding | None = None, bias: bool = False
+    ):
+        super().__init__(dtype)
         self.hidden, self.vocab = hidden, vocab
         self.weight = tied.weight if tied is not None else nn.Parameter(torch.empty(vocab, hidden))
+        self.bias = nn.Parameter(torch.empty(vocab)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, None, self.compute_dtype)
+        return linear(x, self.weight, self.bias, self.compute_dtype)
 
 
 class _HashMasked(RoleLayer):
@@ -238,8 +258,9 @@ class _HashMasked(RoleLayer):
 class HashDropout(_HashMasked):
     """Drops elements of x (batch, [seq,] hidden) by hash(seed, sample id, site, global element index).
 
-    hidden: the *global* size of the last dim (0: that of x). When x is a slice, the tensor strategy sets its start,
-    `sequence_offset` (rows) and `hidden_offset` (columns); the mask is then the same slice of the global mask.
+    hidden: the *global* size of the last dim (0: that of x). When x is a slice, the context strategy sets the tokens
+    `held`, and the tensor strategy the slice's start among them, `sequence_offset`, and among the columns,
+    `hidden_offset`; the mask is then the same slice of the global mask.
     """
 
     layer_role = "dropout"
@@ -247,24 +268,35 @@ class HashDropout(_HashMasked):
     def __init__(self, rate: float, seed: int, site: str, hidden: int, compute_dtype: torch.dtype):
         super().__init__(rate, seed, site, compute_dtype)
         self.hidden = hidden
+        self.held = ALL
         self.sequence_offset = 0
         self.hidden_offset = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.active:
+        if not (self.rate and self.active):  # without a rate no call: a step asks in every layer
             return x
         held = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-        rows = torch.arange(held.size(1), device=x.device) + self.sequence_offset
+        rows = self.held.indices(held.size(1), x.device, self.sequence_offset)
         columns = torch.arange(held.size(2), device=x.device) + self.hidden_offset
         keep = masks.keep_mask(self.key, self.sample_ids(x.size(0)), rows, columns, self.rate)
         return drop(x, keep.view(x.shape), self.rate)
 
 
+class AttentionOverRanks(Protocol):
+    """Computes the attention of a layer whose tokens several ranks hold."""
+
+    def __call__(self, layer: AttentionProduct, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (batch, heads, own tokens, head_dim), key and value with maybe fewer heads: as query."""
+        ...
+
+
 class AttentionProduct(_HashMasked):
     """Attention on (batch, heads, seq, head_dim), causal or bidirectional. With a rate above 0, probabilities are
-    dropped by hash over (head, query, key) and attention is computed explicitly, in memory of seq x seq per head.
+    dropped by hash over (head, query, key) and attention is computed explicitly, in memory of seq x seq per head. Of
+    packed documents, each attends to itself alone.
 
-    head_offset: the global index of the first query head held here; set by the tensor strategy.
+    head_offset: the global index of the first query head held here; set by the tensor strategy. over_ranks: computes it
+    where other ranks hold tokens too; set by the context strategy.
     """
 
     layer_role = "attention"
@@ -273,15 +305,43 @@ class AttentionProduct(_HashMasked):
         super().__init__(rate, seed, site, compute_dtype)
         self.causal = causal
         self.head_offset = 0
+        self.over_ranks: AttentionOverRanks | None = None
+
+    def documents(self) -> DocumentBounds | None:
+        """The packed documents of the samples held here; None if samples are no packs."""
+        documents = packed.SCOPE.documents
+        return documents if documents is None else documents.part(*self.sample_part)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if not self.active:
+        if self.over_ranks is not None:
+            return self.over_ranks(self, query, key, value)
+        if packed.SCOPE.documents is not None:
+            return self._of_documents(query, key, value)
+        if not (self.rate and self.active):
             return attend(query, key, value, self.causal)
-        batch, heads, seq = query.shape[:3]
-        rows = torch.arange(heads * seq, device=query.device) + self.head_offset * seq
-        columns = torch.arange(seq, device=query.device)
-        keep = masks.keep_mask(self.key, self.sample_ids(batch), rows, columns, self.rate)
-        return attend_with_dropout(query, key, value, keep.view(batch, heads, seq, seq), self.rate, self.causal)
+        return self._dropped(query, key, value, self.sample_ids(query.size(0)), 0, query.size(2))
+
+    @packed.uncompiled
+    def _of_documents(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        documents = self.documents()
+        assert documents is not None
+        if not self.active:
+            return packed.attend(query, key, value, documents, self.causal)
+        ids, seq = self.sample_ids(query.size(0)), query.size(2)
+
+        def one(q: Tensor, k: Tensor, v: Tensor, sample: int, start: int) -> Tensor:
+            return self._dropped(q, k, v, ids[sample : sample + 1], start, seq)
+
+        return packed.attend_each(query, key, value, documents, one)
+
+    def _dropped(self, query: Tensor, key: Tensor, value: Tensor, ids: Tensor, start: int, seq: int) -> Tensor:
+        """Attention with dropped probabilities among the tokens from `start` on of samples of `seq` tokens."""
+        batch, heads, size = query.shape[:3]
+        columns = torch.arange(start, start + size, device=query.device)
+        each_head = torch.arange(self.head_offset, self.head_offset + heads, device=query.device) * seq
+        rows = (each_head.unsqueeze(1) + columns).flatten()
+        keep = masks.keep_mask(self.key, ids, rows, columns, self.rate)
+        return attend_with_dropout(query, key, value, keep.view(batch, heads, size, size), self.rate, self.causal)
 
 
 class TokenLoss(TensorModule):
@@ -293,3 +353,7 @@ class TokenLoss(TensorModule):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         return token_loss(logits, targets, self.label_smoothing)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """The logits (..., vocab) over the whole vocabulary, of which a rank may hold a part."""
+        return logits

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from parallelrun import shared_memory
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
+from parallelrun.models import documents as packed
 from parallelrun.models import dropout, recompute, rounding
+from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.layers import TokenLoss
 from parallelrun.precision import Precision
 
@@ -86,19 +88,19 @@ class Network(nn.Module):
             stages.append(stage)
         return stages
 
-    def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, sample_ids: Tensor | None = None, documents: DocumentBounds | None = None) -> Tensor:
         """x: one microbatch of inputs, or of the output of the previous block. sample_ids: int64 (batch,), needed when
-        dropout is on."""
+        dropout is on. documents: those that are packed into its samples."""
         if self.recompute == "none" or not torch.is_grad_enabled():
-            with self._rounding(), dropout.scope(sample_ids):
+            with self._rounding(), dropout.scope(sample_ids), packed.scope(documents):
                 for name in self.block_names:
                     x = self.block(name)(x)
             return x
         for name in self.block_names:
             if name in self.recomputed:
-                x = recompute.run(self.block(name), x, sample_ids, self.recompute)
+                x = recompute.run(self.block(name), x, sample_ids, self.recompute, documents)
                 continue
-            with self._rounding(), dropout.scope(sample_ids):
+            with self._rounding(), dropout.scope(sample_ids), packed.scope(documents):
                 x = self.block(name)(x)
         return x
 

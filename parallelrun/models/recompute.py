@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallelrun.models import documents as packed
 from parallelrun.models import dropout, rounding
+from parallelrun.models.documents import DocumentBounds
 
 if TYPE_CHECKING:
     from parallelrun.models.network import Network
@@ -48,23 +50,25 @@ def _is_cheap(module: nn.Module) -> bool:
     return getattr(module, "layer_role", "") in CHEAP_ROLES and not getattr(module, "communicates", False)
 
 
-def run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str) -> Tensor:
-    """block(x) under `mode`. The sample ids are in scope for what is computed again too."""
+def run(
+    block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str, documents: DocumentBounds | None = None
+) -> Tensor:
+    """block(x) under `mode`. Sample ids and documents are in scope for what is computed again too."""
     if mode == "none" or not torch.is_grad_enabled():
-        return _run(block, x, sample_ids)
+        return _run(block, x, sample_ids, documents)
     if mode == "full":
-        out: Tensor = checkpoint(_run, block, x, sample_ids, use_reentrant=False)
+        out: Tensor = checkpoint(_run, block, x, sample_ids, documents, use_reentrant=False)
         return out
     if mode == KEPT:
-        kept = _KeptForward(block, x, sample_ids)
+        kept = _KeptForward(block, x, sample_ids, documents)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-            return _run(block, x, sample_ids)
+            return _run(block, x, sample_ids, documents)
     with rounding.not_kept():  # nor outputs of cheap modules, see `_remember`
-        return _run(block, x, sample_ids)
+        return _run(block, x, sample_ids, documents)
 
 
-def _run(block: nn.Module, x: Tensor, sample_ids: Tensor | None) -> Tensor:
-    with dropout.scope(sample_ids):
+def _run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, documents: DocumentBounds | None) -> Tensor:
+    with dropout.scope(sample_ids), packed.scope(documents):
         out: Tensor = block(x)
     return out
 
@@ -80,8 +84,8 @@ class _KeptForward:
     own, and torch's checkpoint would run the block again in each. Freed with the block's graph.
     """
 
-    def __init__(self, block: nn.Module, x: Tensor, sample_ids: Tensor | None):
-        self._block, self._x, self._sample_ids = block, x.detach(), sample_ids
+    def __init__(self, block: nn.Module, x: Tensor, sample_ids: Tensor | None, documents: DocumentBounds | None):
+        self._block, self._x, self._sample_ids, self._documents = block, x.detach(), sample_ids, documents
         self._needs_gradient = x.requires_grad
         self._num_saved = 0
         self._saved: list[Tensor | rounding.Packed] = []
@@ -105,7 +109,7 @@ class _KeptForward:
         x = self._x.detach().requires_grad_(self._needs_gradient)
         with rounding.remembered() as copies, torch.enable_grad(), suppress(_EnoughComputed):
             with torch.autograd.graph.saved_tensors_hooks(collect, lambda packed: packed):
-                _run(self._block, x, self._sample_ids)
+                _run(self._block, x, self._sample_ids, self._documents)
         assert len(self._saved) == self._num_saved, "the second forward saved other tensors than the first"
 
 

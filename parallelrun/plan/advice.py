@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, gcd
 from typing import Any
 
-from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import kinds
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.batch import in_whole_rounds
@@ -17,7 +17,7 @@ from parallelrun.plan.hosts import ranks_per_node, stays_in_node
 from parallelrun.plan.load import data_strategy, pipeline_schedule
 from parallelrun.plan.resolve import solve
 from parallelrun.plan.simulate import Simulation
-from parallelrun.plan.structure import Memory, Plan
+from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import with_value
 from parallelrun.wording import counted, divisors, gib
 
@@ -55,17 +55,12 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     return texts
 
 
-def heaviest(plan: Plan, cluster: ClusterConfig) -> Memory:
-    """The Memory of the rank that holds most, on a device of `cluster`."""
-    return max(prediction.memories(plan, cluster).values(), key=lambda memory: memory.total)
-
-
 def memory_advice(plan: Plan, config: Config) -> str:
     """The single changes that make the plan fit; else changes that do so together; else the best that was found."""
     typed: Change = {}
 
     def needed(plan: Plan) -> int:
-        return heaviest(plan, config.cluster).total
+        return prediction.heaviest(plan, config.cluster).total
 
     for number in range(MOST_CHANGES):
         tried = [
@@ -88,7 +83,7 @@ def memory_advice(plan: Plan, config: Config) -> str:
 
 
 def _fits(plan: Plan, config: Config) -> bool:
-    return cluster_cost.fits(heaviest(plan, config.cluster), config.cluster) == "yes"
+    return cluster_cost.fits(prediction.heaviest(plan, config.cluster), config.cluster) == "yes"
 
 
 def _typed(change: Change) -> str:

@@ -6,26 +6,24 @@ A search compares plans by the predicted time of a step, so the cluster must giv
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.config import presets
-from parallelrun.config.schema import ClusterConfig, Config, StrategyConfig
+from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import Config, StrategyConfig
 from parallelrun.config.strategy_keys import completed
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.plan import no_plan
 from parallelrun.plan.cluster_cost import peak_flops
-from parallelrun.plan.search.result import Found, Search
-from parallelrun.plan.search.search import search
-from parallelrun.plan.shorthands import short_keys
 from parallelrun.plan.step_time.rates import absent, missing
-from parallelrun.plan.step_time.step import StepTime
-from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import parsed, with_value
 
+if TYPE_CHECKING:
+    from parallelrun.plan.search.result import Found
+
 PLAN = "plan"  # the verb
-CHOSEN = ("strategy", "dp", "tp", "pp", "ep")  # a `plan` that gives one of them plans that, and searches nothing
+CHOSEN = ("strategy", "dp", "cp", "tp", "pp", "ep")  # a `plan` that gives one of them plans that, and searches nothing
 SIZES = ("gpus", "objective", "days")  # these are asked of a search
-KEPT, FAST = 3, "bf16"
+FAST = "bf16"
 
 
 def is_open(config: Config, given: frozenset[str]) -> bool:
@@ -87,37 +85,6 @@ def base_of(config: Config) -> Config:
     same: dict[str, Any] = {key: presets.values("strategy", name)[key] for key in ("fill_order", "demo")}
     same["description"] = f"chosen by strategy={config.strategy.name}"
     return replace(config, strategy=replace(config.strategy, name=name, searches=False, **same))
-
-
-def searched(config: Config, given: frozenset[str], world: int, gpus: int | None = None, keep: int = KEPT) -> Search:
-    """Search on `world` ranks. Raises ConfigError where the cluster lacks rates, or no plan is legal and fits."""
-    check_rates(config, world)
-    base, held = base_of(config), given - {"strategy"}
-    found = search(base, held, world, keep, gpus=gpus)
-    if not found.best:
-        raise no_plan.error(base, held, found, gpus)
-    return found
-
-
-def among_all(plan: Plan, config: Config, time: StepTime, gpus: int | None = None) -> Search | None:
-    """Search among all plans of as many ranks and samples, with the rank of this one; None if there is none to compare.
-
-    config: of the plan, which takes `time` for a step.
-    """
-    if plan.servers or missing(config.cluster, config.precision.name):
-        return None
-    free: dict[str, Any] = dict.fromkeys(
-        ("layout", "schedule", "microbatches", "micro_batch", "local_batch", "pp", "dp", "tp", "ep", *short_keys())
-    )
-    pipeline = replace(config.strategy.pipeline, virtual_stages=None, split=[])
-    strategy = replace(config.strategy, pipeline=pipeline)
-    size = plan.batch.global_batch
-    changed = replace(config, **free, strategy=strategy, virtual_stages=None, world=plan.world, global_batch=size)
-    try:
-        found = search(changed, frozenset(), plan.world, KEPT, against=time.step_s, gpus=gpus)
-    except ConfigError:
-        return None
-    return found if found.best else None
 
 
 def faster_precision(config: Config, given: frozenset[str]) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from parallelrun.config.schema import ClusterConfig
-from parallelrun.plan import sample_sets
+from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.plan import context_axes, sample_sets
 from parallelrun.plan.hosts import mesh_dims, rate_gb_s
-from parallelrun.plan.prediction import CONTROL, TrafficRow
+from parallelrun.plan.prediction import CONTROL
 from parallelrun.plan.structure import EMBEDDING, WORLD, Memory, Plan
+from parallelrun.plan.traffic import TrafficRow
 from parallelrun.wording import gib
 
 POINT_TO_POINT = ("send", "recv")
@@ -118,9 +119,10 @@ def _is_of_data(plan: Plan, axis: str) -> bool:
         return True
     if axis == WORLD:
         return plan.servers > 0  # pushes and pulls
-    if axis == EMBEDDING or axis.startswith("expert_"):
+    if axis == EMBEDDING or axis.startswith("expert_") or context_axes.is_of_context(axis):
         return False
-    return mesh_dims(plan, axis) <= mesh_dims(plan, "dp") and not mesh_dims(plan, axis) <= mesh_dims(plan, "ep")
+    of_axis = mesh_dims(plan, axis)
+    return of_axis <= mesh_dims(plan, plan.data_axis) and not of_axis <= mesh_dims(plan, "ep")
 
 
 def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[TrafficRow, ...]) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan import data_candidates, prediction
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan.cluster_cost import Cost

@@ -10,6 +10,7 @@ from parallelrun.plan import data_cost as forms
 from parallelrun.plan import prediction
 from parallelrun.plan.data_cost import Exchange, Link
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.traffic import traffic_of
 from parallelrun.precision import BYTES
 from parallelrun.wording import counted
 
@@ -116,7 +117,7 @@ def _own(case: Case) -> list[Candidate]:
 
 def _compressed_bytes(plan: Plan) -> float:
     """Bytes that the plan predicts to sum over dp; point to point it sends 2(n-1)/n of that."""
-    busiest, degree = prediction.traffic(plan)[0], plan.mesh.size("dp")
+    busiest, degree = traffic_of(plan)[0], plan.mesh.size("dp")
     rows = [row for row in prediction.collectives(plan, busiest) if row.axis == "dp" and row.purpose == "gradients"]
     whole = sum(row.payload_bytes for row in rows if row.operation == "all_reduce")
     sent = sum(row.payload_bytes for row in rows if row.operation == "send")

@@ -69,6 +69,7 @@ class DataStrategy(AxisStrategy):
     shards_weights: ClassVar[bool] = False  # no rank of dp holds complete weights
     saves_memory: ClassVar[bool] = False  # suggested where a plan does not fit on a device
     takes_experts: ClassVar[bool] = False  # experts may be distributed over its ranks (ep > 1)
+    takes_context: ClassVar[bool] = False  # gradients may be summed over the ranks of a sequence, too (cp > 1)
     has_servers: ClassVar[bool] = False  # some ranks are no workers
     kept_states: ClassVar[int] = 0  # tensors of state per weight beside the optimizer's
 
@@ -169,7 +170,10 @@ class DataStrategy(AxisStrategy):
     # Layouts
 
     def mesh_dims(self, dp: int) -> tuple[MeshDims, FlattenedDims]:
-        """(mesh dims that make up dp, flattened dims): (("dp", 4),) or (("dp_replicate", 2), ("dp_shard", 2))."""
+        """(mesh dims that make up `dp` ranks, flattened dims): (("dp", 4),) or (("dp_replicate", 2), ("dp_shard", 2)).
+
+        dp: the ranks over which gradients are summed, those of cp among them.
+        """
         return (("dp", dp),), ()
 
     def weight_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:

@@ -1,6 +1,6 @@
-"""The degrees pp, dp and tp: those that are given, those filled from the world, and a check that their product fits.
+"""The degrees pp, dp, cp and tp: those that are given or filled from the world, and a check that their product fits.
 
-ep is not a factor of the product: it divides dp, whose ranks also hold the experts (`expert_axes`).
+ep is not a factor of the product: it divides dp x cp, whose ranks also hold the experts (`expert_axes`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import inf, prod
+from math import gcd, inf, prod
 
 from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.errors import Problem
@@ -18,14 +18,14 @@ from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.load import data_strategy
 from parallelrun.wording import counted, divisors, nearest
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "cp", "tp")
 LARGEST = 2**20
 Sizes = dict[str, int]
 
 
 @dataclass
 class Degrees:
-    """pp, dp, tp, ep (a divisor of dp) and the number of servers, which together determine the world.
+    """pp, dp, cp, tp, ep (a divisor of dp x cp) and the number of servers, which together determine the world.
 
     filled: sentences on values that were filled in. sound: the degrees can be planned with. demonstrated: no degree was
     given, so these are the preset's demonstration plan.
@@ -35,6 +35,7 @@ class Degrees:
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    cp: int = 1
     servers: int = 0
     device: str = "cpu"
     filled: list[str] = field(default_factory=list)
@@ -52,7 +53,7 @@ class Degrees:
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp * self.tp + self.servers
+        return self.pp * self.dp * self.cp * self.tp + self.servers
 
 
 def fill(
@@ -88,8 +89,9 @@ def fill(
     filling = Filling(config, given, gpus, ep, degrees, num_problems)
     fills_gpus = target is None and device == "cuda" and bool(gpus)
     if ep > 1 and "dp" not in given and ("dp" not in filling.open_axes or not (fills_gpus or target)):
-        given["dp"] = ep
-        degrees.filled.append(f"dp={ep} (filled: ep, which divides it)")
+        cp = given.get("cp", 1)
+        given["dp"] = ep // gcd(ep, cp)
+        degrees.filled.append(f"dp={given['dp']} (filled: ep, which divides {'it' if cp == 1 else f'dp x cp {cp}'})")
     filling.set(given)
     if fills_gpus:
         filling.fill_gpus(gpus or 0)
@@ -98,13 +100,13 @@ def fill(
     elif degrees.sound:
         filling.fill_world(target, source, problems)
     if degrees.sound and degrees.world > LARGEST:
-        shown = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES)
+        shown = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES if axis != "cp" or degrees.cp > 1)
         shown += f" + {counted(degrees.servers, 'server')}" if degrees.servers else ""
         what = f"{shown} = {degrees.world} ranks; the most that can be planned is {LARGEST}"
         problems.append(Problem(what, "world", f"world={LARGEST}", kind="arithmetic"))
         degrees.sound = False
     if degrees.sound:
-        degrees.ep = expert_axes.degree(config, asked["ep"], degrees.dp, experts, degrees.filled, problems)
+        degrees.ep = expert_axes.degree(config, asked["ep"], degrees.dp, degrees.cp, experts, degrees.filled, problems)
     return degrees
 
 
@@ -200,7 +202,7 @@ class Filling:
         if not self.open_axes:
             return
         rest = prod(self.given.values())
-        step = self.ep if "dp" in self.open_axes else 1
+        step = self.ep // gcd(self.ep, self.given.get("cp", 1)) if "dp" in self.open_axes else 1
         most = max(step, gpus // rest // step * step)
         found = (self._sizes(ranks) for ranks in range(most, 0, -step))
         sizes = next((sizes for sizes, is_legal in found if is_legal), None) or self._sizes(most)[0]

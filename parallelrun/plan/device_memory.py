@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan.structure import Memory, Plan
 
 GIGA = 10**9

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun import definitions
+from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import Config
+from parallelrun.definitions import PartUse
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.advice import warnings
 from parallelrun.plan.data_axis import DataAxis
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import backend_of_axis, ranks_per_node
+from parallelrun.plan.packing import packing_document
 from parallelrun.plan.step_time.step import why_unknown
 from parallelrun.plan.structure import WORLD, Memory, Plan
 
@@ -36,7 +40,10 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},
         "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
         "experts": experts(plan),
+        "context": context(plan),
         "equivalence": asdict(plan.equivalence),
+        "mixture": [asdict(part) for part in mixture(plan, config)] or None,
+        "packing": packing_document(plan.spec, found.packing),
         "filled": list(plan.filled),
         "warnings": warnings(plan, config, found),
         "axes": axis_rows(plan),
@@ -46,6 +53,12 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "servers": server_rows(plan),
         **_predictions(plan, config.cluster, found),
     }
+
+
+def mixture(plan: Plan, config: Config) -> list[PartUse]:
+    """What a run reads of each part of a mixture of datasets."""
+    dataset = definitions.dataset(config)
+    return dataset.uses(config, plan.spec, plan.batch.global_batch)
 
 
 def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
@@ -103,7 +116,7 @@ def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
     """One row of the rank table. gpu: index within the host; None on CPU, unless the cluster has GPUs."""
     per_node = ranks_per_node(cluster, plan.world)
     coordinate = plan.mesh.coordinate(rank) if plan.role(rank) == "worker" else {}
-    axes = ("pp", "dp", "ep", "tp") if plan.mesh.size("ep") > 1 else ("pp", "dp", "tp")
+    axes = [axis for axis in ("pp", "dp", "cp", "ep", "tp") if axis not in ("cp", "ep") or plan.mesh.size(axis) > 1]
     return {
         "rank": rank,
         "node": rank // per_node,
@@ -174,6 +187,17 @@ def link_rows(plan: Plan) -> list[dict[str, int]]:
     if plan.mesh.size("dp") == 1 or plan.world > MOST_LINKED_RANKS:
         return []
     return [{"from": pair[0], "to": pair[1], "bytes": size} for pair, size in sorted(plan.data.links(plan).items())]
+
+
+def context(plan: Plan) -> dict[str, Any] | None:
+    """The strategy of cp, the positions of a rank, and by order the work of the slowest rank's attention over the mean;
+    None at cp=1. Where the order makes no difference, there is only the plan's own."""
+    if plan.context is None:
+        return None
+    found = {plan.context.order: plan.context.imbalance(plan)}
+    for order in plan.context.orders(plan):
+        found[order] = replace(plan.context, order=order).imbalance(plan)
+    return {"kind": plan.context.kind, **asdict(plan.context), "positions": plan.seq, "imbalance": found}
 
 
 def experts(plan: Plan) -> dict[str, Any] | None:

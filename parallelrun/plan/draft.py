@@ -9,9 +9,15 @@ from parallelrun.config.schema import Config, PipelineConfig
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import batch as batches
-from parallelrun.plan import cluster_cost, expert_axes, partition, prediction, routing, sample_sets
+from parallelrun.plan import cluster_cost, context_axes, expert_axes, partition, prediction, routing, sample_sets
 from parallelrun.plan.degrees import Degrees
-from parallelrun.plan.load import StrategyClasses, data_strategy, pipeline_schedule, tensor_strategy
+from parallelrun.plan.load import (
+    StrategyClasses,
+    context_strategy,
+    data_strategy,
+    pipeline_schedule,
+    tensor_strategy,
+)
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS, filled_lr_scale
 from parallelrun.plan.request import Request
@@ -34,12 +40,14 @@ class PlanDraft:
 
     @classmethod
     def of(cls, config: Config, spec: ModelSpec, degrees: Degrees) -> PlanDraft:
-        """The draft with the strategies that the config names; without a pipeline or dispatcher if pp or ep is 1."""
+        """The draft with the strategies that the config names; without a pipeline, dispatcher or context strategy if
+        pp, ep or cp is 1."""
         strategies = StrategyClasses(
             data_strategy(config.strategy.data.kind),
             tensor_strategy(config.strategy.tensor.kind),
             pipeline_schedule(config.strategy.pipeline.kind if degrees.pp > 1 else "none"),
             routing.dispatcher(config, spec) if degrees.ep > 1 else None,
+            context_strategy(config.strategy.context.kind) if degrees.cp > 1 else None,
         )
         return cls(config, spec, degrees, strategies)
 
@@ -60,13 +68,17 @@ class PlanDraft:
         config, degrees, strategies = self.config, self.degrees, self.strategies
         request = Request(
             config, self.spec, degrees.pp, degrees.dp, degrees.tp, self._virtual_stages(), None, degrees.servers,
-            degrees.ep,
+            degrees.ep, degrees.cp,
         )  # fmt: skip
         of_any_batch = strategies.pipeline.check(request)
         problems += strategies.tensor.check(request) + strategies.data.check(request) + of_any_batch
         problems += check_depth(request)
         if strategies.expert:
             problems += strategies.expert.check(request) + expert_axes.check(request, strategies.data)
+        if strategies.context and not (found := strategies.context.check(request)):
+            problems += context_axes.check(request, strategies.data, strategies.context.mesh_dims(request))
+        elif strategies.context:
+            problems += found
 
         def violations(batch: BatchSizes) -> list[Problem]:
             found = strategies.pipeline.check(replace(request, batch=batch))
@@ -108,7 +120,11 @@ class PlanDraft:
         config, degrees, strategies = self.config, self.degrees, self.strategies
         ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())
         data = strategies.data.resolve(request)
-        data_dims, data_flattened = expert_axes.split(*data.mesh_dims(request.dp), *ep_axes)
+        data_axes = data.mesh_dims(request.num_data_ranks)
+        if strategies.context:
+            data_dims, data_flattened = context_axes.split(data_axes, strategies.context.mesh_dims(request), ep_axes)
+        else:
+            data_dims, data_flattened = expert_axes.split(*data_axes, *ep_axes)
         tensor_dims, tensor_flattened = strategies.tensor.mesh_dims(request)
         assert request.batch is not None
         plan = Plan(
@@ -133,15 +149,18 @@ class PlanDraft:
                 *degrees.filled,
                 *strategies.tensor.filled(request),
                 *strategies.data.filled(request),
+                *(strategies.context.filled(request) if strategies.context else ()),
                 *filled_lr_scale(config, request.dp),
                 *sample_sets.filled(config.model.norm_samples, sets),
             ),
             warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
             sample_sets=sets,
             expert=strategies.expert.resolve(request) if strategies.expert else None,
+            context=strategies.context.resolve(request) if strategies.context else None,
         )
         promises = [strategy.equivalence(plan) for strategy in (plan.data, plan.tensor, plan.expert) if strategy]
-        return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
+        promise = next((p for p in promises if p.kind != "exact"), promises[0])
+        return plan if promise == plan.equivalence else replace(plan, equivalence=promise)
 
     def _virtual_stages(self) -> int:
         """Stages per rank: as the user set it, else the schedule's default."""
@@ -171,8 +190,8 @@ class PlanDraft:
         stages, problems = draft.stages(request)
         if problems:
             return True
-        memories = prediction.memories(draft.plan(request, stages), self.config.cluster)
-        return all(cluster_cost.fits(memory, self.config.cluster) == "yes" for memory in memories.values())
+        cluster = self.config.cluster
+        return cluster_cost.fits(prediction.heaviest(draft.plan(request, stages), cluster), cluster) == "yes"
 
 
 def check_depth(request: Request) -> list[Problem]:

@@ -21,12 +21,15 @@ from parallelrun.wording import divisors, either, nearest
 EP, DP, EXPERT = "ep", "dp", "expert_"
 
 
-def degree(config: Config, asked: int | None, dp: int, experts: int, filled: list[str], problems: list[Problem]) -> int:
+def degree(
+    config: Config, asked: int | None, dp: int, cp: int, experts: int, filled: list[str], problems: list[Problem]
+) -> int:
     """ep as the user set it, or as a preset of experts fills it; 1, with the violations appended, if it is illegal.
 
     experts: number in a layer of the model, 0 for none. A preset fills an unset ep with the largest common divisor of
-    dp and the experts.
+    dp x cp and the experts.
     """
+    ranks, of = dp * cp, "dp" if cp == 1 else "dp x cp"
     if experts < 1:
         if config.strategy.expert.fills or (asked or 1) > 1:
             said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={config.strategy.name}"
@@ -39,18 +42,21 @@ def degree(config: Config, asked: int | None, dp: int, experts: int, filled: lis
     if asked is None:
         if not config.strategy.expert.fills:
             return 1
-        largest = gcd(dp, experts)
-        filled.append(f"ep={largest} (filled: the largest that divides dp {dp} and {experts} experts)")
+        largest = gcd(ranks, experts)
+        filled.append(f"ep={largest} (filled: the largest that divides {of} {ranks} and {experts} experts)")
         return largest
-    legal = either("ep", nearest(asked, [n for n in divisors(gcd(dp, experts)) if n > 1] or [1]))
+    legal = either("ep", nearest(asked, [n for n in divisors(gcd(ranks, experts)) if n > 1] or [1]))
     found = []
     for key, number, what in (
         ("model.experts", experts, f"{experts} experts of a layer do not divide by ep={asked}"),
-        ("dp", dp, f"ep={asked} does not divide dp={dp}, whose ranks hold the experts"),
+        (of, ranks, f"ep={asked} does not divide {of}={ranks}, whose ranks hold the experts"),
     ):
         if number % asked:
             around = sorted({max(1, number // asked) * asked, -(-number // asked) * asked})
             what += f"; divisors: {_listed(number)}"
+            step = asked // gcd(asked, cp)
+            around = around if key != of or cp == 1 else sorted({max(1, dp // step) * step, -(-dp // step) * step})
+            key = "dp" if key == of else key
             found.append(Problem(what, "ep", f"{legal} or {either(key, around)}", kind="arithmetic"))
     problems += found
     return 1 if found else asked
@@ -78,12 +84,13 @@ def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
             sends = f"ep={request.ep} sends tokens to other ranks of dp in every step"
             kind, what = "undefined", f"{sends}; replicas are not in step under {said}"
         problems.append(Problem(what, where, f"{where}=ddp or ep=1", kind=kind))
-    axis, size = data.mesh_dims(request.dp)[0][-1]
+    axis, size = data.mesh_dims(request.num_data_ranks)[0][-1]
     if axis != DP and size % request.ep:
-        shard = "strategy.data.shard"
-        legal = [n for n in divisors(request.dp) if n % request.ep == 0]
+        shard, cp = "strategy.data.shard", request.cp
+        of = f"dp={request.dp}" if cp == 1 else f"dp x cp={request.num_data_ranks}"
+        legal = [n for n in divisors(request.num_data_ranks) if n % request.ep == 0]
         fixes = [either("ep", nearest(request.ep, divisors(gcd(size, request.spec.experts)))), either(shard, legal[:2])]
-        what = f"ep={request.ep} does not divide {shard}={size}, the inner part of dp={request.dp}"
+        what = f"ep={request.ep} does not divide {shard}={size}, the inner part of {of}"
         problems.append(Problem(what, "ep", " or ".join(filter(None, fixes)), kind="arithmetic"))
     return problems
 
@@ -118,8 +125,8 @@ def is_of_experts(axis: str) -> bool:
 
 def replica_axis(layout: Layout, plan: Plan) -> str:
     """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for sharded experts,
-    else `dp`. Gradients need no division: losses are sums that are scaled by the global count before backward."""
-    return EXPERT + DP if plan.mesh.size(EP) > 1 and EP in layout.axes else DP
+    else `plan.data_axis`. Gradients need no division: losses are sums, scaled by the global count before backward."""
+    return EXPERT + DP if plan.mesh.size(EP) > 1 and EP in layout.axes else plan.data_axis
 
 
 def axis_views(plan: Plan) -> dict[str, str]:

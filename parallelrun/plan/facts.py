@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import Config
+from parallelrun.definitions import Packing
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.compare import Comparison, compare
 from parallelrun.plan.data_axis import DataAxis, agreed, costs
 from parallelrun.plan.goodput import Goodput, goodput
+from parallelrun.plan.packing import packing_of, with_packing
 from parallelrun.plan.step_time.partial import known_parts
 from parallelrun.plan.step_time.step import StepTime, step_time
 from parallelrun.plan.structure import Memory, Plan
+from parallelrun.plan.traffic import TrafficRow, traffic_of
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,14 @@ class Facts:
     parts of it take at least, in seconds.
     memories: per pp rank, of its rank that holds most. training: the time for `tokens` tokens, if they are given.
     goodput: the useful part of the time, if failures are given.
+    packing: of documents in samples, where it is known; FLOPs and times are then those of the documents, otherwise of
+    whole samples.
     layouts, data_axis: the tensor layouts and the data strategies compared, if there is something to compare.
     """
 
     simulation: simulate.Simulation
     busiest_rank: int
-    traffic: tuple[prediction.TrafficRow, ...]
+    traffic: tuple[TrafficRow, ...]
     memories: dict[int, Memory]
     cost: cluster_cost.Cost
     time: StepTime | None
@@ -37,6 +43,7 @@ class Facts:
     goodput: Goodput | None
     layouts: Comparison | None
     data_axis: DataAxis | None
+    packing: Packing | None = None
 
     @property
     def heaviest_pp_rank(self) -> int:
@@ -46,8 +53,10 @@ class Facts:
 
 def facts(plan: Plan, config: Config) -> Facts:
     """Simulate the schedule, predict memory, traffic and cost, and compare tensor layouts and data strategies."""
+    packing = packing_of(config, plan.spec)
+    plan = with_packing(plan, packing)
     simulation = simulate.of_plan(plan)
-    busiest, rows = prediction.traffic(plan)
+    busiest, rows = traffic_of(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
     data_axis = costs(plan, config.cluster, cost)
@@ -58,7 +67,7 @@ def facts(plan: Plan, config: Config) -> Facts:
     known = {} if time else known_parts(plan, config.cluster)
     useful = goodput(plan, config, time.step_s if time else None)
     layouts = compare(plan, config)
-    return Facts(simulation, busiest, rows, memories, cost, time, known, training, useful, layouts, data_axis)
+    return Facts(simulation, busiest, rows, memories, cost, time, known, training, useful, layouts, data_axis, packing)
 
 
 def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
@@ -71,7 +80,7 @@ def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
     bound = found.cost.step_s[0] if found.cost.step_s else None
     step_time = found.time.step_s if found.time else bound
     batch = plan.batch.global_batch
-    tokens = batch * plan.spec.seq if plan.spec.kind == "tokens" and plan.spec.seq else None
+    each: float = found.packing.tokens if found.packing else plan.spec.seq if plan.spec.kind == "tokens" else 0
     return {
         "global_batch": batch,
         "microbatches": plan.batch.microbatches,
@@ -81,6 +90,6 @@ def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
         "wire_bytes_per_step": round(sum(row.total_wire_bytes / row.every for row in found.traffic)),
         "step_time_predicted_s": step_time,
         "step_time_is_bound": step_time is not None and found.time is None,
-        "tokens_per_s": tokens / step_time if tokens and step_time else None,
+        "tokens_per_s": batch * each / step_time if each and step_time else None,
         "samples_per_s": batch / step_time if step_time else None,
     }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import Config
 from parallelrun.plan.structure import EMBEDDING, WORLD, Plan
 
 
@@ -64,7 +65,7 @@ def _most_ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
 
 def mesh_dims(plan: Plan, axis: str) -> set[str]:
     """The mesh dims over which the coordinates of a group of `axis` vary."""
-    axis = axis if plan.data.group_size(axis) is None else "dp"
+    axis = axis if plan.data.group_size(axis) is None else plan.data_axis
     return {mesh_dim for part in axis.split("+") for mesh_dim in plan.mesh.mesh_dims_of(part)}
 
 

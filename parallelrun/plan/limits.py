@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan.step_time.spread import BUBBLE
 from parallelrun.plan.step_time.step import StepTime, step_time
 from parallelrun.plan.structure import Plan

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from parallelrun.config import strategy_keys
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.plan.context_strategy import ContextStrategy
 from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.pipeline_schedule import PipelineSchedule
@@ -19,12 +20,14 @@ Base = TypeVar("Base")
 
 @dataclass(frozen=True)
 class StrategyClasses:
-    """The classes that a config chooses. expert: None where every rank has all experts (ep=1)."""
+    """The classes that a config chooses. expert: None where every rank has all experts (ep=1); context: None where
+    every rank has complete sequences (cp=1)."""
 
     data: type[DataStrategy]
     tensor: type[TensorStrategy]
     pipeline: type[PipelineSchedule]
     expert: type[ExpertDispatcher] | None = None
+    context: type[ContextStrategy] | None = None
 
 
 def strategy_class(base: type[Base], axis: str, kind: str) -> type[Base]:
@@ -41,6 +44,7 @@ data_strategy = partial(strategy_class, DataStrategy, "data")
 tensor_strategy = partial(strategy_class, TensorStrategy, "tensor")
 pipeline_schedule = partial(strategy_class, PipelineSchedule, "pipeline")
 expert_dispatcher = partial(strategy_class, ExpertDispatcher, "expert")
+context_strategy = partial(strategy_class, ContextStrategy, "context")
 
 
 def splits_backward(request: Request) -> bool:

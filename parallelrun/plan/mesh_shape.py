@@ -33,6 +33,10 @@ class MeshShape:
     def mesh_dim_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.mesh_dims)
 
+    @cached_property
+    def _parts(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.flattened)
+
     @property
     def num_ranks(self) -> int:
         return prod(degree for _, degree in self.mesh_dims)
@@ -43,7 +47,7 @@ class MeshShape:
 
     def mesh_dims_of(self, axis: str) -> tuple[str, ...]:
         """The mesh dims of a flattened dim; for a mesh dim, itself."""
-        return dict(self.flattened).get(axis, (axis,))
+        return self._parts.get(axis, (axis,))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on every mesh dim and flattened dim."""

@@ -18,7 +18,7 @@ WORDS = {  # contents of collectives whose purpose is not self-explanatory
     "parameters": "updated weights",
     "engine": "weights or gradients, by FSDP2",
 }
-MESH_AXES = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep"}
+MESH_AXES = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep", "context": "cp"}
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ class ExplainedExchange:
 class Explanation:
     """The explanation of one strategy of a plan.
 
-    axis: data | tensor | pipeline | expert. text: a description in sentences. source: the paper. ranks: the group whose
-    messages are listed, one of `num_groups` equal groups. message_axis: the axis of its messages in the prediction.
+    axis: data | tensor | pipeline | expert | context. text: a description in sentences. source: the paper. ranks: the
+    group whose messages are listed, one of `num_groups` equal groups. message_axis: the axis of its messages in the
+    prediction.
     """
 
     axis: str
@@ -89,9 +90,10 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
         raise ConfigError(Problem(what, "world", "world=4", "parallelrun explain strategy=ring world=4"))
     axes = [
         (plan.tensor, plan.mesh.size("tp") > 1),
+        (plan.context, plan.context is not None),
         (plan.expert, plan.expert is not None),
         (plan.pipeline, plan.mesh.size("pp") > 1),
-        (plan.data, plan.mesh.size("dp") > 1 or plan.servers > 0),
+        (plan.data, plan.num_data_ranks > 1 or plan.servers > 0),
     ]
     return tuple(strategy.explain(plan) for strategy, has_ranks in axes if has_ranks and strategy is not None)
 
@@ -117,8 +119,8 @@ def ranks_over(plan: Plan, axis: str, rank: int = 0) -> tuple[int, ...]:
     """The group of `rank` over a mesh axis (or several, joined by `+`), `embedding`, `world`, or an axis of the data
     strategy."""
     coordinate = plan.mesh.coordinate(rank) if rank < plan.num_workers else {}
-    if (own := plan.data.members(axis, coordinate.get("dp", 0))) is not None:
-        everyone = plan.mesh.group_of(rank, "dp")
+    if (own := plan.data.members(axis, coordinate.get(plan.data_axis, 0))) is not None:
+        everyone = plan.mesh.group_of(rank, plan.data_axis)
         return tuple(everyone[worker] for worker in own)
     if axis == "world":
         return tuple(range(plan.world))

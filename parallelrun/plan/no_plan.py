@@ -17,7 +17,19 @@ from parallelrun.wording import counted, gib
 
 MOST_DOUBLINGS = 5  # of the devices, or halvings of the batch, that are tried
 # Keys that hold for all plans if they are given, and may each be what leaves none.
-HELD = ("recompute", "micro_batch", "microbatches", "layout", "schedule", "virtual_stages", "tp", "pp", "dp", "ep")
+HELD = (
+    "recompute",
+    "micro_batch",
+    "microbatches",
+    "layout",
+    "schedule",
+    "virtual_stages",
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+)
 
 
 def error(config: Config, given: frozenset[str], found: Search, gpus: int | None) -> ConfigError:

@@ -70,28 +70,38 @@ def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
 
 def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:
     """(parameter, count) of a pp rank: equal blocks of a stage are counted instead of listed."""
-    alike = plan.spec.first_alike
-    first: dict[tuple[int, str], str] = {}  # (stage, first equal block of the model) -> first equal block of the stage
-    counts: Counter[str] = Counter()
+    return once(plan.weights_cache, ("distinct_parameters", pp_rank), lambda: _distinct(plan, pp_rank))
+
+
+def _distinct(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:
+    layouts: dict[str, list[Layout]] = {}
+    found: list[tuple[HeldParameter, int]] = []
     for stage in plan.stages_of(pp_rank):
-        for name in stage.blocks:
-            counts[first.setdefault((stage.index, alike[name]), name)] += 1
-    return [(held, counts[held.block]) for held in held_parameters(plan, pp_rank) if held.block in counts]
+        counts = Counter(plan.spec.first_alike[name] for name in stage.blocks)
+        first = {plan.spec.first_alike[name]: name for name in reversed(stage.blocks)}
+        for kind, count in counts.items():
+            found += [(held, count) for held in _of_block(plan, stage.index, first[kind], layouts)]
+    return found
 
 
 def _held(plan: Plan, pp_rank: int) -> Iterator[HeldParameter]:
-    copies = {original: copy for copy, original in plan.tied_copies}
-    layouts: dict[str, list[Layout]] = {}  # of the parameters of equal blocks
+    layouts: dict[str, list[Layout]] = {}
     for stage in plan.stages_of(pp_rank):
         for name in stage.blocks:
-            block, kind = plan.spec.block(name), plan.spec.first_alike[name]
-            if kind not in layouts:
-                layouts[kind] = [module_layout(spec, plan) for spec in block.parameters]
-            for spec, layout in zip(block.parameters, layouts[kind]):
-                yield HeldParameter(spec.name, spec, stage.index, name, layout)
-            for original in (layer.tied for layer in block.layers if layer.tied in copies):
-                spec = plan.spec.parameters[original]
-                yield HeldParameter(copies[original], spec, stage.index, name, module_layout(spec, plan), shared=True)
+            yield from _of_block(plan, stage.index, name, layouts)
+
+
+def _of_block(plan: Plan, stage: int, name: str, layouts: dict[str, list[Layout]]) -> Iterator[HeldParameter]:
+    """The parameters of a block. layouts: of the parameters of equal blocks; it is filled."""
+    block, kind = plan.spec.block(name), plan.spec.first_alike[name]
+    if kind not in layouts:
+        layouts[kind] = [module_layout(spec, plan) for spec in block.parameters]
+    for spec, layout in zip(block.parameters, layouts[kind]):
+        yield HeldParameter(spec.name, spec, stage, name, layout)
+    copies = {original: copy for copy, original in plan.tied_copies}
+    for original in (layer.tied for layer in block.layers if layer.tied in copies):
+        spec = plan.spec.parameters[original]
+        yield HeldParameter(copies[original], spec, stage, name, module_layout(spec, plan), shared=True)
 
 
 def owns(layout: Layout, shape: MeshShape, coordinate: Mapping[str, int]) -> bool:

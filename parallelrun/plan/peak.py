@@ -14,7 +14,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from parallelrun.plan.parameters import HeldParameter, held_parameters
+from parallelrun.plan.parameters import HeldParameter, distinct_parameters
+from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.structure import Plan, Stage, Value, once
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
@@ -115,53 +116,80 @@ class Walk:
         """What `compute` returns for backward pass `number` of a stage, computed once for equal pp ranks."""
         return once(self._shared, (what, self._number[index], number), compute)
 
-    def worst(self) -> Moment:
-        """The moment at which the rank holds most."""
+    def worst(self, has_messages: bool = True) -> Moment:
+        """The moment at which the rank holds most. has_messages: False for a lower bound, without buffers of messages:
+        the order of this rank's actions is enough for it."""
         begun: Counter[int] = Counter()  # backward passes by stage
-        waiting: Counter[int] = Counter()  # by stage: microbatches whose weight gradients are not computed yet
-        batch = batch_bytes(self._plan, self._pp_rank)
+        batch, gradients = batch_bytes(self._plan, self._pp_rank), 0
+        apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
+        bytes_apart = {index: self._apart(index) for index in self._blocks}
+        bytes_behind = {index: self._behind(index) for index in self._blocks}
         worst: Moment | None = None
-        for (kind, index, _), activations in self._plan.pipeline.live_bytes(self._plan, self._pp_rank, self._kept):
+        most = -1
+        for (kind, index, _), activations in self._live_bytes(has_messages):
             if kind == "F":
                 continue
             has_input_gradient = index > 0
+            split = kind in "IW" and has_input_gradient
             if kind == "I" and has_input_gradient:
-                waiting[index] += 1
+                apart += bytes_apart[index]
             if kind != "I" or has_input_gradient:
-                apart = sum(number * self._apart(stage) for stage, number in waiting.items() if number)
-                split = kind in "IW" and has_input_gradient
                 temporary = batch + apart + (self._largest(index) if split else self._beyond_kept(index, begun[index]))
-                gradients = self._complete(begun)
-                if worst is None or gradients + activations + temporary > worst.total:
+                if gradients + activations + temporary > most:
                     worst = Moment(gradients, activations, temporary)
+                    most = worst.total
             if kind in "BW":
+                gradients += 0 if begun[index] else self._complete(index)
                 begun[index] += 1
+            if kind == "I" and has_input_gradient:
+                apart -= bytes_behind[index]
             if kind == "W" and has_input_gradient:
-                waiting[index] -= 1
+                apart -= bytes_apart[index] - bytes_behind[index]
         last = 0
-        if self._plan.mesh.size("dp") > 1:
+        if self._plan.num_data_ranks > 1:
             last = self._plan.data.ending_bytes(self._pp_rank, self._coordinate, self._plan)
-        end = Moment(self._complete(begun), 0, last + batch)
-        return end if worst is None or end.total > worst.total else worst
+        end = Moment(gradients, 0, last + batch)
+        return end if worst is None or end.total > most else worst
+
+    def _live_bytes(self, has_messages: bool) -> Iterable[tuple[Action, int]]:
+        """The rank's actions, each with the bytes of activations, and messages, that are held when it begins."""
+        if has_messages:
+            yield from self._plan.pipeline.live_bytes(self._plan, self._pp_rank, self._kept)
+            return
+        live = 0
+        for action in self._plan.pipeline.order(self._plan, self._pp_rank):
+            yield action, live
+            if action.kind != "I":
+                live += self._kept[action.stage] if action.kind == "F" else -self._kept[action.stage]
 
     def _apart(self, index: int) -> int:
         """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations."""
         return sum(block.again + sum(one.reads for one in block.passes) for block in self._blocks[index])
 
+    def _behind(self, index: int) -> int:
+        """Bytes that a stage saves behind its last layer with weights, as for the loss: freed when its I pass ends."""
+        passes = [one for block in self._blocks[index] for one in block.passes]
+        last = max((place for place, one in enumerate(passes) if one.weights), default=len(passes))
+        return sum(one.kept for one in passes[last + 1 :])
+
     def _largest(self, index: int) -> int:
         """Bytes of the largest layer's weight gradient, before it is accumulated."""
-        return max((one.weights for block in self._blocks[index] for one in block.passes), default=0)
+
+        def compute() -> int:
+            return max((one.weights for block in self._blocks[index] for one in block.passes), default=0)
+
+        return self._once("largest", index, 0, compute)
 
     def _waits(self, index: int, number: int) -> list[int] | None:
         plan = self._plan
-        if plan.mesh.size("dp") == 1:
+        if plan.num_data_ranks == 1:
             return None
         compute = partial(plan.data.backward_bytes, index, number, self._coordinate, plan)
         return self._once("waits", index, number, compute)
 
-    def _complete(self, begun: Iterable[int]) -> int:
-        """Bytes of gradients of stages whose backward has run, unless the data strategy takes them away."""
-        return sum(sum(self._gradients[index]) for index in begun if self._waiting[index] is None)
+    def _complete(self, index: int) -> int:
+        """Bytes of gradients of a stage whose backward has run, unless the data strategy takes them away."""
+        return sum(self._gradients[index]) if self._waiting[index] is None else 0
 
     def _beyond_kept(self, index: int, number: int) -> int:
         """The peak of backward pass `number` of a stage beyond the saved activations of all microbatches in flight."""
@@ -184,13 +212,17 @@ class Walk:
 def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]) -> list[int]:
     """Bytes of gradients per block of a stage. A tied weight counts in the block that reads it, which runs first."""
     reader = {original: block.name for block in plan.spec.blocks for layer in block.layers for original in [layer.tied]}
-    sizes = dict.fromkeys(stage.blocks, 0)
-    for parameter in held_parameters(plan, pp_rank):
+    alike = plan.spec.first_alike
+    first = {
+        alike[block]: block for block in reversed(stage.blocks)
+    }  # of equal blocks; one with a tied weight has none
+    sizes = dict.fromkeys(first.values(), 0)
+    for parameter, _ in distinct_parameters(plan, pp_rank):
         if parameter.stage == stage.index:
             reads = reader.get(parameter.spec.name)
             block = reads if reads in sizes else parameter.block
             sizes[block] += gradient_bytes(plan, [parameter], coordinate)
-    return list(sizes.values())
+    return [sizes[first[alike[block]]] for block in stage.blocks]
 
 
 def backward_block(name: str, plan: Plan) -> BackwardBlock:
@@ -210,9 +242,12 @@ def backward_block(name: str, plan: Plan) -> BackwardBlock:
 
 
 def batch_bytes(plan: Plan, pp_rank: int) -> int:
-    """Bytes of the data replica's samples of a step: inputs on the first stage, targets on the last."""
+    """Bytes of the data replica's samples of a step: inputs on the first stage, targets on the last, and the
+    positions of packed documents."""
     spec, samples = plan.spec, plan.batch.replica_batch
     each = INDEX_BYTES if spec.kind == "tokens" else BYTES[plan.precision.compute]
-    inputs = prod(spec.sample_shape) * each if pp_rank == plan.stages[0].pp_rank else 0
-    targets = spec.targets_per_sample * INDEX_BYTES if pp_rank == plan.last_stage_pp_rank else 0
-    return samples * (inputs + targets + INDEX_BYTES)
+    cp = plan.mesh.size("cp")
+    inputs = prod(spec.sample_shape) // cp * each if pp_rank == plan.stages[0].pp_rank else 0
+    targets = spec.targets_per_sample // cp * INDEX_BYTES if pp_rank == plan.last_stage_pp_rank else 0
+    positions = spec.seq * INDEX_BYTES if spec.packed else 0
+    return samples * (inputs + targets + positions + INDEX_BYTES)

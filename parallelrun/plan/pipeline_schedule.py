@@ -73,6 +73,10 @@ class PipelineSchedule(AxisStrategy):
     def actions(self, plan: Plan) -> Sequence[Sequence[Action]]:
         """Return the actions of every pp rank in order: the input of the event simulation."""
 
+    def order(self, plan: Plan, pp_rank: int) -> Sequence[Action]:
+        """Return the actions of one pp rank in order."""
+        return self.actions(plan)[pp_rank]
+
     @abstractmethod
     def live_bytes(self, plan: Plan, pp_rank: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
         """Return a rank's actions in order, each with the bytes of activations and messages held when it begins.

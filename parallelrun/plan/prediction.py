@@ -7,11 +7,11 @@ ranks is computed once, so 16,384 ranks take no longer than 16 (a test compares 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import device_memory, peak, routing, sample_sets
@@ -69,6 +69,7 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
         *plan.data.collectives(pp_rank, coordinate, plan),
         *sample_sets.collectives(blocks, plan),
         *(plan.expert.collectives(blocks, plan) if plan.expert else []),
+        *(plan.context.collectives(blocks, plan) if plan.context else []),
     ]
     if plan.servers:
         return merge(rows)
@@ -76,8 +77,8 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
     if plan.world > 1:
         elements = CONTROL_ELEMENTS + plan.num_norms
         rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, elements * BYTES["float64"]))
-    if plan.spec.mask_token is not None and pp_rank == plan.last_stage_pp_rank and plan.mesh.size("dp") > 1:
-        rows.append(Collective("dp", "all_reduce", CONTROL, 1, INT64_BYTES))  # the number of valid targets
+    if plan.spec.has_ignored and pp_rank == plan.last_stage_pp_rank and plan.num_data_ranks > 1:
+        rows.append(Collective(plan.data_axis, "all_reduce", CONTROL, 1, INT64_BYTES))  # the number of valid targets
     return merge(rows)
 
 
@@ -101,14 +102,17 @@ def matches_prediction(row: Mapping[str, Any]) -> bool:
     return Collective("", "", "", *said).allows(row["calls"], row["payload_bytes"])
 
 
-def memory(plan: Plan, rank: int) -> Memory:
-    """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers hold the optimizer state."""
+def memory(plan: Plan, rank: int, has_messages: bool = True) -> Memory:
+    """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers hold the optimizer state.
+
+    has_messages: False for a lower bound, without the buffers of messages between stages.
+    """
     if plan.role(rank) == "server":
         return plan.data.server_memory(rank - plan.num_workers, plan)
     coordinate = plan.mesh.coordinate(rank)
     pp_rank = coordinate["pp"]
     weights, gradients, states = held_bytes(plan, coordinate)
-    moment = peak.Walk(plan, pp_rank, coordinate).worst()
+    moment = peak.Walk(plan, pp_rank, coordinate).worst(has_messages)
     return Memory(weights, gradients + moment.gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
 
 
@@ -131,7 +135,7 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
         gradients += count * gradient
         states += count * state
     weights += data.gathered_bytes(pp_rank, coordinate, plan)
-    gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.mesh.size("dp") > 1 else 0
+    gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.num_data_ranks > 1 else 0
     return weights, gradients, states
 
 
@@ -147,7 +151,7 @@ def parameter_bytes(
     )
     if spec.frozen:
         return weight * stored, 0, 0
-    keeps = plan.mesh.size("dp") > 1 and data.keeps_gradients(plan)
+    keeps = plan.num_data_ranks > 1 and data.keeps_gradients(plan)
     num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
     return weight * stored, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * stored * num_states
 
@@ -175,11 +179,12 @@ def pp_rank_classes(plan: Plan) -> list[list[int]]:
 def rank_classes(plan: Plan) -> list[tuple[int, int]]:
     """(first rank, number of ranks) of every class of ranks that send the same; the very first rank holds most.
 
-    Workers are classified by equal pp ranks, then by tp rank if weights are sharded unevenly over tp, then by dp rank
-    if shards of the last sums (partial axes, tied copies) are uneven or the data strategy distinguishes dp ranks
+    Workers are classified by equal pp ranks, then by tp rank if weights are sharded unevenly over tp, then by rank of
+    the data axis if shards of the last sums (partial axes, tied copies) are uneven or the data strategy distinguishes
+    its ranks
     (`sending_classes`). Every server is its own class.
     """
-    num_tensor, num_data = plan.mesh.size("tp"), plan.mesh.size("dp")
+    num_tensor, num_data = plan.mesh.size("tp"), plan.num_data_ranks
     originals = {original for _, original in plan.tied_copies}
     classes = []
     for pp_ranks in pp_rank_classes(plan):
@@ -189,7 +194,7 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
         shards = {(h.spec.shape, plan.data.state_layout(h.spec, h.layout, plan)) for h in last}
         for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=pp_ranks[0], tp=i) for i in range(num_tensor)]):
             tensor = plan.mesh.coordinate(first)["tp"]
-            replicas = [plan.mesh.rank(pp=pp_ranks[0], dp=i, tp=tensor) for i in range(num_data)]
+            replicas = [plan.mesh.rank(**{"pp": pp_ranks[0], plan.data_axis: i, "tp": tensor}) for i in range(num_data)]
             found = _alike(plan, shards, replicas) if shards else [(first, num_data)]
             own = plan.data.sending_classes(pp_ranks[0], plan.mesh.coordinate(first), plan)
             if own is not None:
@@ -208,52 +213,6 @@ def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[i
     return [(same[0], len(same)) for same in found.values()]
 
 
-@dataclass(frozen=True)
-class TrafficRow:
-    """Predicted traffic of one axis, operation and purpose: of the busiest rank, and in total over all ranks.
-
-    every: the traffic occurs once in so many steps. most_bytes: the busiest rank's bound on payload_bytes, if these
-    depend on the data.
-    """
-
-    axis: str
-    operation: str
-    purpose: str
-    group_size: int
-    calls: int
-    payload_bytes: int
-    wire_bytes: int
-    total_calls: int
-    total_payload_bytes: int
-    total_wire_bytes: int
-    every: int = 1
-    most_bytes: int | None = None
-
-
-def traffic(plan: Plan) -> tuple[int, tuple[TrafficRow, ...]]:
-    """(the rank that sends most, a row per axis, operation and purpose)."""
-    per_class = [(rank, num_ranks, collectives(plan, rank)) for rank, num_ranks in rank_classes(plan)]
-
-    def sends(rows: list[Collective]) -> float:
-        return sum(wire_bytes(row, group_size(plan, row.axis)) / steps_between(plan, row.purpose) for row in rows)
-
-    busiest, _, busiest_rows = max(per_class, key=lambda item: sends(item[2]))
-    own = {row.key: row for row in busiest_rows}
-    alike: dict[tuple[str, str, str], list[tuple[int, Collective]]] = {}
-    for _, num_ranks, rows in per_class:
-        for row in rows:
-            alike.setdefault(row.key, []).append((num_ranks, row))
-    table = []
-    for key, found in sorted(alike.items()):
-        row, size = own.get(key, Collective(*key, calls=0, payload_bytes=0)), group_size(plan, key[0])
-        calls = sum(number * one.calls for number, one in found)
-        payload = sum(number * one.payload_bytes for number, one in found)
-        wire = sum(number * wire_bytes(one, size) for number, one in found)
-        sent = row.calls, row.payload_bytes, wire_bytes(row, size)
-        table.append(TrafficRow(*key, size, *sent, calls, payload, wire, steps_between(plan, key[2]), row.most_bytes))
-    return busiest, tuple(table)
-
-
 def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memory]:
     """Per pp rank, the Memory of its first rank, which holds most; with what a device of `cluster` holds besides."""
     found = {pp_rank: _memory_of(plan, pp_rank) for pp_rank in range(plan.mesh.size("pp"))}
@@ -269,17 +228,27 @@ def heaviest(plan: Plan, cluster: ClusterConfig) -> Memory:
     return max(on_device, key=lambda memory: memory.total)
 
 
-def _memory_of(plan: Plan, pp_rank: int) -> Memory:
+def least_bytes(plan: Plan, limit: float) -> int:
+    """A lower bound of the bytes of tensors on the rank that holds most. Ends with the first rank above `limit`."""
+    most = 0
+    for ranks in reversed(pp_rank_classes(plan)):
+        most = max(most, _memory_of(plan, ranks[0], has_messages=False).tensors)
+        if most > limit:
+            break
+    return most
+
+
+def _memory_of(plan: Plan, pp_rank: int, has_messages: bool = True) -> Memory:
     """The Memory of a pp rank's first rank. Where a schedule repeats itself, a shorter step holds as much at its peak;
     only the batch is smaller."""
 
     def compute() -> Memory:
         rank, short = plan.mesh.rank(pp=pp_rank), once(plan.cache, "shortened", lambda: _shortened(plan))
-        found = memory(short, rank)
+        found = memory(short, rank, has_messages)
         batch = peak.batch_bytes(plan, pp_rank) - peak.batch_bytes(short, pp_rank)
         return replace(found, temporary=found.temporary + batch)
 
-    return once(plan.cache, ("memory", pp_rank), compute)
+    return once(plan.cache, ("memory", pp_rank, has_messages), compute)
 
 
 def _shortened(plan: Plan) -> Plan:

@@ -13,7 +13,7 @@ from parallelrun.plan.structure import BatchSizes
 class Request:
     """The filled degrees and batch, before they are known to be legal. batch: None if it is not divisible.
 
-    servers: ranks in addition to the pp x dp x tp workers.
+    servers: ranks in addition to the pp x dp x cp x tp workers.
     """
 
     config: Config
@@ -25,3 +25,9 @@ class Request:
     batch: BatchSizes | None
     servers: int = 0
     ep: int = 1
+    cp: int = 1
+
+    @property
+    def num_data_ranks(self) -> int:
+        """The ranks over which gradients are summed: the replicas of the data, and the parts of their sequences."""
+        return self.dp * self.cp

@@ -14,6 +14,7 @@ from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.draft import PlanDraft
 from parallelrun.plan.load import data_strategy
+from parallelrun.plan.packing import packed_spec
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import keep_helpful
 from parallelrun.wording import one_of
@@ -71,7 +72,9 @@ def solve(
     problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)
-    unread = shorthands.unread(folded, given, degrees.pp) + routing.unread(config, given, experts, degrees.ep)
+    unread = shorthands.unread(folded, given, degrees.pp, degrees.cp) + routing.unread(
+        config, given, experts, degrees.ep
+    )
     if not sweep:
         problems += unread
     unsplit = rules.check_images(spec, config, degrees.tp) if spec is not None else []
@@ -94,7 +97,7 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
     problems = rules.check_images(spec, config, trial.tp)
     if problems:
         return len(problems)
-    trial.ep = expert_axes.degree(config, config.ep, trial.dp, spec.experts, trial.filled, problems)
+    trial.ep = expert_axes.degree(config, config.ep, trial.dp, trial.cp, spec.experts, trial.filled, problems)
     solved = PlanDraft.of(config, spec, trial).solve(problems)
     return 0 if isinstance(solved, Plan) else len(solved)
 
@@ -127,7 +130,7 @@ def spec_of(config: Config, problems: list[Problem]) -> ModelSpec | None:
                 what = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"
                 problems.append(Problem(what, "model.vocab", f"model.vocab={vocab}", kind="arithmetic"))
             vocab = config.model.vocab
-        return definitions.model(config).make(config, vocab or 0)
+        return packed_spec(config, definitions.model(config).make(config, vocab or 0), problems)
     except ConfigError as error:
         problems += error.problems
         return None

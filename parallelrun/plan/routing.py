@@ -79,6 +79,7 @@ def check_model(config: Config, experts: int) -> list[Problem]:
         what = f"{KEY}top_k={top_k}, and a layer has {counted(experts, 'expert')} to choose from"
         fix = f"model.experts={top_k}" + (f" or {KEY}top_k={experts}" if kind not in CHOICES_OF else "")
         problems.append(Problem(what, f"{KEY}top_k", fix, kind="arithmetic"))
+    problems += _groups(router, experts)
     if router.eval_capacity_factor is not None and not RouterSpec(**vars(router)).limited:
         what = (
             f"{KEY}eval_capacity_factor={router.eval_capacity_factor}: without {KEY}capacity_factor an expert takes "
@@ -87,6 +88,28 @@ def check_model(config: Config, experts: int) -> list[Problem]:
         fix = f"{KEY}capacity_factor=1.25 or leave {KEY}eval_capacity_factor out"
         problems.append(Problem(what, f"{KEY}eval_capacity_factor", fix, kind="contradiction"))
     return problems
+
+
+def _groups(router: RouterConfig, experts: int) -> list[Problem]:
+    """Groups of experts must be equal, and those of a token hold its experts."""
+    count, used, key = router.n_group, router.topk_group, f"{KEY}n_group"
+    if count == 1 == used:
+        return []
+    if router.kind == "expert_choice":
+        what = f"{key}={count} with {KEY}kind=expert_choice: its experts choose tokens, not tokens experts"
+        return [Problem(what, key, f"{key}=1 {KEY}topk_group=1", kind="undefined")]
+    if experts % count:
+        what = f"{key}={count} does not divide a layer's {counted(experts, 'expert')}"
+        return [Problem(what, key, either(key, nearest(count, divisors(experts))), kind="arithmetic")]
+    size = experts // count
+    if used > count:
+        what = f"{KEY}topk_group={used} of {key}={count} groups"
+        return [Problem(what, f"{KEY}topk_group", f"{KEY}topk_group={count}", kind="arithmetic")]
+    if used * size < router.top_k:
+        what = f"{KEY}topk_group={used} groups of {counted(size, 'expert')} are fewer than {KEY}top_k={router.top_k}"
+        fix = f"{KEY}topk_group={-(-router.top_k // size)}"
+        return [Problem(what, f"{KEY}topk_group", fix, kind="arithmetic")]
+    return []
 
 
 def dispatcher(config: Config, spec: ModelSpec) -> type[ExpertDispatcher]:

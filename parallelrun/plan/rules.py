@@ -9,8 +9,9 @@ from math import isfinite
 from operator import attrgetter, ge, gt, le, lt
 from typing import Any
 
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.keys import Key, known_keys
-from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import completed
 from parallelrun.config.units import implausible
 from parallelrun.errors import Problem
@@ -19,13 +20,13 @@ from parallelrun.plan.cluster_cost import peak_flops
 from parallelrun.plan.load import tensor_strategy
 from parallelrun.plan.optimizers import OPTIMIZERS, check_lr_scale
 from parallelrun.precision import TABLE
-from parallelrun.registry import has
+from parallelrun.registry import has, names
 from parallelrun.wording import DETAILS, did_you_mean, one_of
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LARGEST = 2**40  # bound of integers without one in the schema: far more than any machine can hold
 MOST_FLOPS_PER_BYTE = 5000  # of memory bandwidth: ten times that of an H100 in 8 bits
-DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` bounds them
+DEGREES = {"world", "dp", "cp", "tp", "pp", "ep"}  # `degrees` bounds them
 OF_GOODPUT = ("mtbf_gpu_hours", "checkpoint_gb_s", "restart_s", "repair_hours")  # the first two are needed
 OF_PLAN = ("detail", "tokens", "explain", "objective", "days", *OF_GOODPUT)
 VERBS = {"plot": ("plan", "explain"), **dict.fromkeys(OF_PLAN, ("plan",))}  # keys that only these verbs read
@@ -51,6 +52,9 @@ def check(config: Config) -> list[Problem]:
     problems += _betas(list(config.optimizer.betas)) + check_lr_scale(config) + _profile(config)
     problems += _peaks(config.cluster.peak_tflops)
     problems += [] if problems else _balance(config.cluster)
+    for name in config.tracker.use:
+        if not has("trackers", name):
+            problems += one_of("tracker", name, names("trackers"), "parallelrun ls trackers")
     for section in config.detail.split(",") if config.detail is not None else ():
         problems += one_of("detail", section, (*DETAILS, "all"))
     if config.name is not None and not RUN_NAME.fullmatch(config.name):

@@ -69,7 +69,7 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
     problems += found
     if config.strategy.expert.kind is not None:
         problems += one_of("strategy.expert.kind", config.strategy.expert.kind, kinds("expert"))
-    chosen: dict[str, Any] = {**sections, "pipeline": pipeline}
+    chosen: dict[str, Any] = {**sections, "pipeline": pipeline, "context": config.strategy.context}
     for axis, of_axis in chosen.items():
         if not (has("strategies", f"{axis}.{of_axis.kind}") and (axis == "pipeline" or of_axis.kind != "none")):
             problems += one_of(f"strategy.{axis}.kind", of_axis.kind, kinds(axis))
@@ -117,7 +117,7 @@ def _readers(axis: str, key: str) -> str:
     return " or ".join(f"strategy={kind}" for kind in found) if len(found) < MOST_NAMED else ""
 
 
-def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
+def unread(config: Config, given: frozenset[str], pp: int, cp: int = 1) -> list[Problem]:
     """Keys that were set although the chosen strategies do not read them (`config` is folded)."""
     problems = []
     data, tensor, pipeline = config.strategy.data.kind, config.strategy.tensor.kind, config.strategy.pipeline.kind
@@ -142,7 +142,7 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
         complain("virtual_stages", number, f"schedule=interleaved, or {fix}" if pp > 1 else fix)
     long = {f"strategy.{axis}.{key}": (axis, key) for axis, keys in of_others.items() for key in sorted(keys)}
     ignored = {name: _readers(axis, key) for name, (axis, key) in long.items() if name in given}
-    ignored |= _ignored_elsewhere(config, pp)
+    ignored |= _ignored_elsewhere(config, pp) | _ignored_context(config, given, cp)
     for key, suggestion in ignored.items():
         asked = attrgetter(key)(config) if key in given else None
         if asked is not None:  # a null key has not been set
@@ -150,11 +150,29 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     return problems
 
 
+def _ignored_context(config: Config, given: frozenset[str], cp: int) -> dict[str, str]:
+    """Keys of `strategy.context` that are set at cp=1, or that the chosen kind does not read."""
+    kind, section = config.strategy.context.kind, "strategy.context."
+    unread = _unread_keys("context", kind) if cp > 1 else {key.removeprefix(section) for key in given}
+    readers = {key: [one for one in kinds("context") if key in own_keys("context", one)] for key in unread}
+    fixes = {key: "cp=2" if cp == 1 else f"strategy.context.kind={found[0]}" for key, found in readers.items() if found}
+    return {section + key: fix for key, fix in fixes.items() if section + key in given}
+
+
 def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
     """Keys of the pipeline, dataset and optimizer that are ignored, each with the change that makes it read."""
     found = {f"strategy.pipeline.{key}": "pp=2" for key in ("kind", "partition", "split") if pp == 1}
-    if has("datasets", config.dataset.name) and not definitions.dataset(config).reads_path:
-        found["dataset.path"] = "dataset=text"
+    if has("datasets", config.dataset.name):
+        dataset = definitions.dataset(config)
+        if not dataset.reads_path:
+            found["dataset.path"] = "dataset=text"
+        if not dataset.reads_tokenizer:
+            of_text = ("tokenizer", "column", "split", "append_eod", "cache")
+            found |= {f"dataset.{key}": "dataset=text" for key in of_text}
+        if not dataset.packs:
+            found["dataset.pack"] = "dataset=text"
+        if not dataset.reads_mixture:
+            found["dataset.mixture"] = "dataset=mixture"
     if config.optimizer.name in OPTIMIZERS:
         own_keys = OPTIMIZERS[config.optimizer.name].own_keys
         found |= {f"optimizer.{key}": readers(key) for key in ("momentum", "betas", "eps") if key not in own_keys}

@@ -130,11 +130,11 @@ def action_times(plan: Plan) -> dict[str, list[float]]:
 
 
 def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
-    """Forward FLOPs of one microbatch on one rank, per stage: an equal share for each tp rank.
+    """Forward FLOPs of one microbatch on one rank, per stage: an equal share for each tp and cp rank.
 
     recomputed: count only the blocks that recomputation repeats.
     """
-    share = plan.batch.micro_batch / plan.mesh.size("tp")
+    share = plan.batch.micro_batch / plan.mesh.size("tp") / plan.mesh.size("cp")
     stages = [[plan.spec.block(name) for name in stage.blocks] for stage in plan.stages]
     return [share * sum(b.forward_flops for b in blocks if b.is_recomputed or not recomputed) for blocks in stages]
 

@@ -17,6 +17,7 @@ from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.precision import Precision
 
 if TYPE_CHECKING:
+    from parallelrun.plan.context_strategy import ContextStrategy
     from parallelrun.plan.data_strategy import DataStrategy
     from parallelrun.plan.expert_dispatcher import ExpertDispatcher
     from parallelrun.plan.pipeline_schedule import PipelineSchedule
@@ -27,6 +28,7 @@ Value = TypeVar("Value")
 # the squared norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
 WORLD, EMBEDDING = "world", "embedding"  # groups that are not mesh axes: all ranks; the holders of a tied weight
+DATA_CONTEXT = "dp_cp"  # dp x cp as one axis
 SYNC = "sync"  # purpose of the traffic between independent replicas, once every `DataStrategy.sync_every` steps
 
 
@@ -118,6 +120,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     sample_sets: SampleSets | None = None  # None: the model has no BatchNorm
     expert: ExpertDispatcher | None = None  # None: every rank holds all experts (ep=1)
+    context: ContextStrategy | None = None  # None: every rank has complete sequences (cp=1)
 
     @cached_property
     def cache(self) -> dict[object, Any]:
@@ -132,13 +135,31 @@ class Plan:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """pp, dp, tp, ep in rank order."""
-        return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "tp", "ep")}
+        """pp, dp, cp, tp, ep in rank order."""
+        return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
+
+    @property
+    def data_axis(self) -> str:
+        """The axis over which gradients are summed and counts are added: dp, or dp x cp where sequences are divided.
+
+        Samples are divided over dp alone.
+        """
+        return DATA_CONTEXT if self.context else "dp"
+
+    @property
+    def num_data_ranks(self) -> int:
+        """The ranks of `data_axis`."""
+        return self.mesh.size(self.data_axis)
+
+    @property
+    def seq(self) -> int:
+        """The positions of a sequence that a rank holds, before sequence parallel divides them."""
+        return self.spec.seq // self.mesh.size("cp")
 
     @property
     def num_rows(self) -> int:
-        """The rows of the matrix that a layer reads: positions of all samples of a replica's microbatch."""
-        return self.batch.micro_batch * prod(self.spec.boundary_shape[:-1])
+        """The rows of the matrix that a layer reads: a rank's positions of all samples of a replica's microbatch."""
+        return self.batch.micro_batch * prod(self.spec.boundary_shape[:-1]) // self.mesh.size("cp")
 
     @property
     def num_norms(self) -> int:

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
+from parallelrun.definitions import Packing, PartUse
 from parallelrun.plan import cluster_cost, prediction
 from parallelrun.plan.advice import warnings
-from parallelrun.plan.document import backends, experts, server_rows
+from parallelrun.plan.document import backends, context, experts, mixture, server_rows
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
-from parallelrun.plan.prediction import TrafficRow
-from parallelrun.plan.step_time.rates import not_given
-from parallelrun.plan.step_time.step import why_unknown
 from parallelrun.plan.structure import Plan
-from parallelrun.report import plan_details, training
+from parallelrun.plan.traffic import TrafficRow
 from parallelrun.report.figures import (
     byte_unit,
     bytes_text,
     count_text,
     degrees_text,
     digits,
-    flops_text,
-    seconds_text,
 )
+from parallelrun.report.plan_cost import cost_text, time_text
 from parallelrun.report.screen import framed, labelled, show_section, table
 from parallelrun.wording import DETAILS, counted
 
 MOST_LINES = 40  # of the summary
-MOST_PARTS = 4  # of the time of a step, the longest; --json has all
 BACKENDS = {
     "nccl": "nccl",
     "shm": "shared memory",
@@ -43,21 +39,32 @@ FITS_STYLE = {"yes": "bold green", "no": "bold red"}
 HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); explain=true; --json prints every fact."
 
 
-def show(plan: Plan, config: Config, console: Console, found: Facts | None = None) -> None:
-    """Print a plan: panels on a terminal, plain lines elsewhere. found: the plan's facts, if already computed."""
+Row = tuple[str, RenderableType]  # label and value
+
+
+def show(plan: Plan, config: Config, console: Console, found: Facts | None = None, more: Sequence[Row] = ()) -> None:
+    """Print a plan: panels on a terminal, plain lines elsewhere.
+
+    found: the plan's facts, if already computed. more: rows after those about time.
+    """
     found = found or facts(plan, config)
     title = f"plan: {plan.spec.name} · {plan.preset} · {degrees_text(plan.degrees)}"
-    show_section(title, summary(plan, config, found, console), console)
-    for name in config.detail.split(",") if config.detail else ():
+    show_section(title, summary(plan, config, found, console, more), console)
+    if not config.detail:
+        return
+    from parallelrun.report import plan_details
+
+    for name in config.detail.split(","):
         for one in DETAILS if name == "all" else (name,):
             plan_details.show(one, plan, config, found, console)
 
 
-def summary(plan: Plan, config: Config, found: Facts, console: Console) -> Group:
+def summary(plan: Plan, config: Config, found: Facts, console: Console, more: Sequence[Row] = ()) -> Group:
     """Return the summary, with fewer warnings, filled-in values and axes where more than MOST_LINES lines result."""
     texts = warnings(plan, config, found)  # once: what is advised has been planned, which takes a second at 3,072 ranks
     for most in (12, 6, 4, 3, 2, 1):
-        drawn = Group(labelled(_rows(plan, config, found, texts, most)), Text(HINT, "dim"))
+        rows = [*_rows(plan, config, found, texts, most), *more, ("", "")]
+        drawn = Group(labelled(rows), Text(HINT, "dim"))
         measured = framed("", drawn, console) if console.is_terminal else drawn
         lines = len(console.render_lines(measured, pad=False))
         if lines + (0 if console.is_terminal else 2) <= MOST_LINES:  # two: the title and the blank line at the end
@@ -65,11 +72,9 @@ def summary(plan: Plan, config: Config, found: Facts, console: Console) -> Group
     return drawn
 
 
-def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int) -> list[tuple[str, RenderableType]]:
+def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int) -> list[Row]:
     """texts: the warnings. most: how many warnings, filled-in values and axes of traffic are shown."""
-    rows: list[tuple[str, RenderableType]] = [
-        ("warning" if not i else "", Text(text, "yellow")) for i, text in enumerate(texts[:most])
-    ]
+    rows: list[Row] = [("warning" if not i else "", Text(text, "yellow")) for i, text in enumerate(texts[:most])]
     if len(texts) > most:
         rows.append(("", Text(f"and {counted(len(texts) - most, 'more warning')}: see --json", "yellow")))
     return [
@@ -78,9 +83,12 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("strategy", Text(_strategy(plan))),
         ("mesh", Text(_mesh(plan, config))),
         ("batch", Text(_batch(plan))),
+        *([("packing", Text(_packing(plan, found.packing)))] if plan.spec.packed else []),
+        *([("data", _mixture(parts, plan, most))] if (parts := mixture(plan, config)) else []),
         *([("backend", Text(_backend(plan, config)))] if plan.world > 1 and most > 1 else []),
         *([("filled in", Text(_filled(plan, most), "cyan"))] if plan.filled else []),
         *([("experts", Text(_experts(plan)))] if plan.spec.router else []),
+        *([("context", Text(_context(plan)))] if plan.context else []),
         ("", ""),
         ("memory", _memory(found, config)),
         ("", _memory_by_kind(found)),
@@ -89,16 +97,20 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("schedule", Text(_schedule(plan, found))),
         ("traffic", _traffic(plan, found, most)),
         ("", ""),
-        ("cost", Text(_cost(plan, config, found))),
-        *([("time", Text(_time(plan, config, found)))] if found.cost.compute_s or found.known_parts else []),
-        *([("training", Text(training.text(found)))] if found.training else []),
-        *(
-            [("goodput", Text(training.goodput_text(found.goodput, training.training_s(found), most == 1)))]
-            if found.goodput
-            else []
-        ),
-        ("", ""),
+        ("cost", Text(cost_text(plan, config, found))),
+        *([("time", Text(time_text(plan, config, found)))] if found.cost.compute_s or found.known_parts else []),
+        *(_training(found, most) if found.training or found.goodput else []),
     ]
+
+
+def _training(found: Facts, most: int) -> list[Row]:
+    from parallelrun.report import training
+
+    rows: list[Row] = [("training", Text(training.text(found)))] if found.training else []
+    if found.goodput:
+        text = training.goodput_text(found.goodput, training.training_s(found), most == 1)
+        rows.append(("goodput", Text(text)))
+    return rows
 
 
 def _model(plan: Plan) -> str:
@@ -114,6 +126,8 @@ def _strategy(plan: Plan) -> str:
     text = f"{plan.preset}: data {data}, tensor {tensor}, pipeline {pipeline}"
     if plan.expert:
         text += f", expert {plan.expert.kind}"
+    if plan.context:
+        text += f", context {plan.context.kind}"
     detail = f" ({plan.equivalence.detail})" if plan.equivalence.detail else ""
     text += f"\n{plan.precision.name}, {plan.optimizer}, recompute {plan.recompute}, on {plan.device}; "
     return f"{text}against one device: {plan.equivalence.kind}{detail}"
@@ -137,6 +151,31 @@ def _batch(plan: Plan) -> str:
     )
 
 
+def _packing(plan: Plan, packing: Packing | None) -> str:
+    if packing is None:
+        return "not tokenized yet: attention is counted over whole samples, which is an upper bound"
+    seq = plan.spec.seq
+    cut = f"{counted(packing.cut, 'document')} longer than a sample are cut; " if packing.cut else ""
+    return (
+        f"{packing.documents:.1f} documents and {1 - packing.tokens / seq:.1%} padding per sample; {cut}"
+        f"attention has {packing.squares / seq**2:.1%} of the work of whole samples"
+    )
+
+
+def _mixture(parts: Sequence[PartUse], plan: Plan, most: int) -> Table:
+    """Return a row per part of a mixture: its share of a batch, its size, and how often the run reads it."""
+    drawn = table("part", ">share", ">tokens" if plan.spec.kind == "tokens" else ">samples", ">read", ">epochs",
+                  rule=False, padding=(0, 2, 0, 0))  # fmt: skip
+    each = plan.spec.targets_per_sample
+    for part in parts[:most]:
+        size = "unknown" if part.num_samples is None else f"{part.num_samples * each:,}"
+        epochs = "not tokenized yet" if part.epochs is None else f"{part.epochs:.2f}"
+        drawn.add_row(part.label, f"{part.share:.1%}", size, f"{part.used * each:,}", epochs)
+    if len(parts) > most:
+        drawn.add_row(f"and {len(parts) - most} more: see --json")
+    return drawn
+
+
 def _backend(plan: Plan, config: Config) -> str:
     """Return what carries the collectives, by axis where the axes differ."""
     by_backend: dict[str, list[str]] = {}
@@ -150,6 +189,19 @@ def _backend(plan: Plan, config: Config) -> str:
 def _filled(plan: Plan, most: int) -> str:
     more = [f"and {len(plan.filled) - most} more: see --json"] if len(plan.filled) > most else []
     return "\n".join([text.replace("(filled: ", "(") for text in plan.filled[:most]] + more)
+
+
+def _context(plan: Plan) -> str:
+    """The positions of a rank, and the imbalance of each order."""
+    assert plan.context is not None
+    cp, order, found = plan.mesh.size("cp"), plan.context.order, context(plan)
+    assert found is not None
+    text = f"{plan.spec.seq:,} positions = cp {cp} x {plan.seq:,}"
+    if len(found["imbalance"]) < 2:
+        return f"{text}; attention is balanced"
+    others = [f"{name} {each:.3g}" for name, each in found["imbalance"].items() if name != order]
+    text += f", {order}: the slowest rank's attention is {found['imbalance'][order]:.3g} times the mean"
+    return f"{text} ({', '.join(others)})"
 
 
 def _experts(plan: Plan) -> str:
@@ -240,45 +292,3 @@ def _traffic(plan: Plan, found: Facts, most: int) -> Table | Text:
         mine, everyone = sum(row[2] for row in rows), sum(row[3] for row in rows)
         drawn.add_row("sum", "", bytes_text(round(mine)), bytes_text(round(everyone)), style="bold")
     return drawn
-
-
-def _cost(plan: Plan, config: Config, found: Facts) -> str:
-    cost, name = found.cost, plan.precision.name
-    text = f"{flops_text(cost.model_flops)} per step"
-    if cost.hardware_flops > cost.model_flops:
-        text += f", {flops_text(cost.hardware_flops)} with recompute={plan.recompute}"
-    if cost.compute_s is None:
-        return f"{text}\ntime unknown: {not_given(plan, config.cluster)}; try cluster=a100_80gb"
-    peak = f"{(cluster_cost.peak_flops(config.cluster, name) or 0) / 1e12:g} TFLOP/s"
-    text += f"\ncomputation takes {seconds_text(cost.compute_s)}, bubble included, at the peak rate of {name} ({peak})"
-    if cost.step_s is None or cost.communication_s is None:
-        return f"{text}\ncommunication: unknown, because the cluster gives no link rates"
-    text += f"\ncommunication takes {seconds_text(cost.communication_s)} on the busiest rank at the links' rates"
-    if found.time:
-        return text
-    high, low = cost.step_s
-    return (
-        f"{text}\na step takes {seconds_text(low)} (communication overlapped) to {seconds_text(high)} (not overlapped) "
-        f"or longer: {digits(plan.batch.global_batch / high)} to {digits(plan.batch.global_batch / low)} samples/s"
-    )
-
-
-def _time(plan: Plan, config: Config, found: Facts) -> str:
-    """Return the predicted time of a step and the parts that it consists of."""
-    time = found.time
-    if time is None:
-        known = f"\nat least {_sum_text(found.known_parts)}" if found.known_parts else ""
-        return f"not predicted: {why_unknown(plan, config.cluster)}{known}"
-    return (
-        f"a step takes about {seconds_text(time.step_s)} ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}): "
-        f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.0%} of the peak\n"
-        f"= {_sum_text(time.parts)}"
-    )
-
-
-def _sum_text(parts: Mapping[str, float]) -> str:
-    """Return the longest parts and the sum of the others."""
-    shown = sorted(parts.items(), key=lambda part: -part[1])
-    if len(shown) > MOST_PARTS:
-        shown[MOST_PARTS:] = [("others", sum(seconds for _, seconds in shown[MOST_PARTS:]))]
-    return " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in shown)

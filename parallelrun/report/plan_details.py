@@ -14,6 +14,7 @@ from parallelrun.plan.document import axis_rows, link_rows, rank_row, server_row
 from parallelrun.plan.expert_axes import axis_views
 from parallelrun.plan.facts import Facts
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.traffic import TrafficRow
 from parallelrun.report import data_axis, layouts, timeline
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, evenly
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
@@ -161,7 +162,7 @@ def _traffic(plan: Plan, found: Facts) -> RenderableType:
     return Group(drawn, Text("\n".join([*_traffic_notes(plan, found, sending), *_links(plan)]), "dim"))
 
 
-def _traffic_notes(plan: Plan, found: Facts, sending: list[prediction.TrafficRow]) -> list[str]:
+def _traffic_notes(plan: Plan, found: Facts, sending: list[TrafficRow]) -> list[str]:
     if plan.role(found.busiest_rank) == "server":
         rank = "a server, in a step of every worker"
     else:

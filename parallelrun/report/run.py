@@ -19,8 +19,8 @@ from parallelrun.wording import counted
 
 BARS = "▁▂▃▄▅▆▇█"
 FILES = (
-    "config.yaml", "plan.json", "metrics.jsonl", "routing.jsonl", "routing.svg", "comm.json", "summary.json",
-    "servers.json", "logs",
+    "config.yaml", "plan.json", "metrics.jsonl", "routing.jsonl", "routing.svg", "comm.json", "schedule.json",
+    "summary.json", "servers.json", "logs",
 )  # fmt: skip
 _SUMMED = ("calls", "predicted_calls", "payload_bytes", "predicted_payload_bytes", "wire_bytes")  # of comm.json's rows
 
@@ -55,7 +55,7 @@ def show(directory: Path, console: Console | None = None) -> None:
     if communication:
         parts += [Text(""), communication_table(communication)]
     parts += [Text(""), labelled(_files(directory))]
-    degrees = degrees_text({axis: summary.get(axis, 1) for axis in ("dp", "tp", "pp", "ep")})
+    degrees = degrees_text({axis: summary.get(axis, 1) for axis in ("dp", "cp", "tp", "pp", "ep")})
     title = f"{summary['model']} · {summary['strategy']} · {degrees} · {summary['state']}"
     if console.is_terminal:
         console.print(Panel(Group(*parts), title=title, expand=False))

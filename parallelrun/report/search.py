@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
+from parallelrun.plan.search.kept import CLOSE, MOST_CLOSE
 from parallelrun.plan.search.result import Found, Search
 from parallelrun.plan.shorthands import layouts
 from parallelrun.plan.step_time.step import StepTime
@@ -21,8 +22,7 @@ from parallelrun.report.screen import labelled, show_section, table
 from parallelrun.wording import counted, gib
 
 SHOWN = 3  # plans side by side
-CLOSE, MOST_CLOSE = 0.01, 3  # plans with the same degrees that are slower by at most this part; so many are named
-DEGREES = ("pp", "dp", "tp", "ep", "layout")  # plans that differ in one of these are shown side by side
+DEGREES = ("pp", "dp", "cp", "tp", "ep", "layout")  # plans that differ in one of these are shown side by side
 MOST_REASONS = 3  # for which plans have no time, or are not legal
 
 
@@ -91,28 +91,29 @@ def show(found: Search, context: Context, console: Console, more: Sequence[tuple
     show_section(title, Group(head, Text(), _columns(shown, config), Text(), labelled(rows)), console)
 
 
-def show_rank(found: Search, mine: StepTime, fits: str, console: Console) -> None:
-    """Print where a plan stands among all plans of as many ranks and samples.
+def rank_rows(found: Search | None, mine: StepTime, fits: str) -> list[tuple[str, RenderableType]]:
+    """Where a plan stands among all plans of as many ranks and samples; what is faster, and why.
 
-    mine: its time. fits: yes | no | unknown.
+    found: None where no plan fits. mine: its time. fits: yes | no | unknown.
     """
+    if found is None:
+        return [("rank", Text("no plan that a search tries fits as many devices"))]
     best = found.best[0]
     at_most = "" if found.is_counted else "at most "
     time, count = timed(best), f"{at_most}{counted(found.fitting, 'plan')} that fit"
-    if found.rank == 1 and fits == "yes":
-        show_section("among all plans", labelled([("rank", Text(f"the fastest of {count}"))]), console)
-        return
+    if fits == "yes" and mine.step_s <= time.step_s:
+        return [("rank", Text(f"the fastest of {count}"))]
     behind = f"{mine.step_s / time.step_s:.2f} times the fastest"
-    rank = f"{at_most}{found.rank:,} of {count}, {behind}" if fits == "yes" else f"it may not fit; {behind} of {count}"
-    rows = [
-        ("rank", Text(rank)),
-        (
-            "fastest",
-            Text(f"{' '.join(best.overrides)}: {seconds_text(time.step_s)} a step, {gib(best.heaviest_bytes)}"),
-        ),
-        ("why", Text(waterfall.why(time, mine))),
-    ]
-    show_section("among all plans", labelled(rows), console)
+    rank = f"{at_most}{found.rank:,} of {count}, {behind}"
+    if fits != "yes":
+        rank = f"{'it does not fit' if fits == 'no' else 'it may not fit'}; {behind} of {count}"
+    fastest = f"{' '.join(best.overrides)}: {seconds_text(time.step_s)} a step, {gib(best.heaviest_bytes)}"
+    return [("rank", Text(rank)), ("fastest", Text(fastest)), ("why", Text(waterfall.why(time, mine)))]
+
+
+def too_many(number: int) -> Text:
+    """What is said where a plan is not compared with all others unless that is asked for."""
+    return Text(f"not looked for among more than {number:,} plans, which takes seconds: explain=true")
 
 
 def side_by_side(best: Sequence[Found]) -> list[Found]:

@@ -47,7 +47,9 @@ def show(sizes: Sequence[Size], chosen: Size, config: Config, console: Console) 
         cells = [f"{one.devices:,}", seconds_text(time.step_s), count_text(best.tokens_per_s or 0.0), f"{time.mfu:.0%}"]
         cells += [digits(one.training.days), f"{one.training.device_hours:,.0f}"]
         cells += [f"{one.training.price or 0:,.0f}"] if priced else []
-        degrees = [text for text in best.overrides if text.partition("=")[0] in ("pp", "dp", "tp", "ep", "layout")]
+        degrees = [
+            text for text in best.overrides if text.partition("=")[0] in ("pp", "dp", "cp", "tp", "ep", "layout")
+        ]
         is_chosen = one is chosen
         drawn.add_row("*" if is_chosen else "", *cells, " ".join(degrees), style="bold" if is_chosen else None)
     within = f" in at most {config.days:g} days" if config.days is not None else ""

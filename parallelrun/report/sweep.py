@@ -16,6 +16,7 @@ from parallelrun.report.screen import NO_LIMIT, open_console, table
 from parallelrun.report.sweep_rows import DEGREES, PLANNED, RESULTS, overridden, read, varied
 from parallelrun.wording import counted
 
+CSV = "results.csv"
 _FIRST = ("point", "state", "same_as", "reason", "directory", "exit_code")
 _NOT_IN_CSV = ("schema", "problems", "invocation")
 _COLUMNS = (
@@ -54,7 +55,7 @@ def write_csv(directory: Path) -> None:
     keys = [key for row in found for key in overridden(row)]
     columns = dict.fromkeys([*_FIRST, *keys, *DEGREES, *(key for row in rows for key in row)])
     shown = [column for column in columns if column not in _NOT_IN_CSV]
-    write_text(directory / "results.csv", csv_text([shown, *([row.get(name, "") for name in shown] for row in rows)]))
+    write_text(directory / CSV, csv_text([shown, *([row.get(name, "") for name in shown] for row in rows)]))
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -68,7 +69,7 @@ def show(directory: Path) -> None:
     """Print the table of a sweep and the path of its results."""
     console = open_console()
     show_table(read(directory), console)
-    console.print(f"results: {directory / 'results.csv'}", soft_wrap=True)
+    console.print(f"results: {directory / CSV}", soft_wrap=True)
 
 
 def show_table(rows: list[dict[str, Any]], console: Console) -> None:
@@ -140,7 +141,7 @@ def _degrees(row: dict[str, Any]) -> str:
     if "dp" not in row:
         return ""
     servers = row.get("servers") or 0
-    return degrees_text({axis: row[axis] for axis in DEGREES[1:-1]}) + (f" servers={servers}" if servers else "")
+    return degrees_text({axis: row.get(axis, 1) for axis in DEGREES[1:-1]}) + (f" servers={servers}" if servers else "")
 
 
 def _cell_text(key: str, value: Any) -> str:

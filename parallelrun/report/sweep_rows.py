@@ -1,16 +1,20 @@
-"""The rows of a sweep: the files of its directory (`results.jsonl`, written by `cli.sweep`), read. Torch-free."""
+"""The rows of a sweep: the files of its directory (`results.jsonl`, filled by `cli.sweep`). Torch-free."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from parallelrun.records import append_jsonl, write_text
+
 RESULTS = "results.jsonl"
 _RECORD = {"run": "summary.json", "bench": "bench.json", "verify": "verify.json"}
-DEGREES = ("world", "dp", "tp", "pp", "ep", "servers")
+DEGREES = ("world", "dp", "cp", "tp", "pp", "ep", "servers")
 PLANNED = "planned"
 FINISHED = ("done", PLANNED)  # states of points that have figures
 
@@ -26,6 +30,37 @@ def read(directory: Path) -> list[dict[str, Any]]:
         alike[row.get("point", 0)] = row
     rows = [row for alike in found.values() for row in alike.values()]
     return sorted(rows, key=lambda row: row.get("point", 0))
+
+
+def append(directory: Path, row: Mapping[str, Any]) -> None:
+    """Append the row of a point that has ended, also while another process adds or forgets rows."""
+    with _locked(directory / RESULTS):
+        append_jsonl(directory / RESULTS, row)
+
+
+def forget(directory: Path, names: Collection[str]) -> None:
+    """Remove the rows of the points whose run directories had these names, and of points that repeat them."""
+    with _locked(directory / RESULTS):
+        rows = read_jsonl(directory / RESULTS)
+        gone = {(row.get("invocation"), row.get("point")) for row in rows if row.get("directory") in names}
+        left = [
+            row
+            for row in rows
+            if row.get("directory") not in names and (row.get("invocation"), row.get("same_as")) not in gone
+        ]
+        write_text(directory / RESULTS, "".join(json.dumps(row) + "\n" for row in left))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file, which is made if need be, against others who come here; also against one who replaces it."""
+    while True:
+        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    yield
+                    return
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

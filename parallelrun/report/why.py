@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan.flips import Flip
 from parallelrun.plan.limits import Limit
 from parallelrun.plan.search.result import Found
@@ -18,26 +18,25 @@ from parallelrun.report.screen import FRAME, WIDEST, labelled, show_section
 from parallelrun.wording import gib
 
 BESIDE_BARS = 46  # columns of the figures beside the bars
-NAMES = {
-    "cluster.inter_gb_s": "{} GB/s between hosts",
-    "cluster.intra_gb_s": "{} GB/s inside a host",
-    "global_batch": "{} samples a step",
-    "model.seq": "{} tokens a sample",
-}
+LINKS = {"cluster.inter_gb_s": "links between hosts", "cluster.intra_gb_s": "links inside a host"}
+TRIED = "with 8 times slower or faster links, or a quarter to 4 times the tokens per microbatch"
 
 
 def show(
     time: StepTime,
     found: Sequence[Limit],
-    flips: tuple[Sequence[Flip], bool],
+    flips: tuple[Sequence[Flip], bool] | None,
     memory: tuple[int, ClusterConfig],
     best: Found | None,
     console: Console,
 ) -> None:
     """Print the section. memory: bytes of the rank that holds most, and the cluster. best: the fastest plan of a
-    search, which `flips` are about; their second value: whether all were looked for."""
+    search, which `flips` are about, None for a plan that is named; their second value: whether all were looked for.
+
+    M/h is the tokens of a microbatch by the model's width: the rows of a product by its columns.
+    """
     width = max(20, min(console.width, WIDEST) - FRAME - BESIDE_BARS)
-    rows = [*_limits(time, found), ("memory", Text(_memory(*memory))), *_flips(*flips, best)]
+    rows = [*_limits(time, found), ("memory", Text(_memory(*memory))), *(_flips(*flips, best) if flips else [])]
     show_section("why: the parts of a step", Group(waterfall.bars(time, width), Text(), labelled(rows)), console)
 
 
@@ -62,17 +61,43 @@ def _memory(heaviest: int, cluster: ClusterConfig) -> str:
 
 
 def _flips(flips: Sequence[Flip], all_done: bool, best: Found | None) -> list[tuple[str, RenderableType]]:
+    return [("flips" if not i else "", Text(text)) for i, text in enumerate(flip_texts(flips, all_done, best))]
+
+
+def flip_texts(flips: Sequence[Flip], all_done: bool, best: Found | None) -> list[str]:
+    """A sentence for each flip. best: of a search; None: they are about a plan that is named."""
     if best is None:
-        return []
-    if not flips and all_done:
-        return [("flips", Text("the same plan is fastest at any link rate, batch and sequence that was tried"))]
-    own = set(best.overrides)
-    rows = []
-    for one in flips:
-        where = "below" if one.value < one.now else "above"
-        value, now = (NAMES[one.key].format(digits(number)) for number in (one.value, one.now))
-        plan = " ".join(text for text in one.winner.overrides if text not in own)
-        rows.append(f"{where} {value} (now {now.split()[0]}): {plan} wins")
+        rows = [f"this plan is faster than the fastest {_where(one)}" for one in flips]
+        rows = rows or [f"this plan is not faster than the fastest {TRIED}"]
+    else:
+        own = set(best.overrides)
+        rows = [f"{_difference(one, own)} wins {_where(one)}" for one in flips]
+        if not flips and all_done:
+            rows = ["the same plan is fastest at any link rate, batch and tokens per microbatch that was tried"]
     if not all_done:
         rows.append("not all was looked for: this space takes too long to search many times")
-    return [("flips" if not index else "", Text(row)) for index, row in enumerate(rows)]
+    return rows
+
+
+def _difference(flip: Flip, own: set[str]) -> str:
+    """What the winner sets otherwise than the best plan."""
+    assert flip.winner is not None
+    return " ".join(text for text in flip.winner.overrides if text not in own)
+
+
+def _where(flip: Flip) -> str:
+    """The condition under which the winner wins: `below 1,900 tokens per microbatch (now 8,192)`."""
+    side = "below" if flip.value < flip.now else "above"
+    if flip.key not in LINKS:
+        if not flip.key.endswith("seq"):
+            return f"{side} {flip.value:,.0f} samples a step (now {flip.now:,.0f})"
+        ratio = f"M/h {side} {digits(flip.value / flip.hidden)}"
+        return f"{side} {flip.value:,.0f} tokens per microbatch (now {flip.now:,.0f}), {ratio}"
+    speed = "slower" if flip.value < flip.now else "faster"
+    link = f"{LINKS[flip.key]} are {speed} than {digits(flip.value)} GB/s"
+    tokens = flip.least if flip.most is None else flip.most
+    if tokens is None:
+        return f"where {link} (now {digits(flip.now)})"
+    bound = "is below" if flip.least is None else "exceeds"
+    now = f"now {digits(flip.tokens / flip.hidden)} and {digits(flip.now)}"
+    return f"where M/h {bound} {digits(tokens / flip.hidden)} and {link} ({now})"

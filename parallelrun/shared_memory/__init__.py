@@ -16,7 +16,10 @@ cannot map each other's memory uses gloo alone (`joining`). `carrier` tells them
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BACKEND = "shm"
 
@@ -46,6 +49,31 @@ def carrier(process_group: Any) -> str:
     if isinstance(process_group, HierarchicalGroup):
         return "gloo" if process_group.is_over_gloo_only else f"{BACKEND}+gloo"
     return BACKEND if is_ours(process_group) else "gloo"
+
+
+def zeros(numel: int, like: Tensor, process_group: Any) -> Tensor:
+    """Return zeros with the dtype and device of `like`, of which an all-reduce over the group copies nothing.
+
+    All ranks of the group do so alike, or none: the all-reduce of what one of them made otherwise is an error. Raises
+    EnvironmentProblem if shared memory is exhausted.
+    """
+    import torch
+
+    if like.device.type != "cpu" or process_group is None or carrier(process_group) != BACKEND:
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
+    from parallelrun.shared_memory.engine import current
+
+    engine = current()
+    with engine.lock:
+        return engine.process.arena.zeros(numel, like.dtype)
+
+
+def is_in_arena(tensor: Tensor) -> bool:
+    """Return whether a tensor's storage is one of `zeros` in shared memory."""
+    from parallelrun.shared_memory.engine import existing
+
+    engine = existing()
+    return engine is not None and engine.process.arena.holds(tensor.untyped_storage().data_ptr())
 
 
 def finish(timeout_s: float = 60.0) -> None:

@@ -7,7 +7,9 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from bisect import insort
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -88,10 +90,14 @@ class Arena(MappedMemory):
         self._num_left, self._needed = _WINDOW, 0  # of this window: allocations to come, bytes needed so far
         self._free = [(0, self.size)]  # (offset, size), by offset
         self._sizes: dict[int, int] = {}
+        self._kept: dict[int, tuple[int, int]] = {}  # (offset, bytes) of the tensors of `zeros`, by address
+        self._ended: deque[int] = deque()  # addresses of those that are no longer used, from any thread
         super().__init__(self.descriptor, self.size)
 
     def allocate(self, num_bytes: int) -> int:
         """Return the offset of a new block, aligned. Raises EnvironmentProblem if memory is exhausted."""
+        while self._ended:
+            self.free(self._kept.pop(self._ended.popleft())[0])
         size = aligned(max(num_bytes, 1))
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
@@ -115,6 +121,27 @@ class Arena(MappedMemory):
                 (start, length), (following, more) = self._free[left : left + 2]
                 if start + length == following:
                     self._free[left : left + 2] = [(start, length + more)]
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros in a block that is the tensor's own. It is free once no tensor has this storage any more."""
+        if numel == 0:
+            return torch.zeros(0, dtype=dtype)
+        size = numel * dtype.itemsize
+        offset = self.allocate(size)
+        block = memoryview(self.map)[offset : offset + size]
+        made = torch.frombuffer(block, dtype=dtype)
+        self._kept[made.data_ptr()] = (offset, size)
+        weakref.finalize(block, self._ended.append, made.data_ptr()).atexit = False  # the storage holds `block`
+        return made.zero_()
+
+    def holds(self, address: int) -> bool:
+        """Return whether a tensor of `zeros` begins at an address."""
+        return address in self._kept
+
+    def place(self, tensor: Tensor) -> int | None:
+        """Return the offset of all of a tensor of `zeros`, None for any other tensor."""
+        offset, size = self._kept.get(tensor.data_ptr(), (None, 0))
+        return offset if size == tensor.numel() * tensor.element_size() else None
 
     def _reserve(self, end: int) -> None:
         if end <= self._reserved:

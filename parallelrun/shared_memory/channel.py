@@ -106,7 +106,7 @@ class CollectiveChannel:
         return True
 
     def _post(self, collective: SharedCollective) -> None:
-        offset = -1
+        offset = collective.place
         if collective.size >= 0:
             self.reclaim()
             offset = self._allocate(collective)

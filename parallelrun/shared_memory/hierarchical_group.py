@@ -41,7 +41,7 @@ class HierarchicalGroup(SharedMemoryGroup):
         first, last = (CollectiveChannel(engine, row, hosts.local_rank, hosts.local) for row in local)
         self._links = [GlooLink(engine, one) for one in groups if one is not None]
         lane = self._links[1] if len(self._links) > 1 else None
-        inside_host = Collectives(local[0], hosts.local_rank, shares_cores)
+        inside_host = Collectives(local[0], hosts.local_rank, shares_cores, engine.process.arena)
         make = HierarchicalCollectives(hosts, local[0], inside_host, (self._links[0], lane), (first, last))
         inside: Any = MessageChannel(engine, members[0], place.rank, messages_base)  # type: ignore[arg-type]
         messages: Any = HierarchicalMessages(engine, hosts, inside, self._links[0])

@@ -62,7 +62,8 @@ def create_group(options: Any, _: Any = None) -> Any:
     members = [_member(engine, one) for one in everyone]
     channel = CollectiveChannel(engine, members, place.rank)
     messages = MessageChannel(engine, members, place.rank, _CHANNELS * COLLECTIVE_WORDS)
-    return SharedMemoryGroup(place, engine, Collectives(members, place.rank, shares_cores), channel, messages)
+    collectives = Collectives(members, place.rank, shares_cores, engine.process.arena)
+    return SharedMemoryGroup(place, engine, collectives, channel, messages)
 
 
 def _over_hosts(

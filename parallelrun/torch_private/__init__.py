@@ -1,5 +1,6 @@
 """The only package that uses torch's private symbols. Each function says why it needs them."""
 
+from parallelrun.torch_private.attention import fused_attention, fused_attention_backward, has_fused_attention
 from parallelrun.torch_private.compiler import before_compiling, keep_compiled_buffers
 from parallelrun.torch_private.fsdp import fsdp_initialise, fsdp_reduce
 from parallelrun.torch_private.groups import default_store, gloo_group
@@ -39,9 +40,12 @@ __all__ = [
     "fsdp_initialise",
     "fsdp_reduce",
     "fused_adamw",
+    "fused_attention",
+    "fused_attention_backward",
     "gloo_group",
     "greet_others_only",
     "grouped_product",
+    "has_fused_attention",
     "has_grouped_product",
     "in_stream",
     "is_observed",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+
+_NOTHING = nullcontext()
 
 
 class _Observers:
@@ -42,8 +44,8 @@ observers = _Observers()
 def observe(operations: Iterable[str]) -> Callable[[], None]:
     """Let `observers` see some operations of c10d, until the function that is returned is called.
 
-    `observer.collective(name, args)` returns a context to enter around an operation. A dispatch mode would see every
-    other operation, too, at 12 microseconds each. The kernels that are registered here precede those of all devices.
+    `observer.collective(name, args)` returns a context to enter around an operation, or None. A dispatch mode would see
+    every other operation, too, at 12 microseconds each. The kernels registered here precede those of all devices.
     """
     library = torch.library.Library("c10d", "IMPL")
     for name in filter(partial(hasattr, torch.ops.c10d), operations):
@@ -53,9 +55,7 @@ def observe(operations: Iterable[str]) -> Callable[[], None]:
 
 
 def _observed(name: str, operation: Any, keyset: Any, *args: Any) -> Any:
-    with ExitStack() as entered:
-        for observer in observers.get():
-            entered.enter_context(observer.collective(name, args))
+    with _all_of(_contexts(name, args)):
         return operation.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args)
 
 
@@ -64,28 +64,42 @@ def is_observed() -> bool:
     return bool(observers.get()) or torch._C._len_torch_dispatch_stack() > 0
 
 
-@contextmanager
-def observed(operation: str, arguments: tuple[Any, ...]) -> Iterator[None]:
+def observed(operation: str, arguments: tuple[Any, ...]) -> AbstractContextManager[object]:
     """Let the `observers` see an operation of c10d by a group that is written in Python; suspend dispatch modes inside.
 
     torch calls the methods of such a group directly, so that `observe` does not see them. Modes do not see how torch's
     own groups copy and sum.
     """
-    from torch.utils._python_dispatch import _disable_current_modes
+    contexts = _contexts(operation, arguments)
+    if torch._C._len_torch_dispatch_stack() > 0:
+        from torch.utils._python_dispatch import _disable_current_modes
 
+        contexts.append(_disable_current_modes())
+    return _all_of(contexts)
+
+
+def _contexts(operation: str, arguments: tuple[Any, ...]) -> list[AbstractContextManager[object]]:
+    found = [observer.collective(operation, arguments) for observer in observers.get()]
+    return [context for context in found if context is not None]
+
+
+def _all_of(contexts: list[AbstractContextManager[object]]) -> AbstractContextManager[object]:
+    """Enter all contexts; mostly there are none."""
+    return _entered(contexts) if contexts else _NOTHING
+
+
+@contextmanager
+def _entered(contexts: list[AbstractContextManager[object]]) -> Iterator[None]:
     with ExitStack() as entered:
-        for observer in observers.get():
-            entered.enter_context(observer.collective(operation, arguments))
-        entered.enter_context(_disable_current_modes())
+        for context in contexts:
+            entered.enter_context(context)
         yield
 
 
 @contextmanager
 def dispatch_modes(modes: list[Any]) -> Iterator[None]:
     """Enter the dispatch modes and observers of another thread in this thread (torch keeps modes per thread)."""
-    with ExitStack() as entered:
-        for mode in modes:
-            entered.enter_context(mode)
+    with _entered(modes):
         yield
 
 

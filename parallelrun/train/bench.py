@@ -21,7 +21,8 @@ from parallelrun.plan.step_time.measured import STEP, beside
 from parallelrun.records import write_json
 from parallelrun.report import bench as report
 from parallelrun.train.build import Training
-from parallelrun.train.recorder import peak_bytes, percentile_95
+from parallelrun.train.medians import percentile_95
+from parallelrun.train.recorder import peak_bytes
 from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import train_step
 
@@ -60,7 +61,7 @@ def summarise(times: list[float], training: Training) -> dict[str, Any]:
     ordered = sorted(times)
     median = statistics.median(times)
     lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (median, median, median)
-    tokens = plan.batch.global_batch * plan.spec.targets_per_sample
+    tokens = plan.batch.global_batch * training.tokens_per_sample
     payload = sum(row.payload_bytes for row in prediction.collectives(plan, 0))
     return {
         "schema": 1,

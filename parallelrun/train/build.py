@@ -11,7 +11,8 @@ import torch
 from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
-from parallelrun.data.order import Sampler
+from parallelrun.data.order import make_sampler
+from parallelrun.definitions import Packing
 from parallelrun.exchange.source import initial_weights
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
@@ -23,6 +24,7 @@ from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import DataRuntime, data_runtime
 from parallelrun.train.gradients import Gradients
+from parallelrun.train.heap import keep_freed_memory
 from parallelrun.train.pipeline_runner import PipelineRunner, build_runner
 from parallelrun.train.reader import Reader
 from parallelrun.train.routing import RoutingUpdater
@@ -52,6 +54,17 @@ class Training:
         """End the threads and processes that read ahead."""
         self.reader.close()
         self.eval_reader.close()
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Loss terms of a sample; of packed documents, tokens without padding, on average over the dataset."""
+        return float(self.packing.tokens if self.packing else self.plan.spec.targets_per_sample)
+
+    @property
+    def packing(self) -> Packing | None:
+        """How documents fill the samples, if they are packed."""
+        train = self.dataset.train
+        return train.packing() if train.packs else None
 
     @property
     def parameters(self) -> list[LocalParameter]:
@@ -104,6 +117,8 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     network.keep([name for stage in stages for name in stage.blocks])
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
+    if plan.context:  # before layers are replaced by those of a tensor strategy, which takes over what it sets
+        _parallelize("context", plan.context.kind, network, plan, mesh)
     _parallelize("tensor", plan.tensor.kind, network, plan, mesh)
     if plan.expert:
         _parallelize("expert", plan.expert.kind, network, plan, mesh)
@@ -117,6 +132,8 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
 def build(config: Config, plan: Plan, device: torch.device) -> Training:
     """Build the training of this rank. Collective: every rank of the world calls it."""
     config = with_lr_scale(config, plan)
+    if device.type == "cpu":
+        keep_freed_memory()
     mesh = build_mesh(plan, device)
     model_parts = build_model_parts(config, plan, mesh)
     runtime = data_runtime(plan)
@@ -125,8 +142,8 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     data = runtime.attach(model_parts, plan, mesh)
     dataset = open_dataset(config, plan.spec)
     size = plan.batch.global_batch
-    sampler = Sampler(len(dataset.train), size, config.seed)
-    eval_sampler = Sampler(len(dataset.val), size, config.seed, shuffle=False)
+    sampler = make_sampler(len(dataset.train), size, config.seed, dataset.train.shares)
+    eval_sampler = make_sampler(len(dataset.val), size, config.seed, dataset.val.shares, shuffle=False)
     eval_batches = max(1, min(config.eval.batches, len(dataset.val) // size))
     last_step = config.bench.warmup + config.bench.steps if config.verb == "bench" else config.steps
     num_workers = config.dataset.num_workers

@@ -86,7 +86,7 @@ def save(training: Training, scaler: LossScaler, step: int, run_directory: Path)
         "samples": step * plan.batch.global_batch,
         "global_batch": plan.batch.global_batch,
         "seed": config.seed,
-        "dataset": {"name": config.dataset.name, "fingerprint": training.dataset.fingerprint},
+        "dataset": training.dataset.record,
         "scaler": scaler.state(),
         "kept": sorted(training.data.kept),
     }

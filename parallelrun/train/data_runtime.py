@@ -110,7 +110,7 @@ class DataRuntime:
     @classmethod
     def attach(cls, model_parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
         """Return the runtime over materialised weights."""
-        runtime = cls if plan.mesh.size("dp") > 1 else DataRuntime
+        runtime = cls if plan.num_data_ranks > 1 else DataRuntime
         return runtime(match(model_parts, plan, mesh), plan, mesh)
 
     def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:

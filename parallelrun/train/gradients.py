@@ -106,7 +106,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 def _are_everywhere(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan) -> bool:
     """Return whether all ranks have the same gradients, and few enough for each rank to measure all of them."""
-    replicated = plan.world == plan.mesh.size("dp") and not plan.data.independent
+    replicated = plan.world == plan.num_data_ranks and not plan.data.independent
     split = any(plan.mesh.size(axis) > 1 for p in parameters for axis in p.layout.axes)
     return replicated and not split and sum(b.numel() * b.element_size() for b in flat) <= MEASURED_ALONE_BYTES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +31,10 @@ class PipelineRunner(ABC):
 
         Both are 0 except on the last stage's rank.
         """
+
+    def last_actions(self) -> dict[str, Any]:
+        """Return when this rank ran each action of the last step (`ActionClock.record`); {} without a schedule."""
+        return {}
 
 
 def build_runner(model_parts: Sequence[Network], plan: Plan, mesh: Mesh) -> PipelineRunner:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from parallelrun.data.order import Sampler
 from parallelrun.definitions import Split
 from parallelrun.errors import EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.mesh import Mesh
+from parallelrun.models.documents import DocumentBounds
 from parallelrun.plan.structure import Plan
 
 MAX_WORKERS = 4  # per rank, unless `dataset.num_workers` is set: more rarely help one rank
@@ -35,12 +36,14 @@ class Batch:
     """The samples of one data replica in one step, along dim 0. inputs and targets are None on ranks without need.
 
     inputs: (n, *sample_shape), int64 tokens or features in the compute dtype. targets: (n, *target_shape), int64, below
-    0 where ignored. sample_ids: (n,) int64, the samples' global numbers, known to every rank.
+    0 where ignored. sample_ids: (n,) int64, the samples' global numbers, known to every rank. documents: those that are
+    packed into the samples, known to every rank too; None if samples are no packs.
     """
 
     inputs: Tensor | None
     targets: Tensor | None
     sample_ids: Tensor
+    documents: DocumentBounds | None = None
 
     def __len__(self) -> int:
         return self.sample_ids.shape[0]
@@ -49,12 +52,14 @@ class Batch:
         """Return views of microbatch `index` of `size` consecutive samples."""
         rows = slice(index * size, (index + 1) * size)
         assert rows.stop <= len(self), f"microbatch {index} of {size} samples lies outside a batch of {len(self)}"
-        return self.map(lambda tensor: tensor[rows])
+        packed = None if self.documents is None else self.documents.samples(rows.start, rows.stop)
+        return replace(replace(self, documents=None).map(lambda tensor: tensor[rows]), documents=packed)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch of `change` of each tensor."""
         inputs, targets = (None if one is None else change(one) for one in (self.inputs, self.targets))
-        return Batch(inputs, targets, change(self.sample_ids))
+        documents = None if self.documents is None else self.documents.map(change)
+        return Batch(inputs, targets, change(self.sample_ids), documents)
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory. torch's DataLoader calls this too."""
@@ -66,7 +71,8 @@ class HostSamples:
     """The samples [start, stop) of every global batch, in host memory. `samples[step]` is the batch of a step, from 1.
 
     Read from other threads and processes: a pure function of the step.
-    has_inputs, has_targets: whether this rank needs them. floats: the dtype of inputs that are not token ids.
+    has_inputs, has_targets: whether this rank needs them. floats: the dtype of inputs that are not token ids. seq:
+    tokens of a sample. positions: of the tokens of each sample that this rank holds; None: all.
     """
 
     split: Split
@@ -76,6 +82,8 @@ class HostSamples:
     has_inputs: bool
     has_targets: bool
     floats: torch.dtype
+    seq: int = 0
+    positions: Tensor | None = None
 
     def __getitem__(self, step: int) -> Batch:
         indices, sample_ids = self.sampler.indices(step, self.start, self.stop)
@@ -84,10 +92,16 @@ class HostSamples:
             samples = [self.split.augmented(int(index), int(number)) for index, number in zip(indices, sample_ids)]
             inputs = self._stacked([sample[0] for sample in samples]) if self.has_inputs else None
             targets = self._stacked([sample[1] for sample in samples]) if self.has_targets else None
-        return Batch(inputs, targets, torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)))
+        documents = self._documents(indices) if self.split.packs else None
+        return Batch(inputs, targets, torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)), documents)
+
+    def _documents(self, indices: np.ndarray) -> DocumentBounds:
+        return DocumentBounds.of([self.split.document_lengths(int(index)).tolist() for index in indices], self.seq)
 
     def _stacked(self, arrays: list[np.ndarray]) -> Tensor:
         stacked = torch.from_numpy(np.stack(arrays))
+        if self.positions is not None:
+            stacked = stacked[:, self.positions]
         return stacked.to(self.floats if stacked.is_floating_point() else torch.int64)
 
 
@@ -105,7 +119,8 @@ class _Steps(Dataset[Any]):
 
 
 class ReadAhead:
-    """Reads the next steps, up to `last_step`, while one trains: one step in a thread, or two in each worker process.
+    """Reads the next steps, up to `last_step`, while one trains: one step in a thread, or two in each worker process
+    and one that the thread has taken from them.
 
     Reading starts when the first step is taken, and again when a step is taken that does not follow the one before (a
     new round of evaluation). num_workers: of processes; 0: a thread. pin: into page-locked memory.
@@ -120,8 +135,9 @@ class ReadAhead:
     def take(self, step: int) -> Batch:
         """Return the batch of `step`; wait for it if it is not ready. Raises what reading raised."""
         if step != self._expected or step > self._last_step:
+            self.close()
             steps = range(step, max(self._last_step, step) + 1)
-            self._loaded = self._in_processes(steps) if self._num_workers else self._in_thread(steps)
+            self._loaded = self._in_thread(self._in_processes(steps) if self._num_workers else map(self._read, steps))
         self._expected = step + 1
         try:
             found = next(self._loaded)
@@ -136,18 +152,19 @@ class ReadAhead:
         return found
 
     def close(self) -> None:
-        """End the thread or the processes. Nothing can be taken afterwards."""
+        """End the thread and the processes. What was read ahead is lost."""
         self._loaded = iter(())
 
-    def _in_thread(self, steps: range) -> Iterator[Batch]:
+    def _in_thread(self, batches: Iterator[Batch | ParallelrunError]) -> Iterator[Batch | ParallelrunError]:
+        """Take each batch while the one before is used. Of processes too: to take a batch from one means to ask that
+        process for every tensor's memory and to wait until it answers, which it does between two images."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
         try:
-            batch = self._read(steps[0])
-            for following in steps[1:]:
-                future = thread.submit(self._read, following)
+            batch = next(batches, None)
+            while batch is not None:
+                following = thread.submit(next, batches, None)
                 yield batch
-                batch = future.result()
-            yield batch
+                batch = following.result()
         finally:
             thread.shutdown(wait=True, cancel_futures=True)
 
@@ -184,7 +201,8 @@ def leave_signals_to_the_rank(worker: int) -> None:
 class Reader:
     """Reads dp coordinate c's contiguous samples [c B/dp, (c+1) B/dp) of every global batch; `replica` sets another c.
 
-    Ranks of the first stage read inputs, ranks of the last stage read targets, other ranks read neither.
+    Ranks of the first stage read inputs, ranks of the last stage read targets, other ranks read neither. All read the
+    boundaries of packed documents.
 
     last_step: the last step that is read ahead; 0 turns reading ahead off, for readers that skip steps.
     num_workers: processes that decode a split whose samples are files (`decodes_files`); None: the cores that the ranks
@@ -214,10 +232,12 @@ class Reader:
             has_inputs=pp_rank == plan.stages[0].pp_rank,
             has_targets=pp_rank == plan.last_stage_pp_rank,
             floats=getattr(torch, plan.precision.compute),
+            seq=plan.spec.seq,
+            positions=_positions(plan, mesh),
         )
         self._device = mesh.device
         self._ahead: ReadAhead | None = None
-        if last_step and (self.samples.has_inputs or self.samples.has_targets):
+        if last_step and (self.samples.has_inputs or self.samples.has_targets or split.packs):
             pin = self._device.type == "cuda"  # a copy overlaps with kernels only from pinned memory
             self._ahead = ReadAhead(self.samples, last_step, _num_workers(split, num_workers, plan.world), pin)
         self.seconds = 0.0
@@ -225,8 +245,11 @@ class Reader:
     def batch(self, step: int) -> Batch:
         """Return the samples of step `step` (from 1) on the device. Raises what reading them raised."""
         began = time.perf_counter()
-        samples = self._ahead.take(step) if self._ahead else self.samples[step]
-        batch = samples.map(lambda tensor: tensor.to(self._device, non_blocking=True))
+        batch = self._ahead.take(step) if self._ahead else self.samples[step]
+        if (
+            self._device.type != "cpu"
+        ):  # on CPU, even a copy that is none would let the reading thread have Python's lock
+            batch = batch.map(lambda tensor: tensor.to(self._device, non_blocking=True))
         self.seconds += time.perf_counter() - began
         return batch
 
@@ -234,6 +257,13 @@ class Reader:
         """End the thread or the processes that read ahead."""
         if self._ahead:
             self._ahead.close()
+
+
+def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:
+    """The positions of the tokens that this rank holds of each sample; None: all."""
+    if plan.context is None:
+        return None
+    return torch.tensor(plan.context.positions(mesh.coordinate["cp"], plan))
 
 
 def _num_workers(split: Split, asked: int | None, world: int) -> int:

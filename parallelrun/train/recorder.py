@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl and routing.jsonl while training, comm.json and summary.json at the end, all on rank 0."""
+"""Writes metrics.jsonl and routing.jsonl while training, and comm, schedule and summary.json at its end, on rank 0."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from parallelrun import reserve
 from parallelrun.comm import backend_of, gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.plan import prediction, simulate
+from parallelrun.plan.packing import packing_document
 from parallelrun.plan.step_time.measured import STEP, beside
 from parallelrun.plan.structure import Collective
 from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
+from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
+from parallelrun.train.medians import mean_times, median_times, percentile_95
 from parallelrun.train.timing import StepTimes
-from parallelrun.train.tracker import open_tracker
 
 FIRST_TIMED_STEP = 3  # steps 1 and 2 are slower: set-up, counting
 STEPS_KEPT = 1000  # of whose times every rank computes its medians
@@ -62,12 +64,13 @@ class Recorder:
         self._training = training
         self._directory = context.directory
         self._writes, self._prints = context.rank == 0, context.console_owner
+        self._rows_are_steps = rows is None
         self._records: list[StepRecord] = []
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self._num_tokens, self._num_tokens_after = 0, 0  # of all steps up to that one
         self._rows = RowFile(context.directory / "metrics.jsonl")
         self._routing = RoutingLog(context.directory, training.config.steps)
         self._progress = ProgressLine(rows or training.config.steps, enabled=context.console_owner)
-        self._tracker = open_tracker(training.config.tracker, context) if self._writes else None
 
     def step(self, record: StepRecord) -> None:
         """Append the step to metrics.jsonl and routing.jsonl, redraw the progress line. Times are rank 0's."""
@@ -77,14 +80,14 @@ class Recorder:
         self._records.append(record)
         plan = self._training.plan
         samples = plan.batch.global_batch
-        tokens = samples * plan.spec.targets_per_sample
+        tokens = self._tokens(record.step)
         row: dict[str, Any] = {
             "step": record.step,
             "loss": record.loss,
             "grad_norm": record.grad_norm,
             "lr": record.lr,
             "samples": record.step * samples,
-            "tokens": record.step * tokens,
+            "tokens": self._num_tokens,
             "step_time_s": record.step_time_s,
             "time_s": record.time_s,
             "tokens_per_s": tokens / record.step_time_s,
@@ -101,11 +104,38 @@ class Recorder:
         if record.val_top1 is not None:
             row["val_top1"] = record.val_top1
         row.update(self._routing.step(record.step, self._training.routing.described()))
+        row.update({f"samples_{label}": count for label, count, _ in self._parts_read(record.step)})
         row.update(record.more)
         self._append(row)
-        if self._tracker:
-            self._tracker.log(record.step, row)
         self._progress.update(row)
+
+    def _tokens(self, step: int) -> int:
+        """Add the tokens of a step to `_num_tokens`, which then are those of all steps so far; return them.
+
+        Padding behind packed documents is not counted. Of the steps before a resumed run, documents are counted once.
+        """
+        training = self._training
+        reader, size = training.reader.samples, training.plan.batch.global_batch
+        if not reader.split.packs or not self._rows_are_steps:
+            tokens = size * training.plan.spec.targets_per_sample
+            self._num_tokens = step * tokens
+            return tokens
+        tokens, first = 0, self._num_tokens_after + 1
+        for number in range(first, step + 1):
+            indices, _ = reader.sampler.indices(number, 0, size)
+            tokens = sum(int(reader.split.document_lengths(index).sum()) for index in indices.tolist())
+            self._num_tokens += tokens
+        self._num_tokens_after = step
+        return tokens
+
+    def _parts_read(self, step: int) -> list[tuple[str, int, float]]:
+        """Return label, samples read so far and epochs of every part of a mixture.
+
+        Nothing if workers step on their own: a row is then an update by one of them.
+        """
+        sampler = self._training.reader.samples.sampler
+        shares = self._training.dataset.train.shares if self._rows_are_steps else ()
+        return [(one.label, count, count / one.num_samples) for one, count in zip(shares, sampler.counts(step))]
 
     def remember(self, record: StepRecord) -> None:
         """Keep the times of a step of this rank for the medians. `step` calls this."""
@@ -140,7 +170,12 @@ class Recorder:
             "peak_bytes": peak_bytes(self._training.mesh.device),
             "rows": None if counted is None else [asdict(c) for c in counted],
             "times": median_times(self._timed(self._recent)),
+            "actions": self._training.runner.last_actions() if self._stands_for_its_stages() else {},
         }
+
+    def _stands_for_its_stages(self) -> bool:
+        """Whether this is the one rank of its pp index whose actions are recorded."""
+        return not any(index for axis, index in self._training.mesh.coordinate.items() if axis != "pp")
 
     def write_end(self, everyone: Mapping[int, dict[str, Any]], state: str, more: Mapping[str, Any]) -> None:
         """Write comm.json and summary.json from the facts of every rank that is alive, by rank."""
@@ -149,18 +184,19 @@ class Recorder:
             complete = all(rows is not None for rows in counted.values())
             rows = communication_rows(counted, self._training) if complete else []
             facts = [everyone[rank] for rank in sorted(everyone)]
+            actions = [one["actions"] for one in facts if one.get("actions")]  # ascending pp index, as ranks are
 
             def write() -> None:
                 self._rows.flush()
                 write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
+                if actions:
+                    write_json(self._directory / "schedule.json", schedule_document(self._records[-1].step, actions))
                 write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
                 self._routing.flush()
 
             reserve.insist(self._directory, reserve.RECORDS, write)
             with contextlib.suppress(OSError):  # a chart of routing.jsonl
                 routing_report.write(self._directory)
-            if self._tracker:
-                self._tracker.close()
         self._progress.close()
 
     def _summary(self, everyone: list[dict[str, Any]], rows: list[dict[str, Any]], state: str) -> dict[str, Any]:
@@ -168,10 +204,11 @@ class Recorder:
         training, plan = self._training, self._training.plan
         times = sorted(r.step_time_s for r in self._timed(self._records))
         median = statistics.median(times) if times else None
-        tokens = plan.batch.global_batch * plan.spec.targets_per_sample
+        tokens = plan.batch.global_batch * training.tokens_per_sample
         means = mean_times([one["times"] for one in everyone])
         val = [r.val_loss for r in self._records if r.val_loss is not None]
         top1 = [r.val_top1 for r in self._records if r.val_top1 is not None]
+        read = self._parts_read(self._records[-1].step) if self._records else []
         return {
             "schema": 1,
             "state": state,
@@ -209,8 +246,10 @@ class Recorder:
             "wire_bytes_per_step": self._per_step("wire_bytes", rows),
             "communication_as_predicted": all(prediction.matches_prediction(row) for row in rows) if rows else None,
             "bubble_predicted": simulate.of_plan(plan).bubble_of_total,
+            "packing": packing_document(plan.spec, training.packing),
             "dataset": training.config.dataset.name,
             "dataset_sha256": training.dataset.fingerprint,
+            "mixture": [dict(label=label, samples=count, epochs=epochs) for label, count, epochs in read] or None,
         }
 
     def _timed(self, records: Iterable[StepRecord]) -> list[StepRecord]:
@@ -223,34 +262,6 @@ class Recorder:
         plan = self._training.plan
         total: float = sum(row[key] / prediction.steps_between(plan, row["purpose"]) for row in rows)
         return round(total)
-
-
-def percentile_95(ordered: list[float]) -> float:
-    """Return the 95th percentile of sorted values."""
-    return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-
-
-def median_times(records: list[StepRecord]) -> dict[str, float]:
-    """Return one rank's medians over steps of its StepTimes, and of bubble_s / step_time_s as `bubble_measured`."""
-    timed = [(record.times, record.step_time_s) for record in records if record.times is not None]
-    rows = [
-        {**times.fields, "bubble_measured": times.bubble_s / seconds} if times.bubble_s is not None else times.fields
-        for times, seconds in timed
-    ]
-    names = dict.fromkeys(name for row in rows for name in row)  # on CUDA some steps have more parts than others
-    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
-
-
-def mean_times(everyone: list[dict[str, float]]) -> dict[str, float | None]:
-    """Return the mean over ranks of their medians, None for fields that were not timed.
-
-    `bubble_measured` is the fraction of a step in which a rank idles for other stages (see StepTimes.bubble_s). Unlike
-    it, `bubble_predicted` ignores the time of messages and everything after the schedule.
-    """
-    timed = [one for one in everyone if one]  # servers take no steps
-    names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "optimizer_s", "bubble_measured")
-    measured = timed[0] if timed else {}
-    return {name: statistics.fmean(one[name] for one in timed) if name in measured else None for name in names}
 
 
 def communication_rows(measured: Mapping[int, list[dict[str, Any]]], training: Training) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
 
     The first is the number of targets >= 0 in the global batch. If some replicas have run out of data (their batch is
     None), it is extrapolated from the active replicas to those that the data strategy counts. A dataset without ignored
-    targets needs no exchange; otherwise the ranks of the last stage sum their targets over dp.
+    targets needs no exchange; otherwise the ranks of the last stage sum their targets over dp, and cp.
     """
     plan, data = training.plan, training.plan.data
     num_replicas = plan.mesh.size("dp")
@@ -97,13 +97,14 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
     if not training.dataset.has_ignored:
         per_sample = plan.spec.targets_per_sample
         counted = plan.batch.global_batch * num_counted // num_replicas
-        return counted * per_sample, 0 if batch is None else plan.batch.replica_batch * per_sample
+        own = plan.batch.replica_batch * per_sample // plan.mesh.size("cp")
+        return counted * per_sample, 0 if batch is None else own
     if training.mesh.coordinate.get("pp", 0) != plan.last_stage_pp_rank:
         return 1, 0  # only the last stage computes a loss
     valid = None if batch is None or batch.targets is None else (batch.targets >= 0).sum()
     mine = torch.zeros((), dtype=torch.int64, device=training.mesh.device) if valid is None else valid
     everyone = mine.clone()
-    comm.all_reduce(everyone, training.mesh.group("dp"), "control")
+    comm.all_reduce(everyone, training.mesh.group(plan.data_axis), "control")
     num_active = sum(data.has_batch(step, worker) for worker in range(num_replicas))
     return max(int(everyone) * num_counted // num_active, 1), int(mine)
 

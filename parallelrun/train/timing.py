@@ -8,11 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from parallelrun import comm, torch_private
 from parallelrun.plan.structure import EMBEDDING, WORLD
 from parallelrun.train.build import Training
+from parallelrun.train.clocks import HostClock, clock_of
 
 ACROSS_STAGES = (WORLD, EMBEDDING)  # groups that join ranks of several stages
 # On CUDA a timed step waits for its last kernel, and the next step cannot be launched meanwhile. So only the first
@@ -46,42 +45,6 @@ class StepTimes:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-class HostClock:
-    """The host's clock, for devices whose calls are synchronous.
-
-    `mark` returns a moment; the `seconds` between two are known after `resolve` has waited for the last one.
-    on_device: its moments are those of a stream, not of the host.
-    """
-
-    on_device = False
-
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def resolve(self, last: Any) -> None:
-        """Do nothing: the moment is in the past."""
-
-    def seconds(self, began: Any, ended: Any) -> float:
-        return float(ended - began)
-
-
-class CudaClock(HostClock):
-    """Events of the current CUDA stream: a moment is when the stream reaches the event."""
-
-    on_device = True
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def resolve(self, last: torch.cuda.Event) -> None:
-        last.synchronize()
-
-    def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        return float(began.elapsed_time(ended)) / 1e3
-
-
 class StepClock:
     """Times one step inside `with clock:`, and the optimizer inside `with clock.optimizer():`.
 
@@ -91,7 +54,7 @@ class StepClock:
 
     def __init__(self, training: Training, clock: HostClock | None = None):
         self._reader = training.reader
-        self._clock = clock or (HostClock() if training.mesh.device.type == "cpu" else CudaClock())
+        self._clock = clock or clock_of(training.mesh.device)
         self._has_ranks = training.plan.world > 1
         self._has_stages = training.plan.mesh.size("pp") > 1
         self._num_steps = 0

@@ -22,7 +22,7 @@ def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
         pipeline=replace(config.strategy.pipeline, kind=PipelineConfig().kind, virtual_stages=None, split=[]),
     )
     single = replace(
-        config, strategy=strategy, world=1, dp=1, tp=1, pp=1,
+        config, strategy=strategy, world=1, dp=1, cp=1, tp=1, pp=1,
         layout=None, grid=None, depth=None, schedule=None, virtual_stages=None,
         servers=None, consistency=None, staleness=None, backup_workers=None,
         microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,

@@ -66,7 +66,7 @@ class ForwardPass:
                 part = self._part_of[step.stage]
                 samples = batch.microbatch(step.microbatch, self._plan.batch.micro_batch)
                 x = samples.inputs if step.stage == 0 else _wait(*arrived.pop((step.stage, step.microbatch)))
-                output = part(x, samples.sample_ids)
+                output = part(x, samples.sample_ids, samples.documents)
                 if step.stage == last:
                     total[0] += part.loss(output, samples.targets).double()
                     if self._counts_right:

@@ -1,9 +1,9 @@
 """Schedules as lists of actions: the order in which every pp rank computes. Torch-free.
 
-Each function takes pp, the virtual stages of a rank and the number of microbatches. It returns, per pp rank, the order
-of the schedule of the same name in torch.distributed.pipelining; a test compares the two. Action F is a forward, B a
-full backward, I a backward for inputs only, W for weights only. On stage 0 torch defers the whole backward to W (no
-input gradient is sent), so I costs nothing there.
+Each function takes a pp rank, pp, the virtual stages of a rank and the number of microbatches. It returns the order of
+that rank in the schedule of the same name in torch.distributed.pipelining; a test compares the two. Action F is a
+forward, B a full backward, I a backward for inputs only, W for weights only. On stage 0 torch defers the whole backward
+to W (no input gradient is sent), so I costs nothing there.
 
 Sources: GPipe (Huang 2019, section 2); 1F1B and interleaving (Narayanan 2021, section 2.2); ZB1P and ZB-V (Qi 2023,
 sections 3 and 6).
@@ -11,31 +11,32 @@ sections 3 and 6).
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 
 from parallelrun.plan.pipeline_schedule import Action
 
-Orders = tuple[tuple[Action, ...], ...]
+Order = tuple[Action, ...]  # of one pp rank
+Orders = tuple[Order, ...]
+_new = tuple.__new__  # an Action in half the time: a search lists millions
+RankOrder = Callable[[int, int, int, int], Order]
 
 
-def accumulation(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+def accumulation(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
     """One stage: forward and backward of one microbatch after the other."""
-    return (tuple(Action(kind, 0, m) for m in range(num_microbatches) for kind in "FB"),)
+    return tuple(Action(kind, 0, m) for m in range(num_microbatches) for kind in "FB")
 
 
-@lru_cache(maxsize=64)
-def gpipe(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+def gpipe(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
     """All forwards, then all backwards in the same order."""
-    return tuple(tuple(Action(kind, stage, m) for kind in "FB" for m in range(num_microbatches)) for stage in range(pp))
+    return tuple(Action(kind, rank, m) for kind in "FB" for m in range(num_microbatches))
 
 
-@lru_cache(maxsize=64)
-def one_f_one_b(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+def one_f_one_b(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
     """Rank r starts with pp - 1 - r forwards, then goes on one forward, one backward, and drains."""
-    return tuple(_looped(rank, pp, 1, num_microbatches, warmup=pp - 1 - rank) for rank in range(pp))
+    return _looped(rank, pp, 1, num_microbatches, warmup=pp - 1 - rank)
 
 
 def num_rounds(pp: int, num_microbatches: int) -> int:
@@ -49,35 +50,35 @@ def warmup_of_first(pp: int, virtual_stages: int, num_microbatches: int, skew: i
     return min((virtual_stages - 1) * per_round + skew + 1, virtual_stages * num_microbatches)
 
 
-@lru_cache(maxsize=64)
-def interleaved(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+def interleaved(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
     """1F1B over looped stages: a round of microbatches passes all virtual stages before the next round."""
     per_round = num_microbatches // num_rounds(pp, num_microbatches)
-    return tuple(
-        _looped(
-            rank, pp, virtual_stages, num_microbatches, warmup=(virtual_stages - 1) * per_round + 2 * (pp - 1 - rank)
-        )
-        for rank in range(pp)
-    )
+    warmup = (virtual_stages - 1) * per_round + 2 * (pp - 1 - rank)
+    return _looped(rank, pp, virtual_stages, num_microbatches, warmup)
 
 
-@lru_cache(maxsize=64)
-def zero_bubble(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+def zero_bubble(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
     """ZB1P: as interleaved with half the warm-up; rank r keeps its weight passes r backwards behind."""
     per_round = num_microbatches // num_rounds(pp, num_microbatches)
-    orders = []
-    for rank in range(pp):
-        warmup = (virtual_stages - 1) * per_round + pp - 1 - rank
-        order = _looped(rank, pp, virtual_stages, num_microbatches, warmup=warmup)
-        orders.append(_split_backward(order, lag=rank))
-    return tuple(orders)
+    warmup = (virtual_stages - 1) * per_round + pp - 1 - rank
+    return _split_backward(_looped(rank, pp, virtual_stages, num_microbatches, warmup), lag=rank)
 
 
-@lru_cache(maxsize=64)
-def zbv(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+def zbv(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
     """ZB-V: two virtual stages in a V, for at least 2 pp - 1 microbatches; the order omits those that do not exist."""
-    whole = (_v_order(rank, pp, max(2 * pp - 1, num_microbatches)) for rank in range(pp))
-    return tuple(tuple(action for action in order if action.microbatch < num_microbatches) for order in whole)
+    whole = _v_order(rank, pp, max(2 * pp - 1, num_microbatches))
+    return tuple(action for action in whole if action.microbatch < num_microbatches)
+
+
+def of_ranks(order: RankOrder, pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+    """The order of every pp rank. order: one of the functions above."""
+    return tuple(of_rank(order, rank, pp, virtual_stages, num_microbatches) for rank in range(pp))
+
+
+@lru_cache(maxsize=256)
+def of_rank(order: RankOrder, rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
+    """The order of one pp rank, kept for the next time."""
+    return order(rank, pp, virtual_stages, num_microbatches)
 
 
 def _looped(rank: int, pp: int, virtual_stages: int, num_microbatches: int, warmup: int) -> tuple[Action, ...]:
@@ -89,8 +90,9 @@ def _looped(rank: int, pp: int, virtual_stages: int, num_microbatches: int, warm
         (number // per_round % virtual_stages, number // (per_round * virtual_stages) * per_round + number % per_round)
         for number in range(total)
     ]
-    forwards = [Action("F", chunk * pp + rank, m) for chunk, m in places]
-    backwards = [Action("B", (virtual_stages - 1 - chunk) * pp + rank, m) for chunk, m in places]
+    last = virtual_stages - 1
+    forwards = [_new(Action, ("F", chunk * pp + rank, m)) for chunk, m in places]
+    backwards = [_new(Action, ("B", (last - chunk) * pp + rank, m)) for chunk, m in places]
     steady = chain.from_iterable(zip(forwards[warmup:], backwards))
     return (*forwards[:warmup], *steady, *backwards[total - warmup :])
 
@@ -100,11 +102,12 @@ def _split_backward(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
     split: list[Action] = []
     waiting: deque[Action] = deque()
     for action in order:
-        if action.kind != "B":
+        kind, stage, microbatch = action
+        if kind != "B":
             split.append(action)
             continue
-        split.append(Action("I", action.stage, action.microbatch))
-        waiting.append(Action("W", action.stage, action.microbatch))
+        split.append(_new(Action, ("I", stage, microbatch)))
+        waiting.append(_new(Action, ("W", stage, microbatch)))
         if len(waiting) > lag:
             split.append(waiting.popleft())
     return (*split, *waiting)
@@ -113,13 +116,14 @@ def _split_backward(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
 def _v_order(rank: int, pp: int, num_microbatches: int) -> list[Action]:
     """One rank of ZB-V: virtual stage 0 is on the way down (stage `rank`), virtual stage 1 on the way up."""
     stages = (rank, 2 * pp - 1 - rank)
-    done: Counter[tuple[str, int]] = Counter()
+    done = {"F": [0, 0], "I": [0, 0], "W": [0, 0]}
     order: list[Action] = []
 
     def run(kinds: str, chunk: int) -> None:
         for kind in kinds:
-            order.append(Action(kind, stages[chunk], done[kind, chunk]))
-            done[kind, chunk] += 1
+            number = done[kind][chunk]
+            order.append(_new(Action, (kind, stages[chunk], number)))
+            done[kind][chunk] = number + 1
 
     for _ in range(2 * (pp - rank) - 1):
         run("F", 0)
@@ -128,8 +132,9 @@ def _v_order(rank: int, pp: int, num_microbatches: int) -> list[Action]:
         run("F", 0)
     for _ in range(pp - rank):
         run("FIW", 1)
-    while done["F", 1] < done["F", 0] or done["F", 0] < num_microbatches:
-        if done["F", 0] < num_microbatches:
+    down, up = 0, 1
+    while done["F"][up] < done["F"][down] or done["F"][down] < num_microbatches:
+        if done["F"][down] < num_microbatches:
             run("F", 0)
         run("IW", 0)
         run("FIW", 1)
@@ -139,7 +144,7 @@ def _v_order(rank: int, pp: int, num_microbatches: int) -> list[Action]:
     for _ in range(pp - rank):
         run("IW", 0)
     for chunk in (1, 0):
-        while done["W", chunk] < done["I", chunk]:
+        while done["W"][chunk] < done["I"][chunk]:
             run("W", chunk)
     return order
 

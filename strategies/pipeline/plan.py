@@ -20,7 +20,7 @@ class NoPipeline(Schedule):
     """One stage: microbatches are gradient accumulation, and nothing is sent."""
 
     kind = "none"
-    orders = staticmethod(orders.accumulation)
+    rank_order = staticmethod(orders.accumulation)
     explained = ("One stage: nothing is sent.", "")
 
     @classmethod
@@ -38,7 +38,7 @@ class GPipe(Schedule):
 
     kind = "gpipe"
     torch_name = "ScheduleGPipe"
-    orders = staticmethod(orders.gpipe)
+    rank_order = staticmethod(orders.gpipe)
     explained = (
         "All microbatches go forward through the stages, then all go backward. Every microbatch's activations "
         "are kept.",
@@ -85,7 +85,7 @@ class OneFOneB(Schedule):
     kind = "1f1b"
     repeats = True
     torch_name = "Schedule1F1B"
-    orders = staticmethod(orders.one_f_one_b)
+    rank_order = staticmethod(orders.one_f_one_b)
     explained = (
         "After a warm-up, each rank alternates one forward and one backward, so that at most as many "
         "microbatches are kept as there are stages.",
@@ -119,7 +119,7 @@ class Interleaved(Schedule):
     kind = "interleaved"
     repeats = True
     torch_name = "ScheduleInterleaved1F1B"
-    orders = staticmethod(orders.interleaved)
+    rank_order = staticmethod(orders.interleaved)
     explained = (
         "As 1F1B, but each rank has several stages, so a microbatch passes every rank several times: more "
         "messages, and a bubble smaller by that factor.",
@@ -169,7 +169,7 @@ class ZeroBubble(Interleaved):
 
     kind = "zero_bubble"
     torch_name = "ScheduleInterleavedZeroBubble"
-    orders = staticmethod(orders.zero_bubble)
+    rank_order = staticmethod(orders.zero_bubble)
     explained = (
         "Backward is split: the input gradient is sent on at once, and the weight gradient is computed when "
         "the rank would be idle.",
@@ -197,7 +197,7 @@ class ZBV(Interleaved):
 
     kind = "zbv"
     torch_name = "ScheduleZBVZeroBubble"
-    orders = staticmethod(orders.zbv)
+    rank_order = staticmethod(orders.zbv)
     explained = (
         "Each rank has two stages laid out in a V, so the first and the last stage share a rank. Backward is "
         "split: the input gradient is sent on at once, weight gradients fill the idle time.",

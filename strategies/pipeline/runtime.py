@@ -15,6 +15,8 @@ from parallelrun.mesh import Mesh
 from parallelrun.models import recompute
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
+from parallelrun.train.actions import ActionClock
+from parallelrun.train.clocks import clock_of
 from parallelrun.train.pipeline_runner import PipelineRunner
 from parallelrun.train.reader import Batch
 
@@ -44,7 +46,7 @@ class AccumulationRunner(PipelineRunner):
         losses: list[Tensor] = []
         for index in range(self._plan.batch.microbatches):
             samples = batch.microbatch(index, self._plan.batch.micro_batch)
-            loss = self._part.loss(self._part(samples.inputs, samples.sample_ids), samples.targets)
+            loss = self._part.loss(self._part(samples.inputs, samples.sample_ids, samples.documents), samples.targets)
             losses.append(loss.detach())
             loss.backward(loss.new_full((), scale))
         return _total(losses, batch.sample_ids.device)
@@ -78,9 +80,9 @@ class ScheduleRunner(PipelineRunner):
         indices = [stage.index for stage in plan.stages_of(group.index)]
         steps = schedule.steps(plan)
         joined = {(step.kind, step.microbatch) for step in steps[group.index] if step.joined}
-        self._sends = Sends()
+        self._sends, self._actions = Sends(), ActionClock(clock_of(mesh.device))
         self._stages = [
-            ScheduledStage(part, index, plan, mesh.device, group.process_group, self._sends, joined)
+            ScheduledStage(part, index, plan, mesh.device, group.process_group, self._sends, self._actions, joined)
             for index, part in zip(indices, model_parts, strict=True)
         ]
         self._inputs_here = indices[0] == 0
@@ -99,16 +101,20 @@ class ScheduleRunner(PipelineRunner):
         last.losses.clear()
         last.scale = scale
         for stage in self._stages:
-            stage.sample_ids = batch.sample_ids
+            stage.sample_ids, stage.documents = batch.sample_ids, batch.documents
         self._stages[-1].targets = batch.targets
         inputs = (batch.inputs,) if self._inputs_here else ()
         target = batch.targets if self._losses_here else None
+        self._actions.begin_step()
         self._schedule.step(*inputs, target=target, return_outputs=False)
         self._sends.finish()
         return _total(last.losses, batch.sample_ids.device)
 
     def evaluate(self, batch: Batch) -> Tensor:
         return self._forward.totals(batch)
+
+    def last_actions(self) -> dict[str, Any]:
+        return self._actions.record()
 
 
 def _loss_of_output(loss: Tensor, _: Tensor) -> Tensor:

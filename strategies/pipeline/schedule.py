@@ -34,8 +34,8 @@ class Schedule(PipelineSchedule):
 
     @staticmethod
     @abstractmethod
-    def orders(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
-        """Return the actions of every pp rank."""
+    def rank_order(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> orders.Order:
+        """Return the actions of one pp rank."""
 
     @classmethod
     def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:
@@ -66,9 +66,13 @@ class Schedule(PipelineSchedule):
         """Return the violations that depend on the batch; none while the batch does not divide."""
         return []
 
-    def actions(self, plan: Plan) -> list[list[Action]]:
+    def actions(self, plan: Plan) -> Orders:
         size = plan.mesh.size("pp"), self.virtual_stages, plan.batch.microbatches
-        return [list(order) for order in self.orders(*size)]
+        return orders.of_ranks(self.rank_order, *size)
+
+    def order(self, plan: Plan, pp_rank: int) -> orders.Order:
+        size = plan.mesh.size("pp"), self.virtual_stages, plan.batch.microbatches
+        return orders.of_rank(self.rank_order, pp_rank, *size)
 
     def steps(self, plan: Plan) -> messages.Steps:
         """Return the actions and messages of every pp rank in the order in which the runtime executes them."""
@@ -133,7 +137,7 @@ class Schedule(PipelineSchedule):
 
 @lru_cache(maxsize=16)
 def _steps(schedule: Schedule, pp: int, num_microbatches: int) -> messages.Steps:
-    actions = schedule.orders(pp, schedule.virtual_stages, num_microbatches)
+    actions = orders.of_ranks(schedule.rank_order, pp, schedule.virtual_stages, num_microbatches)
     return schedule.steps_of(actions, schedule.virtual_stages)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from parallelrun import comm, torch_private
 from parallelrun.models.autograd import apply
+from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
+from parallelrun.train.actions import ActionClock
 
 from .messages import SENDS_IN_FLIGHT
 from .schedule import boundary_shape
@@ -31,7 +33,8 @@ def input_example(plan: Plan, stage: int) -> Tensor:
     if stage > 0:
         return torch.empty(boundary_shape(plan, stage), dtype=compute_dtype(plan), device="meta", requires_grad=True)
     dtype = torch.int64 if plan.spec.kind == "tokens" else compute_dtype(plan)
-    return torch.empty((plan.batch.micro_batch, *plan.spec.sample_shape), dtype=dtype, device="meta")
+    first, *rest = plan.spec.sample_shape
+    return torch.empty((plan.batch.micro_batch, first // plan.mesh.size("cp"), *rest), dtype=dtype, device="meta")
 
 
 def output_example(plan: Plan, stage: int) -> Tensor:
@@ -41,7 +44,8 @@ def output_example(plan: Plan, stage: int) -> Tensor:
 
 
 class _Plain(nn.Module):
-    """The module of a stage: a model part called with the microbatch's sample ids; on the last stage with the loss.
+    """The module of a stage: a model part called with the microbatch's sample ids and packed documents; on the last
+    stage with the loss.
 
     It hides FSDP from torch's schedules, which would unshard, reshard and reduce an FSDP module themselves. The data
     strategy alone decides that, and under zero bubble torch's handling silently loses gradients. Schedules keep a
@@ -53,12 +57,13 @@ class _Plain(nn.Module):
         self.part = part
         self.is_last = is_last
         self.sample_ids: Tensor | None = None
+        self.documents: DocumentBounds | None = None
         self.targets: Tensor | None = None
         self.scale = 1.0
         self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.part(x, self.sample_ids)
+        output: Tensor = self.part(x, self.sample_ids, self.documents)
         if not self.is_last:
             return output
         assert self.targets is not None, "the last stage needs targets"
@@ -122,18 +127,21 @@ class ScheduledStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         sends: Sends,
+        actions: ActionClock,
         joined: Collection[tuple[str, int]] = (),
     ):
         self.plain = _Plain(part, index == len(plan.stages) - 1)
         self._micro_batch = plan.batch.micro_batch
         self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the whole step, as the targets; set before it
+        self.documents: DocumentBounds | None = None
         self.targets: Tensor | None = None
         # Templates of the buffers, and their placeholders while no buffer is allocated.
         self._no_activation, self._no_gradient = input_example(plan, index), output_example(plan, index).detach()
-        self._sends, self._joined = sends, frozenset(joined)
+        self._sends, self._actions, self._joined = sends, actions, frozenset(joined)
         self._posted: list[dist.P2POp] = []  # torch's schedule keeps references to these
         self._receives: dict[tuple[str, int], list[dist.Work]] = {}
         self._outputs: dict[int, Tensor] = {}  # not yet sent
+        self._templates: dict[str, list[dist.P2POp]] = {}
         super().__init__(
             self.plain,
             index,
@@ -151,10 +159,14 @@ class ScheduledStage(PipelineStage):
         self._wait("RECV_F", fwd_chunk_id)
         # Not an argument of `step`: torch assumes that every tensor argument may need a gradient.
         start = fwd_chunk_id * self._micro_batch
-        self.plain.sample_ids = self.sample_ids[start : start + self._micro_batch]
+        stop = start + self._micro_batch
+        self.plain.sample_ids = self.sample_ids[start:stop]
+        if self.documents is not None:
+            self.plain.documents = self.documents.samples(start, stop)
         if self.targets is not None:
-            self.plain.targets = self.targets[start : start + self._micro_batch]
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+            self.plain.targets = self.targets[start:stop]
+        with self._actions.action("F", self.stage_index, fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         if self.is_last:
             return output
         stand_in = apply(_WithoutStorage, output)
@@ -168,7 +180,8 @@ class ScheduledStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._wait("RECV_B", bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with self._actions.action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
             loss.detach_()  # torch keeps the loss until the step ends, and with it the graph
         if not self.is_first:
@@ -182,10 +195,14 @@ class ScheduledStage(PipelineStage):
                 value.grad = None
             self.backward_state[bwd_chunk_id] = (inputs, groups, outputs, None)
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._actions.action("W", self.stage_index, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        operations = super().get_fwd_send_ops(fwd_chunk_id)
-        for operation in operations:
-            operation.tensor = self._outputs.pop(fwd_chunk_id)
+        if self.is_last:
+            return []
+        operations = self._alike("SEND_F", super().get_fwd_send_ops, fwd_chunk_id, self._outputs.pop(fwd_chunk_id))
         return self._post(operations, "SEND_F", fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -193,7 +210,8 @@ class ScheduledStage(PipelineStage):
             return []
         info = self.args_recv_info[fwd_chunk_id][0]
         info.buffer = self._buffer(self._no_activation).requires_grad_()
-        return self._post(super().get_fwd_recv_ops(fwd_chunk_id), "RECV_F", fwd_chunk_id)
+        operations = self._alike("RECV_F", super().get_fwd_recv_ops, fwd_chunk_id, info.buffer)
+        return self._post(operations, "RECV_F", fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._post(super().get_bwd_send_ops(bwd_chunk_id), "SEND_B", bwd_chunk_id)
@@ -203,7 +221,22 @@ class ScheduledStage(PipelineStage):
             return []
         info = self.grad_recv_info[bwd_chunk_id][0]
         info.buffer = self._buffer(self._no_gradient)
-        return self._post(super().get_bwd_recv_ops(bwd_chunk_id), "RECV_B", bwd_chunk_id)
+        operations = self._alike("RECV_B", super().get_bwd_recv_ops, bwd_chunk_id, info.buffer)
+        return self._post(operations, "RECV_B", bwd_chunk_id)
+
+    def _alike(
+        self, kind: str, make: Callable[[int], list[dist.P2POp]], microbatch: int, tensor: Tensor
+    ) -> list[dist.P2POp]:
+        """Return torch's operations of a kind of message, with this tensor. All microbatches have the same neighbour,
+        and torch takes longer to look it up for each than to run a small layer."""
+        if kind not in self._templates:
+            self._templates[kind] = make(microbatch)
+            for template in self._templates[kind]:
+                template.tensor = self._no_gradient
+        operations = [object.__new__(dist.P2POp) for _ in self._templates[kind]]
+        for operation, template in zip(operations, self._templates[kind]):
+            vars(operation).update(vars(template), tensor=tensor)
+        return operations
 
     def _buffer(self, template: Tensor) -> Tensor:
         """Return uninitialised memory. `empty_like` of a meta tensor takes ten times as long, in Python."""

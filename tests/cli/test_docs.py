@@ -19,7 +19,9 @@ from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
 from parallelrun.config import keys, source, strategy_keys
 from parallelrun.plan import shorthands
+from tests import other_runners
 from tests.cli.test_plugin import ENTRY_POINTS, PLUGIN, install
+from tests.extras import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,15 +61,19 @@ def as_the_shell_splits(lines: list[str]) -> list[list[str]]:
 
 NEEDS_A_RUN = "resume=latest"  # tests/cli/test_resume.py types this one beside a run
 CALLS = [words for words in as_the_shell_splits(printed_lines()) if NEEDS_A_RUN not in words]
-PLANNED = [words for words in CALLS if words and words[0] not in TOOLS and not words[0].startswith(("--", "-sc"))]
+PLANS = [words for words in CALLS if words and words[0] not in TOOLS and not words[0].startswith(("--", "-sc"))]
+WITH_PLUG_INS = [
+    words for words in PLANS if any(word.startswith(("hydra/launcher", "hydra/sweeper")) for word in words)
+]
+PLANNED = [words for words in PLANS if words not in WITH_PLUG_INS]
 MEASURED = [words[1:] for words in CALLS if words[:1] == ["calibrate"]]  # takes minutes: tests/cli/test_calibrate.py
-OTHERS = [words for words in CALLS if words and words not in PLANNED and words[0] not in ("tokenize", "calibrate")]
+OTHERS = [words for words in CALLS if words and words not in PLANS and words[0] not in ("tokenize", "calibrate")]
 
 
 @pytest.fixture
 def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
-    """The files that a page prints (a code block whose first line is `# net.py`), the plug-in of how_to_add.md, and a
-    calibration of this machine."""
+    """The files that a page prints (a code block whose first line is `# net.py`), the plug-in of how_to_add.md, a
+    calibration of this machine, and jobs of other runners."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path / "own"))
     (tmp_path / "own" / "cluster").mkdir(parents=True)
@@ -77,6 +83,7 @@ def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(tmp_path / "site")
     shutil.copytree(PLUGIN / "conf", tmp_path / "conf")
     registry._plug_ins.cache_clear()
+    other_runners.write(tmp_path)
     for page in PAGES:
         for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.DOTALL):
             (tmp_path / name).write_text(text)
@@ -107,9 +114,19 @@ def test_a_printed_command_is_legal(words: list[str], own_files, composed_once, 
     assert main([words[0] if keeps_verb else "plan", *rest]) == 0, capsys.readouterr().err
 
 
+@needs("hydra_plugins.hydra_joblib_launcher")
+@needs("hydra_plugins.hydra_optuna_sweeper")
+@pytest.mark.parametrize("words", WITH_PLUG_INS, ids=" ".join)
+def test_a_printed_command_with_a_plug_in_of_hydra_works(words: list[str], tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words[0] == "plan" and main(words) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", OTHERS, ids=" ".join)
 def test_a_printed_tool_command_works(words: list[str], own_files, capsys) -> None:
     assert main(words) == 0, capsys.readouterr().err
+    if words[0] == "doctor":  # its exit code is 0 where CPU ranks have to use gloo, too
+        assert "two ranks map each other's memory" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("words", MEASURED, ids=" ".join)

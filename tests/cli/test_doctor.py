@@ -18,6 +18,13 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Ranks start at once, and what is replaced here is replaced there. `parallelrun doctor` of tests/cli/test_docs.py
+    starts them as users do."""
+    monkeypatch.setattr(processes, "method_for", lambda plan: processes.FORK)
+
+
 def test_every_gpu_takes_part_in_the_sum(monkeypatch, two_gpus):
     asked = []
     monkeypatch.setattr(doctor, "all_reduce", lambda *words: asked.append(words) or 0.0012)
@@ -26,34 +33,31 @@ def test_every_gpu_takes_part_in_the_sum(monkeypatch, two_gpus):
     assert (check.name, check.state, check.detail) == ("nccl all-reduce", "pass", "2 GPUs, 64 MiB in 1.2 ms")
 
 
-def test_the_processes_of_the_sum_really_add(monkeypatch, two_gpus):
+def test_the_processes_of_the_sum_really_add(forked, two_gpus):
     (check,) = doctor._gpu_all_reduce("gloo")
     assert check.state == "pass", check.detail
 
 
-def test_two_processes_add_on_the_loopback_interface():
+def test_two_processes_add_on_the_loopback_interface(forked):
     check = doctor._all_reduce()
     assert check.state == "pass", check.detail
 
 
-def test_shared_memory_is_tested_by_using_it():
+def test_shared_memory_is_tested_by_using_it(forked):
     check = doctor._shared_memory_between_ranks()
     assert check.state == "pass" and "map each other's memory" in check.detail, check.detail
 
 
-def test_why_shared_memory_is_impossible(monkeypatch):
-    """Ranks are forked, so what is replaced here is replaced there."""
-    monkeypatch.setattr(processes, "method_for", lambda plan: processes.FORK)
+def test_why_shared_memory_is_impossible(monkeypatch, forked):
     monkeypatch.setattr(joining, "is_supported", lambda: False)
     check = doctor._shared_memory_between_ranks()
     assert check.state == "warn" and "no memfd or pidfd" in check.detail, check.detail
     assert doctor._all_reduce().state == "pass", "gloo needs neither"
 
 
-def test_a_rank_that_cannot_take_part_is_named(monkeypatch, two_gpus):
+def test_a_rank_that_cannot_take_part_is_named(forked, two_gpus):
     if torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL")
-    monkeypatch.setattr(processes, "method_for", lambda plan: processes.FORK)  # quicker, and no GPU suffers from it
     (check,) = doctor._gpu_all_reduce()
     assert check.state == "fail" and re.match(r"rank [01] of 2: \w+Error: ", check.detail), check.detail
 

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import import_module
 
 import pytest
 
 from parallelrun.cli import main as program
-from parallelrun.cli.help import EXAMPLES
+from parallelrun.cli.help import EXAMPLES, TOOLS
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
 from tests.cli.launcher import ROOT
@@ -220,7 +221,7 @@ def test_a_recipe_builds_on_another_by_name(run, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults:\n  - quickstart\n  - _self_\ndp: 2\n")
     code, out, err = run("plan", "--json", "recipe=mine.yaml")
     assert code == 0, err
-    assert json.loads(out)["degrees"] == {"pp": 2, "dp": 2, "tp": 2, "ep": 1}
+    assert json.loads(out)["degrees"] == {"pp": 2, "dp": 2, "cp": 1, "tp": 2, "ep": 1}
 
 
 def test_a_recipes_key_counts_as_given(run, tmp_path):
@@ -238,7 +239,7 @@ def test_show_prints_what_a_recipe_composes_to(run):
 def test_ls_has_a_source_and_a_description_for_everything(run, kind):
     code, out, _ = run("ls", "--json", *kind.split())
     found = {key: rows for key, rows in json.loads(out).items() if key != "schema"}
-    assert code == 0 and len(found) == (1 if kind else 7)
+    assert code == 0 and len(found) == (1 if kind else 8)
     for rows in found.values():
         assert rows and all(row["name"] and row["source"] and row["description"] for row in rows)
     assert run("ls", *kind.split())[0] == 0
@@ -431,3 +432,9 @@ def test_a_run_with_json_prints_one_document_and_its_screen_on_stderr(run, monke
         assert code == document["exit_code"] == 4 and document["verb"] == verb and "step 1/60" in err
         assert document["status"] == {"of": "status"} and document[result] == {"of": result}
         assert document["directory"] == str(tmp_path / "the_run.d")
+
+
+def test_every_tool_that_the_help_lists_has_its_function():
+    assert program._TOOLS.keys() == TOOLS.keys()
+    for module, function in program._TOOLS.values():
+        assert callable(getattr(import_module(f"parallelrun.{module}"), function))

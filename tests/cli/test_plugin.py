@@ -25,6 +25,8 @@ tensor.always_sequence = demo_plugin.always_sequence
 bowl = demo_plugin.bowl
 [parallelrun.datasets]
 ramp = demo_plugin.ramp
+[parallelrun.trackers]
+diary = demo_plugin.diary
 """
 
 

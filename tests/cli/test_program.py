@@ -55,8 +55,12 @@ MISTAKES_AND_PLANS = [
 ]
 
 
-def test_neither_a_mistake_nor_a_plan_imports_torch_or_writes(tmp_path):
-    """One after the other in one process: torch would stay imported."""
+# What a plan without a search, without `detail=` and without a predicted time has no use for.
+UNUSED = ("torch", "parallelrun.plan.search", "parallelrun.plan.flips", "parallelrun.report.plan_details")
+
+
+def test_neither_a_mistake_nor_a_plan_imports_torch_or_searches_or_writes(tmp_path):
+    """One after the other in one process: what one has imported would stay imported."""
     code = f"""
 import sys
 import time
@@ -65,34 +69,37 @@ from pathlib import Path
 from parallelrun.cli.main import main
 for words, expected in {MISTAKES_AND_PLANS!r}:
     code = main(words)
-    print(words, code == expected, 'torch' in sys.modules, list(Path().iterdir()), file=sys.stderr)
+    print(words, code == expected, [name for name in sys.modules if name.startswith({UNUSED!r})],
+          list(Path().iterdir()), file=sys.stderr)
 """
     done = python(code, tmp_path)
     told = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert told == [f"{words} True False []" for words, _ in MISTAKES_AND_PLANS], done.stderr
+    assert told == [f"{words} True [] []" for words, _ in MISTAKES_AND_PLANS], done.stderr
 
 
-# (words, environment, processor seconds, or else so many times the import of Hydra: a crowded machine stretches both)
+# (words, environment, processor seconds, or else so many times the import of Hydra just after: a crowded machine
+# stretches both, though not equally, so the factors are about twice those of an idle one; torch alone would be eight)
 QUICK = {
-    "misspelt key": (["tpp=8"], {}, 0.2, 1.2),
-    "misspelt model": (["model=gtp"], {}, 0.35, 2.2),
-    "illegal degree": (["plan", "tp=3"], {}, 0.35, 2.8),
-    "unknown recipe": (["recipe=nosuch"], {}, 0.35, 2.2),
-    "3072 ranks": (["plan", "model=gpt3_175b", "strategy=ptdp", "tp=8", "pp=64", "dp=6"], {}, 0.5, 3.6),
-    "completion": (["-sc", "query=bash"], {"COMP_LINE": "parallelrun strategy.data.", "COMP_POINT": "26"}, 0.2, 1.2),
+    "misspelt key": (["tpp=8"], {}, 0.2, 2.4),
+    "misspelt model": (["model=gtp"], {}, 0.35, 4.0),
+    "illegal degree": (["plan", "tp=3"], {}, 0.35, 5.0),
+    "unknown recipe": (["recipe=nosuch"], {}, 0.35, 4.0),
+    "3072 ranks": (["plan", "model=gpt3_175b", "strategy=ptdp", "tp=8", "pp=64", "dp=6"], {}, 0.5, 6.0),
+    "completion": (["-sc", "query=bash"], {"COMP_LINE": "parallelrun strategy.data.", "COMP_POINT": "26"}, 0.2, 2.4),
 }
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_mistakes_plans_and_completion_are_quick(name, tmp_path):
     words, environment, seconds, times = QUICK[name]
-    ours, hydras = [], []
+    tried = []
     for _ in range(4):
-        ours.append(_processor_seconds([sys.executable, "-m", "parallelrun", *words], tmp_path, environment))
-        if min(ours) < seconds:
+        ours = _processor_seconds([sys.executable, "-m", "parallelrun", *words], tmp_path, environment)
+        hydras = _processor_seconds([sys.executable, "-c", "import hydra"], tmp_path, {})
+        if ours < seconds or ours < times * hydras:
             return
-        hydras.append(_processor_seconds([sys.executable, "-c", "import hydra"], tmp_path, {}))
-    assert min(ours) < times * min(hydras), f"{ours} s, import hydra {hydras} s"
+        tried.append((ours, hydras))
+    raise AssertionError(f"(processor seconds of the command, of `import hydra`) {tried}")
 
 
 def test_ranks_share_the_memory_of_what_the_launcher_imported(tmp_path):

@@ -53,7 +53,7 @@ def test_the_run_goes_on_without_a_killed_worker(tmp_path, overrides):
     assert (run.directory / "checkpoints" / "step_24" / "index.json").exists()
     log = [json.loads(line) for line in (run.directory / "apply_log.jsonl").read_text().splitlines()]
     last = {push["worker"]: push["clock"] for row in log if row["kind"] == "update" for push in row["pushes"]}
-    assert last[0] == last[1] == 24 and last[2] < 24
+    assert last[0] == last[1] == 24 and last.get(2, 0) < 24  # as a backup, its pushes may all have come too late
     assert not survivors(run.rank_pids(), 5)
 
 

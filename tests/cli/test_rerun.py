@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.cli.test_program import TINY, run
+from tests.cli.launcher import run_to_end as run
+from tests.cli.test_program import TINY
 
 
 def test_a_rerun_has_the_same_losses(tmp_path):

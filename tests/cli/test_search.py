@@ -78,7 +78,49 @@ def test_explain_draws_the_waterfall_and_names_limits_and_flips(run, monkeypatch
     shown = sum(float(next(word for word in line if word[0].isdigit())) for line in parts)
     assert len(parts) >= 4 and shown == pytest.approx(step, abs=1e-6)
     assert "a step would be" in of_label("limits", why) and "on the heaviest rank" in of_label("memory", why)
-    assert "below 8 samples a step (now 16): dp=2 tp=2 wins" in of_label("flips", why)
+    assert "dp=2 tp=2 wins below 8 samples a step (now 16)" in of_label("flips", why)
+
+
+NAMED = (*MODEL, "strategy=ddp", "dp=2")
+
+
+def test_a_plan_that_is_named_is_ranked_among_all(run):
+    code, out, _ = run("plan", *NAMED)
+    found = json.loads(run("plan", "--json", *NAMED)[1])
+    search = found["search"]
+    rank = f"{search['rank']:,} of {search['fitting']:,} plans that fit, "
+    behind = f"{found['time']['step_s'] / search['best'][0]['step_s']:.2f} times the fastest"
+    assert code == 0 and search["rank"] > 1
+    assert of_label("rank", out).replace("at most ", "") == rank + behind
+    fastest = " ".join(search["best"][0]["overrides"])
+    assert of_label("fastest", out).startswith(fastest) and " faster: " in of_label("why", out)
+    best = json.loads(run("plan", "--json", *MODEL[:-1], "gpus=2")[1])["search"]["best"][0]
+    assert search["best"][0]["step_s"] == best["step_s"], "what a search for a plan finds"
+
+
+def test_a_large_space_is_compared_only_where_that_is_asked_for(run, monkeypatch):
+    monkeypatch.setattr("parallelrun.plan.searches.MOST_RANKED", 100)
+    code, out, _ = run("plan", *NAMED)
+    assert code == 0 and of_label("rank", out) == (
+        "not looked for among more than 100 plans, which takes seconds: explain=true"
+    )
+    assert json.loads(run("plan", "--json", *NAMED)[1])["search"] is None
+    assert json.loads(run("plan", "--json", *NAMED, "explain=true")[1])["search"]["rank"] > 1
+
+
+def test_a_plan_that_does_not_fit_has_no_rank_but_a_fastest_that_does(run):
+    large = ("model=llama3_8b", "cluster=a100_dgx", "precision=bf16", "global_batch=8", "strategy=ddp")
+    code, out, _ = run("plan", *large, "dp=4")
+    assert code == 0 and of_label("rank", out).startswith("it does not fit; ")
+    assert "strategy.data.kind=fsdp" in out and of_label("fastest", out)
+    code, out, _ = run("plan", *large, "dp=1")
+    assert code == 0 and of_label("rank", out) == "no plan that a search tries fits as many devices"
+
+
+def test_a_plan_without_a_predicted_time_has_no_rank(run):
+    code, out, _ = run("plan", "model=gpt", "dp=2")
+    assert code == 0 and not any(line.startswith("rank ") for line in out.splitlines())
+    assert json.loads(run("plan", "--json", "model=gpt", "dp=2")[1])["search"] is None
 
 
 def test_explain_of_a_plan_that_is_not_predicted_says_why(run):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from parallelrun.cli import main as program
 from parallelrun.cli.objective import Pruned, objective
 from parallelrun.errors import ConfigError
 from parallelrun.records import write_json
+from tests.extras import needs
 
 pytestmark = pytest.mark.usefixtures("composed_once")
 
@@ -39,6 +39,11 @@ def losses(monkeypatch, tmp_path) -> dict[str, float | None]:
 @pytest.fixture
 def answers(monkeypatch) -> list[Any]:
     """What the points of `hydra/sweeper=one_by_one` answer: a number, or the exception that stands for none."""
+    return register_sweeper(monkeypatch)
+
+
+def register_sweeper(monkeypatch) -> list[Any]:
+    """Make `hydra/sweeper=one_by_one` known to Hydra; returns what its points will have answered."""
     monkeypatch.syspath_prepend(str(Path(__file__).with_name("plugins")))
     plugin = import_module("hydra_plugins.one_by_one")
     Plugins.instance().register(plugin.OneByOne)
@@ -100,10 +105,7 @@ def test_a_number_is_neither_a_text_nor_a_truth():
             objective(row, key, "run")
 
 
-needs_optuna = pytest.mark.skipif(not find_spec("optuna"), reason="hydra-optuna-sweeper is not installed")
-
-
-@needs_optuna
+@needs("hydra_plugins.hydra_optuna_sweeper")
 def test_optuna_goes_on_after_illegal_and_failed_points_and_finds_the_best(losses, capsys):
     losses |= {"ddp": 2.5, "tp": None, "zero1": 1.5}
     words = "hydra.sweeper.n_trials=12 hydra.sweeper.sampler.seed=1 strategy=ddp,single,tp,zero1 world=2"
@@ -114,7 +116,7 @@ def test_optuna_goes_on_after_illegal_and_failed_points_and_finds_the_best(losse
     assert "strategy: zero1" in best.read_text() and "best_value: 1.5" in best.read_text()
 
 
-@needs_optuna
+@needs("hydra_plugins.hydra_optuna_sweeper")
 def test_optuna_without_a_legal_point_ends_as_any_sweep_does(losses, capsys):
     assert sweep("hydra.sweeper.n_trials=2 strategy=single world=choice(2,4)", "optuna") == 2
     assert [row["state"] for row in csv_rows()] == ["skipped", "skipped"]

@@ -104,28 +104,29 @@ class _Saved:
         self.alive[self.microbatch] -= 1
 
 
-def watch(config: Config, plan: Plan) -> tuple[list[tuple[str, int, int]], dict[int, int]]:
+def watch(config: Config, plan: Plan) -> tuple[list[tuple[str, int, int]], dict[int, int], dict]:
     """(what this rank's stages really did, in order, as (kind, stage, microbatch); per stage, the most microbatches
-    that had activations alive at once). A backward is seen as B, or under zero bubble as I, at the stage's output."""
+    that had activations alive at once; what the runner recorded of its actions). A backward is seen as B, or under zero
+    bubble as I, at the stage's output."""
     mesh, parts, runner, batch = set_up(config, plan)
     order: list[tuple[str, int, int]] = []
     peak: dict[int, int] = {}
     for stage, part in zip(plan.stages_of(mesh.coordinate.get("pp", 0)), parts, strict=True):
         _watch_stage(part, stage.index, plan, order, peak)
     runner.train(batch, 0.25)
-    return order, peak
+    return order, peak, runner.last_actions()
 
 
 def _watch_stage(part: Network, stage: int, plan: Plan, order: list, peak: dict[int, int]) -> None:
     alive: Counter[int] = Counter()
     forward = part.forward
 
-    def watched(x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
+    def watched(x: torch.Tensor, sample_ids: torch.Tensor, documents: None) -> torch.Tensor:
         microbatch = int(sample_ids[0] - 1000) // plan.batch.micro_batch
         order.append(("F", stage, microbatch))
         pack = partial(_Saved, alive=alive, microbatch=microbatch)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-            output = forward(x, sample_ids)
+            output = forward(x, sample_ids, documents)
         peak[stage] = max(peak.get(stage, 0), sum(count > 0 for count in alive.values()))
         output.register_hook(lambda _: order.append(("B", stage, microbatch)))
         return output
@@ -171,7 +172,7 @@ class _Bare(nn.Module):
         if stage == 0:
             self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sample_ids: Tensor, documents: None) -> Tensor:
         if self._stage == 0:
             return self.weight.expand(self._shape).clone()
         return x.view_as(x) if self._is_last else x * 2
@@ -194,7 +195,7 @@ def bytes_of_messages(config: Config, plan: Plan) -> tuple[list[int], int]:
             runner.train(batch, 1.0)
             peaks.append(counter.peak)
         gc.collect()
-        return peaks, counter.live()
+        return peaks, counter.now
 
 
 def rounding_again(config: Config, plan: Plan) -> tuple[list[str], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from pathlib import Path
@@ -14,10 +15,11 @@ from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.data.ps import apply_log, runtime, worker
+from parallelrun.strategies.data.ps import apply_log, runtime, server, worker
 from parallelrun.strategies.data.ps.apply_log import AppliedUpdate, DroppedPush
 from parallelrun.strategies.data.ps.connections import ShardBuffers
 from parallelrun.strategies.data.ps.store import ShardStore
+from tests.peak_bytes import PeakBytes
 from tests.plans import tiny_config
 from tests.pool import run_ranks
 
@@ -103,6 +105,36 @@ def worker_2_stalls_once(config: Config) -> None:
 def worker_2_is_slow(config: Config) -> None:
     """Every step takes 15 ms, and 60 ms on worker 2."""
     worker.pause_before_push = lambda settings, index, clock: time.sleep(0.06 if index == 2 else 0.015)
+
+
+def record_peaks(config: Config) -> None:
+    """Every rank writes the most bytes it held: a worker in its second step, a server from the first request on."""
+    live = PeakBytes().__enter__()
+    step, serve, attend = worker.Worker.step, server.Server.serve, server.Server._attend
+
+    def measured_step(self, clock: int, stop: bool):
+        gc.collect()
+        live.restart()
+        found = step(self, clock, stop)
+        if clock == 2:
+            _write_peak(self.context, live.peak)
+        return found
+
+    def measured_serve(self) -> None:
+        gc.collect()
+        live.restart()
+        serve(self)
+        _write_peak(self._context, live.peak)
+
+    def measured_attend(self, connection) -> None:
+        with live:  # a mode is of one thread
+            attend(self, connection)
+
+    worker.Worker.step, server.Server.serve, server.Server._attend = measured_step, measured_serve, measured_attend
+
+
+def _write_peak(context: WorkerContext, num_bytes: int) -> None:
+    (context.directory / f"peak_{context.rank}").write_text(str(num_bytes))
 
 
 # files of a finished run

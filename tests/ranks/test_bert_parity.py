@@ -10,14 +10,16 @@ import pytest
 from tests.parity import assert_equal, parity
 
 BERT: dict[str, Any] = {"model.name": "bert", "model.preset": "bert", "model.layers": 2, "dataset.samples": 64}
+BIAS = {"model.head_bias": True}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 CELLS = [
     {"dp": 2},
-    {"tp": 2, "model.vocab": 37, "model.label_smoothing": 0.1},
+    {"tp": 2, "model.vocab": 37, "model.label_smoothing": 0.1, **BIAS},
     {"tp": 2, **SEQUENCE},
     {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 2},
-    {"tp": 2, "pp": 2, "schedule": "zero_bubble", "virtual_stages": 1, "microbatches": 2, **SEQUENCE},
-    {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp"},
+    {"tp": 2, "pp": 2, "schedule": "zero_bubble", "virtual_stages": 1, "microbatches": 2, **SEQUENCE, **BIAS},
+    {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp", **BIAS},
+    {"tp": 4, "layout": "2d", **BIAS},
 ]
 
 

@@ -32,6 +32,7 @@ PIPELINE = {"pp": 2, "tp": 2}
 EXPERTS = {"model.experts": 6, "model.expert_period": 2, "model.router.bias_rate": 0.05, "model.router.jitter": 0.01}
 # three experts a rank for two copies, so that each is split inside
 SPREAD = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "fsdp"}
+PACKED = {"dp": 2, "pp": 2, "dataset.pack": True, "model.seq": 16}
 IMAGES = {**RESNET, "dp": 2, "dropout": 0.0}  # running statistics change without a gradient
 
 
@@ -55,8 +56,19 @@ def world(overrides):
 
 @pytest.mark.parametrize(
     "plan",
-    [ONE, ZERO1, ZERO2, FSDP, PIPELINE, LOCAL_SGD, DILOCO, IMAGES, SPREAD],
-    ids=["one", "zero1", "zero2", "fsdp_tp2", "tp2_pp2", "local_sgd_tp2", "diloco_pp2", "batch_norm", "experts"],
+    [ONE, ZERO1, ZERO2, FSDP, PIPELINE, LOCAL_SGD, DILOCO, IMAGES, SPREAD, PACKED],
+    ids=[
+        "one",
+        "zero1",
+        "zero2",
+        "fsdp_tp2",
+        "tp2_pp2",
+        "local_sgd_tp2",
+        "diloco_pp2",
+        "batch_norm",
+        "experts",
+        "packed",
+    ],
 )
 def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_path, run_ranks):
     whole = run_ranks(world(plan), train, tmp_path / "whole", plan, None)[0]

@@ -31,6 +31,8 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1": (GPT2, {"dp": 2, "strategy.data.kind": "zero1"}),
     "experts of Mixtral on several ranks": (MIXTRAL, {"dp": 2, "ep": 2, "pp": 2}),
     "experts of DeepSeek, cut": (DEEPSEEK, {"tp": 2, "dp": 2, "ep": 2}),
+    "latent attention, tp and ep": ("DeepseekV3ForCausalLM", {"tp": 2, "dp": 2, "ep": 2}),
+    "latent attention, fsdp and pp": ("DeepseekV3ForCausalLM", {"pp": 2, "dp": 2, "strategy.data.kind": "fsdp"}),
     "bert": ("BertForMaskedLM", {"tp": 2}),
 }
 

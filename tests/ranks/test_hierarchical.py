@@ -18,7 +18,7 @@ from parallelrun.shared_memory import collectives, hierarchical
 from parallelrun.shared_memory.process import HOST_VARIABLE
 from tests.overlapping_groups import out_of_order
 from tests.pool import RanksFailed, run_ranks
-from tests.ranks.test_shared_memory import DTYPES, OPERATIONS, SIZES, part, strided, without_strides
+from tests.ranks.test_shared_memory import CASES, OPERATIONS, SIZES, part, strided, without_strides
 
 EVEN, UNEVEN, MIXED, THREE, ALONE = "aabb", "aaab", "abba", "aabbc", "abc"  # the host of each rank
 
@@ -36,12 +36,11 @@ def beside_gloo(hosts: str, name: str) -> list[str]:
     operation, arguments = OPERATIONS[name]
     group, gloo, found = over(hosts), dist.new_group(backend="gloo"), []
     assert SIZES[-2] * 8 < hierarchical.SMALL < SIZES[-1] * 2, "bytes: the sizes are on both sides of it"
-    for dtype in DTYPES:
-        for numel in SIZES:
-            mine = operation(group, dtype, numel, *arguments)
-            theirs = (without_strides if operation is strided else operation)(gloo, dtype, numel, *arguments)
-            if len(mine) != len(theirs) or not all(map(torch.equal, mine, theirs)):
-                found.append(f"{dtype} {numel}")
+    for dtype, numel in CASES:
+        mine = operation(group, dtype, numel, *arguments)
+        theirs = (without_strides if operation is strided else operation)(gloo, dtype, numel, *arguments)
+        if len(mine) != len(theirs) or not all(map(torch.equal, mine, theirs)):
+            found.append(f"{dtype} {numel}")
     return found
 
 

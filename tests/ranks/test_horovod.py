@@ -199,7 +199,7 @@ def test_the_timeline_shows_the_first_sum_before_backward_ends(tmp_path):
 def test_a_stalled_tensor_is_told_with_the_rank_that_misses_it():
     tensor = "layers.0.attention.qkv.q.weight"
     overrides = {"dp": 2, "strategy.data.stall_warn_s": 0.4, "strategy.data.bucket_mb": 0.0}
-    said, silent = run_ranks(2, body.stall, overrides, 1, tensor, 1.5)
+    said, silent = run_ranks(2, body.stall, overrides, 1, tensor, 3.0)
     assert "rank 1: " in said and tensor in said and "step 2" in said and "Missing ranks" in said
     assert silent == ""
 

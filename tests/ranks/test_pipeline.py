@@ -11,6 +11,7 @@ import torch
 from parallelrun.config.strategy_keys import narrowed
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.strategies.pipeline.schedule import boundary_bytes
+from parallelrun.train.actions import schedule_document
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 from tests.ranks import pipeline_body as body
@@ -119,6 +120,22 @@ def test_dropout_and_recomputation_change_nothing(kind, recompute):
     assert error(merged(outcomes, tiny_plan(overrides)), wanted.gradients) < BOUND
 
 
+def check_times(plan: Plan, records: list[dict]) -> None:
+    """All planned actions are recorded in their order, one after the other, and after the messages that they need."""
+    ends: dict[tuple[str, int, int], float] = {}
+    begins: dict[tuple[str, int, int], float] = {}
+    for pp_rank, row in enumerate(schedule_document(1, records)["ranks"]):
+        keys = [(action["kind"], action["stage"], action["microbatch"]) for action in row["actions"]]
+        assert keys == [(one.kind, one.stage, one.microbatch) for one in plan.pipeline.actions(plan)[pp_rank]]
+        moments = [moment for action in row["actions"] for moment in (action["begin_s"], action["end_s"])]
+        assert moments == sorted(moments) and moments[0] >= 0.0
+        begins |= {key: action["begin_s"] for key, action in zip(keys, row["actions"])}
+        ends |= {key: action["end_s"] for key, action in zip(keys, row["actions"])}
+    for (kind, stage, microbatch), begin in begins.items():
+        before = (kind, stage + {"F": -1}.get(kind, 1), microbatch)
+        assert kind == "W" or begin >= ends.get(before, begin), f"{kind} {stage} {microbatch} began before its input"
+
+
 @pytest.mark.parametrize(
     ("kind", "pp", "m", "virtual_stages"),
     [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 2), ("zero_bubble", 2, 8, 2), ("zbv", 2, 4, 2)],
@@ -126,7 +143,9 @@ def test_dropout_and_recomputation_change_nothing(kind, recompute):
 def test_ranks_do_the_planned_actions_and_keep_the_planned_activations(kind, pp, m, virtual_stages):
     overrides = sizes(kind, pp, m, virtual_stages)
     plan = tiny_plan(overrides)
-    for pp_rank, (order, peak) in enumerate(run(overrides, body.watch)):
+    outcomes = run(overrides, body.watch)
+    check_times(plan, [record for _, _, record in outcomes])
+    for pp_rank, (order, peak, _) in enumerate(outcomes):
         # Stage 0 has no input gradient to compute: its backward is all in W.
         planned = [
             ("F" if action.kind == "F" else "B", action.stage, action.microbatch)

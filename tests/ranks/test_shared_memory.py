@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +13,18 @@ from torch import Tensor
 
 from parallelrun import shared_memory
 from parallelrun.shared_memory import collectives
+from tests.matrix import FULL
 from tests.pool import run_ranks
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64,
 )  # fmt: skip
 SIZES = (0, 1, 7, 1000, 30_011)
+CASES = [(dtype, numel) for dtype in DTYPES for numel in SIZES]
+if not FULL:  # every dtype on both ways, that of few bytes and that of many; every size in 4 bytes and in 2
+    CASES = [
+        (dtype, numel) for dtype, numel in CASES if dtype in (torch.float32, torch.bfloat16) or numel in SIZES[2::2]
+    ]
 SUM, MAX, MIN, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT
 Operation = Callable[..., list[Tensor]]
 
@@ -32,6 +39,19 @@ def all_reduce(group: Any, dtype: torch.dtype, numel: int, op: Any = SUM) -> lis
     tensor = part(dtype, numel, dist.get_rank())
     dist.all_reduce(tensor, op, group=group)
     return [tensor]
+
+
+def all_reduce_in_place(group: Any, dtype: torch.dtype, numel: int, op: Any = SUM) -> list[Tensor]:
+    """Of what `shared_memory.zeros` has made: several chunks, sums that overlap, one of a part, which is copied."""
+    process_group, rank = group or dist.group.WORLD, dist.get_rank()
+    held = [shared_memory.zeros(numel, torch.empty(0, dtype=dtype), process_group) for _ in range(3)]
+    for number, tensor in enumerate(held):
+        tensor.copy_(part(dtype, numel, rank, number))
+    with mock.patch.object(collectives, "CHUNK", 1024):
+        works = [dist.all_reduce(one, op, group=group, async_op=True) for one in (*held[:2], held[2][: numel // 2])]
+        for work in works:
+            work.wait()
+    return held
 
 
 def reduce(group: Any, dtype: torch.dtype, numel: int, root: int) -> list[Tensor]:
@@ -124,6 +144,7 @@ OPERATIONS: dict[str, tuple[Operation, tuple[Any, ...]]] = {
     "all_reduce max": (all_reduce, (MAX,)),
     "all_reduce min": (all_reduce, (MIN,)),
     "all_reduce product": (all_reduce, (PRODUCT,)),
+    "all_reduce in place": (all_reduce_in_place, (SUM,)),
     "reduce": (reduce, (1,)),
     "reduce to the last": (reduce, (2,)),
     "broadcast": (broadcast, (1,)),
@@ -143,13 +164,12 @@ def beside_gloo(name: str) -> list[str]:
     assert shared_memory.is_ours(dist.group.WORLD), shared_memory.refusal(dist.group.WORLD)
     assert SIZES[-2] * 8 < collectives.SMALL < SIZES[-1] * 2, "bytes: the sizes are on both sides of it"
     gloo, found = dist.new_group(backend="gloo"), []
-    for dtype in DTYPES:
-        for numel in SIZES:
-            mine = [operation(None, dtype, numel, *arguments) for _ in both_ways()]
-            reference = without_strides if operation is strided else operation
-            theirs = reference(gloo, dtype, numel, *arguments)
-            if any(len(one) != len(theirs) or not all(map(torch.equal, one, theirs)) for one in mine):
-                found.append(f"{dtype} {numel}")
+    for dtype, numel in CASES:
+        mine = [operation(None, dtype, numel, *arguments) for _ in both_ways()]
+        reference = without_strides if operation is strided else operation
+        theirs = reference(gloo, dtype, numel, *arguments)
+        if any(len(one) != len(theirs) or not all(map(torch.equal, one, theirs)) for one in mine):
+            found.append(f"{dtype} {numel}")
     return found
 
 
@@ -201,8 +221,9 @@ def random_sums(numel: int, dtype: torch.dtype) -> list[Tensor]:
     mine, sums = torch.zeros(numel // world, dtype=dtype), []
     dist.reduce_scatter_tensor(mine, numbers)
     for _ in both_ways():
-        sums.append(numbers.clone())
-        dist.all_reduce(sums[-1])
+        sums += [numbers.clone(), shared_memory.zeros(numel, numbers, dist.group.WORLD).copy_(numbers)]
+        for one in sums[-2:]:
+            dist.all_reduce(one)
     return [numbers, mine, *sums]
 
 
@@ -237,3 +258,20 @@ def test_uneven_gathers_and_python_objects() -> None:
     for rank, (sums, everyone, (said, gathered), given) in enumerate(run_ranks(3, uneven_and_objects)):
         assert sums == [0, 2, 6] and everyone == [{"rank": n, "text": "x" * n} for n in range(3)]
         assert said == [{"from": 1}] and gathered == ([0, 1, 2] if rank == 0 else None) and given == ["abc"[rank]]
+
+
+def one_made_otherwise() -> str:
+    tensor = torch.zeros(30_000)
+    if dist.get_rank():
+        tensor = shared_memory.zeros(30_000, tensor, dist.group.WORLD)
+    group = dist.new_group()
+    group._make.shares_cores = False
+    try:
+        dist.all_reduce(tensor, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_tensor_in_shared_memory_on_one_rank_alone_is_an_error() -> None:
+    assert all("all_reduce_in_place of 120000 bytes" in one for one in run_ranks(2, one_made_otherwise))

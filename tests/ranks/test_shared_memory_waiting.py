@@ -360,20 +360,19 @@ def test_memory_is_private_and_has_no_name() -> None:
 
 def test_nothing_is_left_of_a_killed_launcher(tmp_path: Path) -> None:
     """By hand 200 times, see the note of the issue."""
-    for turn in range(2):
-        command = ["model=mlp", "dp=2", "steps=100000", f"runs={tmp_path}", "eval.every=0"]
-        environment = {**os.environ, "PARALLELRUN_TEST_MARK": str(tmp_path)}
-        launcher = subprocess.Popen([sys.executable, "-m", "parallelrun", *command], env=environment)
-        try:
-            wait_until(lambda turn=turn: len(list(tmp_path.rglob("metrics.jsonl"))) > turn, 60)
-        finally:
-            launcher.kill()
-            launcher.wait()
-        wait_until(lambda: not marked(str(tmp_path)), 10)
-        assert not [one for one in os.listdir("/dev/shm") if "parallelrun" in one]
+    command = ["model=mlp", "dp=2", "steps=100000", f"runs={tmp_path}", "eval.every=0"]
+    environment = {**os.environ, "PARALLELRUN_TEST_MARK": str(tmp_path)}
+    launcher = subprocess.Popen([sys.executable, "-m", "parallelrun", *command], env=environment)
+    try:
+        wait_until(lambda: list(tmp_path.rglob("metrics.jsonl")), 60)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_until(lambda: not marked(str(tmp_path)), 10)
+    assert not [one for one in os.listdir("/dev/shm") if "parallelrun" in one]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+def wait_until(condition: Callable[[], object], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"

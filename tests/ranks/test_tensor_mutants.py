@@ -119,7 +119,7 @@ def router_gradients_not_summed():
 
 
 def entered_without_summing_gradients():
-    layers.PARALLEL_LAYERS.pop(single_device.ExpertInput)
+    layers.PARALLEL_LAYERS.pop(single_device.SharedInput)
 
 
 def left_without_summing():

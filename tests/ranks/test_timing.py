@@ -17,8 +17,8 @@ from parallelrun.data.order import Sampler
 from parallelrun.definitions import Split
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
+from parallelrun.train.medians import mean_times, median_times
 from parallelrun.train.reader import Reader
-from parallelrun.train.recorder import mean_times, median_times
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from parallelrun.train.timing import StepClock, StepTimes

@@ -50,7 +50,9 @@ def test_every_set_is_predicted_better_than_by_a_constant_rate():
                        ("dev_mcore_h100", 0.12)):  # fmt: skip
         assert named[name]["mape"] < most, name
     assert named["dev_vtrain_single_half"]["regret_top3"] < 0.03
+    assert named["dev_ultrascale_3b"]["regret_top3"] < 0.03 and named["dev_ultrascale_3b"]["mape"] < 0.35
     assert named["dev_ultrascale_3b: other rows"]["regret_top3"] < 0.03
+    assert named["dev_ultrascale_3b: other rows"]["mape"] < 0.15
 
 
 def test_the_bounds_hold_four_of_five_rows_and_are_narrow():
@@ -83,4 +85,4 @@ def test_a_row_with_experts_and_of_an_unlisted_program():
     plan, config = planned(MIXTRAL)
     assert plan.spec.num_parameters == pytest.approx(46.7e9, rel=0.01) and plan.mesh.size("ep") == 8
     assert stacks.stack_of(MIXTRAL) is OURS and config.cluster.name == "h100_dgx"
-    assert foresight.kind_of(MIXTRAL, config.cluster) == ""
+    assert foresight.kind_of(MIXTRAL) == ""

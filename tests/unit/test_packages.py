@@ -18,7 +18,11 @@ from tests.vision import RESNET
 @pytest.mark.parametrize(
     ("keys", "told", "pip"),
     [
-        ({"tracker": "tensorboard"}, "tracker=tensorboard needs the package tensorboard", "pip install tensorboard"),
+        (
+            {"tracker.use": ["tensorboard"]},
+            "tracker=tensorboard needs the package tensorboard",
+            "pip install 'parallelrun[trackers]'",
+        ),
         (
             {**RESNET, "dataset.name": "digits", "dataset.vocab": None},
             "dataset=digits needs the package scikit-learn",

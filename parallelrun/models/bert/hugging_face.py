@@ -1,7 +1,7 @@
 """The class of transformers that computes what a bert does: BertForMaskedLM.
 
-It has token types and a bias over the vocabulary, which our model does not: they are exported as zeros, and weights in
-which they are not zero are refused.
+It has token types, which our model does not: they are exported as zeros, and of stored ones that of type 0, which
+every token has here, is added to the position embeddings: the sum of both is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Bert(Family):
     """BertForMaskedLM with one token type."""
 
     model_type, architecture, prefix = "bert", "BertForMaskedLM", "bert."
-    skipped = r"(bert\.)?(pooler|embeddings\.position_ids|cls\.seq_relationship).*|cls\.predictions\.decoder\.weight"
+    skipped = r"(bert\.)?(pooler|embeddings\.position_ids|cls\.seq_relationship).*|cls\.predictions\.decoder\..*"
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         allowed = {"bias": (True,), "kv_heads": (None, config.model.heads)}
@@ -51,8 +51,9 @@ class Bert(Family):
         fields.expect("tie_word_embeddings", True)
         for key in ("is_decoder", "add_cross_attention"):
             fields.expect(key, False)
-        fields.expect("type_vocab_size", 1)
+        fields.take("type_vocab_size", int, 2)
         return {
+            "head_bias": True,
             "vocab": fields.take("vocab_size", int, 30522),
             "hidden": fields.take("hidden_size", int, 768),
             "layers": fields.take("num_hidden_layers", int, 12),
@@ -79,12 +80,13 @@ class Bert(Family):
             yield from _both(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
         yield from _both("head.transform", "cls.predictions.transform.dense")
         yield from _both("head.norm", "cls.predictions.transform.LayerNorm")
+        if config.model.head_bias:
+            yield Piece("head.head.bias", "cls.predictions.bias")
 
     def constants(self, config: Config, spec: ModelSpec) -> dict[str, FixedTensor]:
-        return {
-            "bert.embeddings.token_type_embeddings.weight": FixedTensor((1, config.model.hidden), 0.0),
-            "cls.predictions.bias": FixedTensor((spec.vocab,), 0.0),
-        }
+        types = FixedTensor((1, config.model.hidden), 0.0, added_to="embedding.position.weight")
+        bias = {} if config.model.head_bias else {"cls.predictions.bias": FixedTensor((spec.vocab,), 0.0)}
+        return {"bert.embeddings.token_type_embeddings.weight": types, **bias}
 
 
 def _both(ours: str, theirs: str) -> Iterator[Piece]:

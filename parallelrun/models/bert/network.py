@@ -8,7 +8,8 @@ from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models.layers import Activation, TensorModule, TokenEmbedding, UnsplitLinear
 from parallelrun.models.network import Network, assemble
-from parallelrun.models.transformer.modules import FeedForward, InputEmbedding, LayerFactory, SelfAttention
+from parallelrun.models.transformer.latent_attention import self_attention
+from parallelrun.models.transformer.modules import FeedForward, InputEmbedding, LayerFactory
 from parallelrun.models.transformer.spec import ffn_size
 from parallelrun.precision import Precision
 
@@ -29,7 +30,7 @@ class BertBlock(TensorModule):
 
     def __init__(self, name: str, make: LayerFactory):
         super().__init__()
-        self.attention = SelfAttention(f"{name}.attention", make, causal=False)
+        self.attention = self_attention(f"{name}.attention", make, causal=False)
         self.attention_norm = make.norm()
         self.mlp = FeedForward(make, ffn_size(make.model), f"{name}.mlp")
         self.mlp_norm = make.norm()

@@ -17,10 +17,11 @@ GELUS = ("gelu", "gelu_exact")
 class BertDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    reads_layers = True
+    reads_layers = packs = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
-        """vocab: the dataset's, to which one id is added for [MASK]; a given `model.vocab` includes that id."""
+        """vocab: the dataset's, to which one id is added for [MASK]; a given `model.vocab` or `model.mask_token`
+        means that the id is among them."""
         model = config.model
         problems = [
             Problem(f"model.{key}={getattr(model, key)} is not a bert's", f"model.{key}", f"model.{key}={value}")
@@ -33,15 +34,26 @@ class BertDefinition(ModelDefinition):
         problems += transformer.check(model) + _room_for_mask(config)
         if problems:
             raise ConfigError(*problems)
-        vocab = model.vocab if model.vocab is not None else vocab + 1
+        vocab = model.vocab if model.vocab is not None else vocab + (model.mask_token is None)
         layers = (_block(f"layers.{index}", model) for index in range(model.layers))
         blocks = (_embedding(model, vocab), *layers, _head(model, vocab))
-        return transformer.transformer_spec(model, vocab, blocks, tied=(transformer.TIED,), mask_token=vocab - 1)
+        mask_token = model.mask_token if model.mask_token is not None else vocab - 1
+        return transformer.transformer_spec(model, vocab, blocks, tied=(transformer.TIED,), mask_token=mask_token)
 
 
 def _room_for_mask(config: Config) -> list[Problem]:
-    """The last id of a given vocabulary is [MASK], so no token of the data may have it."""
-    asked, dataset = config.model.vocab, definitions.dataset(config)
+    """No token of the data may have the id of [MASK]: the last one, or the one of the data's tokenizer."""
+    asked, mask, dataset = config.model.vocab, config.model.mask_token, definitions.dataset(config)
+    if mask is not None:
+        known = dataset.vocab_size(config)
+        if asked is not None and mask >= asked:
+            what = f"model.mask_token={mask} is outside model.vocab={asked}"
+            return [Problem(what, "model.mask_token", f"model.mask_token={asked - 1}", kind="arithmetic")]
+        made = dataset.tokenizer(config)
+        if made and made.is_bytes and known is not None and mask < known:
+            what = f"model.mask_token={mask} is the id of a byte of dataset {config.dataset.name}"
+            return [Problem(what, "model.mask_token", f"model.mask_token={known}", kind="arithmetic")]
+        return []
     if asked is None or dataset.vocab_follows_model:
         return []
     known = dataset.vocab_size(config)

@@ -24,7 +24,8 @@ class Gpt2(Family):
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
-                   "bias": (True,), "experts": (0,), "kv_heads": (None, config.model.heads)}  # fmt: skip
+                   "bias": (True,), "head_bias": (False,), "experts": (0,),
+                   "kv_heads": (None, config.model.heads)}  # fmt: skip
         return options(config, self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -106,9 +107,7 @@ class Llama(Family):
             ours, theirs = f"layers.{index}", f"model.layers.{index}"
             bias = config.model.bias
             yield Piece(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight")
-            for part in "qkv":
-                yield from both(f"{ours}.attention.qkv.{part}", f"{theirs}.self_attn.{part}_proj", bias)
-            yield from both(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", bias)
+            yield from self.attention_pieces(config, ours, theirs)
             yield Piece(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
             if moe.has_experts(index, config.model):
                 yield from self.expert_pieces(config, f"{ours}.moe", theirs)
@@ -118,12 +117,21 @@ class Llama(Family):
         if not config.model.tied_embeddings:
             yield Piece("head.head.weight", "lm_head.weight")
 
+    def attention_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:
+        """The pieces of a layer's attention. ours, theirs: of the whole layer."""
+        for part in "qkv":
+            yield from both(f"{ours}.attention.qkv.{part}", f"{theirs}.self_attn.{part}_proj", config.model.bias)
+        yield from both(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", config.model.bias)
+
     def expert_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:
         """The pieces of a layer's router and experts. ours: of the experts; theirs: of the whole layer."""
         raise NotImplementedError(f"{self.architecture} has no experts")
 
 
-LLAMA_KEYS: dict[str, tuple[Any, ...]] = {"norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",)}
+LLAMA_KEYS: dict[str, tuple[Any, ...]] = {
+    "norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",), "head_bias": (False,),
+    "kv_lora_rank": (None,),
+}  # fmt: skip
 
 
 def decoder_fields(config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -147,8 +155,11 @@ def decoder_fields(config: Config, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def decoder_values(fields: Fields, eps: float, theta: float, seq: int, partial: float = 1.0) -> dict[str, Any]:
-    """The values that `decoder_fields` describes; the arguments are the defaults of the class."""
+def decoder_values(
+    fields: Fields, eps: float, theta: float, seq: int, partial: float = 1.0, yarn: bool = False
+) -> dict[str, Any]:
+    """The values that `decoder_fields` describes; the arguments are the defaults of the class. yarn: it is built for
+    the attention of this class."""
     fields.expect("hidden_act", "silu")
     hidden, heads = fields.take("hidden_size", int, 4096), fields.take("num_attention_heads", int, 32)
     fields.expect("head_dim", hidden // max(1, heads), None)
@@ -164,7 +175,7 @@ def decoder_values(fields: Fields, eps: float, theta: float, seq: int, partial: 
         "norm_eps": fields.take("rms_norm_eps", float, eps),
         "activation": "swiglu",
         "position": "rope",
-        **fields.rotary(theta, partial),
+        **fields.rotary(theta, partial, yarn),
         "init_std": fields.take("initializer_range", float, 0.02),
         "tied_embeddings": fields.take("tie_word_embeddings", bool, False),
     }

@@ -1,8 +1,4 @@
-"""The classes of transformers with experts that compute what a gpt does: Mixtral and Glm4Moe.
-
-DeepSeek-V3's own class has latent attention, which our model does not have. GLM-4.5's class, Glm4Moe, has the same
-experts and routing on plain attention.
-"""
+"""The classes of transformers with experts on plain attention that compute what a gpt does: Mixtral and Glm4Moe."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Any
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.model_spec import ModelSpec, RouterSpec
 from parallelrun.models.gpt.dense_families import LLAMA_KEYS, Llama, decoder_fields, decoder_values, gated, rope_fields
 from parallelrun.models.hugging_face import Fields, FixedTensor, Piece, options
 from parallelrun.models.moe import spec as moe
@@ -23,12 +19,13 @@ class Mixtral(Llama):
     model_type, architecture = "mixtral", "MixtralForCausalLM"
     default_eps, default_theta, default_seq = 1e-5, 1e6, 131072
     routers = {"kind": ("top_k",), "score": ("softmax",), "renormalise": ("before", "after"), "scaling": (1.0,),
-               "capacity_factor": (None,), "eval_capacity_factor": (None,), "bias_rate": (0.0,)}  # fmt: skip
+               "capacity_factor": (None,), "eval_capacity_factor": (None,), "bias_rate": (0.0,),
+               "n_group": (1,)}  # fmt: skip
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         allowed = {**LLAMA_KEYS, "bias": (False,), "shared_experts": (0,), "expert_period": (1,), "dense_layers": (0,)}
         found = options(config, self.architecture, allowed)
-        return found + _routing(spec, self.architecture, self.routers)
+        return found + routing_differences(spec, self.architecture, self.routers)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         assert spec.router is not None
@@ -76,14 +73,15 @@ class Glm4Moe(Llama):
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
     default_eps, default_theta, default_seq = 1e-5, 10000.0, 131072
     routers = {"kind": ("top_k",), "score": ("sigmoid",), "renormalise": ("before", "after"),
-               "capacity_factor": (None,), "eval_capacity_factor": (None,), "jitter": (0.0,)}  # fmt: skip
+               "capacity_factor": (None,), "eval_capacity_factor": (None,), "jitter": (0.0,),
+               "n_group": (1,)}  # fmt: skip
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         found = options(config, self.architecture, {**LLAMA_KEYS, "bias": (False,), "expert_period": (1,)})
         if not config.model.shared_experts:
             what = f"model.shared_experts=0: {self.architecture} of transformers has a shared expert in every layer"
             found.append(Problem(what, "model.shared_experts"))
-        return found + _routing(spec, self.architecture, self.routers)
+        return found + routing_differences(spec, self.architecture, self.routers)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         model, router = config.model, spec.router
@@ -94,17 +92,39 @@ class Glm4Moe(Llama):
             "partial_rotary_factor": 1.0,
             "use_qk_norm": False,
             "attention_bias": False,
+            **self.expert_fields(config, router),
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+        }
+
+    def expert_fields(self, config: Config, router: RouterSpec) -> dict[str, Any]:
+        """Sizes of the experts, under the names that DeepSeek gave them. router: of the spec."""
+        model = config.model
+        return {
             "moe_intermediate_size": moe.expert_ffn(model),
             "n_routed_experts": model.experts,
             "num_experts_per_tok": router.top_k,
             "n_shared_experts": model.shared_experts,
             "first_k_dense_replace": model.dense_layers,
             "routed_scaling_factor": router.scaling,
-            "norm_topk_prob": True,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_nextn_predict_layers": 0,
         }
+
+    def expert_values(self, fields: Fields, dense_layers: int) -> dict[str, Any]:
+        """What `expert_fields` describes, without the router. dense_layers: the default of the class."""
+        return {
+            "bias": False,
+            "experts": fields.take("n_routed_experts", int, 128),
+            "expert_ffn": fields.take("moe_intermediate_size", int, 1408),
+            "expert_period": 1,
+            "dense_layers": fields.take("first_k_dense_replace", int, dense_layers),
+            "shared_experts": fields.take("n_shared_experts", int, 1),
+        }
+
+    def bias_values(self) -> dict[str, float]:
+        """A file does not say how fast selection biases move: the rate is that of DeepSeek-V3; 0 would drop them."""
+        return {"bias_rate": 1e-3}
 
     def values(self, fields: Fields) -> dict[str, Any]:
         for key, value in (("attention_bias", False), ("use_qk_norm", False), ("n_group", 1), ("topk_group", 1)):
@@ -112,19 +132,14 @@ class Glm4Moe(Llama):
         fields.expect("norm_topk_prob", True)
         return {
             **decoder_values(fields, self.default_eps, self.default_theta, self.default_seq, partial=0.5),
-            "bias": False,
-            "experts": fields.take("n_routed_experts", int, 128),
-            "expert_ffn": fields.take("moe_intermediate_size", int, 1408),
-            "expert_period": 1,
-            "dense_layers": fields.take("first_k_dense_replace", int, 1),
-            "shared_experts": fields.take("n_shared_experts", int, 1),
+            **self.expert_values(fields, dense_layers=1),
             "router": {
                 "kind": "top_k",
                 "top_k": fields.take("num_experts_per_tok", int, 8),
                 "score": "sigmoid",
                 "renormalise": "before",
                 "scaling": fields.take("routed_scaling_factor", float, 1.0),
-                "bias_rate": 1e-3,  # that of DeepSeek-V3: a file does not say it, and a rate of 0 drops the biases
+                **self.bias_values(),
             },
         }
 
@@ -146,7 +161,7 @@ class Glm4Moe(Llama):
         return {f"model.layers.{index}.mlp.gate.e_score_correction_bias": zeros for index in layers}
 
 
-def _routing(spec: ModelSpec, family: str, allowed: dict[str, tuple[Any, ...]]) -> list[Problem]:
+def routing_differences(spec: ModelSpec, family: str, allowed: dict[str, tuple[Any, ...]]) -> list[Problem]:
     """The problems of a router with a family that knows only some values of some keys."""
     if spec.router is None:
         return [Problem(f"model.experts=0: {family} of transformers has experts", "model.experts")]

@@ -2,5 +2,6 @@
 
 from parallelrun.models.gpt.dense_families import Gpt2, Llama
 from parallelrun.models.gpt.expert_families import Glm4Moe, Mixtral
+from parallelrun.models.gpt.latent_families import DeepseekV2, DeepseekV3
 
-FAMILIES = (Gpt2(), Llama(), Mixtral(), Glm4Moe())
+FAMILIES = (Gpt2(), Llama(), Mixtral(), Glm4Moe(), DeepseekV3(), DeepseekV2())

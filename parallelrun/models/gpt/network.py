@@ -10,7 +10,8 @@ from parallelrun.models.layers import TensorModule
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.moe.spec import has_experts
 from parallelrun.models.network import Network, assemble
-from parallelrun.models.transformer.modules import FeedForward, InputEmbedding, LayerFactory, OutputHead, SelfAttention
+from parallelrun.models.transformer.latent_attention import self_attention
+from parallelrun.models.transformer.modules import FeedForward, InputEmbedding, LayerFactory, OutputHead
 from parallelrun.models.transformer.spec import ffn_size
 from parallelrun.precision import Precision
 
@@ -21,7 +22,7 @@ class GptBlock(TensorModule):
     def __init__(self, name: str, make: LayerFactory, router: RouterSpec | None = None):
         super().__init__()
         self.attention_norm = make.norm()
-        self.attention = SelfAttention(f"{name}.attention", make)
+        self.attention = self_attention(f"{name}.attention", make)
         self.mlp_norm = make.norm()
         if router is None:
             self.mlp = FeedForward(make, ffn_size(make.model), f"{name}.mlp")

@@ -16,7 +16,7 @@ from parallelrun.models.transformer import spec as transformer
 class GptDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    reads_layers = reads_experts = True
+    reads_layers = reads_experts = packs = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         model = config.model

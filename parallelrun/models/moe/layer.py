@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallelrun.model_spec import RouterSpec
 from parallelrun.models.autograd import apply
-from parallelrun.models.layers import ExpertInput, ExpertOutput, TensorModule
+from parallelrun.models.layers import ExpertOutput, SharedInput, TensorModule
 from parallelrun.models.transformer.modules import FeedForward, LayerFactory
 
 from . import rows
@@ -70,7 +70,7 @@ class MoE(TensorModule):
     def __init__(self, name: str, make: LayerFactory, router: RouterSpec):
         super().__init__()
         model = make.model
-        self.enter = ExpertInput(make.dtype)
+        self.enter = SharedInput(make.dtype)
         self.router = Router(model.hidden, model.experts, router, make.seed, f"{name}.router", make.dtype)
         self.experts = Experts(model.experts, model.hidden, sizes.expert_ffn(model), model.activation, make.dtype)
         self.leave = ExpertOutput(make.dtype)

@@ -1,7 +1,8 @@
 """How many rows the experts of a layer compute, and what each row keeps for backward. Torch-free.
 
-A row is one assignment of a token to an expert that is kept. The tensor strategy counts the rows of a rank that has all
-experts, the expert dispatcher those that arrive from other ranks.
+A row is one assignment of a token to an expert that is kept. Routing groups are of whole samples: where several ranks
+share a sequence, each of them lists the assignments of all tokens and keeps those of its own. The tensor strategy
+counts the rows of a rank that has all experts, the expert dispatcher those that arrive from other ranks.
 """
 
 from __future__ import annotations
@@ -27,19 +28,24 @@ def num_groups(plan: Plan) -> int:
 def num_slots(plan: Plan, num_experts: int | None = None) -> int:
     """Return the capacity slots that so many experts (None: all) have for a microbatch."""
     groups, experts = num_groups(plan), plan.spec.experts
-    capacity = router_of(plan).capacity(plan.num_rows // groups, experts)
+    capacity = router_of(plan).capacity(_num_tokens(plan) // groups, experts)
     return (experts if num_experts is None else num_experts) * groups * capacity
 
 
 def num_assignments(plan: Plan) -> int:
-    """Return the assignments of a microbatch's tokens to experts, dropped ones included."""
+    """Return the assignments of a microbatch's tokens to experts, dropped ones and those of other ranks included."""
     router = router_of(plan)
-    return num_slots(plan) if router.kind == "expert_choice" else plan.num_rows * router.top_k
+    return num_slots(plan) if router.kind == "expert_choice" else _num_tokens(plan) * router.top_k
 
 
 def num_kept(plan: Plan) -> int:
     """Return the rows of a microbatch under an even load: one per choice, at most one per capacity slot."""
-    return min(num_assignments(plan), num_slots(plan))
+    return min(num_assignments(plan), num_slots(plan)) // plan.mesh.size("cp")
+
+
+def _num_tokens(plan: Plan) -> int:
+    """Return the tokens of a microbatch's samples."""
+    return plan.num_rows * plan.mesh.size("cp")
 
 
 def row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from parallelrun.model_spec import RouterSpec
 from parallelrun.models import dropout
 from parallelrun.models.functions import accurate_dtype
+from parallelrun.models.held_tokens import ALL
 from parallelrun.models.layers import RoleLayer
 from parallelrun.models.moe.routing import Routing, draws_second, route
 
@@ -24,8 +25,22 @@ class HeldDecisions(Protocol):
         ...
 
 
+class RoutingOverRanks(Protocol):
+    """Routing groups whose tokens several ranks hold."""
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """(batch, own tokens, experts) -> (batch, seq, experts)."""
+        ...
+
+    def own(self, routing: Routing) -> Routing:
+        """The routing of own tokens out of that of all."""
+        ...
+
+
 class Router(RoleLayer):
-    """x (batch, seq, hidden), the full sequence -> Routing of its tokens, in groups of spec.group_samples samples.
+    """x (batch, seq, hidden) -> Routing of its tokens, in groups of spec.group_samples samples.
+
+    held: the tokens of a sample that x has: all of them, or over_ranks routes those of other ranks too.
 
     Parameters `weight` (num_experts, hidden) and, if spec.bias_rate > 0, the frozen `selection_bias` (num_experts,).
     The weight is not rounded to the compute dtype: a router in low precision is unstable (Fedus et al. 2021, 2.4).
@@ -48,18 +63,23 @@ class Router(RoleLayer):
         self._jitter_key = dropout.site_key(seed, f"{site}.jitter")
         self._second_key = dropout.site_key(seed, f"{site}.second")
         self.decisions: HeldDecisions | None = None
+        self.held = ALL
+        self.over_ranks: RoutingOverRanks | None = None
         self._seen: dict[int, Tensor] = {}  # by microbatch: recomputation overwrites its own
 
     def forward(self, x: Tensor) -> Routing:
-        spec, (batch, seq, _) = self.spec, x.shape
+        spec, batch = self.spec, x.size(0)
         assert batch % spec.group_samples == 0, f"{batch} samples in groups of {spec.group_samples} at {self.site}"
         wide = accurate_dtype(self.compute_dtype)
         x = self._jittered(x.to(wide)) if self.training and spec.jitter > 0.0 else x.to(wide)
         logits = functional.linear(x, self.weight.to(wide))
+        if self.over_ranks is not None:
+            logits = self.over_ranks.gathered(logits)
+        seq = logits.size(1)
         groups = (batch // spec.group_samples, spec.group_samples * seq)
         uniform = None
         if draws_second(spec, self.training):
-            uniform = self._draws(self._second_key, x, 1).view(groups)
+            uniform = self._draws(self._second_key, batch, ALL.indices(seq, x.device), 1).view(groups)
         routing = route(
             logits.view(*groups, -1),
             spec,
@@ -71,7 +91,7 @@ class Router(RoleLayer):
         if self.training:
             ids = dropout.current_sample_ids()
             self._seen[0 if ids is None else ids.data_ptr()] = routing.statistics
-        return routing
+        return routing if self.over_ranks is None else self.over_ranks.own(routing)
 
     def _decide(self, batch: int, scores: Tensor) -> Tensor:
         assert self.decisions is not None
@@ -88,13 +108,13 @@ class Router(RoleLayer):
 
     def _jittered(self, x: Tensor) -> Tensor:
         """x times uniform(1 - jitter, 1 + jitter), by element (Fedus et al. 2021)."""
-        draws = self._draws(self._jitter_key, x, x.size(2))
+        tokens = self.held.indices(x.size(1), x.device)
+        draws = self._draws(self._jitter_key, x.size(0), tokens, x.size(2))
         return x * (1.0 - self.spec.jitter + 2.0 * self.spec.jitter * draws.to(x.dtype))
 
-    def _draws(self, key: int, x: Tensor, columns: int) -> Tensor:
-        """Uniform numbers in [0, 1) for the tokens of x (batch, seq, hidden): (batch, seq, columns)."""
-        rows, each = (torch.arange(count, device=x.device) for count in (x.size(1), columns))
-        return dropout.uniform(key, self._sample_ids(x.size(0)), rows, each)
+    def _draws(self, key: int, batch: int, tokens: Tensor, columns: int) -> Tensor:
+        """Uniform numbers in [0, 1) for tokens of each sample, by their global indices: (batch, tokens, columns)."""
+        return dropout.uniform(key, self._sample_ids(batch), tokens, ALL.indices(columns, tokens.device))
 
     def _sample_ids(self, batch: int) -> Tensor:
         return dropout.sample_ids_at(f"the router at {self.site}", batch)

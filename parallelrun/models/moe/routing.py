@@ -94,6 +94,8 @@ def route(
     ranking = deciding
     if selection_bias is not None:
         ranking = ranking + selection_bias.detach().to(ranking.dtype)
+    if spec.topk_group < spec.n_group:
+        ranking = _within_best_groups(ranking, spec)
     if spec.kind == "expert_choice":
         chosen = _experts_choose(scores, ranking, spec, num_groups, capacity)
     else:
@@ -168,6 +170,19 @@ def _tokens_choose(
         num_counted = group_size
     assignments = (tokens, experts, weights.reshape(-1), kept, slots)
     return _Chosen(assignments, load, counted, num_counted, kept_load, lost)
+
+
+def _within_best_groups(ranking: Tensor, spec: RouterSpec) -> Tensor:
+    """ranking (T, E), -inf outside each token's best `topk_group` of `n_group` groups of experts.
+
+    A group is as good as its best expert (DeepSeek-V2, section 2.2.2), or with sigmoid scores as the sum of its best
+    two (DeepSeek-V3, section 2.1.2).
+    """
+    grouped = ranking.view(ranking.size(0), spec.n_group, -1)
+    counted = min(2, grouped.size(-1)) if spec.score == "sigmoid" else 1
+    best = _best(grouped.topk(counted, dim=-1).values.sum(-1), spec.topk_group)
+    excluded = torch.ones(grouped.shape[:2], dtype=torch.bool, device=ranking.device).scatter_(1, best, False)
+    return grouped.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def _normalised(weights: Tensor) -> Tensor:

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from parallelrun.config.model_schema import ModelConfig
 from parallelrun.config.schema import Config
+from parallelrun.models import documents as packed
 from parallelrun.models import functions, layers
+from parallelrun.models.held_tokens import ALL, HeldTokens
 from parallelrun.models.transformer import spec as sizes
+from parallelrun.models.transformer.latent_spec import rotary_growth
 from parallelrun.precision import Precision
 
 
@@ -30,9 +33,15 @@ class LayerFactory:
     def row(self, in_features: int) -> layers.RowLinear:
         return layers.RowLinear(in_features, self.model.hidden, self.model.bias, self.dtype)
 
-    def norm(self) -> layers.HiddenNorm:
-        bias = self.model.bias and self.model.norm == "layernorm"
-        return layers.HiddenNorm(self.model.norm, self.model.hidden, self.model.norm_eps, bias, self.dtype)
+    def unsplit(self, out_features: int) -> layers.UnsplitLinear:
+        return layers.UnsplitLinear(self.model.hidden, out_features, self.model.bias, self.dtype)
+
+    def heads(self, in_features: int, head_dim: int) -> layers.ColumnLinear:
+        return layers.ColumnLinear(in_features, {"": self.model.heads * head_dim}, False, self.dtype)
+
+    def norm(self, features: int | None = None) -> layers.HiddenNorm:
+        size, bias = features or self.model.hidden, self.model.bias and self.model.norm == "layernorm"
+        return layers.HiddenNorm(self.model.norm, size, self.model.norm_eps, bias, self.dtype)
 
     def dropout(self, site: str) -> layers.HashDropout:
         return layers.HashDropout(self.dropout_rate, self.seed, site, self.model.hidden, self.dtype)
@@ -41,7 +50,7 @@ class LayerFactory:
         return layers.TokenEmbedding(self.vocab, self.model.hidden, self.dtype)
 
     def head(self, tied: layers.TokenEmbedding | None) -> layers.VocabHead:
-        return layers.VocabHead(self.model.hidden, self.vocab, self.dtype, tied)
+        return layers.VocabHead(self.model.hidden, self.vocab, self.dtype, tied, self.model.head_bias)
 
 
 class InputEmbedding(layers.TensorModule):
@@ -66,7 +75,8 @@ class InputEmbedding(layers.TensorModule):
 def rotary(model: ModelConfig) -> functions.Rotary:
     """The rotary frequencies of a model."""
     factors = (model.rope_factor, model.rope_original_seq, model.rope_low_factor, model.rope_high_factor)
-    return functions.Rotary(model.rope_theta, model.rope_scaling, *factors)
+    yarn = (model.rope_beta_fast, model.rope_beta_slow, rotary_growth(model))
+    return functions.Rotary(model.rope_theta, model.rope_scaling, *factors, *yarn)
 
 
 class KeyValueCache:
@@ -87,37 +97,73 @@ class KeyValueCache:
         return self._held[0][:, :, : self.length], self._held[1][:, :, : self.length]
 
 
-class SelfAttention(layers.TensorModule):
-    """Self-attention over the heads that `qkv` returns: all of them, or those of this rank.
+class Attention(layers.TensorModule):
+    """Base of self-attention over the heads that a subclass makes of x: all of them, or those of this rank.
 
-    cache: set by generation, which then passes the positions of a context in turn: first several, later one at a time.
+    value_dim: features of a head's value, which may be fewer than those of its query and key: then values have zeros
+    behind them. cache: set by generation, which then passes the positions of a context in turn: first several, later
+    one at a time. held: the tokens of a sample that x has.
     """
 
-    def __init__(self, name: str, make: LayerFactory, causal: bool = True):
-        super().__init__()
-        model = make.model
-        self.head_dim = model.hidden // model.heads
-        self.rotary = rotary(model) if model.position == "rope" else None
-        self.qkv = make.column(sizes.projections(model))
-        site, rate = f"{name}.product", model.attention_dropout
+    value_dim: int
+    cache: KeyValueCache | None = None
+    held: HeldTokens = ALL
+
+    def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (batch, seq, hidden) -> query, key and value (batch, heads, seq, features)."""
+        raise NotImplementedError
+
+    def close(self, name: str, make: LayerFactory, num_values: int, causal: bool) -> None:
+        """Add the layers behind the heads, which read `num_values` features of all values together."""
+        site, rate = f"{name}.product", make.model.attention_dropout
         self.product = layers.AttentionProduct(rate, make.seed, site, make.dtype, causal)
-        self.out = make.row(model.hidden)
+        self.out = make.row(num_values)
         self.dropout = make.dropout(f"{name}.dropout")
-        self.cache: KeyValueCache | None = None
+
+    def positions(self, heads: Tensor) -> Tensor:
+        """int64 (seq,): where the tokens of (batch, heads, seq, features) are in their sample; of packed documents
+        (batch, seq): where they are in their document."""
+        start = 0 if self.cache is None else self.cache.length
+        indices = self.held.indices(heads.size(2), heads.device, start)
+        if packed.SCOPE.documents is None:
+            return indices
+        documents = self.product.documents()
+        assert documents is not None
+        return documents.positions_of(indices)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x)]
-        if self.rotary is not None:
-            start = 0 if self.cache is None else self.cache.length
-            query = functions.rotate(query, self.rotary, start)
-            key = functions.rotate(key, self.rotary, start)
+        query, key, value = self.heads_of(x)
         if self.cache is None:
             mixed = self.product(query, key, value)
         else:
             assert query.size(2) == 1 or self.cache.length == 0, "after the first positions, one at a time"
             key, value = self.cache.extended(key, value)
             mixed = functions.attend(query, key, value, causal=query.size(2) > 1)
+        if mixed.size(-1) > self.value_dim:
+            mixed = mixed[..., : self.value_dim]
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(-2)))
+
+
+class SelfAttention(Attention):
+    """Attention whose queries, keys and values are each a product of x."""
+
+    def __init__(self, name: str, make: LayerFactory, causal: bool = True):
+        super().__init__()
+        model = make.model
+        self.value_dim = model.hidden // model.heads
+        self.rotary = rotary(model) if model.position == "rope" else None
+        self.qkv = make.column(sizes.projections(model))
+        self.close(name, make, model.hidden, causal)
+
+    def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        by_head, (q, k, v) = (-1, self.value_dim), self.qkv(x)
+        query, key = q.unflatten(-1, by_head).transpose(1, 2), k.unflatten(-1, by_head).transpose(1, 2)
+        value = v.unflatten(-1, by_head).transpose(1, 2)
+        if self.rotary is not None:
+            positions = self.positions(query)
+            query = functions.rotate(query, self.rotary, positions)
+            key = functions.rotate(key, self.rotary, positions)
+        return query, key, value
 
 
 class FeedForward(layers.TensorModule):

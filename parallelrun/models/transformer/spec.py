@@ -10,11 +10,13 @@ from parallelrun.errors import Problem
 from parallelrun.model_spec import (
     BlockSpec,
     Initialiser,
+    LatentSpec,
     LayerSpec,
     ModelSpec,
     ParameterSpec,
     weight_and_bias,
 )
+from parallelrun.models.transformer import latent_spec
 
 TIED = ("head.head.weight", "embedding.tokens.weight")  # (copy, original)
 
@@ -42,8 +44,10 @@ def expansions(model: ModelConfig, ffn: int) -> dict[str, int]:
 
 def check(model: ModelConfig) -> list[Problem]:
     """Every problem of `model` that no plan could solve, each with the nearest legal value."""
-    problems = []
+    problems = latent_spec.check(model)
     heads, hidden, grouped = model.heads, model.hidden, kv_heads(model)
+    if model.kv_lora_rank is not None:
+        return problems + _check_scaling(model)  # heads have sizes of their own
     if hidden % heads:
         fix = f"model.hidden={max(heads, round(hidden / heads) * heads)}"
         what = f"model.hidden={hidden} does not divide into model.heads={heads}"
@@ -51,15 +55,28 @@ def check(model: ModelConfig) -> list[Problem]:
     elif model.position == "rope" and (hidden // heads) % 2:
         what = f"rotary positions need an even head size; hidden / heads is {hidden // heads}"
         problems.append(Problem(what, "model.hidden", f"model.hidden={2 * hidden}", kind="arithmetic"))
-    if model.rope_scaling == "llama3" and model.rope_high_factor <= model.rope_low_factor:
-        what = f"model.rope_high_factor={model.rope_high_factor:g} is not above rope_low_factor"
-        fix = f"model.rope_high_factor={4 * model.rope_low_factor:g}"
-        problems.append(Problem(what, "model.rope_high_factor", fix, kind="arithmetic"))
+    problems += _check_scaling(model)
     if heads % grouped:
         legal = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - grouped))
         what = f"model.heads={heads} does not divide into model.kv_heads={grouped}"
         problems.append(Problem(what, "model.kv_heads", f"model.kv_heads={legal}", kind="arithmetic"))
     return problems
+
+
+def _check_scaling(model: ModelConfig) -> list[Problem]:
+    """Which waves are scaled must be in order."""
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1.0:
+        what = f"model.rope_theta={model.rope_theta:g} is not above 1, and yarn divides by its logarithm"
+        return [Problem(what, "model.rope_theta", "model.rope_theta=10000", kind="arithmetic")]
+    pairs = {"llama3": ("rope_high_factor", "rope_low_factor", 4), "yarn": ("rope_beta_fast", "rope_beta_slow", 32)}
+    if model.rope_scaling not in pairs:
+        return []
+    upper, lower, factor = pairs[model.rope_scaling]
+    high, low = getattr(model, upper), getattr(model, lower)
+    if high > low:
+        return []
+    what, fix = f"model.{upper}={high:g} is not above {lower}", f"model.{upper}={factor * low:g}"
+    return [Problem(what, f"model.{upper}", fix, kind="arithmetic")]
 
 
 def normal(model: ModelConfig) -> Initialiser:
@@ -91,11 +108,11 @@ def linear_layer(
     return LayerSpec(name, role, in_features, out_features, parameters)
 
 
-def norm_layer(name: str, model: ModelConfig) -> LayerSpec:
-    """A norm over hidden. RMSNorm has no bias; LayerNorm has one when the model has biases."""
-    bias = model.bias and model.norm == "layernorm"
-    parameters = weight_and_bias(name, (model.hidden,), Initialiser("ones"), "norm", bias)
-    return LayerSpec(name, "norm", model.hidden, model.hidden, parameters)
+def norm_layer(name: str, model: ModelConfig, features: int | None = None) -> LayerSpec:
+    """A norm over hidden, or other features. RMSNorm has no bias; LayerNorm has one when the model has biases."""
+    size, bias = features or model.hidden, model.bias and model.norm == "layernorm"
+    parameters = weight_and_bias(name, (size,), Initialiser("ones"), "norm", bias)
+    return LayerSpec(name, "norm", size, size, parameters)
 
 
 def dropout_layer(name: str, model: ModelConfig) -> LayerSpec:
@@ -105,12 +122,41 @@ def dropout_layer(name: str, model: ModelConfig) -> LayerSpec:
 
 def attention_layers(name: str, model: ModelConfig, out_initialiser: Initialiser) -> tuple[LayerSpec, ...]:
     """Self-attention: the projections, the output layer and its dropout."""
-    heads = {"q": model.heads, "k": kv_heads(model), "v": kv_heads(model)}
-    hidden = model.hidden
+    sizes, hidden = latent_spec.latent_sizes(model), model.hidden
+    values = hidden if sizes is None else model.heads * sizes.value
+    if sizes is not None:
+        opened = _latent_layers(name, model, sizes)
+    else:
+        heads = {"q": model.heads, "k": kv_heads(model), "v": kv_heads(model)}
+        opened = (column_layer(f"{name}.qkv", hidden, projections(model), model.bias, normal(model), heads),)
     return (
-        column_layer(f"{name}.qkv", hidden, projections(model), model.bias, normal(model), heads),
-        linear_layer(f"{name}.out", hidden, hidden, model.bias, out_initialiser, "row_parallel"),
+        *opened,
+        linear_layer(f"{name}.out", values, hidden, model.bias, out_initialiser, "row_parallel"),
         dropout_layer(f"{name}.dropout", model),
+    )
+
+
+def _latent_layers(name: str, model: ModelConfig, sizes: LatentSpec) -> tuple[LayerSpec, ...]:
+    """The layers of latent attention before its product, in the order in which they run. Those that give heads have no
+    bias, as in the published models."""
+    init, heads, hidden, q_rank, kv_rank = normal(model), model.heads, model.hidden, sizes.q_rank, sizes.kv_rank
+    latent: list[LayerSpec] = []
+    if q_rank is not None:
+        latent.append(linear_layer(f"{name}.q_a", hidden, q_rank, model.bias, init, "linear"))
+        latent.append(norm_layer(f"{name}.q_a_norm", model, q_rank))
+
+    def heads_layer(part: str, read: int, features: int) -> LayerSpec:
+        shape = (heads * features, read)
+        (weight,) = weight_and_bias(f"{name}.{part}", shape, init, "column_parallel", bias=False, heads=heads)
+        return LayerSpec(f"{name}.{part}", "column_parallel", read, heads * features, (weight,))
+
+    return (
+        *latent,
+        linear_layer(f"{name}.kv_a", hidden, kv_rank + sizes.rope, model.bias, init, "linear"),
+        norm_layer(f"{name}.kv_a_norm", model, kv_rank),
+        LayerSpec(f"{name}.shared_key", "shared_input", sizes.rope, sizes.rope),
+        heads_layer("q" if q_rank is None else "q_b", q_rank or hidden, sizes.head_dim),
+        heads_layer("kv_b", kv_rank, sizes.nope + sizes.value),
     )
 
 
@@ -142,20 +188,22 @@ def embedding_layers(model: ModelConfig, vocab: int) -> list[LayerSpec]:
 
 
 def head_layer(model: ModelConfig, vocab: int, tied: bool) -> LayerSpec:
-    """The layer that gives the logits. A tied one has no parameter: it reads the embedding's."""
-    weight = ParameterSpec(TIED[0], (vocab, model.hidden), normal(model), "head")
+    """The layer that gives the logits. A tied one has no weight of its own: it reads the embedding's."""
+    found = weight_and_bias("head.head", (vocab, model.hidden), normal(model), "head", model.head_bias)
     return LayerSpec(
-        "head.head", "head", model.hidden, vocab, () if tied else (weight,), tied=TIED[1] if tied else None
+        "head.head", "head", model.hidden, vocab, found[1:] if tied else found, tied=TIED[1] if tied else None
     )
 
 
 def transformer_flops(layers: Iterable[LayerSpec], model: ModelConfig, expert_products: int = 0) -> float:
     """Forward FLOPs of a block of those layers, for one sample. expert_products: weights of routers and experts that
     one token is multiplied by."""
-    roles = ("column_parallel", "row_parallel")
+    roles = ("column_parallel", "row_parallel", "linear")
     products = sum(layer.in_features * layer.out_features for layer in layers if layer.layer_role in roles)
     # Scores and their product with v, 2 s^2 h each; the causal half is counted too, as SC21 and every MFU figure does.
-    return 2.0 * (products + expert_products) * model.seq + 4.0 * model.seq**2 * model.hidden
+    sizes = latent_spec.latent_sizes(model)
+    features = 2 * model.hidden if sizes is None else model.heads * (sizes.head_dim + sizes.value)
+    return 2.0 * (products + expert_products) * model.seq + 2.0 * model.seq**2 * features
 
 
 def transformer_spec(model: ModelConfig, vocab: int, blocks: tuple[BlockSpec, ...], **more: Any) -> ModelSpec:
@@ -177,5 +225,6 @@ def transformer_spec(model: ModelConfig, vocab: int, blocks: tuple[BlockSpec, ..
         activation=model.activation,
         norm=model.norm,
         attention_dropout=model.attention_dropout,
+        latent=latent_spec.latent_sizes(model),
         **values,
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from parallelrun.config.schema import ClusterConfig, DataStrategyConfig
+from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.model_spec import BlockSpec
-from parallelrun.plan import expert_axes, prediction
+from parallelrun.plan import context_axes, expert_axes, prediction
 from parallelrun.plan.load import data_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import module_layout
@@ -41,15 +42,15 @@ class Bounds:
     def seconds(self, group: LegalGroup, micro_batch: int) -> tuple[float, float, float]:
         """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
         form that repeats most. Zeros where the cluster gives no rates."""
-        count = self._legal.space.global_batch // group.dp // micro_batch
-        kinds = {data_strategy(one.kind).shards_weights: one for one in group.datas}
-        key = "seconds", _tensor(group), micro_batch, count > 1
-        found = [once(self._found, (key, one), lambda: self._seconds(group, micro_batch, kinds[one])) for one in kinds]  # noqa: B023
-        forward, backward, again = (min(seconds) for seconds in zip(*found))
-        return forward, backward, again
+        sharded = next((one for one in group.datas if data_strategy(one.kind).shards_weights), None)
+        several = sharded is None and self._legal.space.global_batch // group.dp // micro_batch > 1
+        key = "seconds", _tensor(group), micro_batch, sharded is None, several
+        data = sharded or group.datas[0]  # with sharded weights a block takes least: see `streaming.of_weights`
+        found: tuple[float, float, float] = once(self._found, key, lambda: self._seconds(group, micro_batch, data))
+        return found
 
     def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
-        """Of one of the data strategies that shard weights, or that do not."""
+        """With one of the data strategies that shard weights, or that do not."""
         plan = self._legal.plan(group, micro_batch, self._most, data)
         if why_unknown(plan, self._cluster):
             return 0.0, 0.0, 0.0
@@ -97,7 +98,7 @@ class Bounds:
 
     def held_bytes(self, group: LegalGroup, data: DataStrategyConfig) -> int:
         """Bytes that pp rank 0 holds of the commonest block throughout a step, or fewer."""
-        key = "held", group.tp, group.number, group.ep, group.dp, repr(data)
+        key = "held", group.tp, group.number, group.ep, group.dp, group.cp, repr(data)
         return self.first_rank(group)[0] * once(self._found, key, lambda: self._held(group, data))
 
     def kept_bytes(self, group: LegalGroup, micro_batch: int, recompute: str) -> tuple[int, int]:
@@ -115,18 +116,21 @@ class Bounds:
 
     def _plan(self, group: LegalGroup, micro_batch: int, recompute: str) -> Plan:
         """A plan whose blocks are those of the candidates with this tensor strategy, micro-batch and recomputation."""
-        plan: Plan = once(
-            self._found, ("plan", _tensor(group), micro_batch),
-            lambda: self._legal.plan(group, micro_batch, recompute, group.datas[0]),
-        )  # fmt: skip
-        return plan if plan.recompute == recompute else replace(plan, recompute=recompute)
+        key = "group", _tensor(group), micro_batch
+        first: LegalGroup = once(self._found, key, lambda: group)
+        return self._legal.plan(first, micro_batch, recompute, first.datas[0])
 
     def _held(self, group: LegalGroup, data: DataStrategyConfig) -> int:
         plan = self._plan(group, group.micro_batches[0], self._plainest)
         strategy = data_strategy(data.kind).resolve(self._legal.request_of(group, data))
         inner = tuple((axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("ep")) if plan.expert else ()
         ep = inner, tuple((axis, parts) for axis, parts in plan.mesh.flattened if axis == "ep")
-        dims, flattened = expert_axes.split(*strategy.mesh_dims(group.dp), *(ep if inner else ((), ())))
+        request, of_ep = self._legal.request_of(group, data), ep if inner else ((), ())
+        data_dims = strategy.mesh_dims(request.num_data_ranks)
+        if plan.context:
+            dims, flattened = context_axes.split(data_dims, type(plan.context).mesh_dims(request), of_ep)
+        else:
+            dims, flattened = expert_axes.split(*data_dims, *of_ep)
         tensor = plan.mesh.mesh_dims_of("tp")
         mesh = MeshShape(
             (("pp", group.pp), *dims, *((axis, plan.mesh.size(axis)) for axis in tensor)),
@@ -139,7 +143,7 @@ class Bounds:
 
 def _tensor(group: LegalGroup) -> object:
     """What the costs of a block depend on, beside micro-batch and recomputation."""
-    return group.tp, group.number, group.ep, group.schedule.splits_backward
+    return group.tp, group.number, group.ep, group.cp, group.schedule.splits_backward
 
 
 def _placed(group: LegalGroup) -> object:

@@ -16,10 +16,10 @@ from parallelrun.config.schema import Config, DataStrategyConfig, PipelineConfig
 from parallelrun.config.strategy_keys import narrowed
 from parallelrun.errors import Problem
 from parallelrun.model_spec import SAMPLE_SET_ROLE, ModelSpec
-from parallelrun.plan import expert_axes, partition, routing, rules, sample_sets
+from parallelrun.plan import context_axes, expert_axes, partition, routing, rules, sample_sets
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.draft import PlanDraft, check_depth, check_length
-from parallelrun.plan.load import StrategyClasses, data_strategy, pipeline_schedule, tensor_strategy
+from parallelrun.plan.load import StrategyClasses, context_strategy, data_strategy, pipeline_schedule, tensor_strategy
 from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.plan.request import Request
 from parallelrun.plan.search.space import Choice, Space
@@ -45,9 +45,11 @@ class LegalGroup:
     virtual_stages: int
     micro_batches: tuple[int, ...]
     datas: tuple[DataStrategyConfig, ...]
+    cp: int = 1
 
     def choice(self, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Choice:
-        return Choice(self.pp, self.dp, self.tp, self.ep, micro_batch, recompute, data, self.tensor, self.pipeline)
+        shape = self.tensor, self.pipeline, self.cp
+        return Choice(self.pp, self.dp, self.tp, self.ep, micro_batch, recompute, data, *shape)
 
 
 Checked = tuple[list[Any], list[tuple[str, int, Problem]]]  # the legal ones; rule, number and violation of others
@@ -67,15 +69,15 @@ class Legal:
         self._recomputes = len(space.recomputes())
 
     def groups(self) -> Iterator[LegalGroup]:
-        for pp, dp, tp in self.space.degrees(self.spec):
-            sizes, datas = tuple(self.space.micro_batches(dp, self.spec)), tuple(self.space.datas(dp, pp, tp))
+        for pp, dp, cp, tp in self.space.degrees(self.spec):
+            sizes, datas = tuple(self.space.micro_batches(dp, self.spec)), tuple(self.space.datas(dp * cp, pp, tp))
             tensors = once(self._known, ("tensors", tp), lambda: self.space.tensors(tp))  # noqa: B023
             pipelines = once(self._known, ("pipelines", pp), lambda: self._pipelines(pp))  # noqa: B023
-            for ep in self.space.expert_degrees(dp, self.spec):
+            for ep in self.space.expert_degrees(dp * cp, self.spec):
                 for number, tensor in enumerate(tensors):
                     for of_pipeline in pipelines:
                         shape = pp, dp, tp, ep, number, tensor, *of_pipeline
-                        legal = self._legal(LegalGroup(*shape, sizes, datas))
+                        legal = self._legal(LegalGroup(*shape, sizes, datas, cp))
                         if legal is not None:
                             yield legal
 
@@ -87,12 +89,34 @@ class Legal:
         return [(one, schedule, self._virtual_stages(one, schedule, pp)) for one, schedule in found]
 
     def draft(self, group: LegalGroup, recompute: str, data: DataStrategyConfig) -> PlanDraft:
-        degrees = Degrees(group.pp, group.dp, group.tp, group.ep, device=self._device)
+        degrees = Degrees(group.pp, group.dp, group.tp, group.ep, group.cp, device=self._device)
         config = replace(self._config(group, data), recompute=recompute)
         return PlanDraft(config, self.spec, degrees, self._classes(group, data.kind))
 
     def plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
-        """The plan of one candidate of a group."""
+        """The plan of one candidate of a group. Those that differ in recomputation alone share all but that."""
+        placed = (
+            group.pp,
+            group.dp,
+            group.cp,
+            group.tp,
+            group.ep,
+            group.number,
+            group.pipeline.kind,
+            group.virtual_stages,
+        )
+        # with the section itself, which must live as long as its id stands for it
+        key = "plans", placed, micro_batch, id(data)
+        kept: tuple[DataStrategyConfig, dict[str, Plan]] = once(self._known, key, lambda: (data, {}))
+        plans = kept[1]
+        if recompute not in plans:
+            some = next(iter(plans.values()), None)
+            found = replace(some, recompute=recompute) if some else self._plan(group, micro_batch, recompute, data)
+            vars(found)["weights_cache"] = some.weights_cache if some else found.weights_cache
+            plans[recompute] = found
+        return plans[recompute]
+
+    def _plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
         draft, batch = self.draft(group, recompute, data), self._batch(group, micro_batch)
         request = replace(self.request(group, draft.config, self.spec), batch=batch)
         sets = draft.sample_sets(request)[0] if self._has_sets else None
@@ -103,14 +127,15 @@ class Legal:
 
     def _legal(self, group: LegalGroup) -> LegalGroup | None:
         """The group's legal candidates; None where there are none."""
-        tensor = group.tp, group.number, group.schedule.splits_backward
+        tensor = group.tp, group.number, group.schedule.splits_backward, group.cp
         problems = once(self._known, ("tensor", tensor), lambda: self._of_tensor(group))
         if problems is not None:
             self._count(LAYOUT, len(group.micro_batches) * len(group.datas), problems)
             return None
         stages = group.pp, group.virtual_stages, group.pipeline.kind
         for rule, key, find in (
-            (STAGES, ("depth", stages), self._of_stages), (EXPERTS, ("experts", group.dp, group.ep), self._of_experts),
+            (STAGES, ("depth", stages), self._of_stages),
+            (EXPERTS, ("experts", group.dp, group.cp, group.ep), self._of_experts),
         ):  # fmt: skip
             problems = once(self._known, key, partial(find, group))
             if problems:
@@ -118,7 +143,7 @@ class Legal:
                 return None
         parts = once(self._known, ("parts", tensor), lambda: self._parts(group))
         sizes = self._kept(
-            ("sizes", stages, group.dp, group.ep, parts), len(group.datas), lambda: self._sizes(group, parts)
+            ("sizes", stages, group.dp, group.cp, group.ep, parts), len(group.datas), lambda: self._sizes(group, parts)
         )
         datas = self._kept(("datas", tensor, group.dp, group.ep, group.pp > 1), len(sizes), lambda: self._datas(group))
         if self._has_sets:
@@ -141,9 +166,11 @@ class Legal:
         """The violations of the tensor layout; None where it is legal. One layout stands for all in an example."""
         request, strategy = self.request(group, self._config(group, group.datas[0]), self.small), group.tensor.kind
         images = rules.check_images(self.spec, request.config, group.tp)
-        if not images and tensor_strategy(strategy).is_legal(request):
+        context = self._classes(group, group.datas[0].kind).context
+        found = images or (context.check(request) if context else [])
+        if not found and tensor_strategy(strategy).is_legal(request):
             return None
-        return images or (
+        return found or (
             [self.examples[LAYOUT]] if LAYOUT in self.examples else tensor_strategy(strategy).check(request)
         )
 
@@ -193,6 +220,8 @@ class Legal:
             request, strategy = self.request(group, self._config(group, data), self.small), data_strategy(data.kind)
             found = strategy.check(request)
             found += expert_axes.check(request, strategy) if group.ep > 1 and not found else []
+            if (context := self._classes(group, data.kind).context) and not found:
+                found += context_axes.check(request, strategy, context.mesh_dims(request))
             kept += [] if found else [data]
             removed += [(DATA, 1, found[0])] if found else []
         return kept, removed
@@ -234,7 +263,7 @@ class Legal:
         )
 
     def request(self, group: LegalGroup, config: Config, spec: ModelSpec) -> Request:
-        return Request(config, spec, group.pp, group.dp, group.tp, group.virtual_stages, None, 0, group.ep)
+        return Request(config, spec, group.pp, group.dp, group.tp, group.virtual_stages, None, 0, group.ep, group.cp)
 
     def request_of(self, group: LegalGroup, data: DataStrategyConfig) -> Request:
         return self.request(group, self._config(group, data), self.spec)
@@ -246,7 +275,8 @@ class Legal:
     def _classes(self, group: LegalGroup, data: str) -> StrategyClasses:
         expert = routing.dispatcher(self.base, self.spec) if group.ep > 1 else None
         kinds = tensor_strategy(group.tensor.kind), group.schedule
-        return StrategyClasses(data_strategy(data), *kinds, expert)
+        context = context_strategy(self.base.strategy.context.kind) if group.cp > 1 else None
+        return StrategyClasses(data_strategy(data), *kinds, expert, context)
 
     def _virtual_stages(self, pipeline: PipelineConfig, schedule: type[PipelineSchedule], pp: int) -> int:
         if pp == 1 or not schedule.takes_virtual_stages:

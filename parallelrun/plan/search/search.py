@@ -6,13 +6,16 @@ priced, until those in front have been priced and fit. What is behind them canno
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from parallelrun.config.schema import ClusterConfig, Config, DataStrategyConfig
+from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.config.strategy_keys import narrowed
 from parallelrun.errors import ConfigError
 from parallelrun.model_spec import ModelSpec
@@ -20,31 +23,17 @@ from parallelrun.plan import cluster_cost, device_memory, prediction, routing, r
 from parallelrun.plan.degrees import device_of
 from parallelrun.plan.resolve import spec_of
 from parallelrun.plan.search.bounds import Bounds
-from parallelrun.plan.search.legal import Legal, LegalGroup
+from parallelrun.plan.search.kept import NEVER, Kept
+from parallelrun.plan.search.legal import Legal
 from parallelrun.plan.search.result import MEMORY, Found, Removed, Search
 from parallelrun.plan.search.space import Space
+from parallelrun.plan.search.survey import CandidateRow, Survey
 from parallelrun.plan.step_time.step import Known, StepTime, least_s, step_time_with, why_unknown
 from parallelrun.plan.structure import Memory, Plan, once
 
-NEVER = float("inf")
-ROUNDING = 1e-9  # by which a lower bound can be above the time that it bounds
 MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
 MOST_NEAR = 40  # plans that do not fit whose time is computed, the lightest first
 MOST_SIFTED = 2000  # candidates up to which that includes those whose bounds say at once that they do not fit
-
-
-@dataclass(frozen=True)
-class CandidateRow:
-    """Candidates that differ in the data strategy alone. datas: with the bytes that pp rank 0 holds at least, the least
-    first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or fewer."""
-
-    group: LegalGroup
-    micro_batch: int
-    recompute: str
-    datas: tuple[tuple[int, DataStrategyConfig], ...]
-    fitting: int
-    kept: int
-    least_s: float = 0.0
 
 
 Leaf = tuple[CandidateRow, DataStrategyConfig]
@@ -69,18 +58,32 @@ def search(
     *,
     against: float | None = None,
     gpus: int | None = None,
+    most_counted: int = MOST_COUNTED,
 ) -> Search:
-    """Return the `keep` fastest plans on `world` ranks that fit, and what became of all others.
+    """Return the fastest plans on `world` ranks that fit (see `Kept`), and what became of all others.
 
     config: composed, with the strategy that the user has chosen or the default one. given: the dotted keys that the
     user has set: they hold for all plans. against: seconds of a step of a plan to rank. gpus: GPUs of this host, as
-    `resolve` takes it. Raises ConfigError where no plan can be listed: an unknown model or a bad value.
+    `resolve` takes it. most_counted: up to so many plans are all priced, to count them. Raises ConfigError where no
+    plan can be listed: an unknown model or a bad value.
     """
     space = Space(config, given, world)
-    found = _Searched(Legal(space, _spec(space), device_of(config, gpus)), space.base.cluster, keep)
-    found.survey()
-    found.find()
-    return found.result(against)
+    with _uncollected():
+        found = _Searched(Legal(space, _spec(space), device_of(config, gpus)), space.base.cluster, keep, most_counted)
+        found.find()
+        return found.result(against)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which would take a fifth of a search: millions of small tuples, and no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _spec(space: Space) -> ModelSpec:
@@ -94,79 +97,55 @@ def _spec(space: Space) -> ModelSpec:
 
 
 class _Searched:
-    """A search under way. considered, may_fit: legal candidates, and those whose lower bound of memory fits."""
+    """A search under way."""
 
-    def __init__(self, legal: Legal, cluster: ClusterConfig, keep: int):
-        self.legal, self.cluster, self.keep = legal, cluster, keep
+    def __init__(self, legal: Legal, cluster: ClusterConfig, keep: int, most_counted: int = MOST_COUNTED):
+        self.legal, self.cluster = legal, cluster
         self.known: Known = {}
-        self.bounds, self.limit = Bounds(legal, cluster, self.known), _most_bytes(cluster)
-        self.most = legal.space.recomputes()[-1]
-        self.considered = self.may_fit = 0
-        self.rows: list[CandidateRow] = []
+        self.limit = _most_bytes(cluster)
+        self.survey = Survey(legal, Bounds(legal, cluster, self.known), self.limit)
         self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
-        self.fitting: list[Found] = []
+        self.fitting = Kept(keep)
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
         self.num_unpriced: Counter[str] = Counter()
-        self.is_counted = False
-
-    def survey(self) -> None:
-        """Look at all candidates, by lower bounds alone."""
-        recomputes = self.legal.space.recomputes()
-        for group in self.legal.groups():
-            held = sorted(((self.bounds.held_bytes(group, one), one) for one in group.datas), key=lambda item: item[0])
-            for size in group.micro_batches:
-                flight = self.bounds.in_flight(group, size)
-                for recompute in recomputes:
-                    each, beside = self.bounds.kept_bytes(group, size, recompute)
-                    kept = flight * each + (max(0, beside) if flight else 0)
-                    fitting = sum(one + kept <= self.limit for one, _ in held)
-                    least = self._least_s(group, size, recompute) if fitting else 0.0
-                    self.rows.append(CandidateRow(group, size, recompute, tuple(held), fitting, kept, least))
-                    self.considered += len(held)
-                    self.may_fit += fitting
-
-    def _least_s(self, group: LegalGroup, micro_batch: int, recompute: str) -> float:
-        forward, backward, again = self.bounds.seconds(group, micro_batch)
-        backward += again if recompute == self.most else 0.0
-        microbatches = self.legal.space.global_batch // group.dp // micro_batch
-        return max(
-            head * forward + work * microbatches * (forward + backward) + tail * backward
-            for head, work, tail in self.bounds.paths(group)
-        )
+        self.is_counted = self.survey.may_fit <= most_counted
 
     def find(self) -> None:
         """Price candidates, the ones with the least bound first, until those in front are the best."""
         if self._leaves_all():
             return
-        self.is_counted = self.may_fit <= MOST_COUNTED
         for plan, leaf, time in self._priced():
-            if not self.is_counted and len(self.fitting) >= self.keep:
-                slowest = self.fitting[self.keep - 1].time
-                if slowest and time.step_s > (1 + ROUNDING) * slowest.step_s:
-                    break
             found = self._found(plan, leaf, time)
-            (self.fitting if _is_fit(found, self.cluster) else self.unfit).append(found)
+            if _is_fit(found, self.cluster):
+                self.fitting.add(leaf[0].shape, time.step_s, found)
+            else:
+                self.unfit.append(found)
 
     def _leaves_all(self) -> bool:
         """Whether no plan can be priced, for a reason that does not depend on the plan."""
-        row = next((row for row in self.rows if row.fitting), None)
+        row = next((row for row in self.survey.rows if row.fitting), None)
         if row is None or not why_unknown(plan := self._plan(row, row.datas[0][1]), self.cluster):
             return False
         self._leave(plan, (row, row.datas[0][1]))
-        self.num_unpriced[why_unknown(plan, self.cluster)] = self.may_fit
+        self.num_unpriced[why_unknown(plan, self.cluster)] = self.survey.may_fit
         return True
 
     def _priced(self) -> Iterator[tuple[Plan, Leaf, StepTime]]:
-        """The candidates that may fit, the fastest first."""
+        """The candidates that may fit and be kept, the fastest first."""
         number = count()
         heap: list[tuple[float, int, _Waiting]] = []
-        for row in self.rows:
+        for row in self.survey.rows:
             if row.fitting:
                 heap.append((row.least_s, next(number), _Waiting(row)))
         heapq.heapify(heap)
         while heap:
-            _, _, one = heapq.heappop(heap)
+            least, _, one = heapq.heappop(heap)
+            if not self.is_counted:
+                if self.fitting.ends(least):
+                    return
+                if not self.fitting.wants(one.row.shape, least):
+                    continue
             if one.plan is not None and one.time is not None:
                 yield one.plan, (one.row, one.data), one.time
                 continue
@@ -178,9 +157,10 @@ class _Searched:
         a candidate with its time."""
         if one.plan is None:
             plans = [(data, self._plan(one.row, data)) for _, data in one.row.datas[: one.row.fitting]]
-            fitting = [(data, plan) for data, plan in plans if self._may_fit(one.row, data, plan)]
-            bounds = [(least_s(self.known, plan, self.cluster) or 0.0, data, plan) for data, plan in fitting]
+            bounds = [(least_s(self.known, plan, self.cluster) or 0.0, data, plan) for data, plan in plans]
             return [(seconds, _Waiting(one.row, data, plan)) for seconds, data, plan in bounds]
+        if not (self._is_light if one.is_bounded else self._may_fit)(one.row, one.data, one.plan):
+            return []
         time = step_time_with(self.known, one.plan, self.cluster, least=not one.is_bounded)
         if time is None:
             self._leave(one.plan, (one.row, one.data))
@@ -191,6 +171,13 @@ class _Searched:
 
     def _may_fit(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
         least = self._least_bytes(row, plan)
+        if least > self.limit:
+            self.heavy.append((least, row, data))
+        return least <= self.limit
+
+    def _is_light(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
+        """Whether a lower bound of the memory of every pp rank fits."""
+        least = prediction.least_bytes(plan, self.limit)
         if least > self.limit:
             self.heavy.append((least, row, data))
         return least <= self.limit
@@ -228,40 +215,43 @@ class _Searched:
         limit = best.time.step_s if best and best.time else NEVER
         near = [one for one in self.unfit if one.time and one.time.step_s < limit]
         nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
-        heavy = [(size, number, row, data, True) for number, (size, row, data) in enumerate(self.heavy)]
-        for row in self.rows if self.considered <= MOST_SIFTED else ():
+        heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
+        for row in self.survey.rows if self.survey.considered <= MOST_SIFTED else ():
             for held, data in row.datas[row.fitting :]:
                 heavy.append((held + row.kept, len(heavy), row, data, False))
         heapq.heapify(heavy)
         left = MOST_NEAR
         while heavy and left > 0 and not (nearest and heavy[0][0] >= nearest.heaviest_bytes):
             _, number, row, data, is_close = heapq.heappop(heavy)
+            if row.least_s >= limit:
+                continue
             plan = self._plan(row, data)
+            least = step_time_with(self.known, plan, self.cluster, least=True)
+            if least is None or least.step_s >= limit:
+                continue
             if not is_close:
-                heapq.heappush(heavy, (self._least_bytes(row, plan), number, row, data, True))
+                heapq.heappush(heavy, (prediction.least_bytes(plan, NEVER), number, row, data, True))
                 continue
             left -= 1
-            least = step_time_with(self.known, plan, self.cluster, least=True)
-            time = step_time_with(self.known, plan, self.cluster) if least and least.step_s < limit else None
+            time = step_time_with(self.known, plan, self.cluster)
             if time and time.step_s < limit:
                 found = self._found(plan, (row, data), time)
                 nearest = min((one for one in (nearest, found) if one), key=lambda one: one.heaviest_bytes)
         return nearest
 
     def result(self, against: float | None) -> Search:
-        ordered = sorted(self.fitting, key=_order)
-        best = tuple(ordered[: self.keep])
-        examples, space = self.legal.examples, self.legal.space
-        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.may_fit
+        ordered, best = self.fitting.all, tuple(self.fitting.chosen())
+        examples, space, considered = self.legal.examples, self.legal.space, self.survey.considered
+        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.survey.may_fit
         removed = [
             Removed(rule, number, examples[rule].what, examples[rule].suggestion)
             for rule, number in self.legal.removed.items()
         ]
         nearest = self._nearest(best[0] if best else None)
-        if fitting < self.considered:
-            removed.append(Removed(MEMORY, self.considered - fitting, " ".join(nearest.overrides) if nearest else ""))
+        if heavy := considered - fitting:
+            removed.append(Removed(MEMORY, heavy, " ".join(nearest.overrides) if nearest else ""))
         return Search(
-            space.world, space.global_batch, self.considered, fitting, best, nearest,
+            space.world, space.global_batch, considered, fitting, best, nearest,
             tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda one: -one.candidates)),
             self._rank(ordered, against), self.is_counted,
         )  # fmt: skip
@@ -271,17 +261,11 @@ class _Searched:
             return None
         if self.is_counted:
             return 1 + sum(one.time.step_s < against for one in ordered if one.time)
-        return 1 + sum(row.fitting for row in self.rows if row.least_s < against)
+        return 1 + sum(row.fitting for row in self.survey.rows if row.least_s < against)
 
 
 def _is_fit(found: Found, cluster: ClusterConfig) -> bool:
     return found.fits == "yes" or not cluster.memory_gb
-
-
-def _order(one: Found) -> tuple[float, int]:
-    """The fastest first; of equally fast ones that which needs least memory."""
-    assert one.time is not None
-    return one.time.step_s, one.heaviest_bytes
 
 
 def _most_bytes(cluster: ClusterConfig) -> float:

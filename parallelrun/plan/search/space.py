@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from parallelrun.config.schema import (
@@ -25,10 +26,11 @@ from parallelrun.plan.load import data_strategy, pipeline_schedule, tensor_strat
 from parallelrun.wording import divisors
 
 RECOMPUTE = ("none", "selective", "full")
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "cp", "tp")
 # What is tried only where the user has given it: tensor parallel groups over more hosts (their communication in every
 # layer leaves the host) and microbatches of more tokens (kernels get no faster: `batch.EFFICIENT_TOKENS`).
 MOST_HOSTS, MOST_TOKENS = 8, 4 * EFFICIENT_TOKENS
+LEAST_SEQ = 8192  # tokens of a sequence that a cp rank holds, at least, where the user gives no cp
 # Short names of keys of the strategy section that a candidate sets: they are said in its overrides.
 SHORT = {"strategy.pipeline.kind": "schedule", "strategy.pipeline.virtual_stages": "virtual_stages"}
 
@@ -46,6 +48,7 @@ class Choice:
     data: DataStrategyConfig
     tensor: TensorStrategyConfig
     pipeline: PipelineConfig
+    cp: int = 1
 
 
 class Space:
@@ -79,21 +82,44 @@ class Space:
 
     def candidates(self, spec: ModelSpec) -> Iterator[Choice]:
         """All of them, legal or not."""
-        for pp, dp, tp in self.degrees(spec):
-            for ep in self.expert_degrees(dp, spec):
+        for pp, dp, cp, tp in self.degrees(spec):
+            for ep in self.expert_degrees(dp * cp, spec):
                 for tensor in self.tensors(tp):
                     for pipeline in self.pipelines(pp, spec):
-                        for data in self.datas(dp, pp, tp):
+                        for data in self.datas(dp * cp, pp, tp):
                             for micro_batch in self.micro_batches(dp, spec):
                                 for recompute in self.recomputes():
-                                    yield Choice(pp, dp, tp, ep, micro_batch, recompute, data, tensor, pipeline)
+                                    yield Choice(pp, dp, tp, ep, micro_batch, recompute, data, tensor, pipeline, cp)
 
-    def degrees(self, spec: ModelSpec) -> Iterator[tuple[int, int, int]]:
-        """(pp, dp, tp) whose product is the world, with as many stages as the model can be cut into."""
+    def is_small(self, spec: ModelSpec, most: int) -> bool:
+        """Whether there are at most so many candidates, legal or not."""
+        number, tensors, pipelines = 0, cache(self.tensors), cache(lambda pp: self.pipelines(pp, spec))
+        for pp, dp, cp, tp in self.degrees(spec):
+            of_data = len(self.micro_batches(dp, spec)) * len(self.datas(dp * cp, pp, tp))
+            shapes = len(self.expert_degrees(dp * cp, spec)) * len(tensors(tp)) * len(pipelines(pp))
+            number += of_data * shapes * len(self.recomputes())
+            if number > most:
+                return False
+        return True
+
+    def degrees(self, spec: ModelSpec) -> Iterator[tuple[int, int, int, int]]:
+        """(pp, dp, cp, tp) whose product is the world, with as many stages as the model can be cut into."""
+        for cp in self.context_degrees(spec):
+            for pp, dp, tp in self._degrees(spec, self.world // cp):
+                yield pp, dp, cp, tp
+
+    def context_degrees(self, spec: ModelSpec) -> list[int]:
+        """As given; else those that leave a rank LEAST_SEQ tokens of a sequence."""
+        if self.folded.cp is not None:
+            return [self.folded.cp] if self.world % self.folded.cp == 0 else []
+        whole = spec.kind != "tokens" or not spec.heads or spec.packed
+        return [1] + [n for n in divisors(self.world)[1:] if not whole and spec.seq // n >= LEAST_SEQ]
+
+    def _degrees(self, spec: ModelSpec, ranks: int) -> Iterator[tuple[int, int, int]]:
         asked = self.folded
-        for tp in divisors(self.world):
-            for pp in divisors(self.world // tp):
-                dp = self.world // tp // pp
+        for tp in divisors(ranks):
+            for pp in divisors(ranks // tp):
+                dp = ranks // tp // pp
                 far = asked.tp is None and tp > MOST_HOSTS * ranks_per_node(asked.cluster, self.world)
                 fits = not far and all(
                     want in (None, degree) for want, degree in ((asked.pp, pp), (asked.dp, dp), (asked.tp, tp))
@@ -175,6 +201,7 @@ class Space:
         """The configuration of a candidate."""
         strategy = replace(self.base.strategy, data=one.data, tensor=one.tensor, pipeline=one.pipeline)
         degrees: dict[str, Any] = {axis: getattr(one, axis) for axis in AXES}
+        degrees["cp"] = self.folded.cp if one.cp == 1 else one.cp
         if self.folded.ep is not None or one.ep > 1 or strategy.expert.fills:
             degrees["ep"] = one.ep
         changed = replace(self.base, strategy=strategy, micro_batch=one.micro_batch, microbatches=None, **degrees)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec, LayerSpec
-from parallelrun.plan import sample_sets
+from parallelrun.plan import prediction, sample_sets
 from parallelrun.plan.step_time import host, other_blocks, streaming
 from parallelrun.plan.step_time.kernels import attention_s, product_s, streaming_s
 from parallelrun.plan.step_time.links import collective_s
@@ -21,6 +21,7 @@ from parallelrun.product import Product
 
 PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound", "host"
 TENSOR, EXPERT, STATISTICS = "tensor communication", "expert communication", "statistics communication"
+CONTEXT = "context communication"
 Parts = dict[str, float]
 Shape = tuple[int, int, int]  # rows, inner, columns of a product
 
@@ -53,6 +54,7 @@ def block_time(
     _add_streaming(forward, backward, shapes, block, plan, rates, stack)
     time = BlockTime(forward, backward, _recomputed(shapes, block, forward, plan, rates, stack))
     calls = [0.0, 0.0]
+    checks = [0.0, 0.0]
     for kind, parts, row, share in _traffic(block, plan, time):
         seconds = collective_s(row, plan, cluster, rates)
         if seconds is None:
@@ -62,28 +64,45 @@ def block_time(
         parts[kind] = parts.get(kind, 0.0) + share * seconds
         if parts is not time.again:
             calls[parts is backward] += share * row.calls
+            checks[parts is backward] += share * row.calls * host.check_s(prediction.group_size(plan, row.axis), stack)
     for parts, is_backward in ((forward, False), (backward, True)):
         if parts.get(TENSOR) and not rates.synchronous:
             parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], stack, plan, is_backward)
-    _add_host(time, calls, block, plan, rates, stack)
+    for parts in (forward, backward, time.again):
+        if plan.context and parts.get(CONTEXT) and not rates.synchronous:
+            parts[CONTEXT] = plan.context.exposed_s(parts[CONTEXT], parts.get(ATTENTION, 0.0), plan)
+    _add_host(time, calls, checks, block, plan, rates, stack)
     return time
 
 
 def _add_host(
-    time: BlockTime, calls: Sequence[float], block: BlockSpec, plan: Plan, rates: Rates, stack: SoftwareStack
+    time: BlockTime,
+    calls: Sequence[float],
+    checks: Sequence[float],
+    block: BlockSpec,
+    plan: Plan,
+    rates: Rates,
+    stack: SoftwareStack,
 ) -> None:
     """What the host takes to issue the operations of a pass beyond the time that the device takes for them. A host that
     computes itself issues one after the other."""
     forward, backward = host.operations(block, plan.spec)
+    if plan.mesh.size("tp") > 1 and block.kind == "transformer":
+        forward += stack.tensor_operations[0] / stack.operations
+        backward += stack.tensor_operations[1] / stack.operations
     again = forward + stack.recompute_operations / stack.operations
-    issued = ((time.forward, forward, calls[0]), (time.backward, backward, calls[1]), (time.again, again, calls[0]))
-    for parts, number, sent in issued:
+    issued = (
+        (time.forward, forward, calls[0], checks[0]),
+        (time.backward, backward, calls[1], checks[1]),
+        (time.again, again, calls[0], checks[0]),
+    )
+    for parts, number, sent, checking in issued:
         if PRODUCTS not in parts:
             continue  # nothing is computed again, or not all
         if rates.synchronous:
             parts[HOST] = number * rates.operation_s
         else:
-            seconds = (stack.operations * number + host.OF_COLLECTIVE * sent) * rates.operation_s
+            seconds = (stack.operations * number + host.OF_COLLECTIVE * sent) * rates.operation_s + checking
             parts[HOST] = host.waited_s(seconds, sum(parts.values()))
 
 
@@ -102,6 +121,12 @@ def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[st
         for row in plan.expert.collectives((block,), plan):
             for parts in used:
                 yield EXPERT, parts, row, 1 / len(used) / plan.batch.microbatches
+    if plan.context:
+        in_forward, in_backward = plan.context.traffic(block, plan)
+        again = [time.again] if plan.recompute == "full" and block.is_recomputed else []
+        for parts in (time.forward, *again):
+            yield from ((CONTEXT, parts, row, 1.0) for row in in_forward)
+        yield from ((CONTEXT, time.backward, row, 1.0) for row in in_backward)
     for row in sample_sets.collectives((block,), plan):
         for parts in (time.forward, time.backward):
             yield STATISTICS, parts, row, 1 / 2 / plan.batch.microbatches
@@ -137,7 +162,7 @@ def _dense_layers(block: BlockSpec, plan: Plan) -> Iterator[tuple[LayerSpec, Pro
     """The layers that multiply, without experts, which are counted apart."""
     for layer in block.layers:
         product = plan.tensor.product_of(layer, plan)
-        if product and not product.lookup and not layer.layer_role.startswith(("expert", "router")):
+        if product and not product.lookup and not layer.layer_role.startswith(("expert", "router", "shared")):
             yield layer, product
 
 
@@ -153,23 +178,27 @@ def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
 def _add_attention(
     forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates, stack: SoftwareStack
 ) -> None:
-    """Attention, an equal share for each tp rank; what FLOPs then remain are those of experts."""
+    """Attention, an equal share for each tp rank, of the cp ranks the slowest's. Other FLOPs are those of experts."""
     tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
-    flops = 4.0 * plan.num_rows * spec.seq * spec.hidden
+    attended = spec.attended or spec.seq
+    flops = 2.0 * plan.num_rows * attended * spec.attention_features
     if stack.fused_attention:
         causal = spec.mask_token is None  # which halves the work
-        computed = flops / 2 if causal else flops
-        forward[ATTENTION] = attention_s(computed / tp / stack.attention, spec.seq, causal, rates)
+        computed = 4.0 * plan.num_rows * attended * spec.qk_features / (2 if causal else 1)  # zeros behind values too
+        forward[ATTENTION] = attention_s(computed / tp / stack.attention, attended, causal, rates)
         backward[ATTENTION] = BACKWARD_OF_ATTENTION * forward[ATTENTION]
     else:
-        heads, size = max(1, plan.batch.micro_batch * spec.heads // tp), spec.hidden // spec.heads
-        moved = [streaming_s(each * width / 2 * heads * spec.seq**2, 2, rates) for each in SCORE_BYTES]
-        multiplied = product_s(spec.seq, size, spec.seq, width, rates, heads)
-        multiplied += product_s(spec.seq, spec.seq, size, width, rates, heads)
+        heads, size = max(1, plan.batch.micro_batch * spec.heads // tp), spec.qk_features // spec.heads
+        moved = [streaming_s(each * width / 2 * heads * plan.seq * spec.seq, 2, rates) for each in SCORE_BYTES]
+        multiplied = product_s(plan.seq, size, spec.seq, width, rates, heads)
+        multiplied += product_s(plan.seq, spec.seq, size, width, rates, heads)
         forward[ATTENTION] = multiplied + moved[0]
         backward[ATTENTION] = 2 * multiplied + moved[1]
+    if plan.context:
+        slowest = plan.context.imbalance(plan)
+        forward[ATTENTION], backward[ATTENTION] = slowest * forward[ATTENTION], slowest * backward[ATTENTION]
     dense = sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
-    of_experts = block.forward_flops * plan.batch.micro_batch - dense - flops
+    of_experts = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("cp") - dense - flops
     if of_experts > 1e-3 * flops:
         seconds = of_experts / tp / (rates.peak_flops * rates.product_efficiency * OF_GROUPED)
         forward[PRODUCTS] += seconds
@@ -181,7 +210,7 @@ def _add_convolutions(
 ) -> None:
     """What of a block's FLOPs no matrix product does."""
     dense = sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
-    left = block.forward_flops * plan.batch.micro_batch - dense
+    left = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("cp") - dense
     if left > 1e-3 * dense:
         seconds = other_blocks.convolution_s(left, cluster, rates)
         forward[PRODUCTS] += seconds

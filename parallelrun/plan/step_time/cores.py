@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan import simulate
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.pipeline_schedule import Action

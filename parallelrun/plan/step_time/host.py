@@ -1,8 +1,8 @@
 """The number of operations that torch issues for a block on a CPU, where their number adds to the time. Torch-free.
 
 Counted with a dispatch mode (views included) as the difference of two depths of each model, on torch 2.13: 132 for a
-layer of gpt, 238 of llama, 32 of an mlp. A layer with experts has 295, which take 1.8 times as long as others: each
-router and expert is several lines of Python.
+layer of gpt, 238 of llama, with latent attention 0.39 more, 32 of an mlp. A layer with experts has 295, which take 1.8
+times as long as others: each router and expert is several lines of Python.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from parallelrun.model_spec import BlockSpec, ModelSpec
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.rates import Rates
+from parallelrun.plan.step_time.stack import SoftwareStack
 from parallelrun.plan.structure import Collective, Plan
 
 FORWARD = 0.4  # the part of the operations in forward
 OF_GPT, OF_LLAMA, OF_EXPERTS, OF_MLP, OF_ENDS = 132, 238, 530, 32, 30
+OF_LATENT = 92  # of latent attention, beside those of plain attention
 OF_SIMPLE_LAYER = 14  # of a convolution, a norm, or a linear layer with what stands between it and the next
 OF_COLLECTIVE = 6  # of a collective inside a block: copies around it, and its place in the graph
 # On a CPU, fitted to trainings of two and four ranks, with the Python that is no operation of torch:
@@ -21,6 +23,12 @@ OF_CALL = 20  # of a collective or message in a step, beside what a collective a
 OF_GRID_CALL = 35  # and of one of a layer that is split over a grid of ranks
 OF_UNIT = 150  # of a gather or a reduction by torch's FSDP2, which is Python for every parameter
 OF_MICROBATCH = 40  # of one of several microbatches: its samples, its messages' buffers; and one for every gradient
+
+# TORCH_DISTRIBUTED_DEBUG=DETAIL (torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp): a monitored barrier, in which
+# rank 0 receives from each rank and answers it, and two all-gathers around a ring, of a fingerprint's size and of the
+# fingerprint.
+CHECK_MESSAGES = 4  # one after the other for each further rank of the group, and as many hand-overs to Gloo's threads
+CHECK_MESSAGE_S = 50e-6  # over TCP between processes, both of which wake up for it (as latency_us of cluster=ethernet)
 
 
 # A device waits for its host while short kernels follow each other, even if the long ones would leave the host time
@@ -37,6 +45,11 @@ def waited_s(issuing: float, computing: float) -> float:
     return float(together - computing)
 
 
+def check_s(size: int, stack: SoftwareStack) -> float:
+    """Seconds that a host waits before a collective of `size` ranks, while they compare what they call."""
+    return CHECK_MESSAGES * size * CHECK_MESSAGE_S if stack.checked_collectives else 0.0
+
+
 def operations(block: BlockSpec, spec: ModelSpec) -> tuple[float, float]:
     """The operations of one microbatch of a block (forward, backward)."""
     total = _total(block, spec)
@@ -44,10 +57,11 @@ def operations(block: BlockSpec, spec: ModelSpec) -> tuple[float, float]:
 
 
 def _total(block: BlockSpec, spec: ModelSpec) -> int:
+    latent = OF_LATENT if spec.latent and block.kind == "transformer" else 0
     if any(layer.layer_role == "router" for layer in block.layers):
-        return OF_EXPERTS + (OF_LLAMA - OF_GPT) * (spec.norm == "rmsnorm")
+        return OF_EXPERTS + (OF_LLAMA - OF_GPT) * (spec.norm == "rmsnorm") + latent
     if block.kind == "transformer":
-        return OF_LLAMA if spec.norm == "rmsnorm" else OF_GPT
+        return (OF_LLAMA if spec.norm == "rmsnorm" else OF_GPT) + latent
     if block.kind == "mlp":
         return OF_MLP
     return max(OF_ENDS, OF_SIMPLE_LAYER * len(block.layers))

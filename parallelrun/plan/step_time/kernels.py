@@ -42,7 +42,7 @@ def product_s(rows: int, inner: int, columns: int, width: int, rates: Rates, cou
     return max(computing, moved / rates.memory_bytes_s) + rates.kernel_s
 
 
-def attention_s(flops: float, seq: int, causal: bool, rates: Rates) -> float:
+def attention_s(flops: float, seq: float, causal: bool, rates: Rates) -> float:
     """Seconds of fused attention of so many FLOPs over sequences of `seq` tokens."""
     if not flops:
         return 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, log2, pow
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan import prediction
 from parallelrun.plan.hosts import ranks_in_node, stays_in_node
 from parallelrun.plan.step_time.rates import Rates

@@ -8,9 +8,9 @@ from functools import partial
 from math import exp, inf, log
 from typing import Any
 
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.keys import known_keys
-from parallelrun.config.schema import ClusterConfig
-from parallelrun.plan.step_time.blocks import EXPERT, STATISTICS, TENSOR
+from parallelrun.plan.step_time.blocks import CONTEXT, EXPERT, STATISTICS, TENSOR
 from parallelrun.plan.step_time.cores import ranks_per_core
 from parallelrun.plan.step_time.spread import BUBBLE, DATA, OPTIMIZER, PIPELINE
 from parallelrun.plan.step_time.step import StepTime, step_time
@@ -20,7 +20,7 @@ STEP = "step_s"
 # The measured part (`train.timing.StepTimes`) that a predicted part belongs to; all others are computing.
 COMPUTING = "compute_s"
 MEASURED_AS = {
-    **dict.fromkeys((TENSOR, EXPERT, STATISTICS, DATA), "comm_exposed_s"),
+    **dict.fromkeys((TENSOR, CONTEXT, EXPERT, STATISTICS, DATA), "comm_exposed_s"),
     **dict.fromkeys((PIPELINE, BUBBLE), "bubble_s"),
 }
 AGREES = 0.05  # relative difference below which nothing is explained

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.rates import Rates

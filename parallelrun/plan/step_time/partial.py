@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.keys import known_keys
-from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan.cluster_cost import peak_flops
 from parallelrun.plan.step_time.blocks import Parts
 from parallelrun.plan.step_time.rates import NEEDED

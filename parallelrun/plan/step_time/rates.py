@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan.cluster_cost import peak_flops
 from parallelrun.plan.structure import Plan
 

@@ -6,7 +6,7 @@ gradients and weights of the same shards. Messages go through the memory of the 
 
 from __future__ import annotations
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates

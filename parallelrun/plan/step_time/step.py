@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction, simulate
 from parallelrun.plan.step_time import cores, host, other_blocks, overlap, servers, spread
@@ -17,7 +17,7 @@ from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
 from parallelrun.plan.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
 from parallelrun.plan.step_time.stack import OURS, SoftwareStack
-from parallelrun.plan.structure import Plan, once
+from parallelrun.plan.structure import Collective, Plan, Stage, once
 from parallelrun.precision import BYTES
 
 
@@ -35,6 +35,7 @@ class StepTime:
 
 
 Known = dict[object, Any]
+CountedBlocks = tuple[tuple[str, int], ...]  # of a stage: the first equal block of the model, and how many of them
 
 
 def step_time(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS) -> StepTime | None:
@@ -111,11 +112,12 @@ def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
 
 def _of_blocks(plan: Plan) -> object:
     """What the time of a block depends on."""
-    inner = tuple((axis, plan.mesh.size(axis)) for name in ("ep", "tp") for axis in plan.mesh.mesh_dims_of(name))
+    inner = tuple((axis, plan.mesh.size(axis)) for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
     shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
     return (
-        plan.tensor, plan.expert, inner, plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward,
-        plan.world, plan.servers, shared, plan.data.shards_weights, plan.batch.microbatches > 1,
+        plan.tensor, plan.expert, plan.context, inner, plan.batch.micro_batch, plan.recompute,
+        plan.pipeline.splits_backward, plan.world, plan.servers, shared, plan.data.shards_weights,
+        plan.batch.microbatches > 1,
     )  # fmt: skip
 
 
@@ -144,7 +146,9 @@ def stages_of(
     """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
 
     time_of = _blocks_of(plan, cluster, rates, stack, known)
-    return once(known, ("stages", _of_stages(plan)), lambda: _stages(plan, time_of))
+    key = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages)
+    blocks = once(known, ("blocks of stages", *key), lambda: [_counted(stage, plan) for stage in plan.stages])
+    return once(known, ("stages", _of_stages(plan)), lambda: _stages(plan, blocks, time_of))
 
 
 def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
@@ -166,12 +170,19 @@ def _blocks_of(
     return time_of
 
 
-def _stages(plan: Plan, time_of: Callable[[BlockSpec], BlockTime | None]) -> list[StageTime] | None:
-    stages = []
-    for stage in plan.stages:
+def _counted(stage: Stage, plan: Plan) -> CountedBlocks:
+    return tuple(Counter(plan.spec.first_alike[name] for name in stage.blocks).items())
+
+
+def _stages(
+    plan: Plan, blocks: list[CountedBlocks], time_of: Callable[[BlockSpec], BlockTime | None]
+) -> list[StageTime] | None:
+    """Stages with equal blocks take equally long."""
+    found: dict[CountedBlocks, StageTime] = {}
+    for counted in dict.fromkeys(blocks):
         forward = backward = 0.0
         parts: Parts = defaultdict(float)
-        for name, number in Counter(plan.spec.first_alike[name] for name in stage.blocks).items():
+        for name, number in counted:
             time = time_of(plan.spec.block(name))
             if time is None:
                 return None
@@ -180,8 +191,8 @@ def _stages(plan: Plan, time_of: Callable[[BlockSpec], BlockTime | None]) -> lis
             backward += number * (sum(time.backward.values()) + again)
             for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
                 parts[kind] += number * seconds
-        stages.append(StageTime(forward, backward, dict(parts)))
-    return stages
+        found[counted] = StageTime(forward, backward, dict(parts))
+    return [found[counted] for counted in blocks]
 
 
 def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known) -> float | None:
@@ -235,31 +246,51 @@ def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
     return dict(parts)
 
 
-def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> tuple[float, float] | None:
-    """Seconds in which the data strategy gathers weights, and in which it sums gradients, the last sums included."""
-    compute, kept = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
-    rounded = plan.data.exchange_form(plan).gathers_rounded or not stack.rounded_weights
-    of_gathers = 1.0 if rounded else compute / BYTES[plan.precision.stored]
-    of_sums = compute / kept if stack.rounded_gradients else 1.0
-    gathers = sums = 0.0
+class DataTime(NamedTuple):
+    """Seconds of a step's data communication: gathers of weights; sums of gradients, the last ones included; late, what
+    no computation can hide."""
+
+    gathers: float
+    sums: float
+    late: float
+
+
+def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> DataTime | None:
     coordinate = plan.mesh.coordinate(0)
+    gathers = sums = late = 0.0
     for row in plan.data.collectives(coordinate["pp"], coordinate, plan):
-        factor = of_gathers if row.operation == "all_gather" else of_sums
-        calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (kept * stack.bucket))
-        sent = replace(row, calls=min(row.calls, calls), payload_bytes=round(factor * row.payload_bytes))
+        sent = _sent(row, plan, stack)
         seconds = collective_s(sent, plan, cluster, rates)
         if seconds is None:
             return None
-        seconds /= prediction.steps_between(plan, row.purpose)
+        often = 1 / prediction.steps_between(plan, row.purpose)
+        late += often * sent.calls * host.check_s(prediction.group_size(plan, row.axis), stack)
         if row.operation == "all_gather":
-            gathers += seconds
+            gathers += often * seconds
+        elif sent.operation != row.operation:
+            late += often * seconds
         else:
-            sums += seconds
-    return gathers, sums
+            sums += often * seconds
+    return DataTime(gathers, sums, late)
 
 
-def _exposed(plan: Plan, data: tuple[float, float], stages: list[StageTime], stack: SoftwareStack) -> float:
+def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
+    """A row of the data strategy as the program sends it."""
+    compute, kept = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
+    if row.operation == "all_gather":
+        rounded = plan.data.exchange_form(plan).gathers_rounded or not stack.rounded_weights
+        factor = 1.0 if rounded else compute / BYTES[plan.precision.stored]
+    else:
+        factor = compute / kept if stack.rounded_gradients else 1.0
+    calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (kept * stack.bucket))
+    sent = replace(row, calls=min(row.calls, calls), payload_bytes=round(factor * row.payload_bytes))
+    if not stack.whole_sums or row.operation == "all_reduce" or plan.data.shards_weights:
+        return sent
+    return replace(sent, calls=1, operation="all_gather" if row.operation == "all_gather" else "all_reduce")
+
+
+def _exposed(plan: Plan, data: DataTime, stages: list[StageTime], stack: SoftwareStack) -> float:
     """What of the data strategy's communication the computation of a pp rank's stages does not hide."""
     pp = plan.mesh.size("pp")
     forward, backward = (sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
-    return overlap.data_s(*data, forward, backward, stack, plan)
+    return data.late + overlap.data_s(data.gathers, data.sums, forward, backward, stack, plan)

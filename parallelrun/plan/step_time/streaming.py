@@ -6,6 +6,8 @@ counts them in this program's own blocks.
 
 from __future__ import annotations
 
+from math import prod
+
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.rates import Rates
@@ -20,6 +22,7 @@ SUMS: Both = (12, 24)
 NORM: Both = (4, 8)  # a norm, one kernel each way, and its weight's gradient
 # Rotation of queries and keys, per element of both together: by a kernel each way, or as torch computes a formula.
 ROTATION, ROTATION_BY_FORMULA = (4, 4), (19, 32)
+JOINING: Both = (3.5, 6.7)  # per element of the query, the key and the value with zeros of latent attention
 ACTIVATION: dict[str, Both] = {"gelu": (4, 6), "relu": (4, 6), "swiglu": (10, 20)}  # per element that it gives
 BIAS = 2  # per output of a layer with a bias, in backward: it is read to be summed
 KERNELS = 8
@@ -50,8 +53,7 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates,
         moved = (RESIDUAL_ON_CPU * residual + ACTIVATION_ON_CPU * inside) * width
         forward = streaming_s(moved, KERNELS, rates)
         return forward, BACKWARD_ON_CPU * forward
-    kv = spec.kv_heads / spec.heads if spec.heads and spec.kv_heads else 1.0
-    rotated = plan.num_rows * spec.hidden * (1 + kv) / tp if _rotates(plan) else 0.0
+    rotated, joined = _turned_elements(plan)
     rotation = ROTATION if stack.fused_rotation else ROTATION_BY_FORMULA
     biased = sum(
         plan.num_rows * layer.out_features / tp
@@ -59,13 +61,38 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates,
         if any(len(parameter.shape) == 1 for parameter in layer.parameters) and layer.layer_role != "norm"
     )
     moved_forward, moved_backward = (
-        width * ((SUMS[i] + 2 * NORM[i]) * residual + rotation[i] * rotated + ACTIVATION[spec.activation][i] * inside)
+        width
+        * (
+            (SUMS[i] + 2 * NORM[i]) * residual
+            + rotation[i] * rotated
+            + JOINING[i] * joined
+            + NORM[i] * _latent_elements(plan)
+            + ACTIVATION[spec.activation][i] * inside
+        )
         for i in (0, 1)
     )
     return (
         streaming_s(moved_forward, KERNELS, rates),
         streaming_s(moved_backward + width * BIAS * biased, 2 * KERNELS, rates),
     )
+
+
+def _turned_elements(plan: Plan) -> tuple[float, float]:
+    """Elements of queries and keys that are turned by their positions, and of the queries, keys and values that latent
+    attention puts together from parts."""
+    spec, tp = plan.spec, plan.mesh.size("tp")
+    if spec.latent is not None:
+        turned = plan.num_rows * spec.latent.rope * (spec.heads / tp + 1)
+        return turned, 3.0 * plan.num_rows * spec.qk_features / tp
+    kv = spec.kv_heads / spec.heads if spec.heads and spec.kv_heads else 1.0
+    return (plan.num_rows * spec.hidden * (1 + kv) / tp if _rotates(plan) else 0.0), 0.0
+
+
+def _latent_elements(plan: Plan) -> float:
+    """Elements of latents, which have norms of their own."""
+    latent = plan.spec.latent
+    features = (latent.q_rank or 0) + latent.kv_rank if latent else 0
+    return prod(plan.tensor.activation_layout(None, plan).local(plan.num_rows, features, plan.mesh.sizes))
 
 
 def _rotates(plan: Plan) -> bool:

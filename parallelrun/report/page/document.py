@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from parallelrun.report.page import sections
+from parallelrun.report.page import schedules, sections
 from parallelrun.report.page.style import style_sheet
 from parallelrun.run_records.compare import columns_of, compare
 from parallelrun.run_records.read import RunRecord
@@ -24,7 +24,7 @@ def page(runs: Sequence[RunRecord], title: str) -> str:
         ("results", "Results", sections.overview(columns)),
         ("training", "Training", sections.curves(columns)),
         ("time", "Time of a step", sections.time_by_part(columns)),
-        ("pipeline", "Pipeline", sections.pipeline(columns)),
+        ("pipeline", "Pipeline", schedules.pipeline(columns)),
         ("communication", "Communication", sections.communication(columns)),
         ("experts", "Experts", sections.experts(columns)),
         ("memory", "Memory", sections.memory(columns)),

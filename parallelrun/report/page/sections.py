@@ -8,19 +8,16 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from parallelrun.report import compare as tables
-from parallelrun.report.figures import bytes_text, evenly, seconds_text
+from parallelrun.report.figures import bytes_text, seconds_text
 from parallelrun.report.page import charts
-from parallelrun.report.page.charts import ChartLine, GanttCell
+from parallelrun.report.page.charts import ChartLine
 from parallelrun.report.routing import heat_colour
 from parallelrun.report.routing import read as read_maps
 from parallelrun.run_records.compare import Column, RunComparison, spread_of
 from parallelrun.run_records.find import CONFIG
 from parallelrun.run_records.read import RunRecord, broken, read_object
-from parallelrun.wording import counted
 
 MOST_LINES = 20  # of a chart
-MOST_PIPELINES = 4  # runs whose schedules are drawn
-MOST_CELLS = 3000  # actions of a schedule
 _LONGEST = 36  # characters of a run's name
 MOST_ROWS = 16  # ranks of a table or a schedule
 CURVES = {
@@ -37,9 +34,6 @@ PARTS = {
     "bubble_s": "pipeline bubble",
     "data_s": "waiting for data",
 }
-_NOT_RECORDED = "The run recorded no times of single actions: the schedule above is the predicted one."
-ACTIONS = {"F": 0, "B": 1, "I": 2, "W": 3}
-ACTION_NAMES = ("forward", "backward", "input gradient", "weight gradient")
 
 
 def name_of(column: Column) -> str:
@@ -111,46 +105,6 @@ def time_by_part(columns: Sequence[Column]) -> str:
     crowded = any((run.number("ranks_per_core") or 0) > 1 for column in columns for run in column.runs)
     note = "<p>Ranks shared cores: step times are no scaling measurement.</p>" if crowded else ""
     return drawn + note if drawn else ""
-
-
-def pipeline(columns: Sequence[Column]) -> str:
-    """The predicted schedule of runs with pipeline stages, and the bubble predicted and measured."""
-    heads = [column.runs[0] for column in columns if (column.runs[0].config.get("pp") or 1) > 1]
-    parts = []
-    for column in [column for column in columns if column.runs[0] in heads][:MOST_PIPELINES]:
-        run = column.runs[0]
-        parts.append(f"<h3>{escape(name_of(column))}</h3>{_schedule(run)}")
-        measured, predicted = run.number("bubble_measured"), run.number("bubble_predicted")
-        if predicted is not None:
-            text = f"Idle share of a step: {predicted:.1%} predicted"
-            text += f", {measured:.1%} measured (mean over ranks)" if measured is not None else ", not measured"
-            parts.append(f"<p>{text}. {_NOT_RECORDED}</p>")
-    if len(heads) > MOST_PIPELINES:
-        parts.append(f"<p>{len(heads) - MOST_PIPELINES} more runs with a pipeline are not drawn.</p>")
-    return "".join(parts)
-
-
-def _schedule(run: RunRecord) -> str:
-    from parallelrun.errors import ConfigError
-    from parallelrun.plan import simulate
-    from parallelrun.plan.freeze import load_frozen
-    from parallelrun.plan.resolve import resolve
-
-    try:
-        plan = resolve(load_frozen((run.directory / CONFIG).read_text(encoding="utf-8")))
-    except ConfigError as error:  # of another version
-        return f"<p>The schedule cannot be drawn: {escape(error.problems[0].what)}.</p>"
-    except (OSError, ValueError) as error:
-        raise broken(run.directory / CONFIG, str(error)) from error
-    found = simulate.of_plan(plan)
-    ranks = evenly(len(found.orders), MOST_ROWS)
-    cells = [GanttCell(row, ACTIONS[event.kind], event.begin, event.end, str(event.microbatch))
-             for row, pp_rank in enumerate(ranks) for event in found.events(pp_rank)]  # fmt: skip
-    if not cells or len(cells) > MOST_CELLS:
-        return f"<p>The schedule of {counted(len(cells), 'action')} is not drawn.</p>"
-    title = f"predicted schedule, {found.num_microbatches} of {counted(plan.batch.microbatches, 'microbatch', 'es')}"
-    note = "<p class='quiet'>Times follow each stage's FLOPs; messages take no time.</p>"
-    return charts.gantt(title, cells, ACTION_NAMES) + note
 
 
 def communication(columns: Sequence[Column]) -> str:

@@ -36,7 +36,7 @@ td.bad{color:var(--bad);font-weight:600}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,460px),1fr));gap:12px 24px}
 figure{margin:8px 0}
 figure.big{overflow-x:auto}
-figure.big svg{min-width:720px}
+figure.big>svg{min-width:720px}
 figcaption{font-weight:600}
 svg{display:block;width:100%;height:auto}
 svg text{fill:var(--ink);font:13px system-ui,sans-serif}

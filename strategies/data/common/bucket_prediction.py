@@ -10,7 +10,7 @@ from math import prod
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.plan.parameters import HeldParameter, held_parameters
+from parallelrun.plan.parameters import HeldParameter, distinct_parameters, held_parameters
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
@@ -20,12 +20,13 @@ from .buckets import Shape, exchanged_numel, reduce_bytes
 
 def check_shardable(request: Request, kind: str, frozen_too: bool = True) -> list[Problem]:
     """A parameter without dims has no dim 0 to shard. frozen_too: parameters that are not trained are sharded."""
-    if request.dp == 1:
+    if request.num_data_ranks == 1:
         return []
+    over = f"dp={request.dp}" if request.cp == 1 else f"dp x cp={request.num_data_ranks}"
     scalars = [p.name for p in request.spec.parameters.values() if not p.shape and (frozen_too or not p.frozen)]
     return [
         Problem(
-            f"strategy.data.kind={kind} splits dim 0 of every parameter over dp={request.dp}, but {name} has no dims",
+            f"strategy.data.kind={kind} splits dim 0 of every parameter over {over}, but {name} has no dims",
             where="strategy.data.kind",
             suggestion="strategy.data.kind=ddp, or give the parameter the shape (1,)",
             kind="not_built",
@@ -55,17 +56,20 @@ def final_collectives(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> l
     One all-reduce per set of partial axes (per axis of the set) and one over the embedding group.
     """
     tied = {name for pair in plan.tied_copies for name in pair}
-    layouts = [
-        (p, plan.data.state_layout(p.spec, p.layout, plan))
-        for p in trained_parameters(plan, pp_rank)
-        if p.layout.partial or p.name in tied
+    summed = [
+        (p, count, plan.data.state_layout(p.spec, p.layout, plan))
+        for p, count in distinct_parameters(plan, pp_rank)
+        if not p.spec.frozen and (p.layout.partial or p.name in tied)
     ]
-    numels = {p.name: layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate) for p, layout in layouts}
+    numels = {
+        p.name: (layout.partial, count * layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate))
+        for p, count, layout in summed
+    }
     out = []
-    for axes in sorted({layout.partial for _, layout in layouts} - {()}):
-        payload = reduce_bytes(plan) * sum(numels[p.name] for p, layout in layouts if layout.partial == axes)
+    for axes in sorted({layout.partial for _, _, layout in summed} - {()}):
+        payload = reduce_bytes(plan) * sum(numel for partial, numel in numels.values() if partial == axes)
         out += [Collective(axis, "all_reduce", "partial", 1, payload) for axis in axes if plan.mesh.size(axis) > 1]
-    sizes = [numel for name, numel in numels.items() if name in tied]
+    sizes = [numel for name, (_, numel) in numels.items() if name in tied]
     if sizes:
         out.append(Collective("embedding", "all_reduce", "tied", 1, reduce_bytes(plan) * sum(sizes)))
     return out

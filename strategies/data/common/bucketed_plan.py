@@ -32,6 +32,7 @@ class BucketedAllReduce(DataStrategy):
     """Every rank of dp holds its stage's complete weights, gradients and optimizer state."""
 
     takes_experts = True
+    takes_context = True
 
     compression: Compression = field(default_factory=Compression)
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallelrun import comm, registry, torch_private
+from parallelrun import comm, registry, shared_memory, torch_private
 from parallelrun.comm import Waitable
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.parameters import HeldParameter
@@ -216,7 +216,7 @@ class BucketedRuntime(DataRuntime):
 
     def _bucket(self, pairs: Sequence[Pair], group: Group) -> FlatBucket:
         like = pairs[0][1]
-        buffer = torch.zeros(sum(weight.numel() for _, weight in pairs), dtype=like.dtype, device=like.device)
+        buffer = shared_memory.zeros(sum(weight.numel() for _, weight in pairs), like, group.process_group)
         slots, parts, start = [], [], 0
         for held, weight in pairs:
             view = buffer[start : start + weight.numel()].view(weight.shape)

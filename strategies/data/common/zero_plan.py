@@ -37,6 +37,7 @@ class ZeRO(DataStrategy):
     """Weights are complete on every rank of dp; the optimizer's state and the update are sharded."""
 
     takes_experts = True
+    takes_context = True
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:

@@ -17,6 +17,7 @@ from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import ExchangeForm
 from parallelrun.plan.load import splits_backward, tensor_strategy
+from parallelrun.plan.parameters import distinct_parameters
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
@@ -25,7 +26,7 @@ from parallelrun.precision import BYTES
 from ..common.bucket_prediction import buckets_of, check_shardable, final_collectives, local_shapes
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
 from .keys import FSDPConfig
-from .units import Unit, UnitSharding
+from .units import Unit, UnitSharding, is_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,6 +46,7 @@ class FSDP(UnitSharding):
     )
     config_class = FSDPConfig
     takes_experts = True
+    takes_context = True
     shards_weights = True
     saves_memory = True
 
@@ -59,7 +61,7 @@ class FSDP(UnitSharding):
         data = FSDPConfig.of(request.config)
         reshard, reduce_each = data.reshard_after_forward, data.reduce_each_microbatch
         return cls(
-            shard=data.shard or request.dp,
+            shard=data.shard or request.num_data_ranks,
             reshard_after_forward=request.pp == 1 if reshard is None else reshard,
             reduce_each_microbatch=not splits_backward(request) if reduce_each is None else reduce_each,
         )
@@ -88,9 +90,10 @@ class FSDP(UnitSharding):
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The gathered weights that stay; see `backward_bytes` for those that are let go."""
-        if plan.mesh.size("dp") == 1:
+        if plan.num_data_ranks == 1:
             return 0
-        return sum(_gathered_bytes(unit, coordinate, plan) for unit in self.units(plan, pp_rank) if not unit.reshard)
+        units = self.counted_units(plan, pp_rank)
+        return sum(count * _gathered_bytes(unit, coordinate, plan) for unit, count in units if not unit.reshard)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
         """Of a block, the weights that are gathered for it and for the next one; in passes that reduce, the gradients
@@ -115,28 +118,31 @@ class FSDP(UnitSharding):
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The reduced gradients, unless they are counted for the whole step."""
-        trained = [] if self.keeps_gradients(plan) else [unit.trained for unit in self.units(plan, pp_rank)]
-        return sum(reduce_bytes(plan) * _padded_numel(unit, coordinate, plan) // self.shard for unit in trained)
+        units, size = [] if self.keeps_gradients(plan) else self.counted_units(plan, pp_rank), reduce_bytes(plan)
+        return sum(count * (size * _padded_numel(one.trained, coordinate, plan) // self.shard) for one, count in units)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of
         the shards a step); the sums of what is in no unit; then the final sums."""
         final = final_collectives(pp_rank, coordinate, plan)
-        if plan.mesh.size("dp") == 1:
+        if plan.num_data_ranks == 1:
             return final
         rows = []
-        for unit in self.units(plan, pp_rank):
-            num_gathers = self._num_gathers(unit, plan)
-            gathered = num_gathers * _gathered_bytes(unit, coordinate, plan)
-            rows.append(Collective(unit.axis, "all_gather", ENGINE, num_gathers, gathered))
+        for unit, count in self.counted_units(plan, pp_rank):
+            calls = count * self._num_gathers(unit, plan)
+            rows.append(
+                Collective(unit.axis, "all_gather", ENGINE, calls, calls * _gathered_bytes(unit, coordinate, plan))
+            )
             if not unit.trained.parameters:
                 continue
             reduced = reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
-            often = plan.batch.microbatches if self.reduce_each_microbatch else 1
+            often = count * (plan.batch.microbatches if self.reduce_each_microbatch else 1)
             rows.append(Collective(unit.axis, "reduce_scatter", ENGINE, often, often * reduced))
             if plan.mesh.size("dp_replicate") > 1:
                 shard = reduced // plan.mesh.size(unit.axis)
-                rows.append(Collective("dp_replicate", "all_reduce", ENGINE, 1, shard))
+                rows.append(Collective("dp_replicate", "all_reduce", ENGINE, count, count * shard))
+        if not any(is_whole(held, plan) for held, _ in distinct_parameters(plan, pp_rank)):
+            return merge(rows) + final
         found = buckets_of(pp_rank, coordinate, plan)
         for number, axis in enumerate(found.axes):
             rows.append(Collective(axis, "all_reduce", "gradients", 1, found.sent_bytes(number, padded=False)))
@@ -151,7 +157,7 @@ class FSDP(UnitSharding):
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         name = data_cost.SHARDED
-        if 1 < self.shard < plan.mesh.size("dp"):
+        if 1 < self.shard < plan.num_data_ranks:
             name = data_cost.HSDP
         elif self.reshard_after_forward:
             name = data_cost.GATHERED_AGAIN
@@ -183,7 +189,7 @@ def _gathered_bytes(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
 
 
 def _check_shard(request: Request) -> list[Problem]:
-    shard, dp = FSDPConfig.of(request.config).shard, request.dp
+    shard, dp = FSDPConfig.of(request.config).shard, request.num_data_ranks
     if shard is None or dp == 1:
         return []
     legal = [n for n in range(2, dp + 1) if dp % n == 0]
@@ -200,7 +206,7 @@ def _check_shard(request: Request) -> list[Problem]:
 def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
     """torch's FSDP2 cannot reduce a gradient without elements: every tensor rank needs a row of the vocabulary."""
     rows, tp = request.spec.vocab, request.tp
-    if request.dp == 1 or tp == 1 or _smallest_part(request):
+    if request.num_data_ranks == 1 or tp == 1 or _smallest_part(request):
         return []
     fits = max(degree for degree in range(1, tp) if _smallest_part(replace(request, tp=degree)))
     what = f"vocab {rows} over tp={tp} leaves a rank without rows, which torch's FSDP2 cannot reduce"

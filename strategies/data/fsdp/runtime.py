@@ -37,12 +37,12 @@ class FSDPRuntime(DataRuntime):
     @classmethod
     def shard(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
         """Wrap the units of this rank's stages on the meta device, so that a rank only ever holds its shards."""
-        if mesh.group("dp").size > 1:
+        if plan.num_data_ranks > 1:
             UnitWrapper(parts, plan, mesh).wrap()
 
     @classmethod
     def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
-        return cls(parts, plan, mesh) if plan.mesh.size("dp") > 1 else super().attach(parts, plan, mesh)
+        return cls(parts, plan, mesh) if plan.num_data_ranks > 1 else super().attach(parts, plan, mesh)
 
     def __init__(self, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh):
         self._plan, self._strategy = plan, UnitSharding.of(plan)

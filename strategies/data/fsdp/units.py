@@ -7,6 +7,7 @@ they form one unit over `expert_dp`; where no rank of the shard axis has a copy 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,8 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.data_strategy import Bucket, DataStrategy, FlattenedDims, MeshDims
 from parallelrun.plan.expert_axes import DP, EXPERT, replica_axis
-from parallelrun.plan.parameters import HeldParameter, held_parameters
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.parameters import HeldParameter, distinct_parameters, held_parameters
+from parallelrun.plan.structure import Plan, Stage, once
 
 from ..common.buckets import Shape, partition, shard_layout
 
@@ -94,17 +95,25 @@ class UnitSharding(DataStrategy):
     def units(self, plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
         """The FSDP units of a pp rank, by stage, in forward order; a stage's root and shared weight come last."""
         key = "fsdp units", pp_rank
-        if key not in plan.weights_cache:
-            plan.weights_cache[key] = tuple(_units(plan, pp_rank, self.reshard_after_forward))
-        found: tuple[Unit, ...] = plan.weights_cache[key]
-        return found
+        return once(plan.weights_cache, key, lambda: tuple(unit for unit, _ in self._units(plan, pp_rank, False)))
+
+    def counted_units(self, plan: Plan, pp_rank: int) -> list[tuple[Unit, int]]:
+        """(unit, count) of a pp rank: equal blocks of a stage are counted instead of listed."""
+        key = "counted fsdp units", pp_rank
+        return once(plan.weights_cache, key, lambda: self._units(plan, pp_rank, True))
+
+    def _units(self, plan: Plan, pp_rank: int, counted: bool) -> list[tuple[Unit, int]]:
+        found = [parameter for parameter, _ in distinct_parameters(plan, pp_rank)] if counted else None
+        return _units(plan, pp_rank, self.reshard_after_forward, found)
 
 
 def shard_axis(plan: Plan, layout: Layout | None = None) -> str:
     """The axis that splits weights of a tensor layout: dp, or its inner factor under HSDP; of experts that are spread
     over ep what ep leaves of it."""
-    axis = DP if plan.data.shard == plan.mesh.size(DP) else DP + "_shard"
-    return EXPERT + axis if layout is not None and replica_axis(layout, plan) != DP else axis
+    is_whole, inner = plan.data.shard == plan.num_data_ranks, DP + "_shard"
+    if layout is not None and replica_axis(layout, plan) != plan.data_axis:
+        return EXPERT + (DP if is_whole else inner)
+    return plan.data_axis if is_whole else inner
 
 
 def is_whole(held: HeldParameter, plan: Plan) -> bool:
@@ -112,40 +121,59 @@ def is_whole(held: HeldParameter, plan: Plan) -> bool:
     return plan.mesh.size(shard_axis(plan, held.layout)) == 1
 
 
-def _units(plan: Plan, pp_rank: int, reshard_after_forward: bool) -> list[Unit]:
-    held = [parameter for parameter in held_parameters(plan, pp_rank) if not is_whole(parameter, plan)]
+def _units(
+    plan: Plan, pp_rank: int, reshard_after_forward: bool, distinct: Sequence[HeldParameter] | None
+) -> list[tuple[Unit, int]]:
+    """distinct: parameters of the first of equal blocks, whose units are then counted."""
+    every = held_parameters(plan, pp_rank) if distinct is None else distinct
+    held = [parameter for parameter in every if not is_whole(parameter, plan)]
     by_block: dict[str, list[HeldParameter]] = {}
     for parameter in held:
         by_block.setdefault(parameter.block, []).append(parameter)
-    found: list[Unit] = []
+    found: list[tuple[Unit, int]] = []
     stages, pipelined = plan.stages_of(pp_rank), plan.mesh.size("pp") > 1
-    tied = {original: _holders(plan, original) for _, original in plan.spec.tied}
+    tied = plan.spec.tied_blocks
     here = {block for stage in stages for block in stage.blocks}
     # A weight of blocks in two stages of this rank (zbv) is a unit; blocks of one stage that share a weight are one.
     across = {name for name, pair in tied.items() if pair <= here and not any(pair <= {*s.blocks} for s in stages)}
     for stage in stages:
         together = {block for pair in tied.values() if pair <= {*stage.blocks} for block in pair}
-        for block in stage.blocks:
-            mine = [p for p in by_block.get(block, ()) if p.name not in across]
+        for block, is_last, count in _blocks(stage, plan, distinct is not None):
             if block not in together:
                 # The stage's last block is needed at once for its backward (only pp=1 alternates so): letting it go
                 # would gather it twice in a row.
-                found += _of_block(mine, reshard_after_forward and (pipelined or block != stage.blocks[-1]), plan)
+                mine = [p for p in by_block.get(block, ()) if p.name not in across]
+                reshard = reshard_after_forward and (pipelined or not is_last)
+                found += [(unit, count) for unit in _of_block(mine, reshard, plan)]
         shared = tuple(p for block in stage.blocks if block in together for p in by_block.get(block, ()))
         if shared:
             assert {p.spec.layer_role for p in shared}.isdisjoint({"expert"}), "experts beside a tied weight"
-            found.append(Unit(ROOT, stage.index, "", shared, reshard_after_forward and pipelined, shard_axis(plan)))
-    weights = tuple(p for p in held if p.name in across)
-    return [*found, Unit(TIED, weights[0].stage, "", weights, False, shard_axis(plan))] if weights else found
+            unit = Unit(ROOT, stage.index, "", shared, reshard_after_forward and pipelined, shard_axis(plan))
+            found.append((unit, 1))
+    if weights := tuple(p for p in held if p.name in across):
+        found.append((Unit(TIED, weights[0].stage, "", weights, False, shard_axis(plan)), 1))
+    return found
+
+
+def _blocks(stage: Stage, plan: Plan, counted: bool) -> list[tuple[str, bool, int]]:
+    """(block, whether it is the stage's last, count). counted: equal blocks of a stage count as their first, but for
+    the last one. A block with a tied weight equals no other."""
+    *others, last = stage.blocks
+    if not counted:
+        return [*((block, False, 1) for block in others), (last, True, 1)]
+    alike = plan.spec.first_alike
+    first = {alike[block]: block for block in reversed(stage.blocks)}
+    counts = Counter(first[alike[block]] for block in others)
+    return [*((block, False, count) for block, count in counts.items()), (first[alike[last]], True, 1)]
 
 
 def _of_block(parameters: Sequence[HeldParameter], reshard: bool, plan: Plan) -> list[Unit]:
     """The units of one block. A router computes in higher precision than its block, so that where these differ its few
     weights travel by themselves."""
-    apart = plan.precision.compute != plan.precision.stored
+    apart, spread, axis = plan.precision.compute != plan.precision.stored, plan.mesh.size("ep") > 1, shard_axis(plan)
     by_kind: dict[str, list[HeldParameter]] = {BLOCK: [], ROUTER: [], EXPERTS: []}
     for held in parameters:
-        of_block = shard_axis(plan, held.layout) == shard_axis(plan)
+        of_block = not spread or shard_axis(plan, held.layout) == axis
         rest = ROUTER if apart and held.spec.layer_role == "router" else BLOCK
         by_kind[rest if of_block else EXPERTS].append(held)
     return [
@@ -153,10 +181,3 @@ def _of_block(parameters: Sequence[HeldParameter], reshard: bool, plan: Plan) ->
         for kind, own in by_kind.items()
         if own
     ]
-
-
-def _holders(plan: Plan, original: str) -> set[str]:
-    """The block that owns a tied parameter and the block that reads it."""
-    owner = next(b.name for b in plan.spec.blocks if any(p.name == original for p in b.parameters))
-    reader = next(b.name for b in plan.spec.blocks if any(layer.tied == original for layer in b.layers))
-    return {owner, reader}

@@ -57,7 +57,7 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        data, alone = HorovodConfig.of(request.config), request.dp == 1
+        data, alone = HorovodConfig.of(request.config), request.num_data_ranks == 1
         resolved = super().resolve(request)
         return replace(
             resolved,

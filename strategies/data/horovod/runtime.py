@@ -37,7 +37,7 @@ class HorovodRuntime(BucketedRuntime):
     @classmethod
     def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
         """Return the runtime, after broadcasting the weights of worker 0."""
-        if plan.mesh.size("dp") == 1:
+        if plan.num_data_ranks == 1:
             return super().attach(parts, plan, mesh)
         pairs, strategy = match(parts, plan, mesh), HorovodSettings.of(plan)
         broadcast([(held.layout, weight.detach()) for held, weight in pairs], plan, mesh)
@@ -54,7 +54,7 @@ class HorovodRuntime(BucketedRuntime):
 
     def group_of(self, axis: str) -> Group:
         """The process set, or the group over experts' copies."""
-        return self._group if axis == "dp" else super().group_of(axis)
+        return self._group if axis == self._plan.data_axis else super().group_of(axis)
 
     def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
         """Broadcast the weights and the optimizer's state of worker 0 after a resume, and start to watch."""
@@ -137,7 +137,7 @@ def make_group(strategy: HorovodSettings, plan: Plan, mesh: Mesh) -> Group:
     Every rank creates the groups of all sets, in the same order.
     """
     if not strategy.process_sets:
-        return mesh.group("dp")
+        return mesh.group(plan.data_axis)
     for ranks in strategy.rank_groups(plan):
         process_group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         if mesh.rank in ranks:

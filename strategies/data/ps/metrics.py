@@ -114,7 +114,7 @@ class MetricsWriter:
         more: dict[str, Any] = {
             "clock": row.clock,
             "samples": self._samples,
-            "tokens": self._samples * plan.spec.targets_per_sample,
+            "tokens": round(self._samples * self._training.tokens_per_sample),
         }
         if self._settings.synchronous:
             more["workers"] = [push.worker for push in row.pushes]

@@ -165,10 +165,21 @@ class ParameterServer(DataStrategy):
         return Explanation("data", self.kind, text, source, ranks, 1, AXIS, exchanges)
 
     def server_memory(self, server: int, plan: Plan) -> Memory:
-        """Bytes of one server: weights, an update's gradient and one arriving push, and the optimizer's state."""
+        """Bytes of one server: weights, an update's gradient, the optimizer's state, and a buffer for the push and one
+        for the answer of each worker."""
         weights = sharding(plan).num_bytes[server]
-        leaves_out = ("the framework's own memory", "messages on their way")
-        return Memory(weights, 2 * weights, weights * plan.optimizer_states, 0, leaves_out=leaves_out)
+        pushes = pulls = plan.num_workers * weights
+        return Memory(
+            weights, weights + pushes, weights * plan.optimizer_states, 0, pulls, ("the framework's own memory",)
+        )
+
+    def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """A worker pulls the weights of each server into a buffer."""
+        return sum(sharding(plan).num_bytes)
+
+    def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """And pushes gradients from another."""
+        return sum(sharding(plan).num_bytes)
 
     def num_shards(self, server: int, plan: Plan) -> int:
         """Tensors, or pieces of tensors, that one server owns."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
-from parallelrun.data.order import Sampler
+from parallelrun.data.order import make_sampler
 from parallelrun.errors import Problem, VerificationError
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
@@ -129,7 +129,7 @@ class LogReplay:
         self._config, self._synchronous = config, ParameterServer.of(plan).synchronous
         self.training = _one_worker(config, plan, device)
         split = self.training.dataset.train
-        sampler = Sampler(len(split), plan.batch.global_batch, config.seed)
+        sampler = make_sampler(len(split), plan.batch.global_batch, config.seed, split.shares)
         own_plan, mesh = self.training.plan, self.training.mesh
         self._readers = [Reader(split, sampler, own_plan, mesh, worker) for worker in range(plan.num_workers)]
         self._buffers = ShardBuffers(plan, self.training.parameters)

@@ -100,7 +100,7 @@ class ShardStore:
             "samples": step * plan.batch.global_batch,
             "global_batch": plan.batch.global_batch,
             "seed": config.seed,
-            "dataset": {"name": config.dataset.name, "fingerprint": open_dataset(config, plan.spec).fingerprint},
+            "dataset": open_dataset(config, plan.spec).record,
             "scaler": LossScaler(config.precision, plan.precision.scaled).state(),
             "clocks": [clocks[worker] for worker in sorted(clocks)],
         }

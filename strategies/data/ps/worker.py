@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallelrun import torch_private
 from parallelrun.context import WorkerContext
-from parallelrun.data.order import Sampler
+from parallelrun.data.order import make_sampler
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import due
 from parallelrun.train.gradients import clip_coefficient
@@ -148,7 +148,8 @@ def clip(gradients: list[Tensor], limit: float) -> float:
 def evaluate_locally(training: Training, num_workers: int, heartbeat: Callable[[int], None]) -> Evaluation:
     """Like `train.step.measure`, but compute all workers' parts of the validation batches in this process."""
     split, config = training.dataset.val, training.config
-    sampler = Sampler(len(split), training.plan.batch.global_batch, config.seed, shuffle=False)
+    size = training.plan.batch.global_batch
+    sampler = make_sampler(len(split), size, config.seed, split.shares, shuffle=False)
     totals, num_valid = torch.zeros(2, dtype=torch.float64), 0
     for worker in range(num_workers):
         reader = Reader(split, sampler, training.plan, training.mesh, worker)

@@ -116,9 +116,11 @@ class AllToAllDispatcher(ExpertDispatcher):
         return sum(extra * row_bytes(layer, block, plan) + index_bytes for layer in experts)
 
     def exchange_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """The rows as they arrived, the experts' results, and these in the order of the ranks to which they go."""
+        """The rows as they arrived, the experts' results, these in the order of the ranks to which they go, and the
+        results that come back."""
         has_experts = any(layer.layer_role == "expert" for layer in block.layers)
-        return 3 * self.rows(plan)[-1].even * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
+        back, *_, arrived = (one.even for one in self.rows(plan))
+        return (3 * arrived + back) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the all-to-alls of the layers with experts of rank 0's stages."""
@@ -160,8 +162,10 @@ def kept_rows(plan: Plan) -> tuple[Rows, ...]:
 def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
     """Return the kept rows of so many ranks for so many experts. A token never goes twice to the same expert."""
     router, slots = router_of(plan), num_slots(plan, num_experts)
-    if router.kind == "expert_choice":
-        return Rows(num_ranks * slots)  # every expert takes its fixed number of every group
+    if router.kind == "expert_choice":  # every expert takes its fixed number of every group
+        cp = plan.mesh.size("cp")
+        own = None if cp == 1 else num_ranks * min(slots, plan.num_rows * num_experts)
+        return Rows(num_ranks * slots // cp, own)
     return Rows(num_kept(plan), num_ranks * min(plan.num_rows * min(router.top_k, num_experts), slots))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import Plan, once
 from parallelrun.precision import BYTES
 
 INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
@@ -11,7 +11,10 @@ INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
 
 def local_numel(parameter: ParameterSpec, plan: Plan) -> int:
     """Elements of the largest part of a parameter that a rank holds: `torch.chunk` makes the first parts largest."""
-    return plan.tensor.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {})
+    return once(
+        plan.weights_cache, ("local numel", parameter.name),
+        lambda: plan.tensor.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {}),
+    )  # fmt: skip
 
 
 def recomputed(block: BlockSpec, plan: Plan) -> bool:
@@ -50,11 +53,15 @@ def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
     """
     spec, compute, accurate = plan.spec, BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
     turned = any(layer.layer_role == "position_embedding" for layer in spec.layers())
-    angles = 0 if turned else 4 * spec.seq * (spec.hidden // spec.heads // 2) * compute
-    own = heads * (spec.hidden // spec.heads)  # features of q, and of what attention gives
+    width = spec.qk_features // spec.heads  # of a head
+    num_positions = num_rows if spec.packed else spec.seq  # samples of packed documents have positions of their own
+    angles = 0 if turned else 4 * num_positions * ((spec.latent.rope if spec.latent else width) // 2) * compute
+    own = heads * width  # features of q, and of what attention gives
     if not spec.attention_dropout:
         # torch's kernel for grouped heads on CPU lays its result out head by head: the row layer reads a copy.
-        copied = own if plan.device == "cpu" and outputs != 3 * own else 0
+        # Latent attention cuts zeros off its result, which is a copy too.
+        by_head = plan.device == "cpu" and outputs != 3 * own and not spec.packed
+        copied = own if by_head or spec.latent else 0
         return num_rows * ((outputs + copied) * compute + heads * accurate) + angles
     probabilities = num_rows * heads * spec.seq
     kept = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK

@@ -82,3 +82,10 @@ class VocabParallelLoss(nn.Module):
         Returns the sum, a scalar."""
         rows, wanted = logits.flatten(0, -2), self.rows.of(targets).flatten()
         return apply(_CrossEntropy, rows, wanted, self.group, self.start, self.vocab, self.label_smoothing)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """logits (..., local vocab) -> (..., vocab), the same on every rank of the group; for generation."""
+        whole = logits.new_zeros(*logits.shape[:-1], self.vocab)
+        whole[..., self.start : self.start + logits.size(-1)] = logits
+        comm.all_reduce(whole, self.group, PURPOSE)
+        return whole

@@ -27,12 +27,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import Plan, once
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Product, degree, num_panels, transfers
 
-from . import expert_memory
+from . import expert_memory, latent_memory
 from .activation_memory import (
     INDEX,
     MASK,
@@ -64,9 +64,11 @@ class ProductStrategy(ProductTraffic):
         return 0
 
     def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
-        """Return the bytes that a product's backward gathers and scatters; panels go two at a time.
+        """Return the bytes that a product's backward gathers and scatters.
 
-        Over gloo our reduce-scatter receives as much as it sends. All-reduces are in place.
+        Over gloo our reduce-scatter receives as much as it sends. All-reduces are in place. Panels go two at a time:
+        while one is multiplied, the next arrives, and while its product is summed over ranks, so still is the last
+        one. A rank has a panel of its own, which it need not receive.
         """
         sizes, total = plan.mesh.sizes, 0
         shape = plan.num_rows, layer.in_features, layer.out_features
@@ -75,7 +77,8 @@ class ProductStrategy(ProductTraffic):
             if move.phase == "backward" and move.operation != "all_reduce":
                 dtype = plan.precision.reduce if move.operand == "dw" else plan.precision.compute
                 times = 2 if move.operation == "reduce_scatter" and plan.device == "cpu" else 1
-                total += times * BYTES[dtype] * move.elements * min(2, parts) // parts
+                at_once = min(2, parts - (move.operation == "broadcast")) if product.panels else 1
+                total += times * at_once * BYTES[dtype] * move.elements
         return total
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
@@ -90,6 +93,11 @@ class ProductStrategy(ProductTraffic):
 
     def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """The loss comes behind the last layer of the model."""
+        # full recomputation saves other tensors, but runs the same backward pass over them
+        key = "layer backwards", block.name, plan.batch, plan.recompute == "selective"
+        return once(plan.weights_cache, key, lambda: self._layer_backwards(block, plan))
+
+    def _layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         if _says_itself(block, plan):
             elements = (block.saved_elements or 0) * plan.batch.micro_batch
             return (LayerBackward(kept=round(elements * BYTES[plan.precision.compute])),)
@@ -101,8 +109,11 @@ class ProductStrategy(ProductTraffic):
         product, kept = self.product_of(layer, plan), self._saved(layer, block, plan)
         between = _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
         waiting = between if block.kind in RESIDUAL_KINDS else 0
+        waiting += self._beside(layer, block, plan)
         if product is None or layer.layer_role not in MULTIPLY:
-            norm = between if layer.layer_role == "norm" else 0
+            norm = 0
+            if layer.layer_role == "norm":
+                norm = between = _bytes(self.activation_layout(layer, plan), layer.in_features, plan)
             return (LayerBackward(kept, waiting + between, norm, 0, _weight_gradients(layer, None, plan), norm),)
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
@@ -117,11 +128,23 @@ class ProductStrategy(ProductTraffic):
         first = LayerBackward(kept, arriving, gives, scratch, own, gathered)
         if layer.layer_role != "column_parallel":
             return (first,)
+        of_product = latent_memory.product_gradients(layer, block, plan)
+        if of_product == 0:
+            return (first,)
         mixed = _read_behind(layer, product, reads, plan)
-        behind = self._behind(layer, product, plan)
+        behind = self._behind(layer, block, product, plan)
         if activates_again(block, plan) and not attends(layer):
             behind -= reads  # what computes the result again refers to the outputs until the product's backward is over
-        return replace(first, kept=kept - behind), LayerBackward(behind, waiting + mixed, reads)
+        if of_product is not None:
+            waiting -= self._beside(layer, block, plan)
+        passing = plan.context.passing_bytes(plan) if plan.context and attends(layer) else 0
+        return replace(first, kept=kept - behind), LayerBackward(behind, waiting + mixed, of_product or reads, passing)
+
+    def _beside(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+        """Bytes of the gradients of latent attention that wait while a layer of it runs backward."""
+        of_slice, of_whole = latent_memory.waiting_features(layer, block, plan)
+        sliced = _bytes(self.activation_layout(None, plan), of_slice, plan) if of_slice else 0
+        return sliced + plan.num_rows * of_whole * BYTES[plan.precision.compute]
 
     def _loss_backward(self, plan: Plan) -> LayerBackward:
         """Backward through the loss, of the whole logits or of a part of the vocabulary.
@@ -130,7 +153,7 @@ class ProductStrategy(ProductTraffic):
         numbers per row are saved; their gradient is computed in the accurate dtype beside a copy, then rounded.
         """
         product = self.head_product(plan)
-        targets, vocab = plan.batch.micro_batch * plan.spec.targets_per_sample, plan.spec.vocab
+        targets, vocab = plan.batch.micro_batch * plan.spec.targets_per_sample // plan.mesh.size("cp"), plan.spec.vocab
         compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
         if product is None or plan.mesh.size(AXIS) == 1:
             logits = targets * vocab * accurate
@@ -146,7 +169,8 @@ class ProductStrategy(ProductTraffic):
                 plan.num_rows, layer.in_features, plan.mesh.sizes
             )
             if features == layer.in_features:
-                return norm_bytes(rows, layer, plan, recomputed(block, plan))
+                beside = rows * latent_memory.beside_norm(layer, block, plan) * BYTES[plan.precision.compute]
+                return norm_bytes(rows, layer, plan, recomputed(block, plan)) + beside
             return rows * (features * BYTES[plan.precision.compute] + BYTES[plan.precision.accurate])
         if role == "dropout":
             kept = prod(self.activation_layout(layer, plan).local(plan.num_rows, layer.out_features, plan.mesh.sizes))
@@ -161,7 +185,7 @@ class ProductStrategy(ProductTraffic):
             return rows * (INDEX + (MASK if masked else 0))
         if product is None or role not in MULTIPLY:
             return 0
-        return self._operands(layer, product, block, plan) + self._behind(layer, product, plan)
+        return self._operands(layer, product, block, plan) + self._behind(layer, block, product, plan)
 
     def _gathered(self, layer: LayerSpec, product: Product, plan: Plan) -> dict[str, int]:
         """Elements of the operands that forward gathers and backward reads; of several gathers the last is largest."""
@@ -172,7 +196,9 @@ class ProductStrategy(ProductTraffic):
 
     def _recomputes_input(self, layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> bool:
         """Whether backward computes X again: the result of a norm of whole rows or of an activation, not gathered."""
-        if layer.layer_role == "linear" or "x" in self._gathered(layer, product, plan):
+        if "x" in self._gathered(layer, product, plan):
+            return False
+        if layer.layer_role == "linear" and layer not in latent_memory.latent_layers(block, plan):
             return False
         if layer.layer_role == "row_parallel":
             return not follows_attention(layer, block) and activates_again(block, plan)
@@ -186,7 +212,9 @@ class ProductStrategy(ProductTraffic):
         weight = gathered.get("w", 0)
         if weight and not overlaps(plan):
             weight = product.gathered_weight.local_numel((layer.out_features, layer.in_features), plan.mesh.sizes, {})
-        own = 0 if self._recomputes_input(layer, product, block, plan) else _bytes(product.x, layer.in_features, plan)
+        own = _bytes(product.x, layer.in_features, plan)
+        if self._recomputes_input(layer, product, block, plan) or latent_memory.shares_input(layer, block, plan):
+            own = 0
         if "x" in gathered:
             if layer.layer_role != "row_parallel":
                 kept = False
@@ -197,15 +225,20 @@ class ProductStrategy(ProductTraffic):
             own = gathered["x"] * compute + (own if kept else 0)
         return own + weight * compute
 
-    def _behind(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+    def _behind(self, layer: LayerSpec, block: BlockSpec, product: Product, plan: Plan) -> int:
         """What stands between a column and a row layer, or behind a linear one: it reads this layer's output."""
         rows, outputs = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], self.local_outputs(layer, product, plan)
+        of_product = latent_memory.product_gradients(layer, block, plan)
+        if of_product == 0:
+            return 0  # norms and the product keep what they read
         if layer.layer_role == "linear":
             return rows * outputs * BYTES[plan.precision.compute]
         if layer.layer_role != "column_parallel":
             return 0
         if not attends(layer):
             return activation_bytes(rows, outputs, layer, plan)
+        if of_product:
+            outputs = 3 * plan.spec.qk_features // degree(product.y.features, plan.mesh.sizes)
         own = attention_bytes(rows, plan.spec.heads // degree(product.y.features, plan.mesh.sizes), outputs, plan)
         return own + self.shared_bytes(layer, product, plan)
 
@@ -223,7 +256,7 @@ def _bytes(layout: ActivationLayout, features: int, plan: Plan) -> int:
 def _read_behind(layer: LayerSpec, product: Product, outputs: int, plan: Plan) -> int:
     """Bytes of the gradient of what attention or an activation makes of a column layer's outputs."""
     if attends(layer):
-        heads = product.y.local(plan.num_rows, plan.spec.hidden, plan.mesh.sizes)
+        heads = product.y.local(plan.num_rows, plan.spec.qk_features, plan.mesh.sizes)
         return prod(heads) * BYTES[plan.precision.compute]
     gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
     return outputs // 2 if gated else outputs
@@ -233,7 +266,7 @@ def _weight_gradients(layer: LayerSpec, product: Product | None, plan: Plan) -> 
     """Bytes of the gradients of a layer's weights, as backward leaves them. A tied head has the embedding's, which is
     counted there where the product moves it."""
     moves = product is not None and bool(product.gather_w) and plan.mesh.size(AXIS) > 1
-    weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied and not moves else ())
+    weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied and not moves else ()))
     ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
     numel = sum(local_numel(weight, plan) // ep for weight in weights if not weight.frozen)
     return numel * BYTES[plan.precision.stored]

@@ -101,7 +101,7 @@ class ProductTraffic(TensorStrategy):
         product = self.product_of(layer, plan)
         if product is None:
             return []
-        weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied else ())
+        weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied else ()))
         wants_input = self.has_input_gradient(layer, plan)
         wants_weight = not self.skips_frozen or any(not p.frozen for p in weights if len(p.shape) == 2)
         found = transfers(
@@ -143,7 +143,7 @@ class ProductTraffic(TensorStrategy):
         product = self.head_product(plan)
         if product is None:
             return []
-        targets = plan.batch.micro_batch * plan.spec.targets_per_sample
+        targets = plan.batch.micro_batch * plan.spec.targets_per_sample // plan.mesh.size("cp")
         size = product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
         split = [axis for axis in product.y.features if plan.mesh.size(axis) > 1]
         return [Collective(axis, "all_reduce", "loss", 1, factor * size) for axis in split for factor in (1, 2)]

@@ -76,8 +76,8 @@ class GridRequest:
         """All violations."""
         request, problems = self.request, self._excluded() + self._summa()
         lesson = definitions.model(request.config).is_lesson
-        if request.tp > 1 and request.spec.experts:
-            return [*problems, self._experts()]
+        if unbuilt := self._unbuilt():
+            return problems + unbuilt
         if request.tp > 1 and not lesson:
             problems += self._roles()
         sizes = self.sizes
@@ -90,7 +90,7 @@ class GridRequest:
     def is_legal(self) -> bool:
         """Whether `check` finds nothing."""
         request, sizes = self.request, self.sizes
-        if sizes is None or self._excluded() or self._summa() or (request.tp > 1 and request.spec.experts):
+        if sizes is None or self._excluded() or self._summa() or self._unbuilt():
             return False
         if request.tp == 1 or definitions.model(request.config).is_lesson:
             return True
@@ -135,14 +135,25 @@ class GridRequest:
         what = f"layer {name} gives the logits, and {where} splits them: it must have the layer role head"
         return [common.wrong_role(what, request, name, "head")]
 
-    def _experts(self) -> Problem:
-        """Routing groups are whole samples of whole rows; here samples and features are both cut, so that every
-        expert's product would be one of a grid, of rows whose number differs from step to step."""
-        what = (
-            f"{self.request.spec.name} has experts, and layout {self.request.config.strategy.tensor.kind} cuts samples "
-            "and features of what they read: products of experts over a grid are not built"
-        )
-        return Problem(what, "layout", "layout=1d", kind="not_built")
+    def _unbuilt(self) -> list[Problem]:
+        """Layers that no grid multiplies yet.
+
+        Routing groups are whole samples of whole rows; here samples and features are both cut, so that every expert's
+        product would be one of a grid, of rows whose number differs from step to step. A latent would be cut by
+        features, and the key that all heads share by rows alone.
+        """
+        spec, kind, found = self.request.spec, self.request.config.strategy.tensor.kind, []
+        if self.request.tp > 1 and spec.experts:
+            found.append(
+                f"{spec.name} has experts, and layout {kind} cuts samples and features of what they read: products of "
+                "experts over a grid are not built"
+            )
+        if self.request.tp > 1 and spec.latent:
+            found.append(
+                f"{spec.name} has latent attention, and layout {kind} cuts the features of what it reads: latents over "
+                "a grid are not built yet"
+            )
+        return [Problem(what, "layout", "layout=1d", kind="not_built") for what in found]
 
     def _summa(self) -> list[Problem]:
         """Panels go round a square; other grids gather."""

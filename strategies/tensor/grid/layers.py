@@ -1,7 +1,7 @@
 """Role layers on the ranks of a grid. Each takes over the (already cut) parameters of the layer that it replaces.
 
 How a layer multiplies and how its activations are split is data (`products`); nothing here distinguishes 2D from 3D.
-Positions and the MLP's activation work on a part as they do on the whole, so the one-device layers stay.
+The MLP's activation works on a part as it does on the whole, so the one-device layer stays.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallelrun.mesh import Mesh
 from parallelrun.models import layers as single_device
+from parallelrun.models.documents import DocumentBounds
 from parallelrun.product import ActivationLayout, Product
 
 from ..common.sharding import EvenSlice, TakesOver, slice_of
@@ -82,7 +83,7 @@ class GridVocabHead(GridLayer, single_device.VocabHead):
     """Logits of this rank's samples and part of the vocabulary, as `VocabParallelLoss` reads them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, [(self.weight, None)], [self.vocab])[0]
+        return self.multiply(x, [(self.weight, self.bias)], [self.vocab])[0]
 
 
 class GridTokenEmbedding(GridLayer, single_device.TokenEmbedding):
@@ -100,9 +101,21 @@ class GridDropout(TakesOver, single_device.HashDropout):
     tracker: LayoutTracker
 
     def forward(self, x: Tensor) -> Tensor:
+        if not (self.rate and self.active):
+            return x
         rows, features = self.tracker.slices
         self.sample_part, self.hidden_offset = (rows.index, rows.count), features.index * x.size(-1)
         return super().forward(x)
+
+
+class GridPositionEmbedding(TakesOver, single_device.PositionEmbedding):
+    """Learned positions of this rank's samples and features."""
+
+    tracker: LayoutTracker
+
+    def documents(self) -> DocumentBounds | None:
+        packed, (rows, _) = super().documents(), self.tracker.slices
+        return packed if packed is None else packed.part(rows.index, rows.count)
 
 
 class GridAttentionProduct(TakesOver, single_device.AttentionProduct):
@@ -110,9 +123,15 @@ class GridAttentionProduct(TakesOver, single_device.AttentionProduct):
 
     tracker: LayoutTracker
 
+    def documents(self) -> DocumentBounds | None:
+        rows, _ = self.tracker.slices
+        self.sample_part = rows.index, rows.count
+        return super().documents()
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, features = self.tracker.slices
-        self.sample_part, self.head_offset = (rows.index, rows.count), features.index * query.size(1)
+        if self.rate and self.active:
+            rows, features = self.tracker.slices
+            self.sample_part, self.head_offset = (rows.index, rows.count), features.index * query.size(1)
         return super().forward(query, key, value)
 
 
@@ -125,5 +144,6 @@ MULTIPLYING: dict[type, type[GridLayer]] = {
 }
 TRACKING: dict[type, type[TakesOver]] = {
     single_device.HashDropout: GridDropout,
+    single_device.PositionEmbedding: GridPositionEmbedding,
     single_device.AttentionProduct: GridAttentionProduct,
 }

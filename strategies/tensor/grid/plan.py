@@ -15,7 +15,7 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, Pair, ParameterSpec
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.structure import Collective, Plan, once
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Move, Product
@@ -140,11 +140,16 @@ class GridStrategy(ProductStrategy):
 
     def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         """Return the product of a column, row, linear, head or embedding layer (a lookup); None for any other."""
+        return once(plan.weights_cache, ("product", layer.name), lambda: self._product_of(layer, plan))
+
+    def _product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         boundary = self.boundary(plan)
         if layer.layer_role in ("column_parallel", "row_parallel"):
             columns, row = self._of_pair(plan.spec.pair_of[layer.name], plan)
             return columns if layer.layer_role == "column_parallel" else row
-        make = {"linear": products.stationary_y, "head": self.head, "embedding": self.table}.get(layer.layer_role)
+        if layer.layer_role == "linear":
+            return products.stationary_y(boundary)
+        make = {"head": self.head, "embedding": self.table}.get(layer.layer_role)
         return make(boundary) if make else None
 
     def _of_pair(self, pair: Pair, plan: Plan) -> tuple[Product, Product]:

@@ -59,19 +59,19 @@ class SequencePositionEmbedding(TensorParallelLayer, single_device.PositionEmbed
     """The whole table; under sequence parallelism each rank adds the positions of its own slice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        start = self.tp.group.index * x.size(1) if self.tp.sequence_parallel else 0
-        return x + self.weight[start : start + x.size(1)].to(self.compute_dtype)
+        start = self.start + (self.tp.group.index * x.size(1) if self.tp.sequence_parallel else 0)
+        return x + self.rows(x.size(1), start)
 
 
 class VocabParallelHead(TensorParallelLayer, single_device.VocabHead):
     """Local rows of the vocabulary: logits stay split, as `VocabParallelLoss` reads them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_parallel_linear(cast(x, self.compute_dtype), [(self.weight, None)], self.tp)[0]
+        return column_parallel_linear(cast(x, self.compute_dtype), [(self.weight, self.bias)], self.tp)[0]
 
 
-class ParallelExpertInput(TensorParallelLayer, single_device.ExpertInput):
-    """copy_to_tp as a node of its own: the router and the experts behind it read the whole sequence."""
+class ParallelSharedInput(TensorParallelLayer, single_device.SharedInput):
+    """copy_to_tp as a node of its own: what is behind it reads the whole sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
         return copy_or_gather(super().forward(x), self.tp)
@@ -91,6 +91,8 @@ class SliceDropout(TensorParallelLayer, single_device.HashDropout):
     """The same mask as on one device: where the slice begins follows from which dim of it is shorter."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if not (self.rate and self.active):
+            return x
         index = self.tp.group.index
         split_hidden = 0 < x.size(-1) < self.hidden  # between a column and a row layer: the whole sequence
         self.hidden_offset = index * x.size(-1) if split_hidden else 0
@@ -102,7 +104,8 @@ class HeadParallelAttention(TensorParallelLayer, single_device.AttentionProduct)
     """Attention over local heads; dropped probabilities are those of the global heads."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.head_offset = self.tp.group.index * query.size(1)
+        if self.rate and self.active:
+            self.head_offset = self.tp.group.index * query.size(1)
         return super().forward(query, key, value)
 
 
@@ -111,7 +114,7 @@ PARALLEL_LAYERS: dict[type, type[TensorParallelLayer]] = {
     single_device.RowLinear: RowParallelLinear,
     single_device.PositionEmbedding: SequencePositionEmbedding,
     single_device.VocabHead: VocabParallelHead,
-    single_device.ExpertInput: ParallelExpertInput,
+    single_device.SharedInput: ParallelSharedInput,
     single_device.ExpertOutput: ParallelExpertOutput,
     single_device.HashDropout: SliceDropout,
     single_device.AttentionProduct: HeadParallelAttention,

@@ -19,7 +19,7 @@ from torch.nn import functional
 from parallelrun import comm
 from parallelrun.mesh import Group
 from parallelrun.models.autograd import apply, apply_to_all
-from parallelrun.models.functions import cast, linear
+from parallelrun.models.functions import cast_all, linear
 
 from ..common.transfers import Finish, start_all_gather, start_reduce_scatter, when_done
 
@@ -95,12 +95,8 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         ctx.has_bias = [bias is not None for bias in weights[1::2]]
         ctx.save_for_backward(x, *weights[::2])
         whole = comm.all_gather(x, group, PURPOSE, SEQUENCE_DIM) if sequence_parallel else x
-        return tuple(
-            [
-                functional.linear(whole, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
-                for weight, bias in zip(weights[::2], weights[1::2])
-            ]
-        )
+        rounded = cast_all(weights, x.dtype)
+        return tuple([functional.linear(whole, weight, bias) for weight, bias in zip(rounded[::2], rounded[1::2])])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -111,24 +107,21 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         reducing = None
         if ctx.needs_input_grad[0]:
             shape = (*grads[0].shape[:-1], x.size(-1))
-            reducing = _start_reduce(_input_gradient(flat, weights, x.dtype).view(shape), ctx)
+            reducing = _start_reduce(_input_gradient(flat, cast_all(weights, x.dtype)).view(shape), ctx)
         whole = gathering() if gathering else x
         rows = whole.flatten(0, -2)
         out: list[Tensor | None] = []
-        for number, (grad, weight) in enumerate(zip(flat, weights)):
+        for number, grad in enumerate(flat):
             wanted = ctx.needs_input_grad[3 + 2 * number]
-            out += (
-                cast(grad.t() @ rows, weight.dtype) if wanted else None,
-                cast(grad.sum(0), weight.dtype) if ctx.has_bias[number] else None,
-            )
-        return reducing() if reducing else None, None, None, *out
+            out += grad.t() @ rows if wanted else None, grad.sum(0) if ctx.has_bias[number] else None
+        return reducing() if reducing else None, None, None, *cast_all(out, weights[0].dtype)
 
 
-def _input_gradient(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> Tensor:
+def _input_gradient(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
     """Sum over outputs of grad @ weight, accumulated in one buffer."""
-    total = grads[0] @ cast(weights[0], dtype)
+    total = grads[0] @ weights[0]
     for grad, weight in zip(grads[1:], weights[1:]):
-        total.addmm_(grad, cast(weight, dtype))
+        total.addmm_(grad, weight)
     return total
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 KV_AXIS, COPY_AXIS = "tp_kv", "tp_copy"
-COLUMN_ROLES = ("column_parallel", "head", "expert_input")  # roles of layers that read whole rows
+COLUMN_ROLES = ("column_parallel", "head", "shared_input")  # roles of layers that read whole rows
 ROW_ROLES = ("row_parallel", "embedding", "expert_output")  # roles of layers whose results are summed over the ranks
 
 
@@ -133,7 +133,7 @@ class Megatron1D(ProductStrategy):
 
     def saves_gathered(self, layer: LayerSpec, plan: Plan) -> bool:
         """The overlapped node saves the slice and gathers again; the router and the experts are no such node."""
-        return not overlaps(plan) or layer.layer_role == "expert_input"
+        return not overlaps(plan) or layer.layer_role == "shared_input"
 
     def local_outputs(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
         """Outputs that are copied kv heads count as often as they are held."""
@@ -153,6 +153,7 @@ class Megatron1D(ProductStrategy):
         return plan.dropout > 0 or not forward or forward[-1].operation == "all_gather"
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
-        """Under sequence parallelism only a slice of the sequence."""
+        """Under sequence parallelism only a slice of the rank's part of the sequence."""
         first, *rest = plan.spec.boundary_shape
-        return (plan.batch.micro_batch, first // (plan.mesh.size(AXIS) if self.sequence_parallel else 1), *rest)
+        parts = plan.mesh.size("cp") * (plan.mesh.size(AXIS) if self.sequence_parallel else 1)
+        return (plan.batch.micro_batch, first // parts, *rest)

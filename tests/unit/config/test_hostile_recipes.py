@@ -127,6 +127,7 @@ WRITES_OUTSIDE = {
     "another's home folder": "runs: ~root/outside\n",
     "a quoted folder": 'runs: "\\x2fetc"\n',
     "a linked folder": "runs: link/x\n",
+    "a cache of tokens": "dataset:\n  cache: {root}/outside\n",
     "by interpolation": "model:\n  description: {root}/outside\nruns: ${{model.description}}\n",
     "by interpolation, climbing": "model:\n  description: /../../outside\nruns: x${{model.description}}\n",
     "by two interpolations": "model:\n  description: ${{dataset.description}}\n"

@@ -191,7 +191,7 @@ def test_every_recipe_fits_its_own_cluster(name):
 
 def test_the_recipe_of_the_issue_is_the_plan_of_the_issue():
     found = plan("recipe=gpt3_oneflow_3072")
-    assert found.world == 3072 and found.degrees == {"pp": 64, "dp": 6, "tp": 8, "ep": 1}
+    assert found.world == 3072 and found.degrees == {"pp": 64, "dp": 6, "cp": 1, "tp": 8, "ep": 1}
 
 
 def test_the_order_of_precedence_is_preset_recipe_command_line():

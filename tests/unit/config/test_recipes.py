@@ -66,6 +66,7 @@ def test_what_a_recipe_gives_is_known(tmp_path):
         ("tp: [1, 2]\n", "takes one value, not a sequence", 1),
         ("optimizer: adamw\n", "choose a group's option in defaults", 1),
         ("eval: 3\n", "holds keys", 1),
+        ("tracker: tensorboard\n", "tracker holds keys", 1),
         ("model.layers: 2\n", "separate lines", 1),
         ("optimizer:\n  betas: 0.9\n", "must be a list", 2),
         ("steps: 3\nsteps: 4\n", "given twice, first on line 1", 2),
@@ -106,6 +107,13 @@ def test_a_bad_recipe_is_told_with_its_line(tmp_path, text, said, line):
     problems = refused(tmp_path, text)
     place = f"theirs.yaml:{line}" if line else "theirs.yaml"
     assert any(said in problem.what and place in problem.where for problem in problems), problems
+
+
+def test_the_short_name_of_a_key_is_answered_with_the_key(tmp_path):
+    [problem] = refused(tmp_path, "tracker: tensorboard\n")
+    assert problem.suggestion == "tracker: {use: ...}"
+    loaded = load(recipe(tmp_path, "tracker: {use: [tensorboard, mlflow], project: p}\n"))
+    assert loaded.keys == {"tracker.use", "tracker.project"}
 
 
 def test_all_problems_come_at_once(tmp_path):

@@ -76,6 +76,30 @@ def test_a_second_composition_parses_no_file(monkeypatch):
     assert parsed
 
 
+def test_a_composition_does_not_copy_all_that_hydra_has_stored(monkeypatch):
+    """Only what it loads from there: a change of a configuration changes no other."""
+    store, copied = compose.ConfigStore.instance(), []
+    monkeypatch.setitem(store.repo, "witness", Witness(copied))
+    first = composed("tp=2")
+    first.config.model.layers = 3
+    assert composed("tp=2").config.model.layers != 3
+    assert not copied
+
+
+class Witness(str):
+    """Something stored that knows when it is copied."""
+
+    def __new__(cls, copied):
+        return super().__new__(cls)
+
+    def __init__(self, copied):
+        self.copied = copied
+
+    def __deepcopy__(self, memo):
+        self.copied.append(memo)
+        return self
+
+
 def test_a_recipe_of_an_earlier_command_is_forgotten():
     composed("recipe=quickstart")
     composed("tp=2")

@@ -14,6 +14,7 @@ import pytest
 
 from parallelrun import definitions
 from parallelrun.data import cifar10, mnist, open_dataset
+from parallelrun.data.imagefolder import decode
 from parallelrun.data.images import ImageView, resize, shifted
 from parallelrun.data.order import Sampler
 from parallelrun.definitions import Dataset
@@ -241,6 +242,37 @@ def test_digits_on_a_model_for_larger_images_are_said_to_be_enlarged() -> None:
     assert notes(opened(**asked), **{**asked, "model__image": 8}) == []
 
 
+@pytest.mark.parametrize("width,height", [(60, 40), (33, 57), (24, 24)])
+def test_resizing_only_the_middle_gives_the_middle_of_the_resized(tmp_path: Path, width: int, height: int) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    image_module.fromarray(pixels).save(tmp_path / "a.png")
+    scale = 24 / min(width, height)  # 24: the shorter side for 21 pixels
+    whole = image_module.fromarray(pixels).resize((round(width * scale), round(height * scale)), 2)
+    left, top = (whole.width - 21) // 2, (whole.height - 21) // 2
+    expected = np.asarray(whole, np.int64)[top : top + 21, left : left + 21].transpose(2, 0, 1)
+    assert np.abs(decode(tmp_path / "a.png", 21) - expected).max() <= 1
+
+
+def test_a_large_jpeg_is_decoded_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    small = np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8)
+    large = image_module.fromarray(small).resize((1600, 1200), 3)
+    large.save(tmp_path / "a.jpg", quality=95)
+    large.save(tmp_path / "a.png")
+    decoded: list[tuple[int, int]] = []
+    resize_image = image_module.Image.resize
+
+    def noted(image: Any, *arguments: Any, **options: Any) -> Any:
+        decoded.append(image.size)
+        return resize_image(image, *arguments, **options)
+
+    monkeypatch.setattr(image_module.Image, "resize", noted)
+    from_jpeg, from_png = (decode(tmp_path / name, 112).astype(np.int64) for name in ("a.jpg", "a.png"))
+    assert decoded[0] == (400, 300)  # a quarter: twice the 128 of the shorter side or more
+    assert np.abs(from_jpeg - from_png).mean() < 2  # of 255
+
+
 def test_a_file_that_is_no_image_is_named(image_folder: Path) -> None:
     (image_folder / "class0" / "0.png").write_bytes(b"no image")
     dataset = folder_dataset(image_folder)
@@ -283,7 +315,8 @@ def test_what_is_shifted_in_is_the_mean() -> None:
     assert (
         np.array_equal(moved[0, 2:, :-1], PICTURE[0, :-2, 1:]) and not moved[0, :2].any() and not moved[0, :, -1].any()
     )
-    assert not shifted(PICTURE, 6, 0).any()
+    assert np.array_equal(shifted(PICTURE, -1, 2)[0, :-1, 2:], PICTURE[0, 1:, :-2])
+    assert not shifted(PICTURE, 6, 0).any() and not shifted(PICTURE, 0, -9).any()
 
 
 def test_resizing_keeps_flat_areas_and_averages_when_it_shrinks() -> None:

@@ -229,7 +229,7 @@ class TestPystdlib:
             "print(time.process_time() - begin, 'torch' in sys.modules)"
         )
         seconds, torch = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
-        assert float(seconds) < 0.3 and torch == "False"
+        assert float(seconds) < 1 and torch == "False"
 
     def test_a_python_without_sources_is_told_what_to_do(self, tmp_path, monkeypatch):
         monkeypatch.setattr(pystdlib.sysconfig, "get_path", lambda name: str(tmp_path))

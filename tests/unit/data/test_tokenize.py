@@ -60,7 +60,7 @@ def test_lines_of_jsonl_are_documents(tmp_path):
 def test_a_bad_line_is_named_and_leaves_no_files(tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"text": "ab"}\n{"body": "c"}\n')
-    assert main([str(path), "--output", str(tmp_path / "out")]) == 3
+    assert main([str(path), "--output", str(tmp_path / "out")]) == 4
     assert "lines.jsonl:2" in capsys.readouterr().err
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["lines.jsonl"]
 
@@ -99,7 +99,7 @@ def test_problems_end_with_the_right_code_and_no_traceback(texts, tmp_path, caps
 def test_a_missing_tokenizers_package_says_what_to_install(texts, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert main([str(texts), "--output", str(tmp_path / "out"), "--tokenizer", "hf:gpt2"]) == 3
-    assert "pip install tokenizers" in capsys.readouterr().err
+    assert "pip install 'parallelrun[data]'" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_the_tokenizers_package(texts, tmp_path, monkeypatch):
@@ -117,9 +117,17 @@ def test_a_tokenizer_of_the_tokenizers_package(texts, tmp_path, monkeypatch):
         def token_to_id(self, text):
             return 65999 if text == "</s>" else None
 
-        def encode(self, text, add_special_tokens):
+        def to_str(self):
+            return "words"
+
+        def no_truncation(self):
+            pass
+
+        no_padding = no_truncation
+
+        def encode_batch(self, texts, add_special_tokens):
             assert add_special_tokens is False
-            return types.SimpleNamespace(ids=[len(word) for word in text.split()])
+            return [types.SimpleNamespace(ids=[len(word) for word in text.split()]) for text in texts]
 
     monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Words))
     main([str(texts), "--output", str(tmp_path / "out"), "--tokenizer", "hf:somebody/words", "--append-eod"])

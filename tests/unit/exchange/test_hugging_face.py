@@ -5,25 +5,35 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from parallelrun.cli.main import main
 from parallelrun.config.model_schema import DatasetConfig
+from parallelrun.errors import ConfigError
 from parallelrun.exchange.export import export
 from parallelrun.exchange.source import open_source
 from parallelrun.exchange.tokenizer import byte_files
+from parallelrun.exchange.weights import FileWeights
 from parallelrun.models import functions
 from parallelrun.models.hugging_face import family_for
-from tests.exchange import CASES, FACTS, hashes, make, network_of, tokens
+from parallelrun.models.moe import routing
+from parallelrun.models.transformer import latent_attention
+from tests.exchange import CASES, FACTS, SEQ, VOCAB, hashes, make, network_of, tokens
+from tests.extras import needs
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+right_groups = routing._within_best_groups
 SHARD_BYTES = 6000  # several files for every model
 
 
 @pytest.fixture(scope="module")
 def transformers():
-    return pytest.importorskip("transformers", reason="transformers is not installed: pip install 'parallelrun[hf]'")
+    return import_module("transformers")
 
 
 def distance(source, theirs) -> float:
@@ -35,6 +45,7 @@ def distance(source, theirs) -> float:
     return float((wanted - found).abs().max()) / max(1.0, float(wanted.abs().max()))
 
 
+@needs("transformers")
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_computes_the_same_logits(case, tmp_path, transformers):
     source = make(case)
@@ -71,6 +82,62 @@ def test_what_was_exported_comes_back_bit_by_bit(case, tmp_path):
         assert torch.equal(ours(tokens()), theirs(tokens()))
 
 
+def with_token_types(folder: Path) -> None:
+    """Move a part of every position's embedding of an exported bert to token type 0, as a trained one has it."""
+    tensors = load_file(folder / "model.safetensors")
+    types = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
+    tensors["bert.embeddings.token_type_embeddings.weight"] = types
+    tensors["bert.embeddings.position_embeddings.weight"] -= types[0]
+    tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "type_vocab_size": 2}))
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_token_types_and_the_vocabulary_bias_of_a_bert_are_read(planted, tmp_path, monkeypatch):
+    source = make("BertForMaskedLM, exact GELU, vocabulary bias")
+    export(source, tmp_path / "out", "hf", None, 10**9)
+    with_token_types(tmp_path / "out")
+    if planted:
+        monkeypatch.setattr(FileWeights, "_added_to", lambda self, name: [])
+    back = open_source(tmp_path / "out", "directory")
+    ours, theirs = (network_of(one.config, one.spec, one.weights) for one in (source, back))
+    with torch.no_grad():
+        distance_of_logits = float((ours(tokens()) - theirs(tokens())).abs().max())
+    assert back.config.model.head_bias and (distance_of_logits < 1e-5) != planted
+
+
+def test_ids_of_special_tokens_come_back(tmp_path):
+    export(make("LlamaForCausalLM"), tmp_path / "first", "hf", None, 10**9)
+    assert json.loads((tmp_path / "first" / "config.json").read_text())["eos_token_id"] is None
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
+    (tmp_path / "first" / "generation_config.json").write_text(json.dumps({**ids, "temperature": 0.6}))
+    assert main(["import", str(tmp_path / "first"), "--to", str(tmp_path / "checkpoint")]) == 0
+    for origin in ("first", "checkpoint"):
+        export(open_source(tmp_path / origin, "run"), tmp_path / f"of_{origin}", "hf", None, 10**9)
+        for name in ("config.json", "generation_config.json"):
+            content = json.loads((tmp_path / f"of_{origin}" / name).read_text())
+            assert {key: content[key] for key in ids} == ids
+    (tmp_path / "first" / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
+        export(open_source(tmp_path / "first", "run"), tmp_path / "third", "hf", None, 10**9)
+    assert not (tmp_path / "third").exists()
+
+
+@needs("transformers")
+def test_a_bert_that_transformers_has_made_computes_the_same_here(tmp_path, transformers):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    config = transformers.BertConfig(**sizes, vocab_size=VOCAB, max_position_embeddings=SEQ)
+    theirs = transformers.BertForMaskedLM(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0, 0.3)
+    theirs.save_pretrained(tmp_path / "out")
+    assert distance(open_source(tmp_path / "out", "directory"), theirs) < 1e-5
+
+
 def swapped(pieces, first, second):
     """The pieces with the parameters of two names exchanged."""
     for piece in pieces:
@@ -97,6 +164,7 @@ PLANTED = {
 }
 
 
+@needs("transformers")
 @pytest.mark.parametrize("case, planted", PLANTED.values(), ids=PLANTED)
 def test_a_planted_bug_in_the_layout_shows_in_the_logits(case, planted, tmp_path, transformers, monkeypatch):
     source = make(case)
@@ -107,6 +175,7 @@ def test_a_planted_bug_in_the_layout_shows_in_the_logits(case, planted, tmp_path
     assert distance(source, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")) > 1e-2
 
 
+@needs("transformers")
 def test_interleaved_rotary_pairs_show_in_the_logits(tmp_path, transformers, monkeypatch):
     source = make("LlamaForCausalLM")
     export(source, tmp_path / "out", "hf", None, 10**9)
@@ -120,6 +189,31 @@ def test_interleaved_rotary_pairs_show_in_the_logits(tmp_path, transformers, mon
     assert distance(source, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")) > 1e-2
 
 
+YARN = "DeepseekV3ForCausalLM, yarn, queries of x, weights not normalised"
+OF_LATENTS = {
+    "pairs of halves": (YARN, latent_attention.LatentAttention, "_turned",
+                        lambda self, x: functions.rotate(x, self.rotary)),
+    "scores that do not grow": (YARN, latent_attention, "score_growth", lambda model: 1.0),
+    "frequencies that are all scaled": (YARN, functions.Rotary, "_scaled_pairs", lambda self, half: (-2.0, -1.0)),
+    "groups by their best expert": ("DeepseekV3ForCausalLM", routing, "_within_best_groups",
+                                    lambda ranking, spec: right_groups(ranking, replace(spec, score="softmax"))),
+    "groups by their best two experts": ("DeepseekV2ForCausalLM", routing, "_within_best_groups",
+                                         lambda ranking, spec: right_groups(ranking, replace(spec, score="sigmoid"))),
+}  # fmt: skip
+
+
+@needs("transformers")
+@pytest.mark.parametrize("case, place, name, planted", OF_LATENTS.values(), ids=OF_LATENTS)
+def test_a_planted_bug_in_latent_attention_or_groups_shows_in_the_logits(
+    case, place, name, planted, tmp_path, transformers, monkeypatch
+):
+    source = make(case)
+    export(source, tmp_path / "out", "hf", None, 10**9)
+    monkeypatch.setattr(place, name, planted)
+    assert distance(source, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")) > 1e-2
+
+
+@needs("transformers")
 @pytest.mark.parametrize("field", ["layer_norm_epsilon", "activation_function"])
 def test_a_wrong_field_of_config_json_shows_in_the_logits(field, tmp_path, transformers):
     source = make("GPT2LMHeadModel")
@@ -131,6 +225,7 @@ def test_a_wrong_field_of_config_json_shows_in_the_logits(field, tmp_path, trans
     assert distance(source, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")) > 1e-4
 
 
+@needs("transformers")
 def test_the_exported_tokenizer_gives_a_token_per_byte(tmp_path, transformers):
     source = make("GPT2LMHeadModel")
     source = replace(source, config=replace(source.config, dataset=DatasetConfig(name="pystdlib")))
@@ -141,6 +236,7 @@ def test_the_exported_tokenizer_gives_a_token_per_byte(tmp_path, transformers):
     assert tokenizer.decode(list(text.encode())) == text
 
 
+@needs("transformers")
 def test_the_tokenizer_of_a_bert_knows_its_mask(tmp_path, transformers):
     for name, content in byte_files(64, 256).items():
         (tmp_path / name).write_text(json.dumps(content))

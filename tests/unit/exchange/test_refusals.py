@@ -38,6 +38,11 @@ def change(folder: Path, **fields: object) -> None:
         ("MixtralForCausalLM", {"model.router": RouterConfig(capacity_factor=1.25)}, "capacity_factor=1.25: Mixtral"),
         ("MixtralForCausalLM", {"model.expert_period": 2}, "model.expert_period=2"),
         ("Glm4MoeForCausalLM", {"model.shared_experts": 0}, "has a shared expert in every layer"),
+        ("DeepseekV3ForCausalLM", {"model.norm_eps": 1e-5}, "DeepseekV3ForCausalLM of transformers has norm_eps=1e-06"),
+        ("DeepseekV3ForCausalLM", {"model.rope_scaling": "yarn", "model.rope_mscale": 0.5}, "or neither"),
+        ("DeepseekV3ForCausalLM", {"model.norm": "layernorm"}, "MixtralForCausalLM of transformers has kv_lora_rank"),
+        ("GPT2LMHeadModel", {"model.head_bias": True}, "model.head_bias=True: GPT2LMHeadModel of transformers has"),
+        ("LlamaForCausalLM", {"model.head_bias": True}, "model.head_bias=True: LlamaForCausalLM"),
         ("BertForMaskedLM", {"model.bias": False}, "model.bias=False: BertForMaskedLM"),
     ],
 )
@@ -121,14 +126,20 @@ def test_missing_and_unknown_tensors_are_named(exported):
     assert "model.layers.0.extra.weight [16] is not in the model" in str(caught.value)
 
 
-def test_a_bert_with_token_types_that_matter_is_refused(tmp_path):
-    export(make("BertForMaskedLM"), tmp_path / "out", "hf", None, 10**9)
-    file = tmp_path / "out" / "model.safetensors"
+def test_weights_in_fp8_are_refused_and_a_layer_that_predicts_more_tokens_is_left_out(tmp_path, capsys):
+    export(make("DeepseekV3ForCausalLM"), tmp_path / "out", "hf", None, 10**9)
+    file, config = tmp_path / "out" / "model.safetensors", tmp_path / "out" / "config.json"
     tensors = load_file(file)
-    tensors["bert.embeddings.token_type_embeddings.weight"] += 0.1
-    save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"token_type_embeddings.weight is not 0 everywhere"):
-        open_source(tmp_path / "out", "directory")
+    save_file({**tensors, "model.layers.61.eh_proj.weight": torch.ones(2)}, file)
+    published = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1,
+                 "seq_aux": True, "quantization_config": {"quant_method": "fp8"}, "aux_loss_alpha": 0.001}  # fmt: skip
+    config.write_text(json.dumps({**json.loads(config.read_text()), **published}))
+    assert open_source(tmp_path / "out", "directory").config.model.router.aux_coefficient == 0.001
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    scales = {f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn), **scales}, file)
+    assert main(["import", str(tmp_path / "out"), "--to", str(tmp_path / "new")]) == 4
+    assert f"{name} is stored as F8_E4M3: quantised weights are not read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x10\0\0\0\0\0\0\0not json at all!", b"\x02\0\0\0\0\0\0\0[]"])

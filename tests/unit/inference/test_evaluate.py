@@ -14,8 +14,10 @@ from parallelrun.cli.main import main
 from parallelrun.config.model_schema import DatasetConfig, RouterConfig
 from parallelrun.data import open_dataset
 from parallelrun.exchange.export import export
+from parallelrun.exchange.tokenizer import byte_files
 from parallelrun.inference import evaluate
 from tests.exchange import make, network_of
+from tests.extras import needs
 
 
 def by_hand(source, config, split: str) -> tuple[float, float, int]:
@@ -69,6 +71,42 @@ def test_the_command_scores_its_own_data_and_others(there, capsys):
     assert {**second, "source": first["source"]} == first
     assert main(["eval", str(there / "out")]) == 0
     assert "perplexity" in capsys.readouterr().out
+
+
+def test_each_part_of_a_mixture_has_its_loss(there, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "_ELEMENTS", 5 * 8 * 256)  # batches that would reach from one part into the next
+    (there / "other.txt").write_text("0123456789" * 90)
+    losses = {}
+    for name in ("text", "other"):
+        assert main(["eval", str(there / "out"), "--json", "dataset=text", f"path={there}/{name}.txt"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        losses[name] = found["loss"], found["targets"]
+        assert found["parts"] == {}
+    parts = ", ".join(f"{{name: text, path: {there}/{name}.txt, weight: {weight}}}" for name, weight in
+                      (("text", 1), ("other", 3)))  # fmt: skip
+    words = ["eval", str(there / "out"), "dataset=mixture", f"dataset.mixture=[{parts}]"]
+    assert main([*words, "--json"]) == 0
+    mixed = json.loads(capsys.readouterr().out)
+    assert mixed["parts"] == pytest.approx({name: loss for name, (loss, _) in losses.items()}, rel=1e-6)
+    mean = sum(loss * number for loss, number in losses.values()) / sum(number for _, number in losses.values())
+    assert mixed["loss"] == pytest.approx(mean, rel=1e-6)
+    assert main(words) == 0
+    assert f"loss, other    {losses['other'][0]:.4f}" in capsys.readouterr().out
+
+
+@needs("tokenizers")
+def test_bits_per_byte_of_tokens_that_are_parts_of_text(there, capsys):
+    """A token of two bytes: its loss counts for both."""
+    document = byte_files(8, None)["tokenizer.json"]
+    document["model"] |= {"vocab": {**document["model"]["vocab"], "th": 256}, "merges": ["t h"]}
+    (there / "tokenizer.json").write_text(json.dumps(document))
+    source = make("LlamaForCausalLM", vocab=257)
+    export(source, there / "pairs", "hf", None, 10**9)
+    words = ["dataset=text", f"path={there / 'text.txt'}", f"tokenizer={there / 'tokenizer.json'}", "split=all"]
+    assert main(["eval", str(there / "pairs"), "--json", *words, f"dataset.cache={there / 'cache'}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    num_bytes = found["loss"] * found["targets"] / math.log(2) / found["bits_per_byte"]
+    assert 1.02 < num_bytes / found["targets"] < 1.05  # a sentence of 45 bytes has one "th"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from parallelrun.inference.generate import Generator, Sampling, choose
 from parallelrun.models import functions
 from parallelrun.models.layers import PositionEmbedding
 from tests.exchange import CASES, SEQ, make, network_of
+from tests.extras import needs
 
 CAUSAL = [case for case in CASES if "Masked" not in case]
 TOKENS = [3, 17, 9, 30, 0, 11, 25, 4]
@@ -103,8 +104,8 @@ def bytes_model(tmp_path):
     return str(tmp_path / "out")
 
 
+@needs("tokenizers")
 def test_the_command_prints_the_text_and_json(bytes_model, capsys):
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'parallelrun[hf]'")
     assert main(["generate", bytes_model, "a=b", "max_tokens=5", "temperature=0", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["prompt_tokens"] == [97, 61, 98]
@@ -132,3 +133,15 @@ def test_the_command_prints_the_text_and_json(bytes_model, capsys):
 def test_bad_words_are_exit_2(words, said, bytes_model, capsys):
     assert main(["generate", bytes_model, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_command_on_two_ranks_gives_the_tokens_of_one(bytes_model, capfd):
+    found = []
+    for tp in ("tp=1", "tp=2"):
+        assert main(["generate", bytes_model, "tokens=[97,61,98]", "max_tokens=6", "temperature=0", tp, "--json"]) == 0
+        found.append(json.loads(capfd.readouterr().out)["tokens"])
+    assert found[0] == found[1] and len(found[0]) == 6
+    assert main(["generate", bytes_model, "tokens=[97,61,98]", "max_tokens=6", "temperature=0", "tp=2"]) == 0
+    assert capfd.readouterr().out == " ".join(map(str, [97, 61, 98, *found[0]])) + "\n"
+    assert main(["generate", bytes_model, "tokens=[97]", "tp=3"]) == 2
+    assert "does not divide by tp=3" in capfd.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
 import time
@@ -11,6 +13,7 @@ import pytest
 from parallelrun.launch import cleanup
 from parallelrun.launch.cleanup import Policy, removable, remove
 from parallelrun.records import write_json
+from parallelrun.report import sweep_rows
 from tests.run_files import write_run
 
 NO_PROCESS = 2**22 + 1
@@ -120,6 +123,56 @@ def test_links_are_not_followed(runs, tmp_path_factory):
     (runs / "latest").symlink_to("gpt/20260101T000000Z-bbbbbb")
     assert [*remove(runs, removable(runs, Policy()))]
     assert outside.is_dir() and not (runs / "latest").is_symlink()
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two points that ran, one that repeats the first, one that was not legal; the first run is old."""
+    directory = tmp_path / "sweep-20260101T000000Z-abcdef"
+    for name, days in (("000-gpt-one", 9), ("001-gpt-dp2", 0)):
+        run = write_run(directory / name)
+        for file in ("status.json", "config.yaml"):
+            os.utime(run / file, (time.time() - days * DAY,) * 2)
+    rows = [{"state": "done", "directory": "000-gpt-one"}, {"state": "done", "directory": "001-gpt-dp2"},
+            {"state": "skipped", "same_as": 0}, {"state": "skipped", "reason": "illegal"}]  # fmt: skip
+    for point, row in enumerate(rows):
+        sweep_rows.append(directory, {"point": point, "invocation": 1, "config_sha256": str(point), **row})
+    return directory
+
+
+def test_a_sweep_forgets_the_points_that_are_removed(sweep):
+    assert len([*remove(sweep.parent, removable(sweep.parent, Policy(older_than_s=DAY)))]) == 1
+    assert [row["point"] for row in sweep_rows.read(sweep)] == [1, 3]
+    assert (sweep / "results.csv").read_text().splitlines()[1].startswith("1,done")
+
+
+def test_a_sweep_without_points_is_removed(sweep):
+    (sweep / "results.csv").touch()
+    assert len([*remove(sweep.parent, removable(sweep.parent, Policy(older_than_s=-1.0)))]) == 2
+    assert not sweep.exists()
+
+
+def test_a_row_is_appended_to_the_file_that_is_held(sweep, monkeypatch):
+    """The appender has opened the file when another replaces it: it must hold the new one, or a third who forgets rows
+    may replace that while the row comes in."""
+    lock, append, held, opened = fcntl.flock, sweep_rows.append_jsonl, [], []
+
+    def flock(file, operation):
+        if not opened:  # by the appender, before it holds the file
+            opened.append(file)
+            sweep_rows.forget(sweep, {"000-gpt-one"})
+        lock(file, operation)
+
+    def appended(path, row):
+        with open(path) as file, contextlib.suppress(BlockingIOError):
+            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.append("nobody held it")
+        append(path, row)
+
+    monkeypatch.setattr(sweep_rows.fcntl, "flock", flock)
+    monkeypatch.setattr(sweep_rows, "append_jsonl", appended)
+    sweep_rows.append(sweep, {"point": 9, "invocation": 1, "config_sha256": "9", "state": "done"})
+    assert not held and [row["point"] for row in sweep_rows.read(sweep)] == [1, 3, 9]
 
 
 def test_a_removal_that_fails_leaves_no_half_of_a_run(runs, monkeypatch):

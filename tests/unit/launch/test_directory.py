@@ -15,6 +15,7 @@ from parallelrun.launch import directory
 from parallelrun.launch.directory import Status
 from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
+from parallelrun.records import redact
 from tests.plans import tiny_config, tiny_plan
 
 
@@ -118,7 +119,7 @@ def test_the_description_gives_the_same_plan_again(tmp_path):
     ],
 )
 def test_secrets_on_the_command_line_are_not_kept(argument, shown):
-    assert directory.redact(argument) == shown
+    assert redact(argument) == shown
 
 
 def test_the_code_s_fingerprint_changes_with_the_code(tmp_path, monkeypatch):

@@ -41,12 +41,12 @@ def built(overrides: dict[str, Any], seed: int = 3) -> Network:
     return bert
 
 
-# Hugging Face's BertForMaskedLM has 109,514,298 and 335,174,458: with 2 token types and a decoder bias, left out here.
+# Hugging Face's BertForMaskedLM has 109,514,298 and 335,174,458: with 2 token types, left out here.
 @pytest.mark.parametrize(
     ("name", "published", "hidden"), [("bert_base", 109_514_298, 768), ("bert_large", 335_174_458, 1024)]
 )
 def test_presets_have_the_published_number_of_parameters(name: str, published: int, hidden: int) -> None:
-    assert preset_spec(name).num_parameters == published - 2 * hidden - 30522
+    assert preset_spec(name).num_parameters == published - 2 * hidden
 
 
 def test_modules_hold_exactly_what_the_spec_lists() -> None:
@@ -89,6 +89,24 @@ def test_the_mask_token_needs_an_id_of_its_own() -> None:
     assert caught.value.problems[0].suggestion == "model.vocab=257"
     config.model.vocab = None
     assert spec.MODEL.make(config, 256).vocab == 257
+    config.model.mask_token = 255
+    with pytest.raises(ConfigError, match=r"model\.mask_token=255 is the id of a byte") as caught:
+        spec.MODEL.make(config, 256)
+    assert caught.value.problems[0].suggestion == "model.mask_token=256"
+    config.model.vocab, config.model.mask_token = 300, 300
+    with pytest.raises(ConfigError, match=r"model\.mask_token=300 is outside model\.vocab=300"):
+        spec.MODEL.make(config, 256)
+
+
+def test_a_mask_token_in_the_middle_is_never_drawn_as_a_random_token() -> None:
+    split = masked(**{"model.mask_token": 7, "model.vocab": 32})
+    inputs, targets = (np.stack(parts) for parts in zip(*(split.sample(i) for i in range(400))))
+    originals = np.stack([split.inner.sample(i)[0] for i in range(400)])
+    chosen = targets != IGNORED
+    counts = np.bincount(inputs[chosen & (inputs != originals)], minlength=32)
+    assert counts[7] / chosen.sum() == pytest.approx(0.8 * 31 / 32, abs=0.03)
+    others = np.delete(counts, 7)
+    assert len(others) == 31 and others.min() > 0.4 * others.mean()
 
 
 def masked(**overrides: Any) -> MaskedSplit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import log
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -34,6 +35,10 @@ LLAMA = {
     "bias": False,
     "tied_embeddings": False,
 }
+LATENT = LLAMA | {
+    "kv_heads": None, "q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4,
+    "v_head_dim": 3,
+}  # fmt: skip
 EXPERTS = {"experts": 5, "expert_ffn": 12}
 AUX_FREE = {"score": "sigmoid", "scaling": 2.5, "bias_rate": 1e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -43,7 +48,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotary positions, untied": {"position": "rope", "tied_embeddings": False},
     "rmsnorm and swiglu with biases": {"norm": "rmsnorm", "activation": "swiglu"},
     "layernorm without biases": {"bias": False},
+    "latent attention with biases": LATENT | {"bias": True},
+    "latent attention, queries of x": LATENT | {"q_lora_rank": None},
+    # mscale is mscale_all_dim, so that yarn changes scores alone; after so long a training it keeps all frequencies
+    "latent attention, scores grow": LATENT
+    | {
+        "rope_scaling": "yarn",
+        "rope_factor": 8.0,
+        "rope_mscale_all_dim": 1.0,
+        "rope_original_seq": 10**6,
+    },
     "experts": EXPERTS,
+    "experts in groups": {
+        **LLAMA,
+        **EXPERTS,
+        "experts": 8,
+        "router": AUX_FREE
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "top_k": 3,
+        },
+    },
     "gated experts, a shared one, balanced by bias": {**LLAMA, **EXPERTS, "shared_experts": 2, "router": AUX_FREE},
     "shared expert with biases": {**EXPERTS, "shared_experts": 1, "activation": "relu"},
 }
@@ -81,6 +107,8 @@ def built(config: Config, vocab: int, precision: str = "fp64", seed: int = 3) ->
         ("llama3_8b", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
         ("mixtral_8x7b", 46_702_792_704),
+        ("deepseek_v3", 671_026_419_200),
+        ("deepseek_v2_lite", 15_706_484_224),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, parameters: int) -> None:
@@ -92,12 +120,18 @@ def test_presets_have_the_published_number_of_parameters(preset: str, parameters
     [
         ("gshard_600b", 600e9, 25e9),
         ("switch_base", 7.4e9, 0.05e9),
-        # MLA's four matrices and its two norms (DeepSeek-V3, section 4.2) against four of hidden x hidden
-        ("deepseek_v3", 671.026e9 + 61 * (4 * 7168**2 - 187_107_328), 0.01e9),
     ],
 )
 def test_presets_with_experts_have_the_published_size(preset: str, published: float, unlike: float) -> None:
     assert make_spec(GPT_PRESETS[preset]).num_parameters == pytest.approx(published, abs=unlike)
+
+
+def test_a_token_of_deepseek_v3_meets_37_billion_parameters() -> None:
+    """DeepSeek-V3, abstract: 37B activated, among them the embedding; attention multiplies 192 and 128 features."""
+    made = make_spec(GPT_PRESETS["deepseek_v3"])
+    attention = made.seq * made.heads * (192 + 128) * made.num_layers
+    activated = made.forward_flops / (2 * made.seq) - attention + made.vocab * made.hidden
+    assert activated == pytest.approx(37e9, rel=0.02)
 
 
 # Narayanan et al., SC21, table 1: billions of parameters, heads, hidden, layers. Vocab 51200, sequence 2048.
@@ -181,6 +215,23 @@ def test_the_spec_needs_no_torch() -> None:
         ({"hidden": 65, "heads": 8}, "model.hidden", "model.hidden=64"),
         ({"kv_heads": 3}, "model.kv_heads", "model.kv_heads=2"),
         ({"position": "rope", "hidden": 24, "heads": 8}, "model.hidden", "model.hidden=48"),
+        (LATENT | {"qk_rope_head_dim": 3}, "model.qk_rope_head_dim", "model.qk_rope_head_dim=4"),
+        (LATENT | {"v_head_dim": 10}, "model.v_head_dim", "model.v_head_dim=9"),
+        (LATENT | {"position": "learned"}, "model.position", "model.position=rope"),
+        (LATENT | {"kv_heads": 2}, "model.kv_heads", "model.kv_heads=8 or leave model.kv_heads out"),
+        (
+            LATENT | {"v_head_dim": None, "q_lora_rank": None},
+            "model.v_head_dim",
+            "model.v_head_dim=N or leave model.kv_lora_rank and model.qk_nope_head_dim and model.qk_rope_head_dim out",
+        ),
+        ({"q_lora_rank": 4}, "model.kv_lora_rank", "model.kv_lora_rank=N or leave model.q_lora_rank out"),
+        ({"position": "rope", "rope_scaling": "yarn"}, "model.rope_scaling", "model.rope_scaling=linear"),
+        (
+            LATENT | {"rope_scaling": "yarn", "rope_beta_slow": 32.0},
+            "model.rope_beta_fast",
+            "model.rope_beta_fast=1024",
+        ),
+        (LATENT | {"rope_scaling": "yarn", "rope_theta": 1.0}, "model.rope_theta", "model.rope_theta=10000"),
     ],
 )
 def test_impossible_sizes_are_refused_with_the_nearest_legal_value(values: dict, key: str, suggestion: str) -> None:
@@ -233,6 +284,8 @@ def reference_norm(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
 
 
 def reference_attention(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
+    if model.kv_lora_rank:
+        return reference_latent_attention(weights, name, model, x)
     size, group = model.hidden // model.heads, model.heads // (model.kv_heads or model.heads)
     q, k, v = (affine(weights, f"{name}.qkv.{part}", x) for part in "qkv")
     mixed = []
@@ -245,6 +298,31 @@ def reference_attention(weights: dict, name: str, model: Any, x: Tensor) -> Tens
         scores = query @ key.transpose(1, 2) / size**0.5
         scores = scores + torch.full(scores.shape[1:], float("-inf")).triu(1)
         mixed.append(scores.softmax(-1) @ v[..., shared])
+    return affine(weights, f"{name}.out", torch.cat(mixed, -1))
+
+
+def reference_latent_attention(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
+    """DeepSeek-V2, equations 37 to 47: pairs (2i, 2i + 1) are turned."""
+    plain, turned = model.qk_nope_head_dim, model.qk_rope_head_dim
+    growth = 0.1 * model.rope_mscale_all_dim * log(model.rope_factor) + 1 if model.rope_scaling == "yarn" else 1.0
+    order = [*range(0, turned, 2), *range(1, turned, 2)]
+    if model.q_lora_rank:
+        latent = reference_norm(weights, f"{name}.q_a_norm", model, affine(weights, f"{name}.q_a", x))
+        queries = affine(weights, f"{name}.q_b", latent)
+    else:
+        queries = affine(weights, f"{name}.q", x)
+    both = affine(weights, f"{name}.kv_a", x)
+    shared = reference_rotation(both[..., model.kv_lora_rank :][..., order], model.rope_theta)
+    latent = reference_norm(weights, f"{name}.kv_a_norm", model, both[..., : model.kv_lora_rank])
+    expanded, mixed = affine(weights, f"{name}.kv_b", latent), []
+    for head in range(model.heads):
+        query = queries[..., head * (plain + turned) : (head + 1) * (plain + turned)]
+        one = expanded[..., head * (plain + model.v_head_dim) : (head + 1) * (plain + model.v_head_dim)]
+        rotated = reference_rotation(query[..., plain:][..., order], model.rope_theta)
+        scores = query[..., :plain] @ one[..., :plain].transpose(1, 2) + rotated @ shared.transpose(1, 2)
+        scores = scores * growth**2 / (plain + turned) ** 0.5
+        scores = scores + torch.full(scores.shape[1:], float("-inf")).triu(1)
+        mixed.append(scores.softmax(-1) @ one[..., plain:])
     return affine(weights, f"{name}.out", torch.cat(mixed, -1))
 
 
@@ -277,6 +355,12 @@ def reference_experts(weights: dict, name: str, model: Any, x: Tensor) -> Tensor
         logits = row @ weights[f"{name}.router.weight"].T
         scores = torch.sigmoid(logits) if model.router.score == "sigmoid" else logits.softmax(-1)
         ranking = scores + weights.get(f"{name}.router.selection_bias", 0.0)
+        if model.router.n_group > 1:
+            groups = ranking.detach().view(model.router.n_group, -1)
+            worth = [sum(sorted(map(float, group))[-2:]) for group in groups]
+            used = sorted(range(len(worth)), key=lambda group: -worth[group])[: model.router.topk_group]
+            outside = [e for e in range(model.experts) if e // groups.size(1) not in used]
+            ranking = ranking.index_fill(0, torch.tensor(outside), float("-inf"))
         best = sorted(range(model.experts), key=lambda e: -float(ranking[e].detach()))[: model.router.top_k]
         out = torch.zeros_like(row)
         for expert in best:

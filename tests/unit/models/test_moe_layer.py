@@ -300,6 +300,15 @@ def test_grid_layouts_say_that_experts_are_not_built_for_them(kind: str) -> None
     assert (problem.kind, problem.suggestion) == ("not_built", "layout=1d") and "experts" in problem.what
 
 
+@pytest.mark.parametrize("kind", ["2d", "2.5d", "3d"])
+def test_grid_layouts_say_that_latent_attention_is_not_built_for_them(kind: str) -> None:
+    latent = {"model.kv_lora_rank": 8, "model.qk_nope_head_dim": 4, "model.qk_rope_head_dim": 4, "model.v_head_dim": 4}
+    with pytest.raises(ConfigError) as error:
+        tiny_plan({"tp": 8 if kind == "3d" else 4, "strategy.tensor.kind": kind, "model.position": "rope", **latent})
+    (problem,) = error.value.problems
+    assert (problem.kind, problem.suggestion) == ("not_built", "layout=1d") and "latent attention" in problem.what
+
+
 @pytest.mark.parametrize(("sizes", "legal"), [({"model.expert_ffn": 9}, "tp=1 or model.expert_ffn=8"), ({}, None)])
 def test_tp_divides_the_inside_of_every_expert(sizes: dict[str, int], legal: str | None) -> None:
     overrides = {"tp": 2, "model.experts": 4, "model.expert_period": 1, **sizes}

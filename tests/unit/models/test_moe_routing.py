@@ -546,3 +546,25 @@ def test_tokens_for_one_expert_fill_its_share_rounded_up() -> None:
     logits[..., 0] = 5.0
     routing = route(logits, replace(SWITCH, capacity_factor=1.0, min_capacity=1), training=True)
     assert routing.tokens[routing.kept].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("score", "counted"), [("softmax", 1), ("sigmoid", 2)])
+def test_a_token_uses_experts_of_its_best_groups_alone(score: str, counted: int) -> None:
+    """DeepSeek-V2 ranks groups by their best expert, DeepSeek-V3 by their best two; some tokens decide otherwise by
+    the other rule."""
+    logits, _ = drawn(1, 60, 12)
+    bias = torch.linspace(-0.3, 0.3, 12, dtype=F64)
+    spec = replace(DROPLESS, score=score, top_k=3, n_group=4, topk_group=2)
+    table = dense(route(logits, spec, training=False, selection_bias=bias))
+    others = 0
+    for token, row in enumerate(logits[0]):
+        ranking = ((torch.sigmoid(row) if score == "sigmoid" else row.softmax(0)) + bias).tolist()
+
+        def used(number: int, ranking: list[float] = ranking) -> list[int]:
+            worth = [sum(sorted(ranking[3 * group : 3 * group + 3])[-number:]) for group in range(4)]
+            groups = best(worth, 2)
+            return sorted(best([v if e // 3 in groups else -9.0 for e, v in enumerate(ranking)], 3))
+
+        assert table[token].nonzero().flatten().tolist() == used(counted)
+        others += used(counted) != used(3 - counted)
+    assert others > 2

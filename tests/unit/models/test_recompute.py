@@ -106,7 +106,7 @@ def test_a_microbatch_in_flight_keeps_no_rounded_weights(mode: str, overrides: d
         gpt = built(mode, wide, precision)
         with LiveBytes() as counter:
             outputs = [gpt(TOKENS, SAMPLES) for _ in range(2)]
-            held[precision] = counter.live()
+            held[precision] = counter.now
         assert outputs[0].requires_grad
     assert held["bf16"] <= held["fp32"]
 
@@ -167,11 +167,11 @@ def held(mode: str, overrides: dict[str, Any]) -> tuple[int, int, int]:
             module.register_forward_hook(lambda _module, _inputs, output: cheap.append(output.nbytes))
     with LiveBytes() as counter:
         output = gpt(TOKENS, SAMPLES)
-        after_forward, given = counter.live(), sum(cheap[:-1])  # the last norm is the head's
+        after_forward, given = counter.now, sum(cheap[:-1])  # the last norm is the head's
         output.sum().backward(retain_graph=True)
         for parameter in gpt.parameters():
             parameter.grad = None
-        return after_forward, given, counter.live()
+        return after_forward, given, counter.now
 
 
 @pytest.mark.parametrize("overrides", [{}, LLAMA, {"model.activation": "relu"}], ids=["gpt", "llama", "relu"])

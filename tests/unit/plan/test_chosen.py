@@ -8,7 +8,7 @@ import pytest
 
 from parallelrun.cli.search import command_of
 from parallelrun.errors import ConfigError
-from parallelrun.plan import chosen
+from parallelrun.plan import chosen, searches
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.step_time.step import step_time
@@ -83,7 +83,7 @@ def test_the_devices_to_search_on():
 @pytest.mark.parametrize("strategy", [(), ("strategy=auto",)])
 def test_what_a_search_finds_is_a_plain_configuration_with_that_plan(strategy):
     found = composed(*SMALL, "gpus=4", *strategy)
-    search = chosen.searched(found.config, found.given, 4)
+    search = searches.searched(found.config, found.given, 4)
     for best in search.best:
         config, given = chosen.with_choice(found.config, found.given, best)
         plan = resolve(config, given=given)
@@ -98,7 +98,7 @@ def test_what_a_search_finds_is_a_plain_configuration_with_that_plan(strategy):
 def test_the_command_of_a_plan_gives_that_plan():
     words = (*SMALL[:-2], "local_batch=4", "gpus=4", "tokens=1e9", "explain=true", "strategy=auto")
     found = composed(*(word for word in words if word != "global_batch=16"))
-    search = chosen.searched(found.config, found.given, 4)
+    search = searches.searched(found.config, found.given, 4)
     command = command_of(search.best[0], found.overrides)
     again = composed(*command.split()[1:])
     plan = resolve(again.config, given=again.given)
@@ -119,7 +119,7 @@ def test_the_command_of_a_plan_gives_that_plan():
 def test_rates_that_a_search_lacks_are_named(words, keys):
     found = composed(*words)
     with pytest.raises(ConfigError) as caught:
-        chosen.searched(found.config, found.given, found.config.world or 0)
+        searches.searched(found.config, found.given, found.config.world or 0)
     (problem,) = caught.value.problems
     assert problem.what.endswith(", ".join(f"cluster.{key}" for key in keys)) and caught.value.exit_code == 2
 
@@ -135,12 +135,12 @@ def test_a_faster_precision_is_named_unless_one_was_chosen():
 def test_a_search_without_a_plan_that_fits_says_what_would():
     found = composed("model=llama3_8b", "cluster=a100_dgx", "precision=bf16", "global_batch=4", "micro_batch=1")
     with pytest.raises(ConfigError) as caught:
-        chosen.searched(found.config, found.given, 1)
+        searches.searched(found.config, found.given, 1)
     (problem,) = caught.value.problems
     assert "none of 3 legal plans on 1 device" in problem.what and "fits a device of 7" in problem.what
     assert re.search(r"the smallest needs 1\d\d\.\d GiB: pp=1 dp=1 tp=1 recompute=full", problem.what)
     assert problem.suggestion == "gpus=2"
-    again = chosen.searched(found.config, found.given, 2)
+    again = searches.searched(found.config, found.given, 2)
     assert again.best[0].fits == "yes", "the suggestion helps"
 
 
@@ -148,14 +148,14 @@ def test_a_key_that_leaves_no_plan_is_to_be_left_out():
     words = ("model=llama3_8b", "cluster=a100_dgx", "precision=bf16", "global_batch=4", "micro_batch=1")
     found = composed(*words, "recompute=none", "layout=1d")
     with pytest.raises(ConfigError) as caught:
-        chosen.searched(found.config, found.given, 2)
+        searches.searched(found.config, found.given, 2)
     assert caught.value.problems[0].suggestion == "leave recompute out or gpus=4"
 
 
 def test_a_search_without_a_legal_plan_says_which_rule_removed_most():
     found = composed("model=gpt2_124m", "cluster=a100_dgx", "gpus=5", "global_batch=8", "tp=5")
     with pytest.raises(ConfigError) as caught:
-        chosen.searched(found.config, found.given, 5)
+        searches.searched(found.config, found.given, 5)
     (problem,) = caught.value.problems
     assert problem.what.startswith("no plan on 5 devices of cluster=a100_dgx is legal; the rule about")
     assert "leave tp out" in problem.suggestion

@@ -31,7 +31,7 @@ class TestInTheConfiguration:
 
     def test_a_cluster_without_ps_is_any_strategy_s_world(self):
         plan = tiny_plan({"dp": None, "tp": 2, "cluster.worker": ["localhost:1", "localhost:2"]})
-        assert plan.degrees == {"pp": 1, "dp": 1, "tp": 2, "ep": 1}
+        assert plan.degrees == {"pp": 1, "dp": 1, "cp": 1, "tp": 2, "ep": 1}
 
     @pytest.mark.parametrize(
         ("overrides", "said"),

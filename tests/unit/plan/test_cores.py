@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan import simulate
 from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.step_time import blocks, cores, spread

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan import cluster_cost, device_memory, prediction
 from parallelrun.plan.structure import EMBEDDING, WORLD, Memory, Plan
 from tests.plans import tiny_plan

@@ -22,6 +22,7 @@ from parallelrun.plan.expert_axes import replica_axis, split
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.parameters import held_parameters, module_layout, owns
 from parallelrun.plan.resolve import resolve
+from parallelrun.plan.traffic import traffic_of
 from parallelrun.report.plan import show
 from parallelrun.verify.single_device import single_device as single_device
 from tests.plans import pairs, tiny_config, tiny_plan
@@ -54,7 +55,7 @@ def only(overrides: dict, **arguments):
 class TestDegrees:
     def test_ep_divides_dp_and_adds_no_ranks(self):
         plan = tiny_plan({**MOE, "dp": 4, "ep": 2, "tp": 2})
-        assert plan.world == 8 and plan.degrees == {"pp": 1, "dp": 4, "tp": 2, "ep": 2}
+        assert plan.world == 8 and plan.degrees == {"pp": 1, "dp": 4, "cp": 1, "tp": 2, "ep": 2}
 
     @pytest.mark.parametrize("own_axis", ["dp", "tp", "pp"])
     def test_ep_alone_means_as_large_a_dp(self, own_axis):
@@ -64,16 +65,16 @@ class TestDegrees:
 
     def test_ep_alone_is_no_demonstration(self):
         overrides = {**MOE, "dp": None, "tp": None, "pp": None, "ep": 2, "strategy.demo": {"tp": 2, "pp": 2}}
-        assert tiny_plan(overrides).degrees == {"pp": 1, "dp": 2, "tp": 1, "ep": 2}
+        assert tiny_plan(overrides).degrees == {"pp": 1, "dp": 2, "cp": 1, "tp": 1, "ep": 2}
 
     @pytest.mark.parametrize("where", [{"world": 8}, {"gpus": 8}])
     def test_dp_takes_what_is_left_of_a_world(self, where):
         plan = resolve(tiny_config({**MOE, "dp": None, "tp": 2, "ep": 2}), **where)
-        assert plan.degrees == {"pp": 1, "dp": 4, "tp": 2, "ep": 2}
+        assert plan.degrees == {"pp": 1, "dp": 4, "cp": 1, "tp": 2, "ep": 2}
 
     def test_another_own_axis_leaves_dp_to_ep(self):
         plan = resolve(tiny_config({**MOE, "dp": None, "tp": None, "ep": 2, "strategy.own_axis": "tp"}), world=8)
-        assert plan.degrees == {"pp": 1, "dp": 2, "tp": 4, "ep": 2}
+        assert plan.degrees == {"pp": 1, "dp": 2, "cp": 1, "tp": 4, "ep": 2}
 
     def test_gpus_that_ep_cannot_use_stay_idle(self):
         plan = resolve(tiny_config({**MOE, "model.experts": 6, "dp": None, "ep": 3, "global_batch": 12}), gpus=8)
@@ -125,6 +126,22 @@ class TestRefused:
         assert problem.kind == "arithmetic" and set(pairs(problem.suggestion)) == {
             ("model.experts", "9"), ("model.router.top_k", "8"),
         }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("router", "suggestion"),
+        [
+            ({"n_group": 3, "topk_group": 2}, "model.router.n_group=2 or model.router.n_group=4"),
+            ({"n_group": 4, "topk_group": 5}, "model.router.topk_group=4"),
+            ({"n_group": 4, "topk_group": 1, "top_k": 3}, "model.router.topk_group=2"),
+            (
+                {"n_group": 4, "topk_group": 2, "kind": "expert_choice"},
+                "model.router.n_group=1 model.router.topk_group=1",
+            ),
+        ],
+    )
+    def test_groups_of_experts_that_do_not_fit(self, router, suggestion):
+        problem = only({**MOE, **{f"model.router.{key}": value for key, value in router.items()}})
+        assert problem.suggestion == suggestion
 
     @pytest.mark.parametrize(("kind", "top_k"), [("gshard", 2), ("switch", 1)])
     def test_a_kind_says_how_many_experts_a_token_has(self, kind, top_k):
@@ -422,7 +439,7 @@ class TestAccount:
     @pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp"])
     def test_classes_of_ranks_stand_for_every_rank(self, data):
         plan = tiny_plan({**LIMITED, "dp": 4, "ep": 2, "tp": 2, "pp": 2, "strategy.data.kind": data})
-        _, rows = prediction.traffic(plan)
+        _, rows = traffic_of(plan)
         for row in rows:
             everyone = [r for rank in range(plan.world) for r in prediction.collectives(plan, rank)]
             same = [r for r in everyone if (r.axis, r.operation, r.purpose) == (row.axis, row.operation, row.purpose)]
@@ -511,7 +528,7 @@ for line in {LARGE!r}:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     seconds = [float(line) for line in done.stdout.split()]
-    assert len(seconds) == len(LARGE) and max(seconds) < 1.5
+    assert len(seconds) == len(LARGE) and max(seconds) < 4
 
 
 def test_every_pair_of_axes_composes_with_ep():

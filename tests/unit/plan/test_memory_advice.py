@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from parallelrun.config.schema import ClusterConfig, Config
-from parallelrun.plan import cluster_cost
-from parallelrun.plan.advice import heaviest, memory_advice, warnings
+from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import Config
+from parallelrun.plan import cluster_cost, prediction
+from parallelrun.plan.advice import memory_advice, warnings
 from parallelrun.plan.facts import facts
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Memory
@@ -43,14 +44,14 @@ def as_typed(config: Config, text: str) -> Config:
 def test_every_change_that_is_advised_makes_the_plan_fit_and_is_not_made_already(overrides):
     config = config_of(**overrides)
     plan = resolve(config)
-    assert cluster_cost.fits(heaviest(plan, config.cluster), config.cluster) == "no"
+    assert cluster_cost.fits(prediction.heaviest(plan, config.cluster), config.cluster) == "no"
     said = memory_advice(plan, config)
     assert said.endswith("fits") or " fits (" in said, said
     for alternative in said.split(" or "):
         changed = as_typed(config, alternative)
         assert changed != config, f"{alternative}: that is what the plan is"
         found = resolve(changed)
-        assert cluster_cost.fits(heaviest(found, config.cluster), config.cluster) == "yes", alternative
+        assert cluster_cost.fits(prediction.heaviest(found, config.cluster), config.cluster) == "yes", alternative
 
 
 def test_what_fits_no_device_is_said_with_the_least_that_was_found():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallelrun.config import presets
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.errors import ConfigError
 from parallelrun.plan import prediction
 from parallelrun.plan.cluster_cost import peak_flops
@@ -30,17 +31,22 @@ BEST = {
     **{item.name: 0.0 for item in fields(ClusterConfig) if item.name.endswith("_us")},
     "product_ramp": 0.0,
 }
-CLUSTERS = [composed(f"cluster={name}").config.cluster for name in presets.options("cluster")]
-RATED = [
-    (cluster, name)
-    for cluster in CLUSTERS
-    for name in TABLE
-    if rates_of(replace(cluster, memory_gb_s=cluster.memory_gb_s or 500.0), name)
-]
+
+
+@cache
+def rated_clusters() -> list[tuple[ClusterConfig, str]]:
+    """Every built-in cluster with each precision that it has a rate for. Composed when a test asks: every worker
+    imports this file, one runs it."""
+    clusters = [composed(f"cluster={name}").config.cluster for name in presets.options("cluster")]
+    return [(cluster, name) for cluster in clusters for name in TABLE if rates_of(with_memory(cluster), name)]
+
+
+def with_memory(cluster: ClusterConfig) -> ClusterConfig:
+    return replace(cluster, memory_gb_s=cluster.memory_gb_s or 500.0)
 
 
 def rates(cluster: ClusterConfig, precision: str, best: bool) -> Rates:
-    found = rates_of(replace(cluster, memory_gb_s=cluster.memory_gb_s or 500.0, **(BEST if best else {})), precision)
+    found = rates_of(replace(with_memory(cluster), **(BEST if best else {})), precision)
     assert found is not None
     return found
 
@@ -49,7 +55,7 @@ sizes = st.one_of(st.integers(1, 300), st.sampled_from([2**power for power in ra
 
 
 @settings(max_examples=600, **COMMON)
-@given(st.sampled_from(RATED), sizes, sizes, sizes, st.integers(1, 64), st.booleans())
+@given(st.deferred(lambda: st.sampled_from(rated_clusters())), sizes, sizes, sizes, st.integers(1, 64), st.booleans())
 def test_no_product_beats_the_peak_rate_or_the_memory(rated, rows, inner, columns, count, best):
     cluster, precision = rated
     flops = 2 * count * rows * inner * columns
@@ -63,7 +69,7 @@ def test_no_product_beats_the_peak_rate_or_the_memory(rated, rows, inner, column
 
 
 @settings(max_examples=100, **COMMON)
-@given(st.sampled_from(RATED), st.floats(1, 1e18), sizes, st.booleans())
+@given(st.deferred(lambda: st.sampled_from(rated_clusters())), st.floats(1, 1e18), sizes, st.booleans())
 def test_no_attention_beats_the_peak_rate_and_no_copy_the_memory(rated, amount, seq, causal):
     cluster, precision = rated
     found = rates(cluster, precision, best=True)
@@ -98,7 +104,7 @@ def test_no_plan_computes_or_sends_faster_than_the_peak_rates(overrides, name, p
 
 
 def test_every_cluster_with_rates_was_tried():
-    assert len({cluster.name for cluster, _ in RATED}) >= 8
+    assert len({cluster.name for cluster, _ in rated_clusters()}) >= 8
 
 
 @pytest.mark.parametrize("name", ["peak_tflops", "memory_gb_s"])

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.hosts import ranks_in_node, rate_gb_s, stays_in_node
 from parallelrun.plan.structure import Collective, Memory
+from parallelrun.plan.traffic import traffic_of
 from tests.matrix import FULL
 from tests.plans import tiny_plan
 
@@ -40,7 +41,7 @@ def test_the_totals_are_the_sum_over_every_rank(overrides):
         for row in prediction.collectives(plan, rank):
             calls[row.axis, row.operation, row.purpose] += row.calls
             payload[row.axis, row.operation, row.purpose] += row.payload_bytes
-    _, rows = prediction.traffic(plan)
+    _, rows = traffic_of(plan)
     assert {(r.axis, r.operation, r.purpose): r.total_calls for r in rows} == dict(calls)
     assert {(r.axis, r.operation, r.purpose): r.total_payload_bytes for r in rows} == dict(payload)
 
@@ -64,7 +65,7 @@ def test_what_is_computed_once_for_like_ranks_is_that_of_each(overrides):
 @pytest.mark.parametrize("overrides", PLANS, ids=str)
 def test_what_is_sent_is_received_and_control_is_one_small_row(overrides):
     plan = tiny_plan(overrides)
-    _, rows = prediction.traffic(plan)
+    _, rows = traffic_of(plan)
     sent = Counter({r.purpose: r.total_calls for r in rows if r.operation == "send"})
     received = Counter({r.purpose: r.total_calls for r in rows if r.operation == "recv"})
     assert sent == received and (sum(sent.values()) > 0) == (plan.mesh.size("pp") > 1)
@@ -160,7 +161,7 @@ def test_independent_replicas_send_their_weights_in_every_hth_step():
     (gradients,) = [row for row in prediction.collectives(ddp, 0) if row.purpose == "gradients"]
     for sync_every in (1, 4):
         plan = tiny_plan({"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": sync_every})
-        _, rows = prediction.traffic(plan)
+        _, rows = traffic_of(plan)
         (row,) = [row for row in rows if row.purpose == "sync"]
         assert (row.every, row.payload_bytes, row.calls) == (sync_every, gradients.payload_bytes, gradients.calls)
         (control,) = [row for row in rows if row.purpose == prediction.CONTROL]
@@ -173,7 +174,7 @@ def test_time_of_communication_is_the_mean_over_a_round():
     for sync_every in (1, 10):
         overrides = {"dp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": sync_every}
         plan = tiny_plan(overrides)
-        rows = tuple(row for row in prediction.traffic(plan)[1] if row.purpose == "sync")
+        rows = tuple(row for row in traffic_of(plan)[1] if row.purpose == "sync")
         seconds.append(cluster_cost.cost(plan, cluster, rows, 1.0).communication_s)
     assert seconds[0] == pytest.approx(10 * seconds[1]) and seconds[1] > 0
 
@@ -223,7 +224,7 @@ def test_flops_are_sc21_s_72_form():
     plan = tiny_plan({"dp": 2, "pp": 2, "recompute": "full"})
     b, s, layers, h, v = plan.batch.global_batch, 8, 4, 16, 32
     simulated = simulate.of_plan(plan)
-    cost = cluster_cost.cost(plan, ClusterConfig(), prediction.traffic(plan)[1], simulated.makespan)
+    cost = cluster_cost.cost(plan, ClusterConfig(), traffic_of(plan)[1], simulated.makespan)
     assert cost.model_flops == pytest.approx(72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)))
     form_96 = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
     assert cost.hardware_flops == pytest.approx(form_96)
@@ -242,7 +243,7 @@ def test_compute_takes_the_peak_of_the_dtype_that_computes():
 
 def test_time_comes_from_the_cluster_s_rates_alone():
     plan = tiny_plan(dp=2)
-    _, rows = prediction.traffic(plan)
+    _, rows = traffic_of(plan)
     makespan = simulate.of_plan(plan).makespan
     cluster = ClusterConfig(peak_tflops=1e-6, intra_gb_s=1e-3, latency_us=1000.0, gpus_per_node=2)
     cost = cluster_cost.cost(plan, cluster, rows, makespan)
@@ -288,7 +289,7 @@ def test_a_group_that_leaves_a_host_uses_the_ports_of_all_its_ranks_there(overri
 
 def test_flat_fsdp_over_hosts_is_as_fast_as_its_ports():
     plan = tiny_plan({"dp": 8, "strategy.data.kind": "fsdp"})
-    _, rows = prediction.traffic(plan)
+    _, rows = traffic_of(plan)
     wire = sum(row.wire_bytes for row in rows)
     for per_node, rate in ((1, 10.0), (2, 20.0), (4, 40.0), (8, 100.0)):
         cluster = ClusterConfig(gpus_per_node=per_node, intra_gb_s=100.0, inter_gb_s=10.0)

@@ -33,7 +33,7 @@ def only_problem(overrides=None, /, **more):
 def test_the_plan_is_frozen_and_made_of_the_config_alone():
     plan = tiny_plan(dp=2, tp=2, pp=2)
     assert plan == tiny_plan(dp=2, tp=2, pp=2)
-    assert plan.degrees == {"pp": 2, "dp": 2, "tp": 2, "ep": 1} and plan.world == 8
+    assert plan.degrees == {"pp": 2, "dp": 2, "cp": 1, "tp": 2, "ep": 1} and plan.world == 8
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.world = 9
 
@@ -61,7 +61,7 @@ def test_the_preset_s_own_axis_takes_what_is_left_of_the_world(own, given, fille
 
 def test_with_neither_degrees_nor_world_the_demonstrating_plan_is_used_and_said():
     plan = tiny_plan({"dp": None, "tp": None, "pp": None, "strategy.demo": {"tp": 2, "pp": 2}})
-    assert plan.degrees == {"pp": 2, "dp": 1, "tp": 2, "ep": 1}
+    assert plan.degrees == {"pp": 2, "dp": 1, "cp": 1, "tp": 2, "ep": 1}
     assert "smallest plan" in plan.filled[0]
 
 
@@ -348,7 +348,7 @@ def test_the_schema_s_own_defaults_are_a_legal_plan():
 def test_the_demonstrating_plan_is_shortened_for_a_model_that_cannot_be_cut():
     overrides = {"dp": None, "tp": None, "pp": None, "model.layers": 1, "strategy.demo": {"tp": 2, "pp": 2}}
     plan = tiny_plan(overrides)
-    assert plan.degrees == {"pp": 1, "dp": 1, "tp": 2, "ep": 1} and "at pp=1" in plan.filled[0]
+    assert plan.degrees == {"pp": 1, "dp": 1, "cp": 1, "tp": 2, "ep": 1} and "at pp=1" in plan.filled[0]
     assert only_problem({**overrides, "strategy.own_axis": "pp"}).where == "pp", (
         "a pipeline without stages shows nothing"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallelrun.errors import ConfigError
-from parallelrun.plan import chosen, sizes
+from parallelrun.plan import searches, sizes
 from tests.unit.config.test_presets import composed
 
 SMALL = ("model=gpt2_124m", "cluster=a100_dgx", "precision=bf16", "global_batch=16", "recompute=none", "layout=1d",
@@ -20,7 +20,7 @@ def compared(*words: str) -> tuple[list[sizes.Size], sizes.Size]:
 
 def test_the_training_follows_from_the_best_plan():
     found = composed(*SMALL, "gpus=2", "cluster.price_per_gpu_hour=2.5")
-    search = chosen.searched(found.config, found.given, 2)
+    search = searches.searched(found.config, found.given, 2)
     training, best = sizes.training_of(found.config, search), search.best[0]
     assert training is not None and best.time is not None
     steps = -(-1_000_000_000 // (16 * 1024))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.foresight import rows_of, scores
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan.cluster_cost import peak_flops
 from parallelrun.plan.step_time import blocks, spread, step
 from parallelrun.plan.step_time.kernels import product_s

@@ -126,18 +126,32 @@ def test_whatever_scrolls_is_reached_by_the_keyboard(tmp_path):
     [
         ("comm.json", '{"rows": [{"operation": "send"}]}'),
         ("comm.json", "{"),
+        ("schedule.json", '{"step": 2, "ranks": [{"pp": 0, "actions": [{"kind": "F"}]}]}'),
+        ("schedule.json", '{"step": 2, "ranks": []}'),
         ("plan.json", '{"memory": {"per_position": [{"weights": 1}]}}'),
         ("routing.jsonl", '{"schema": 1, "step": 1, "layers": [{"layer": "a"}]}\n'),
     ],
 )
 def test_a_broken_file_is_named_and_no_page_is_written(tmp_path, capsys, name, text):
-    directory = full_run(tmp_path / "a")
+    directory = full_run(tmp_path / "a", config={"pp": 2})
     (directory / name).write_text(text)
     with pytest.raises(ParallelrunError) as caught:
         page([read(directory)], "broken")
     assert caught.value.exit_code == 4 and name in caught.value.problems[0].where
     assert main(["report", str(directory)]) == 4
     assert name in capsys.readouterr().err and not (directory / "report.html").exists()
+
+
+def test_the_measured_schedule_stands_below_the_predicted_one(tmp_path):
+    directory = full_run(tmp_path / "a", config={"pp": 2}, bubble_predicted=0.25, bubble_measured=0.5)
+    assert "recorded no times of single actions" in page([read(directory)], "failed before its end")
+    actions = [{"kind": kind, "stage": 0, "microbatch": 77, "begin_s": begin, "end_s": begin + 0.25}
+               for kind, begin in (("F", 0.0), ("B", 0.75))]  # fmt: skip
+    write_json(directory / "schedule.json", {"step": 4, "ranks": [{"pp": 0, "actions": actions}]})
+    text = page([read(directory)], "measured")
+    assert "<figcaption>measured schedule of step 4, 1 s</figcaption>" in text
+    assert text.count("of microbatch 77</title>") == 2 and "25.0% predicted, 50.0% measured" in text
+    Outline(text)
 
 
 def test_the_command_writes_the_page_where_it_is_asked(tmp_path, monkeypatch, capsys):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+from functools import cache
 
 import pytest
 from rich.console import Console
 
+from parallelrun.config.schema import Config
 from parallelrun.plan.search.result import Found, Removed, Search
 from parallelrun.plan.step_time.step import StepTime
 from parallelrun.report import search as report
 from parallelrun.report import waterfall
 from tests.unit.config.test_presets import composed
-
-CONFIG = composed("model=gpt2_124m", "cluster=a100_dgx", "precision=bf16", "cluster.memory_gb=80").config
 
 
 def time(**parts: float) -> StepTime:
@@ -43,9 +43,14 @@ SEARCH = Search(
 )  # fmt: skip
 
 
+@cache
+def config() -> Config:
+    return composed("model=gpt2_124m", "cluster=a100_dgx", "precision=bf16", "cluster.memory_gb=80").config
+
+
 def screen(search: Search = SEARCH, width: int = 120, terminal: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, no_color=True, color_system=None)
-    report.show(search, report.Context(CONFIG, "parallelrun model=gpt2_124m tp=2"), console)
+    report.show(search, report.Context(config(), "parallelrun model=gpt2_124m tp=2"), console)
     return console.file.getvalue()
 
 

@@ -30,7 +30,7 @@ AROUND = (f"{PACKAGE}/train/", f"{PACKAGE}/optimizer.py", f"{PACKAGE}/torch_priv
 # A parameter's gradient is looked at (`is_contiguous`), measured (`numel`) and put in a list (`append`), or measured in
 # rows; everything else is done by one call for all of them.
 CALLS_PER_PARAMETER = 3.0
-FUNCTIONS_PER_LAYER = 36  # modules and the functions of role layers; fewer from Python 3.12 on
+FUNCTIONS_PER_LAYER = 34  # modules and the functions of role layers; fewer from Python 3.12 on
 
 
 def counted(num_layers: int, files: tuple[str, ...]) -> Counter[str]:

@@ -81,11 +81,11 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
         others = {
             mesh_dim: coordinate.get(mesh_dim, 0)
             for mesh_dim in plan.mesh.mesh_dim_names
-            if mesh_dim not in plan.mesh.mesh_dims_of("dp")
+            if mesh_dim not in plan.mesh.mesh_dims_of(plan.data_axis)
         }
         alike: dict[tuple[Collective, ...], list[int]] = defaultdict(list)
-        for index in range(plan.mesh.size("dp")):
-            place = plan.mesh.coordinate(plan.mesh.rank(**others, dp=index))
+        for index in range(plan.num_data_ranks):
+            place = plan.mesh.coordinate(plan.mesh.rank(**others, **{plan.data_axis: index}))
             rows = [
                 replace(row, calls=times * row.calls, payload_bytes=times * row.payload_bytes)
                 for message, times in sums.items()

@@ -76,13 +76,16 @@ class HierarchicalAllReduce(RingAllReduce):
     def of(cls, request: Request) -> Self:
         asked, per_node = AlgorithmKeys.of(request.config).group_size, request.config.cluster.gpus_per_node
         if asked is None and per_node is not None:
-            asked = min(request.dp, max(1, per_node // request.tp))
-        return cls(asked or min(divisors(request.dp), key=lambda size: (size + request.dp // size, size)))
+            asked = min(request.num_data_ranks, max(1, per_node // request.tp))
+        return cls(
+            asked
+            or min(divisors(request.num_data_ranks), key=lambda size: (size + request.num_data_ranks // size, size))
+        )
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         """Groups that do not make up dp, or that hold different numbers of an expert's copies, every ep-th of dp."""
-        asked, dp, ep = AlgorithmKeys.of(request.config).group_size, request.dp, request.ep
+        asked, dp, ep = AlgorithmKeys.of(request.config).group_size, request.num_data_ranks, request.ep
         if asked is not None and asked < 1:  # told by the rules
             return []
         size = cls.of(request).group_size
@@ -100,15 +103,15 @@ class HierarchicalAllReduce(RingAllReduce):
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """The source of the groups' size, where the user gave none."""
-        if AlgorithmKeys.of(request.config).group_size is not None or request.dp == 1:
+        if AlgorithmKeys.of(request.config).group_size is not None or request.num_data_ranks == 1:
             return ()
         per_node = request.config.cluster.gpus_per_node
         reason = "the ranks of dp in a host" if per_node else "cluster.gpus_per_node is not set"
-        return (f"group_size={cls.of(request).group_size} (filled: dp {request.dp}, {reason})",)
+        return (f"group_size={cls.of(request).group_size} (filled: dp {request.num_data_ranks}, {reason})",)
 
     def over(self, axis: str, plan: Plan) -> Self:
         """Inner groups are of the same ranks, or of one."""
-        apart = plan.mesh.size("dp") // plan.mesh.size(axis)
+        apart = plan.num_data_ranks // plan.mesh.size(axis)
         return replace(self, group_size=self.group_size // gcd(self.group_size, apart))
 
     def rounds(self, size: int, index: int, numel: int) -> Rounds:

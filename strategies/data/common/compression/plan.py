@@ -62,6 +62,13 @@ class Compression:
             what = f"strategy.data.powersgd_rank={data.powersgd_rank} is read by compression=powersgd only"
             where = "strategy.data.powersgd_rank"
             problems.append(Problem(what, where, "strategy.data.compression=powersgd", kind="unread"))
+        if self.compresses and request.cp > 1:
+            what = (
+                f"strategy.data.compression={self.kind} with cp={request.cp}: the reference of compressed sums has one"
+            )
+            what += " gradient for each data replica, and here every part of a sequence has its own"
+            fix = "strategy.data.compression=none or cp=1"
+            problems.append(Problem(what, "strategy.data.compression", fix, kind="not_built"))
         if self.compresses and request.ep > 1:
             what = (
                 f"strategy.data.compression={self.kind} with ep={request.ep}: experts' gradients are summed over "
@@ -101,9 +108,9 @@ class HalfPrecision(Compression):
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """Equal to a replay, up to the difference that the backend's order of rounding may cause."""
-        if plan.mesh.size("dp") == 1:
+        if plan.num_data_ranks == 1:
             return super().equivalence(plan)
-        bound = plan.mesh.size("dp") * 2.0**-8
+        bound = plan.num_data_ranks * 2.0**-8
         return Equivalence("replay", "gradients rounded to fp16 before they are summed over dp", bound)
 
 
@@ -123,7 +130,7 @@ class PowerSGD(Compression):
 
     def check(self, request: Request) -> list[Problem]:
         problems = super().check(request)
-        if request.config.precision.name == "fp16" and request.dp > 1:
+        if request.config.precision.name == "fp16" and request.num_data_ranks > 1:
             what = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
             problems.insert(0, Problem(what, "strategy.data.compression", "precision=bf16", kind="undefined"))
         return problems
@@ -154,7 +161,7 @@ class PowerSGD(Compression):
         return super().held_bytes(bucket, plan) + BYTES[self.dtype(plan)] * more
 
     def equivalence(self, plan: Plan) -> Equivalence:
-        if plan.mesh.size("dp") == 1:
+        if plan.num_data_ranks == 1:
             return super().equivalence(plan)
         return Equivalence("replay", f"PowerSGD of rank {self.rank} with error feedback")
 

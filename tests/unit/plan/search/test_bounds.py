@@ -74,5 +74,5 @@ def test_thousands_of_plans_are_searched_in_seconds():
     found = composed("model=llama3_8b", "cluster=h100_dgx", "global_batch=512", "precision=bf16")
     begin = time.process_time()
     result = search(found.config, found.given, 64)
-    assert result.considered > 5000 and len(result.best) == 3
+    assert result.considered > 5000 and len(result.best) >= 3
     assert time.process_time() - begin < 10

@@ -7,6 +7,7 @@ import pytest
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.search import search as engine
+from parallelrun.plan.search.kept import ROUNDING
 from parallelrun.plan.search.legal import Legal
 from parallelrun.plan.search.result import MEMORY
 from parallelrun.plan.search.search import search
@@ -40,6 +41,10 @@ SPACES = {
     "bert, layers that do not divide": (6, (*BERT, "tp=1", "pp=3", "recompute=none")),
     "experts": (4, (*MOE, "tp=1", "pp=1")),
     "experts, a pipeline": (4, (*MOE, "pp=2", "schedule=1f1b", "recompute=none")),
+    "llama, long sequences": (
+        4, (*LLAMA, "model.seq=32768", "pp=1", "recompute=selective"),
+    ),
+    "llama, cp given": (8, (*LLAMA, "cp=2", "tp=2", "recompute=none", "micro_batch=1")),
     "no rates": (4, ("model=gpt2_124m", "model.layers=2", "global_batch=8", "tp=1", "pp=1")),
 }  # fmt: skip
 
@@ -58,8 +63,8 @@ def test_the_search_finds_what_brute_force_finds(name, monkeypatch):
         monkeypatch.setattr(engine, "MOST_COUNTED", most)
         result = search(found.config, found.given, world, against=against)
         assert result.considered == len(everything)
-        assert [one.time for one in result.best] == [one.time for one in fitting[:3]]
-        assert [one.heaviest_bytes for one in result.best] == [one.heaviest_bytes for one in fitting[:3]]
+        assert [one.time for one in result.best[:3]] == [one.time for one in fitting[:3]]
+        assert [one.heaviest_bytes for one in result.best[:3]] == [one.heaviest_bytes for one in fitting[:3]]
         number = sum(one.fits == "yes" for one in everything)
         faster = 1 + sum(one.time.step_s < against for one in fitting)
         if result.is_counted:
@@ -83,7 +88,9 @@ def check_unpriced(result, everything):
     assert {one.reason for one in result.unpriced} == result.num_unpriced.keys()
 
 
-@pytest.mark.parametrize("name", ["gpt, layouts", "gpt, schedules", "llama, sharded weights", "experts"])
+@pytest.mark.parametrize(
+    "name", ["gpt, layouts", "gpt, schedules", "llama, sharded weights", "llama, long sequences", "experts"]
+)
 def test_the_best_plans_are_those_of_their_overrides(name):
     world, words = SPACES[name]
     found = composed(*words)
@@ -93,6 +100,14 @@ def test_the_best_plans_are_those_of_their_overrides(name):
         plan = resolve(again.config, given=again.given)
         assert plan.world == world
         assert step_time(plan, again.config.cluster) == one.time
+
+
+def test_long_sequences_are_divided():
+    found = composed(*LLAMA[:4], "model.seq=65536", "global_batch=2")
+    best = search(found.config, found.given, 4).best[0]
+    assert any(text.startswith("cp=") for text in best.overrides), best.overrides
+    short = composed(*LLAMA[:4], "global_batch=2")
+    assert not any("cp=" in text for one in search(short.config, short.given, 4).best for text in one.overrides)
 
 
 def test_what_the_user_has_given_holds_for_all_plans():
@@ -109,14 +124,14 @@ def test_no_bound_exceeds_what_it_bounds(name):
     config, given = composed(*words).config, composed(*words).given
     space = Space(config, given, world)
     found = engine._Searched(Legal(space, engine._spec(space), "cuda"), config.cluster, 3)
-    found.survey()
     closest = 0.0
-    for row in found.rows:
+    for row in found.survey.rows:
         for held, data in row.datas:
             plan = found._plan(row, data)
             tensors = prediction.heaviest(plan, config.cluster).tensors
             assert held + row.kept <= found._least_bytes(row, plan) <= tensors
+            assert prediction.least_bytes(plan, float("inf")) <= tensors
             closest = max(closest, found._least_bytes(row, plan) / tensors)
-            exact = step_time(plan, config.cluster).step_s * (1 + engine.ROUNDING)
-            assert row.least_s <= least_s({}, plan, config.cluster) * (1 + engine.ROUNDING) <= exact * (1 + 1e-9)
+            exact = step_time(plan, config.cluster).step_s * (1 + ROUNDING)
+            assert row.least_s <= least_s({}, plan, config.cluster) * (1 + ROUNDING) <= exact * (1 + 1e-9)
     assert closest > 0.4

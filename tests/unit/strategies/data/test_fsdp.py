@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from parallelrun.errors import ConfigError
 from parallelrun.plan.prediction import memory
+from parallelrun.strategies.data.fsdp.units import Unit
 from tests.plans import tiny_plan
 
 FSDP = {"strategy.data.kind": "fsdp", "model.layers": 2}
@@ -44,6 +46,29 @@ def test_an_embedding_travels_as_stored_and_layers_that_round_in_the_compute_dty
 def test_under_pipelining_nothing_is_let_go_unless_asked():
     assert not any(reshard for *_, reshard, _ in summary(dp=2, pp=2))
     assert all(reshard for *_, reshard, _ in summary(dp=2, pp=2, strategy__data__reshard_after_forward=True))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"dp": 2}, {"dp": 2, "model.tied_embeddings": False}, {"dp": 2, "model.preset": "mlp"}, {"dp": 2, "pp": 2},
+        {"dp": 2, "pp": 2, "strategy.pipeline.kind": "zbv"}, {"dp": 4, "strategy.data.shard": 2},
+    ],
+)  # fmt: skip
+def test_counted_units_are_all_units(overrides):
+    plan = tiny_plan({**FSDP, "model.layers": 12, **overrides})
+    for pp_rank in range(plan.mesh.size("pp")):
+        every, counted = plan.data.units(plan, pp_rank), plan.data.counted_units(plan, pp_rank)
+        found = {kind_of(unit): 0 for unit, _ in counted}
+        for unit, count in counted:
+            found[kind_of(unit)] += count
+        assert found == Counter(kind_of(unit) for unit in every)
+        assert len(counted) < len(every)
+
+
+def kind_of(unit: Unit) -> tuple[Any, ...]:
+    sizes = tuple((held.spec.shape, held.layout) for held in unit.parameters)
+    return unit.kind, unit.stage, unit.reshard, unit.axis, unit.rounded, sizes
 
 
 def test_a_weight_of_two_stages_on_one_rank_is_a_unit_of_its_own():

@@ -15,6 +15,7 @@ from parallelrun.errors import ConfigError
 from parallelrun.launch.environment import for_other_hosts, loopback_interface
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
+from parallelrun.plan.traffic import traffic_of
 from parallelrun.strategies.data.common.allreduce.rounds import halvings
 from parallelrun.strategies.data.horovod import adasum
 from parallelrun.strategies.data.horovod.stalls import SubmissionProgress, find_stalls
@@ -277,7 +278,7 @@ def test_a_process_set_sends_as_many_bytes_as_a_data_axis_of_its_size(settings):
 
     def wire(dp, **more):
         plan = tiny_plan({"dp": dp, **HOROVOD, **data(**settings, **more)})
-        _, rows = prediction.traffic(plan)
+        _, rows = traffic_of(plan)
         return {row.group_size: row.wire_bytes for row in rows if row.purpose in ("gradients", "parameters")}[2]
 
     assert wire(4, process_sets=((0, 3), (1, 2))) == wire(2)
@@ -294,7 +295,7 @@ def test_a_worker_in_no_process_set_has_one_of_its_own_and_that_is_said():
 
 def gradient_traffic(**settings):
     """{axis: (group size, calls and payload of all ranks)} of gradients."""
-    rows = prediction.traffic(plan_of(**{f"strategy.data.{k}" if k != "dp" else k: v for k, v in settings.items()}))[1]
+    rows = traffic_of(plan_of(**{f"strategy.data.{k}" if k != "dp" else k: v for k, v in settings.items()}))[1]
     return {r.axis: (r.group_size, r.total_calls, r.total_payload_bytes) for r in rows if r.purpose == "gradients"}
 
 

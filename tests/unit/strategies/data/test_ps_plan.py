@@ -16,6 +16,7 @@ from parallelrun.plan import prediction
 from parallelrun.plan.document import document, server_rows
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
+from parallelrun.plan.traffic import traffic_of
 from parallelrun.strategies.data.ps.plan import sharding
 from parallelrun.strategies.data.ps.shards import Shard, num_rows
 from tests.plans import tiny_config, tiny_plan
@@ -227,13 +228,13 @@ class TestPrediction:
     def test_total_traffic_is_twice_the_model_per_worker(self, servers):
         """2 x number of workers x bytes of the model, for any number of servers."""
         found = plan(servers=servers)
-        _, rows = prediction.traffic(found)
+        _, rows = traffic_of(found)
         sent = sum(row.total_wire_bytes for row in rows if row.purpose in ("push", "pull"))
         assert sent == 2 * 3 * 4 * found.spec.num_parameters
 
     def test_one_server_is_the_busiest_rank(self):
         found = plan()
-        busiest, rows = prediction.traffic(found)
+        busiest, rows = traffic_of(found)
         assert busiest == 3
         (pull,) = [row for row in rows if row.purpose == "pull" and row.operation == "send"]
         assert pull.wire_bytes == 3 * 4 * found.spec.num_parameters
@@ -245,7 +246,8 @@ class TestPrediction:
     def test_optimizer_state_is_on_the_servers_only(self):
         found = plan(servers=2)
         loads = sharding(found).num_bytes
-        assert prediction.memory(found, 0).optimizer == 0 and prediction.memory(found, 0).weights == sum(loads)
+        worker = prediction.memory(found, 0)
+        assert worker.optimizer == 0 and worker.weights == 2 * sum(loads)  # its own, and those that it pulls
         held = [prediction.memory(found, 3 + k) for k in range(2)]
         assert [(m.weights, m.optimizer) for m in held] == [(load, 2 * load) for load in loads]
 

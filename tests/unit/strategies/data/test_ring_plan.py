@@ -13,6 +13,7 @@ from parallelrun.plan.data_cost import Link, halving_doubling, hierarchical, rin
 from parallelrun.plan.document import link_rows
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
+from parallelrun.plan.traffic import traffic_of
 from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, NativeAllReduce
 from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
 from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling
@@ -94,14 +95,14 @@ def test_the_totals_of_the_plan_are_those_of_all_its_ranks(overrides):
         for row in prediction.collectives(plan, rank):
             of_all[row.axis, row.operation, row.purpose, "calls"] += row.calls
             of_all[row.axis, row.operation, row.purpose, "bytes"] += row.payload_bytes
-    _, table = prediction.traffic(plan)
+    _, table = traffic_of(plan)
     said = {(row.axis, row.operation, row.purpose): (row.total_calls, row.total_payload_bytes) for row in table}
     assert said == {key[:3]: (of_all[(*key[:3], "calls")], of_all[(*key[:3], "bytes")]) for key in of_all}
 
 
 def test_all_ranks_together_send_2_n_minus_1_times_the_gradients():
     plan = tiny_plan({"dp": 5, "global_batch": 20, "model.vocab": 37, **RING})
-    _, table = prediction.traffic(plan)
+    _, table = traffic_of(plan)
     (sent,) = [row for row in table if row.operation == "send"]
     assert sent.total_payload_bytes == 2 * (5 - 1) * plan.spec.num_parameters * 4
 

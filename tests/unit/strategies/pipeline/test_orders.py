@@ -10,6 +10,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from parallelrun.strategies.pipeline import messages
 from parallelrun.strategies.pipeline import orders as schedules
+from parallelrun.strategies.pipeline.orders import of_ranks
 from parallelrun.strategies.pipeline.plan import ZBV, Interleaved
 
 SIZES = [(pp, m) for pp in (2, 3, 4) for m in (1, 2, 3, 4, 8, 9)]
@@ -66,7 +67,8 @@ def test_actions_are_those_of_torch(kind, silence):
         if name == kind:
             theirs = torchs_actions(TORCH_NAMES[kind], pp, m, virtual_stages)
             ours = [
-                [(a.kind, a.stage, a.microbatch) for a in order] for order in FUNCTIONS[kind](pp, virtual_stages, m)
+                [(a.kind, a.stage, a.microbatch) for a in order]
+                for order in of_ranks(FUNCTIONS[kind], pp, virtual_stages, m)
             ]
             if kind == "1f1b":  # the last coordinate's microbatches are numbered from 1 in torch's drawing of it
                 ours, theirs = ([[action[:2] for action in order] for order in orders] for orders in (ours, theirs))
@@ -78,7 +80,7 @@ def test_every_microbatch_passes_every_stage_once_forward_before_backward(kind):
     for name, pp, virtual_stages, m in CASES:
         if name != kind:
             continue
-        orders = FUNCTIONS[kind](pp, virtual_stages, m)
+        orders = of_ranks(FUNCTIONS[kind], pp, virtual_stages, m)
         assert sorted({a.stage for order in orders for a in order}) == list(range(pp * virtual_stages))
         for order in orders:
             place = {(a.kind, a.stage, a.microbatch): i for i, a in enumerate(order)}
@@ -103,8 +105,10 @@ def peak_in_flight(order):
 
 
 def test_in_flight_is_all_for_gpipe_and_bounded_by_the_depth_for_1f1b():
-    assert [peak_in_flight(order) for order in schedules.gpipe(4, 1, 16)] == [{s: 16} for s in range(4)]
-    assert [peak_in_flight(order) for order in schedules.one_f_one_b(4, 1, 16)] == [{s: 4 - s} for s in range(4)]
+    assert [peak_in_flight(order) for order in of_ranks(schedules.gpipe, 4, 1, 16)] == [{s: 16} for s in range(4)]
+    assert [peak_in_flight(order) for order in of_ranks(schedules.one_f_one_b, 4, 1, 16)] == [
+        {s: 4 - s} for s in range(4)
+    ]
 
 
 def test_the_v_meets_itself_at_the_last_rank():

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.model_spec import LayerSpec
 from parallelrun.plan import prediction
 from parallelrun.plan.hosts import stays_in_node
 from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.traffic import traffic_of
 from tests.plans import tiny_plan
 
 FLAT = {"layout": "2d", "tp": 4, "model.layers": 1, "strategy.tensor.form": "stationary_y"}
@@ -236,7 +237,7 @@ def test_totals_and_memory_are_those_of_every_rank(overrides):
     sums: Counter[tuple[str, str, str]] = Counter()
     for row in (row for rows in every for row in rows):
         sums[row.axis, row.operation, row.purpose] += row.payload_bytes
-    busiest, table = prediction.traffic(plan)
+    busiest, table = traffic_of(plan)
     assert {(row.axis, row.operation, row.purpose): row.total_payload_bytes for row in table} == dict(sums)
     sends = [sum(prediction.wire_bytes(row, prediction.group_size(plan, row.axis)) for row in rows) for rows in every]
     assert sends[busiest] == max(sends)

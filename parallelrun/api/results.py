@@ -1,0 +1,290 @@
+"""What the functions of the Python API return: frozen dataclasses that notebooks can show. No torch until `model`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallelrun.api.tables import Metrics, ResultTable, data_frame, html_table, html_text, plain_text
+from parallelrun.errors import CheckpointError, ConfigError, Problem
+from parallelrun.run_records.compare import RunComparison
+from parallelrun.run_records.rows import RunRow
+
+if TYPE_CHECKING:
+    import pandas
+
+    from parallelrun.config.compose import Composed
+    from parallelrun.config.schema import Config
+    from parallelrun.models.network import Network
+    from parallelrun.plan.facts import Facts
+    from parallelrun.plan.search.result import Found, Search
+    from parallelrun.plan.structure import Memory, Plan
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What would happen: the plan of a configuration, and what is predicted about it.
+
+    words: the overrides as they were given; run_root: the directory that they ask for.
+    """
+
+    plan: Plan
+    config: Config
+    words: tuple[str, ...]
+    composed: Composed = field(repr=False)
+    run_root: Path | None = None
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """pp, dp, tp, ep."""
+        return self.plan.degrees
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.plan.world
+
+    @cached_property
+    def facts(self) -> Facts:
+        """Everything that is computed about the plan."""
+        from parallelrun.plan.facts import facts
+
+        return facts(self.plan, self.config)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes of the rank that needs most, by purpose."""
+        return self.facts.memories[self.facts.heaviest_pp_rank]
+
+    @property
+    def fits(self) -> str:
+        """Whether it fits a device's memory: yes | no | unknown."""
+        from parallelrun.plan.cluster_cost import fits
+
+        return fits(self.memory, self.config.cluster)
+
+    @property
+    def step_s(self) -> float | None:
+        """Predicted seconds of a step; None where the cluster does not give the rates for it."""
+        return self.facts.time.step_s if self.facts.time else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What `parallelrun plan` warns of."""
+        from parallelrun.plan.advice import warnings
+
+        return list(warnings(self.plan, self.config, self.facts))
+
+    def figures(self) -> dict[str, Any]:
+        """Predicted memory, traffic, bubble and time, under the names of a run's summary."""
+        from parallelrun.plan.facts import figures
+
+        return figures(self.plan, self.config.cluster, self.facts)
+
+    def document(self) -> dict[str, Any]:
+        """What `parallelrun plan --json` prints."""
+        from parallelrun.plan.document import document
+
+        return document(self.plan, self.config, self.facts)
+
+    def text(self) -> str:
+        """What `parallelrun plan` prints."""
+        from parallelrun.report import plan as report
+
+        return plain_text(lambda console: report.show(self.plan, self.config, console, self.facts))
+
+    def run(self, *, show: bool = False) -> Run:
+        """Carry the plan out, as `parallelrun.run` does."""
+        from parallelrun.api import load
+        from parallelrun.api.launching import carry_out
+
+        return load(carry_out(self.composed, self.words, self.run_root, show), trust=True)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({' '.join(self.words)!r}, world={self.world}, degrees={self.degrees})"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return html_text(self.text())
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, read when it was loaded.
+
+    state: running, done, failed, preempted or unknown. summary: the values of summary.json (of verify.json, of
+    bench.json), nested keys with dots; of a run without one, those that its steps give. checkpoint: the one that
+    `model` reads; None if there is none. device: where `model` is placed; None: a GPU if there is one. trust: a user's
+    module is built by its own code.
+    """
+
+    directory: Path
+    state: str
+    summary: Mapping[str, Any] = field(repr=False)
+    metrics: Metrics = field(repr=False)
+    checkpoint: Path | None = field(default=None, repr=False)
+    device: str | None = field(default=None, repr=False)
+    trust: bool = field(default=False, repr=False)
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration with every value that the run used. Raises CheckpointError for a broken file."""
+        from parallelrun.checkpoint.resume import saved_config
+        from parallelrun.run_records.find import CONFIG
+
+        found = saved_config(self.directory)
+        if found is None:
+            raise CheckpointError(Problem(f"{self.directory} has no {CONFIG}", "run"))
+        return found
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the run. Raises ConfigError if its model or data can no longer be planned."""
+        from parallelrun.plan.resolve import resolve
+
+        self._refuse_code()
+        return resolve(self.config)
+
+    @cached_property
+    def model(self) -> Network:
+        """The whole network on one device with the weights of `checkpoint`, in evaluation, without gradients.
+
+        Any plan may have trained it. `run.model(tokens)` gives logits. Raises CheckpointError.
+        """
+        if self.checkpoint is None:
+            raise CheckpointError(Problem(f"{self.directory} has no complete checkpoint", "run"))
+        self._refuse_code()
+        from parallelrun.exchange.source import open_source
+        from parallelrun.inference.model import loaded
+
+        source = open_source(self.checkpoint, "run", self.trust)
+        return loaded(source, source.config, source.spec, on=self.device)
+
+    def _refuse_code(self) -> None:
+        """Raise ConfigError for a run of a user's module that is not trusted: its directory may be a stranger's."""
+        if (source := self.config.model.source) is not None and not self.trust:
+            what = f"that run trains the module {source}, and a run directory may come from a stranger"
+            raise ConfigError(Problem(what, "model.source", "load(..., trust=True)"))
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The overrides that started the run."""
+        from parallelrun.run_records.find import MANIFEST
+        from parallelrun.run_records.read import read_object
+
+        return tuple(map(str, read_object(self.directory / MANIFEST).get("overrides") or ()))
+
+    def text(self) -> str:
+        """What `parallelrun runs show` prints about the run's origin and state."""
+        from parallelrun.launch.cleanup import size_of
+        from parallelrun.report import runs as report
+        from parallelrun.run_records.read import read
+        from parallelrun.run_records.rows import read_row
+
+        facts = read(self.directory), read_row(self.directory), size_of(self.directory)
+        return plain_text(lambda console: report.facts(*facts, console))
+
+    def _repr_html_(self) -> str:
+        return html_text(self.text())
+
+
+@dataclass(frozen=True, repr=False)
+class RunTable(ResultTable[RunRow]):
+    """Run directories, the newest first, with state and results."""
+
+    def row(self, item: RunRow) -> dict[str, Any]:
+        from parallelrun.report.runs import document
+
+        fields = document(item)
+        return {**{key: value for key, value in fields.items() if key != "results"}, **item.results}
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One point of a sweep. state: done | skipped (refused before the start) | failed; reason: why it is not done."""
+
+    overrides: tuple[str, ...]
+    state: str
+    run: Run | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class SweepTable(ResultTable[SweepPoint]):
+    """The points of a sweep in the order given."""
+
+    def row(self, item: SweepPoint) -> dict[str, Any]:
+        given = dict(text.lstrip("+~").partition("=")[::2] for text in item.overrides)
+        results = item.run.summary if item.run else {}
+        return {**given, "state": item.state, "reason": item.reason or None, **results}
+
+
+@dataclass(frozen=True, repr=False)
+class SearchTable(ResultTable["Found"]):
+    """The fastest plans that fit, the fastest first. search: how many were compared, and what removed the others."""
+
+    search: Search = field(repr=False)
+
+    def row(self, item: Found) -> dict[str, Any]:
+        return {
+            "overrides": " ".join(item.overrides),
+            "step_s": item.time.step_s if item.time else None,
+            "tokens_per_s": item.tokens_per_s,
+            "memory_bytes": item.heaviest_bytes,
+            "fits": item.fits,
+        }
+
+
+@dataclass(frozen=True)
+class ComparedRuns(RunComparison):
+    """What differs between runs. The first column is the baseline; runs that differ only in the seed share a column."""
+
+    def failures(self, *conditions: str) -> list[str]:
+        """A text for each of `val_loss>+1%`, `tokens_per_s<-5%`, ... that holds. Raises ConfigError."""
+        from parallelrun.run_records.conditions import failures, parse
+
+        return failures(self, [parse(text) for text in conditions])
+
+    def document(self) -> dict[str, Any]:
+        """What `parallelrun compare --json` prints."""
+        from parallelrun.report.compare import document
+
+        return document(self, [])
+
+    def markdown(self) -> str:
+        """What `parallelrun compare --md` prints."""
+        from parallelrun.report.compare import markdown
+
+        return markdown(self, [])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each result, with its mean in every column."""
+        labels = [column.label for column in self.columns]
+        means = ([value.mean if value else None for value in row.values] for row in self.measures)
+        return [{"result": row.key, **dict(zip(labels, values))} for row, values in zip(self.measures, means)]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """`rows` as a DataFrame. Raises EnvironmentProblem without pandas."""
+        return data_frame(self.rows())
+
+    def __repr__(self) -> str:
+        runs = ", ".join(f"{column.label}: {column.runs[0].directory}" for column in self.columns)
+        return f"{type(self).__name__}({runs})"
+
+    def __str__(self) -> str:
+        return self.markdown()
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows())
+
+
+def words_of(point: str | Sequence[str]) -> tuple[str, ...]:
+    """The overrides of a sweep's point, which may be one text with spaces."""
+    import shlex
+
+    return tuple(shlex.split(point) if isinstance(point, str) else point)

@@ -1,0 +1,207 @@
+"""`dataset=mixture 'dataset.mixture=[{name: text, path: A, weight: 3}, {name: pystdlib, weight: 1}]'`.
+
+Every global batch has each part's exact share of samples (`shares`), at places in the batch that are drawn by hash.
+Each part is shuffled by itself, and repeated when it is through.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from parallelrun import definitions, registry
+from parallelrun.config import presets
+from parallelrun.config.keys import nearest
+from parallelrun.config.model_schema import DatasetConfig
+from parallelrun.config.schema import Config
+from parallelrun.data.arrays import NDArray, np
+from parallelrun.data.shares import counts_after, whole_weights
+from parallelrun.definitions import BatchShare, Dataset, DatasetDefinition, Packing, PartUse, Split, TextTokens
+from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.model_spec import ModelSpec
+
+KEY = "dataset.mixture"
+
+
+@dataclass(frozen=True)
+class MixedPart:
+    """One dataset of a mixture: its label in records, its configuration and its weight."""
+
+    label: str
+    config: Config
+    weight: Fraction
+
+    @property
+    def definition(self) -> DatasetDefinition:
+        return definitions.dataset(self.config)
+
+    def num_samples(self, spec: ModelSpec) -> int | None:
+        """Its samples for training; None if that is not known before the run, or the data are missing."""
+        try:
+            return len(self.definition.open(self.config, spec).train) if self.definition.is_ready(self.config) else None
+        except EnvironmentProblem:
+            return None  # the run will say what is wrong
+
+
+@dataclass(frozen=True)
+class MixedSplit(Split):
+    """The samples of all parts, one part after the other."""
+
+    splits: tuple[Split, ...]
+    shares: tuple[BatchShare, ...]
+    decodes_files: bool
+    packs: bool
+
+    def __len__(self) -> int:
+        return sum(map(len, self.splits))
+
+    def document_lengths(self, index: int) -> NDArray[np.int64]:
+        split, inner = self._locate(index)
+        return split.document_lengths(inner)
+
+    def packing(self) -> Packing:
+        total, found = sum(share.weight for share in self.shares), [split.packing() for split in self.splits]
+        weights = [share.weight / total for share in self.shares]
+
+        def mean(values: Iterable[float]) -> float:
+            return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+        return Packing(
+            documents=mean(one.documents for one in found),
+            tokens=mean(one.tokens for one in found),
+            squares=mean(one.squares for one in found),
+            cut=sum(one.cut for one in found),
+        )
+
+    def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        split, inner = self._locate(index)
+        return split.sample(inner)
+
+    def augmented(self, index: int, sample_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        split, inner = self._locate(index)
+        return split.augmented(inner, sample_id)
+
+    def _locate(self, index: int) -> tuple[Split, int]:
+        self.check(index)
+        ends = list(itertools.accumulate(map(len, self.splits)))
+        part = bisect.bisect_right(ends, index)
+        return self.splits[part], index - ends[part] + len(self.splits[part])
+
+
+class Mixture(DatasetDefinition):
+    """Several datasets, with weights. Keys of `dataset` that a part does not give apply to it from outside."""
+
+    reads_tokenizer = reads_mixture = packs = True
+
+    def vocab_size(self, config: Config) -> int | None:
+        self.tokenizer(config)
+        sizes = [part.definition.vocab_size(part.config) for part in parts_of(config)]
+        return max((size for size in sizes if size is not None), default=None)
+
+    def tokenizer(self, config: Config) -> TextTokens | None:
+        """Raises ConfigError if two parts have different ones: a token id would stand for two texts."""
+        found = [(part.label, made) for part in parts_of(config) if (made := part.definition.tokenizer(part.config))]
+        for label, made in found[1:]:
+            if made.sha256 != found[0][1].sha256:
+                names = " and ".join(f"{one} by {of.path or of.sha256}" for one, of in (found[0], (label, made)))
+                raise ConfigError(Problem(f"the parts of a mixture need one tokenizer: {names}", KEY))
+        return found[0][1] if found else None
+
+    def image_shape(self, config: Config) -> tuple[int, int | None] | None:
+        shapes = {part.definition.image_shape(part.config) for part in parts_of(config)}
+        return shapes.pop() if len(shapes) == 1 else None
+
+    def is_ready(self, config: Config) -> bool:
+        return all(part.definition.is_ready(part.config) for part in parts_of(config))
+
+    def open(self, config: Config, spec: ModelSpec) -> Dataset:
+        parts = parts_of(config)
+        opened = [part.definition.open(part.config, spec) for part in parts]
+        whole = whole_weights([part.weight for part in parts])
+        train, val = (
+            MixedSplit(
+                tuple(splits),
+                tuple(BatchShare(part.label, len(split), one) for part, split, one in zip(parts, splits, whole)),
+                any(split.decodes_files for split in splits),
+                all(split.packs for split in splits),
+            )
+            for splits in ([one.train for one in opened], [one.val for one in opened])
+        )
+        identity = [[one.fingerprint, share] for one, share in zip(opened, whole)]
+        fingerprint = hashlib.sha256(json.dumps(["mixture", 1, identity]).encode()).hexdigest()
+        vocab, has_ignored = max(one.vocab for one in opened), any(one.has_ignored for one in opened)
+        return Dataset(config.dataset.name, vocab, fingerprint, train, val, has_ignored)
+
+    def uses(self, config: Config, spec: ModelSpec, global_batch: int) -> list[PartUse]:
+        parts = parts_of(config)
+        whole = whole_weights([part.weight for part in parts])
+        read = counts_after(whole, global_batch, config.steps)
+        sizes = [part.num_samples(spec) for part in parts]
+        return [
+            PartUse(part.label, weight / sum(whole), size, count, count / size if size else None)
+            for part, weight, size, count in zip(parts, whole, sizes, read)
+        ]
+
+
+def parts_of(config: Config) -> list[MixedPart]:
+    """The parts that the configuration names. Raises ConfigError with every violation."""
+    given = config.dataset.mixture
+    if not given:
+        example = "'dataset.mixture=[{name: text, path: FILE, weight: 3}, {name: pystdlib, weight: 1}]'"
+        raise ConfigError(Problem("dataset=mixture needs its parts", KEY, example))
+    problems = [problem for number, part in enumerate(given) for problem in _violations(part, f"{KEY}[{number}]")]
+    if problems:
+        raise ConfigError(*problems)
+    labels: dict[str, int] = {}
+    found = []
+    for part in given:
+        fields = {key: value for key, value in part.items() if key != "weight"}
+        name = fields["name"]
+        preset = presets.values("dataset", name) if name in presets.options("dataset") else {}
+        settings: dict[str, Any] = {"mixture": [], **preset, **fields}
+        label = Path(fields["path"]).name.partition(".")[0] if fields.get("path") else name
+        labels[label] = labels.get(label, 0) + 1
+        label = label if labels[label] == 1 else f"{label}_{labels[label]}"
+        own = replace(config, dataset=replace(config.dataset, **settings), global_batch=1, local_batch=None)
+        found.append(MixedPart(label, own, Fraction(str(part.get("weight", 1)))))
+    return found
+
+
+def _violations(part: Any, where: str) -> Iterator[Problem]:
+    if not isinstance(part, dict) or not isinstance(part.get("name"), str):
+        yield Problem(f"{where} must be a mapping with the name of a dataset: {part!r}", where)
+        return
+    weight = part.get("weight", 1)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not (math.isfinite(weight) and weight > 0):
+        yield Problem(f"{where}: weight={weight!r} must be a number above 0", where)
+    if part["name"] == "mixture" or not registry.has("datasets", part["name"]):
+        known = [name for name in registry.names("datasets") if name != "mixture"]
+        yield Problem(f"{where}: no such dataset: {part['name']}", where, ", ".join(nearest(part["name"], known)))
+    hints = typing.get_type_hints(DatasetConfig)
+    for outside in ("mixture", "cache"):  # `config.untrusted` limits where the one cache may be
+        del hints[outside]
+    for key, value in part.items():
+        if key == "weight":
+            continue
+        if key not in hints:
+            yield Problem(f"{where}: no such key of a dataset: {key}", where, ", ".join(nearest(str(key), hints)))
+        elif not _fits(value, hints[key]):
+            yield Problem(f"{where}: {key}={value!r} is no {hints[key]}", where)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+DATASET = Mixture()

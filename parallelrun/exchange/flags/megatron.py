@@ -1,0 +1,272 @@
+"""Megatron-LM: the arguments of pretrain_gpt.py (megatron/training/arguments.py), on a command line or in a script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from parallelrun.exchange.flags.megatron_table import DEFAULTS, LATENT_DEFAULTS, MOE_DEFAULTS, TABLE, YARN
+from parallelrun.exchange.flags.settings import (
+    NoCounterpart,
+    Setting,
+    Settings,
+    Translation,
+    choice,
+    flag,
+    number,
+    only,
+    text,
+    whole,
+)
+from parallelrun.exchange.flags.shell import ShellWord, commands
+
+_DTYPE_OF = {"--bf16": "bf16", "--fp16": "fp16"}
+_SHARDED = {"no_shard": "ddp", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}
+_VOCABS = {"GPT2BPETokenizer": 50257}  # other tokenizers say it in files
+_ARGUMENTS = re.compile(r"\$\{?\w*(ARG|OPT|FLAG|PARAM)\w*(\[[@*]\])?\}?|\$\{\w+\[[@*]\]\}", re.IGNORECASE)
+_LATENT = "--multi-latent-attention"
+_LAUNCHER = ("--nproc_per_node", "--nproc-per-node", "--nnodes")
+
+
+def of_script(script: str, file: str) -> list[Setting] | None:
+    """The settings of the command in a script that has most of them; None if it has no command with flags."""
+    found = max(commands(script), key=lambda words: sum(word.text.startswith("--") for word in words), default=[])
+    return of_words(found, file) if any(word.text.startswith("--") for word in found) else None
+
+
+def of_words(words: Sequence[ShellWord], file: str) -> list[Setting]:
+    """The settings of a command line: the launcher's before the program, the program's after it."""
+    program = next((index for index, word in enumerate(words) if word.text.endswith(".py")), -1)
+    settings: dict[str, Setting] = {}
+    for index, word in enumerate(words):
+        if not word.text.startswith("--"):
+            continue
+        name, equals, value = word.text.partition("=")
+        values = [value] if equals else []
+        for following in words[index + 1 :]:
+            if following.text.startswith("--") or following.text.endswith(".py"):
+                break
+            if _ARGUMENTS.fullmatch(following.text):
+                settings[following.text] = Setting(following.text, True, f"{file}:{following.line}")
+            else:
+                values.append(following.text)
+        if index > program or name in _LAUNCHER:
+            where = f"{file}:{word.line}" if word.line else file
+            settings[name] = Setting(name, values if len(values) > 1 else values[0] if values else True, where)
+    return list(settings.values())
+
+
+def translate(settings: Sequence[Setting]) -> Translation:
+    """The recipe for these arguments."""
+    found = Translation()
+    names = {setting.name for setting in settings}
+    moe = MOE_DEFAULTS if "--num-experts" in names else {}
+    latent = {name: value for name, (value, _) in LATENT_DEFAULTS.items()} if _LATENT in names else {}
+    every = Settings(settings, {**DEFAULTS, **moe, **latent}, found)
+    _precision_and_optimizer(every)
+    _model(every)
+    _experts(every)
+    _data(every)
+    for name, tracker in (("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")):
+        if setting := every.pop(name):  # whatever its value is
+            found.track(tracker, setting)
+    pp = _int(settings, "--pipeline-model-parallel-size")
+    _pipeline(every, pp, _int(settings, "--num-layers"))
+    _data_parallel(every, pp * _int(settings, "--tensor-model-parallel-size"))
+    every.translate(TABLE)
+    return found
+
+
+def _int(settings: Sequence[Setting], name: str) -> int:
+    """A degree or size; 1 if it is not given, or wrong, which is reported elsewhere."""
+    value = next((str(setting.value) for setting in settings if setting.name == name), "1")
+    return int(value) if value.isdigit() and int(value) else 1
+
+
+def _precision_and_optimizer(every: Settings) -> None:
+    found = every.found
+    chosen = next((name for name in _DTYPE_OF if name in every.names), None)
+    if chosen and (taken := every.take(chosen, flag)):
+        found.choose("precision", _DTYPE_OF[chosen], taken[0])
+    if taken := every.take("--optimizer", choice({"adam": "adamw", "sgd": "sgd"})):
+        found.choose("optimizer", taken[1], taken[0])
+    betas = [every.take(name, number) for name in ("--adam-beta1", "--adam-beta2")]
+    if betas[0] and betas[1] and found.groups.get("optimizer") != "sgd":
+        found.put("optimizer.betas", [betas[0][1], betas[1][1]], betas[1][0])
+    lr, lowest = every.move("--lr", number, "optimizer.lr"), every.take("--min-lr", number)
+    if lr and lowest:
+        found.put("optimizer.min_lr_ratio", round(lowest[1] / lr, 12), lowest[0])
+    batch, steps = every.move("--global-batch-size", whole, "global_batch"), every.move("--train-iters", whole, "steps")
+    samples = every.take("--train-samples", whole)
+    if batch and samples and not steps:
+        steps = -(-samples[1] // batch)
+        found.put("steps", steps, samples[0])
+    ends = every.take("--lr-decay-iters", whole)
+    if ends and ends[1] != steps:
+        found.drop(ends[0], "the learning rate decays until the last step")
+    fraction, warmed = every.take("--lr-warmup-fraction", number), every.take("--lr-warmup-iters", whole)
+    if fraction and (ends or steps):
+        found.put("optimizer.warmup", round(fraction[1] * (ends[1] if ends else steps)), fraction[0])
+    elif warmed:
+        found.put("optimizer.warmup", warmed[1], warmed[0])
+
+
+def _model(every: Settings) -> None:
+    found = every.found
+    found.groups["model"] = "gpt"
+    hidden = every.move("--hidden-size", whole, "model.hidden")
+    heads = every.move("--num-attention-heads", whole, "model.heads")
+    grouped, groups = every.value("--group-query-attention", flag), every.take("--num-query-groups", whole)
+    if groups and grouped:
+        found.put("model.kv_heads", groups[1], groups[0])
+    width = hidden // heads if hidden and heads else 0
+    if _LATENT in every.names:
+        _latent_attention(every)
+    else:
+        every.take("--kv-channels", only(width, f"a head is hidden / heads = {width} wide"))
+    gated = every.take("--swiglu", flag)
+    if gated:
+        found.put("model.activation", "swiglu", gated[0])
+    if not every.move("--ffn-hidden-size", whole, "model.ffn") and gated and hidden:
+        found.put("model.ffn", int(4 * hidden * 2 / 3) // 64 * 64, gated[0])  # as arguments.py does
+    if rotary := every.take("--use-rotary-position-embeddings", flag):
+        found.put("model.position", "rope", rotary[0])
+    every.take("--rotary-percent", only(1, "all of a head is rotated"))
+    seq = every.move("--seq-length", whole, "model.seq")
+    every.take("--max-position-embeddings", only(seq, "there are as many positions as model.seq"))
+    scaled, factor = every.take("--use-rope-scaling", flag), every.value("--rope-scaling-factor", number)
+    if scaled:
+        found.put("model.rope_scaling", "llama3", scaled[0])
+        found.put("model.rope_factor", factor or 8.0, scaled[0])
+
+
+def _latent_attention(every: Settings) -> None:
+    """Heads have sizes of their own, and the norms of latents are what --qk-layernorm asks for."""
+    found = every.found
+    asked = every.take(_LATENT, flag)
+    every.pop("--kv-channels")
+    for name, (_, key) in LATENT_DEFAULTS.items():
+        every.move(name, whole, key)
+    every.move("--q-lora-rank", whole, "model.q_lora_rank")
+    if not every.pop("--qk-layernorm") and asked:
+        found.drop(asked[0], "latents are normalised, as --qk-layernorm asks for")
+    kind, factor = every.value("--rope-type", text), every.take("--rotary-scaling-factor", number)
+    if factor and factor[1] > 1 and kind in (None, "yarn"):
+        found.put("model.rope_scaling", "yarn", factor[0])
+        found.put("model.rope_factor", factor[1], factor[0])
+        every.move("--original-max-position-embeddings", whole, "model.rope_original_seq")
+        for name, key in YARN.items():
+            every.move(name, number, key)
+
+
+def _experts(every: Settings) -> None:
+    found = every.found
+    width = every.take("--moe-ffn-hidden-size", whole)
+    if width:
+        found.put("model.expert_ffn", width[1], width[0])
+    if shared := every.take("--moe-shared-expert-intermediate-size", whole):
+        one = width[1] if width else found.values.get("model.ffn") or 4 * found.values.get("model.hidden", 0)
+        if one and shared[1] % one == 0:
+            found.put("model.shared_experts", shared[1] // one, shared[0])
+        else:
+            found.drop(shared[0], "the shared expert is a multiple of model.expert_ffn wide")
+    if "--num-experts" in every.names:
+        found.values["model.expert_period"] = 1  # ours is 2
+    if places := every.take("--moe-layer-freq", _expert_layers):
+        found.put("model.expert_period", 1, places[0])
+        if places[1]:
+            found.put("model.dense_layers", places[1], places[0])
+    bias, rate = (
+        every.take("--moe-router-enable-expert-bias", flag),
+        every.value("--moe-router-bias-update-rate", number),
+    )
+    if bias:
+        found.put("model.router.bias_rate", rate or 1e-3, bias[0])
+    balanced = choice({"aux_loss": True, "seq_aux_loss": True, "none": False})
+    if (kind := every.take("--moe-router-load-balancing-type", balanced)) and not kind[1]:
+        every.value("--moe-aux-loss-coeff", number)
+        found.put("model.router.aux_coefficient", 0, kind[0])
+    tp = found.values.get("tp", 1)
+    every.take("--expert-tensor-parallel-size", only(tp, "experts are split over tp as all layers are"))
+
+
+def _expert_layers(value: Any) -> int:
+    """The number of layers before the first of the layers with experts, which all that follow have."""
+    pattern = re.fullmatch(r"\(?(?:\[0\]\*(\d+)\+)?\[1\]\*\d+\)?", re.sub(r"[ '\"]", "", str(value)))
+    if pattern:
+        return int(pattern[1] or 0)
+    if str(value) != "1":
+        raise NoCounterpart("after the first dense layers, all layers have experts")
+    return 0
+
+
+def _data(every: Settings) -> None:
+    found = every.found
+    if path := every.take("--data-path", _one_path, may_be_unknown=True):
+        found.choose("dataset", "megatron", path[0])
+        found.put("dataset.path", path[1], path[0])
+    elif mocked := every.take("--mock-data", flag):
+        found.choose("dataset", "synthetic", mocked[0])
+    else:
+        found.groups["dataset"] = "synthetic"
+    if (split := every.take("--split", _held_out)) and path:
+        found.put("dataset.val_fraction", split[1], split[0])
+    vocab, tokenizer = every.move("--vocab-size", whole, "model.vocab"), every.take("--tokenizer-type", text)
+    if vocab or not tokenizer:
+        return
+    if tokenizer[1] in _VOCABS:
+        found.put("model.vocab", _VOCABS[tokenizer[1]], tokenizer[0])
+    else:
+        found.drop(tokenizer[0], "its vocabulary is in files: give model.vocab=")
+
+
+def _one_path(value: Any) -> str:
+    if isinstance(value, list):
+        raise NoCounterpart("a mixture of several files")
+    return text(value)
+
+
+def _held_out(value: Any) -> float:
+    parts = [number(one) for one in str(value).split(",")]
+    if len(parts) != 3 or not 0 < parts[1] < sum(parts):
+        raise NoCounterpart("a part for validation is needed")
+    return round(parts[1] / sum(parts), 9)
+
+
+def _pipeline(every: Settings, pp: int, layers: int) -> None:
+    found = every.found
+    per_stage = every.take("--num-layers-per-virtual-pipeline-stage", whole)
+    stages = every.take("--num-virtual-stages-per-pipeline-rank", whole)
+    if pp > 1 and per_stage and per_stage[1] and layers % (pp * per_stage[1]) == 0:
+        stages = per_stage[0], layers // (pp * per_stage[1])
+    elif per_stage:
+        found.fault(per_stage[0], f"{layers} layers are not {pp} ranks times whole virtual stages of so many")
+    if stages and stages[1] > 1:
+        found.put("strategy.pipeline.kind", "interleaved", stages[0])
+        found.put("strategy.pipeline.virtual_stages", stages[1], stages[0])
+
+
+def _data_parallel(every: Settings, model_ranks: int) -> None:
+    """dp from the launcher's world size, and the data strategy. model_ranks: tp x pp; cp is
+    read here."""
+    found = every.found
+    cp = every.move("--context-parallel-size", whole, "cp") or 1
+    model_ranks, of = model_ranks * cp, "tp x pp" if cp == 1 else "tp x pp x cp"
+    per_node = [every.take(name, whole) for name in _LAUNCHER[:2]]
+    nodes, here = every.take("--nnodes", whole), per_node[0] or per_node[1]
+    if here:
+        world = here[1] * (nodes[1] if nodes else 1)
+        if world % model_ranks:
+            found.fault(here[0], f"{world} ranks are not a multiple of {of} = {model_ranks}")
+        else:
+            found.put("dp", world // model_ranks, here[0])
+    found.groups["strategy"] = "ptdp"
+    kinds = choice(_SHARDED)
+    sharded = every.take("--use-distributed-optimizer", flag)
+    fsdp = every.take("--use-torch-fsdp2", flag) or every.take("--use-megatron-fsdp", flag)
+    how = every.take("--data-parallel-sharding-strategy", kinds)
+    if fsdp:
+        found.put("strategy.data.kind", how[1] if how else "fsdp", fsdp[0])
+    elif sharded:
+        found.put("strategy.data.kind", "zero1", sharded[0])

@@ -1,0 +1,41 @@
+"""What the ranks of `parallelrun generate ... tp=2` run: all compute; rank 0 prints and writes the tokens."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from parallelrun.config.schema import Config
+from parallelrun.context import ASKED, WorkerContext
+from parallelrun.errors import EXIT_OK
+from parallelrun.exchange.source import open_source
+from parallelrun.exchange.tokenizer import Codec
+from parallelrun.inference.generate import Generator, Sampling
+from parallelrun.inference.text import collected
+from parallelrun.mesh import build_mesh
+from parallelrun.plan.structure import Plan
+from parallelrun.records import write_json
+
+GENERATED = "generated.json"
+
+
+def generate(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """Generate what `asked.json` asks for; rank 0 writes `generated.json`."""
+    asked: dict[str, Any] = json.loads((context.directory / ASKED).read_text(encoding="utf-8"))
+    source = open_source(asked["source"], "run")
+    codec = Codec(source) if asked["has_text"] else None
+    model = Generator(source, (plan, build_mesh(plan, context.device)))
+
+    def tokens() -> Iterator[int]:
+        for number, token in enumerate(model.tokens(asked["prompt"], asked["count"], Sampling(**asked["sampling"]))):
+            context.heartbeat(number + 1, "generate")
+            yield token
+
+    began = time.perf_counter()
+    found = collected(tokens(), asked["prompt"], codec, asked["quiet"] or not context.console_owner)
+    if context.console_owner:
+        rate = len(found) / (time.perf_counter() - began)
+        write_json(context.directory / GENERATED, {"tokens": found, "tokens_per_s": rate})
+    return EXIT_OK

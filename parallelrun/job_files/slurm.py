@@ -1,0 +1,136 @@
+"""A batch file of Slurm that runs a command on every node, saves before its time is over, and goes on when requeued.
+
+Source: Slurm's manuals of sbatch (--signal, --requeue), srun (--kill-on-bad-exit) and scontrol (requeue).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallelrun.errors import EXIT_PREEMPTED, Problem
+
+# Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]
+_TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED")
+_NAME = re.compile(r"[\w.@%+:/,=-]+")
+_COLUMN = 38
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What a job asks of Slurm.
+
+    nodes; gpus_per_node: 0 for a job on CPUs; tasks_per_node: ranks on a node (0: one for each GPU); time: its limit in
+    one of Slurm's forms; save_s: seconds before the limit at which ranks are told to save; container: an image for the
+    plug-in pyxis; output: the file of the job's output (%x: its name, %j: its number).
+    """
+
+    nodes: int = 1
+    gpus_per_node: int = 0
+    tasks_per_node: int = 0
+    cpus_per_task: int = 0
+    time: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    container: str = ""
+    job_name: str = ""
+    output: str = "%x-%j.out"
+    save_s: int = 300
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tasks_per_node or self.gpus_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def problems(self) -> list[Problem]:
+        """Every setting that Slurm would refuse, and those without which no job can be written."""
+        found = []
+        if self.nodes < 1:
+            found.append(Problem(f"nodes={self.nodes}: a job needs a node", "nodes", "nodes=1"))
+        if self.ranks_per_node < 1:
+            what = "the number of ranks on a node is not known"
+            found.append(Problem(what, "gpus_per_node", "gpus_per_node=8, or tasks_per_node=4 for a job on CPUs"))
+        elif self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
+            what = f"{self.tasks_per_node} ranks on a node of {self.gpus_per_node} GPUs: each rank needs one of its own"
+            found.append(Problem(what, "tasks_per_node", f"tasks_per_node={self.gpus_per_node}"))
+        if not _TIME.fullmatch(self.time):
+            what = f"time={self.time}: not a time of Slurm's" if self.time else "the job has no time limit"
+            found.append(Problem(what, "time", "time=04:00:00 (hours:minutes:seconds) or time=2-00 (days-hours)"))
+        for name in ("partition", "account", "qos", "constraint", "job_name", "output"):
+            value = getattr(self, name)
+            if value and not _NAME.fullmatch(value):
+                what = f"{name}={value!r} has characters that Slurm does not take"
+                found.append(Problem(what, name, f"{name}={re.sub(r'[^A-Za-z0-9_.-]+', '-', value)}"))
+        return found
+
+    def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str:
+        """The batch file. command: what `python -m parallelrun` gets; title: the plan; written_by: for the reader."""
+        per_rank = "one rank for each GPU" if self.ranks_per_node == self.gpus_per_node else "ranks on a node"
+        settings = [
+            (f"job-name={self.job_name}", ""),
+            (f"nodes={self.nodes}", ""),
+            (f"ntasks-per-node={self.ranks_per_node}", per_rank),
+            (f"gpus-per-node={self.gpus_per_node}" if self.gpus_per_node else "", ""),
+            (f"cpus-per-task={self.cpus_per_task}" if self.cpus_per_task else "", ""),
+            (f"time={self.time}", ""),
+            *((f"{name}={getattr(self, name)}" if getattr(self, name) else "", "")
+              for name in ("partition", "account", "qos", "constraint")),
+            (f"signal=B:USR1@{self.save_s}", f"{self.save_s} s before the end, and when the job is preempted"),
+            ("requeue", "the job may start again after preemption or the loss of a node"),
+            ("open-mode=append", "and then continues this file"),
+            (f"output={self.output}", ""),
+        ]  # fmt: skip
+        lines = [_setting(text, comment) for text, comment in settings if text]
+        return _BODY.format(
+            written_by=written_by, title=title, settings="\n".join(lines), srun=self._srun(command, python),
+            preempted=EXIT_PREEMPTED,
+        )  # fmt: skip
+
+    def _srun(self, command: Sequence[str], python: str) -> str:
+        """The srun command, a line for each part. Since Slurm 22.05, srun does not inherit --cpus-per-task."""
+        parts = ["srun --kill-on-bad-exit=1"]
+        if self.cpus_per_task:
+            parts[0] += f" --cpus-per-task={self.cpus_per_task}"
+        if self.container:
+            mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+            parts.append(f"--container-image={shlex.quote(self.container)} {mounts}")
+        parts.append(f"{shlex.quote(python)} -m parallelrun {shlex.join(command)}")
+        return " \\\n  ".join(parts)
+
+
+def _setting(text: str, comment: str) -> str:
+    line = f"#SBATCH --{text}"
+    return f"{line:<{_COLUMN}}  # {comment}" if comment else line
+
+
+_BODY = """#!/bin/bash
+# {title}
+# Written by: {written_by}
+# Change what you like, and submit it with: sbatch FILE
+{settings}
+
+# Slurm's signal comes to this shell, and srun hands it to every rank: they finish their step, save it, and exit with
+# {preempted}. `scancel` ends the ranks in the same way, and the job does not start again.
+ranks=
+trap 'kill -USR1 $ranks 2>/dev/null' USR1
+
+# The ranks find each other by Slurm's variables: rank 0 listens on the first node. With resume=auto the first start is
+# a fresh one, and a later one goes on from the newest checkpoint. --kill-on-bad-exit: one failed rank ends the job.
+{srun} &
+ranks=$!
+while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; done # a signal ends `wait` early
+wait "$ranks"
+code=$?
+
+if [ "$code" -eq {preempted} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""

@@ -1,0 +1,111 @@
+"""Orders of tokens: which positions of a sequence each of several ranks holds. Pure functions, torch-free.
+
+Under a causal mask a query at position p attends to p + 1 keys, so ranks with late positions have more work.
+`contiguous` gives a rank one piece; `zigzag` (Llama 3) cuts 2 x size chunks and gives rank i chunks i and
+2 x size - 1 - i; `striped` (Brandon et al. 2023) gives position p to rank p mod size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """The positions start, start + step, ..., `length` of them. Spans of one plan have the same step."""
+
+    start: int
+    step: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One beyond the last position."""
+        return self.start + (self.length - 1) * self.step + 1
+
+
+Spans = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """spans_of: (size, index, seq) -> the positions of a rank, ascending. parts: of a rank, into which a sequence is
+    cut: size x parts divides it."""
+
+    spans_of: Callable[[int, int, int], Spans]
+    parts: int = 1
+
+    def spans(self, size: int, index: int, seq: int) -> Spans:
+        """The positions of rank `index` of `size`, in the order in which it holds them."""
+        assert seq % (size * self.parts) == 0, f"{size} x {self.parts} parts do not divide {seq}"
+        return self.spans_of(size, index, seq)
+
+
+def _contiguous(size: int, index: int, seq: int) -> Spans:
+    return (Span(index * (seq // size), 1, seq // size),)
+
+
+def _zigzag(size: int, index: int, seq: int) -> Spans:
+    chunk = seq // (2 * size)
+    return Span(index * chunk, 1, chunk), Span((2 * size - 1 - index) * chunk, 1, chunk)
+
+
+def _striped(size: int, index: int, seq: int) -> Spans:
+    return (Span(index, size, seq // size),)
+
+
+CONTIGUOUS = "contiguous"
+ORDERS = {CONTIGUOUS: TokenOrder(_contiguous), "zigzag": TokenOrder(_zigzag, 2), "striped": TokenOrder(_striped)}
+
+
+def part(spans: Spans, num: int, index: int) -> Spans:
+    """Part `index` of `num` equal parts of the positions of `spans`."""
+    size = sum(span.length for span in spans) // num
+    first, found = index * size, []
+    for start, step, length in spans:
+        left, right = max(first, 0), min(first + size, length)
+        if left < right:
+            found.append(Span(start + left * step, step, right - left))
+        first -= length
+    return tuple(found)
+
+
+def num_pairs(queries: Sequence[Span], keys: Sequence[Span]) -> int:
+    """The pairs of a query and a key that is not after it: the work of causal attention."""
+    return sum(_num_pairs(query, key) for query in queries for key in keys)
+
+
+def _num_pairs(query: Span, key: Span) -> int:
+    """Query i sees keys 0 to i - offset."""
+    offset = -((query.start - key.start) // query.step)
+    full = max(0, query.length - max(0, key.length + offset))  # queries that see every key
+    first = max(0, offset)  # the first that sees one
+    least, some = first - offset + 1, max(0, query.length - full - first)
+    return full * key.length + some * least + some * (some - 1) // 2
+
+
+class Imbalance(NamedTuple):
+    """Of the work of causal attention, 1.0 is even. ranks: the most of a rank over the mean. steps: the time of a ring
+    in which every step waits for its slowest rank, over the mean work of a rank."""
+
+    ranks: float
+    steps: float
+
+
+@lru_cache(maxsize=256)
+def imbalance(order: str, size: int, seq: int) -> Imbalance:
+    """Of one sequence over `size` ranks. All later steps of a ring are as slow as the first that sends."""
+    spans = [ORDERS[order].spans(size, index, seq) for index in range(size)]
+    whole, total = (Span(0, 1, seq),), seq * (seq + 1) // 2
+    rank = max(num_pairs(one, whole) if one[0].step == 1 else _of_stripe(one[0]) for one in spans)
+    steps = max(num_pairs(one, one) for one in spans)
+    if size > 1:
+        steps += (size - 1) * max(num_pairs(spans[index], spans[index - 1]) for index in range(size))
+    return Imbalance(rank * size / total, steps * size / total)
+
+
+def _of_stripe(span: Span) -> int:
+    """The pairs of its queries with all keys of the sequence."""
+    return span.length * (span.start + 1) + span.step * (span.length * (span.length - 1) // 2)

@@ -1,0 +1,86 @@
+"""The section of a report on pipeline schedules: the predicted Gantt chart, and the measured one below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from parallelrun.errors import ConfigError
+from parallelrun.report.figures import evenly, seconds_text
+from parallelrun.report.page import charts
+from parallelrun.report.page.charts import GanttCell
+from parallelrun.report.page.sections import MOST_ROWS, name_of
+from parallelrun.run_records.compare import Column
+from parallelrun.run_records.find import CONFIG
+from parallelrun.run_records.read import RunRecord, broken, read_object
+from parallelrun.wording import counted
+
+MEASURED = "schedule.json"  # written by train.recorder
+MOST_PIPELINES = 4  # runs whose schedules are drawn
+MOST_CELLS = 3000  # actions of a schedule
+ACTIONS = {"F": 0, "B": 1, "I": 2, "W": 3}
+ACTION_NAMES = ("forward", "backward", "input gradient", "weight gradient")
+
+
+def pipeline(columns: Sequence[Column]) -> str:
+    """The schedules of runs with pipeline stages, predicted and measured, and the bubble of both."""
+    with_stages = [column for column in columns if (column.runs[0].config.get("pp") or 1) > 1]
+    parts = []
+    for column in with_stages[:MOST_PIPELINES]:
+        run = column.runs[0]
+        parts.append(f"<h3>{escape(name_of(column))}</h3>{_predicted(run)}{_measured(run)}")
+        measured, predicted = run.number("bubble_measured"), run.number("bubble_predicted")
+        if predicted is not None:
+            text = f"Idle share of a step: {predicted:.1%} predicted"
+            text += f", {measured:.1%} measured (mean over ranks)" if measured is not None else ", not measured"
+            parts.append(f"<p>{text}.</p>")
+    if len(with_stages) > MOST_PIPELINES:
+        parts.append(f"<p>{len(with_stages) - MOST_PIPELINES} more runs with a pipeline are not drawn.</p>")
+    return "".join(parts)
+
+
+def _predicted(run: RunRecord) -> str:
+    from parallelrun.plan import simulate
+    from parallelrun.plan.freeze import load_frozen
+    from parallelrun.plan.resolve import resolve
+
+    try:
+        plan = resolve(load_frozen((run.directory / CONFIG).read_text(encoding="utf-8")))
+    except ConfigError as error:  # of another version
+        return f"<p>The predicted schedule cannot be drawn: {escape(error.problems[0].what)}.</p>"
+    except (OSError, ValueError) as error:
+        raise broken(run.directory / CONFIG, str(error)) from error
+    found = simulate.of_plan(plan)
+    cells = [
+        GanttCell(row, ACTIONS[event.kind], event.begin, event.end, str(event.microbatch))
+        for row, pp_rank in enumerate(evenly(len(found.orders), MOST_ROWS))
+        for event in found.events(pp_rank)
+    ]
+    title = f"predicted schedule, {found.num_microbatches} of {counted(plan.batch.microbatches, 'microbatch', 'es')}"
+    return _drawn(title, cells, "Times follow each stage's FLOPs; messages take no time.")
+
+
+def _measured(run: RunRecord) -> str:
+    path = run.directory / MEASURED
+    document = read_object(path)
+    if not document:
+        return "<p>The run recorded no times of single actions: it had not finished.</p>"
+    try:
+        ranks = document["ranks"]
+        cells = [
+            GanttCell(row, ACTIONS[action["kind"]], action["begin_s"], action["end_s"], str(action["microbatch"]))
+            for row, index in enumerate(evenly(len(ranks), MOST_ROWS))
+            for action in ranks[index]["actions"]
+        ]
+        length = max(cell.end for cell in cells)
+        title = f"measured schedule of step {int(document['step'])}, {seconds_text(length)}"
+    except (KeyError, TypeError, ValueError) as error:
+        raise broken(path, f"incomplete: {error!r}", "ranks") from error
+    note = "The first data and tensor replica. An action begins when its input has arrived; it holds the waiting of "
+    return _drawn(title, cells, note + "its own collectives.")
+
+
+def _drawn(title: str, cells: Sequence[GanttCell], note: str) -> str:
+    if not cells or len(cells) > MOST_CELLS:
+        return f"<p>The {escape(title)} is not drawn: {counted(len(cells), 'action')}.</p>"
+    return charts.gantt(title, cells, ACTION_NAMES) + f"<p class='quiet'>{note}</p>"

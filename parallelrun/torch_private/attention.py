@@ -1,0 +1,68 @@
+"""Attention of one block of keys, with the log-sum-exp of its scores, by the fused kernels below torch's own
+`scaled_dot_product_attention`.
+
+torch's public function keeps the log-sum-exp to itself, and its backward normalises by the block's own. Attention over
+keys that arrive block by block needs both: it merges blocks by their log-sum-exp, and differentiates each block with
+the output and the log-sum-exp of all blocks. The kernels' operators take and return them; they are private.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_CUDA_HALF = (torch.float16, torch.bfloat16)
+_LSE_ROWS = 32  # the memory-efficient kernel keeps its log-sum-exp in multiples of so many rows
+
+
+def has_fused_attention(query: Tensor) -> bool:
+    """Whether a kernel serves the dtype, device and head_dim of (batch, heads, seq, head_dim)."""
+    if query.device.type == "cpu":
+        return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    width = query.size(-1)
+    if query.device.type != "cuda":
+        return False
+    if query.dtype in _CUDA_HALF:
+        return width % 8 == 0 and width <= 256
+    return query.dtype == torch.float32 and width % 4 == 0
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(out as query, log-sum-exp (batch, heads, seq) in at least fp32), all of (batch, heads, seq, head_dim).
+
+    causal: query i sees keys 0..i; there are then as many keys as queries.
+    """
+    aten: Any = torch.ops.aten
+    if query.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    elif query.dtype in _CUDA_HALF:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False)
+    else:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal)
+    return out, lse[..., : query.size(2)]
+
+
+def fused_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The block's gradients of query, key and value. grad, out, lse: of the attention over all blocks."""
+    aten: Any = torch.ops.aten
+    tensors = (grad, query, key, value)
+    if query.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, out, lse, 0.0, causal)
+    elif query.dtype in _CUDA_HALF:
+        seeds = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.zeros((), device=query.device)
+        sizes = (None, None, query.size(2), key.size(2), 0.0, causal)
+        found = aten._scaled_dot_product_flash_attention_backward(*tensors, out, lse.contiguous(), *sizes, *seeds)
+    else:
+        seeds = (torch.zeros((), dtype=torch.int64, device=query.device),) * 2
+        padded = functional.pad(lse, (0, -lse.size(2) % _LSE_ROWS))
+        wanted = [True, True, True, False]
+        found = aten._scaled_dot_product_efficient_attention_backward(
+            *tensors, None, out, padded, *seeds, 0.0, wanted, causal
+        )
+    grad_query, grad_key, grad_value = found[:3]
+    return grad_query, grad_key, grad_value

@@ -1,0 +1,1 @@
+"""What the context strategies share. Start with `plan.py` (prediction)."""

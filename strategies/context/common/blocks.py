@@ -1,0 +1,167 @@
+"""Attention of queries to keys that arrive block by block, exact in forward and backward.
+
+Each block gives its own output and the log-sum-exp of its scores, by which blocks are merged online (Milakov and
+Gimelshein 2018; Dao et al. 2022). The backward of a block needs the output and the log-sum-exp of all blocks, and then
+gives exactly its part of the gradients: no softmax over all keys is ever computed, nor kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallelrun import torch_private
+from parallelrun.models.functions import accurate_dtype, cast, drop
+
+from .tiles import Tile
+
+ROWS = 512  # queries that the explicit form computes at a time: it holds ROWS x keys scores for each head
+
+# (samples, queries, keys), both by index among the tokens of their ranks -> whether to keep each probability, bool
+# (samples, heads, queries, keys)
+KeepMask = Callable[[slice, slice, slice], Tensor]
+
+
+@dataclass(frozen=True)
+class DroppedPart:
+    """Dropout of the probabilities of one block. keep: of slices of samples, queries and keys."""
+
+    keep: KeepMask
+    rate: float
+
+
+def attend_to_block(
+    query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropped: DroppedPart | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp) of the tile's queries over its keys.
+
+    query: (batch, heads, queries, head_dim); key, value: (batch, kv heads, keys, head_dim), all of the ranks' tokens.
+    out: (batch, heads, tile's queries, head_dim) as query; log-sum-exp: (batch, heads, tile's queries), at least fp32.
+    """
+    query, key, value = _cut(query, key, value, tile)
+    if dropped is None and torch_private.has_fused_attention(query):
+        return torch_private.fused_attention(query, key, value, tile.causal)
+    parts = [_explicit(*rows, key, value, tile, dropped) for rows in _row_parts(tile, query)]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def block_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: Tile,
+    dropped: DroppedPart | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tile's gradients of its queries, keys and values. grad, out, lse: of all blocks, for all of the queries."""
+    rows, num_kv_heads = tile.query, key.size(1)
+    query, key, value = _cut(query, key, value, tile)
+    grad, out, lse = (tensor[tile.samples, :, rows] for tensor in (grad, out, lse))
+    if dropped is None and torch_private.has_fused_attention(query):
+        found = torch_private.fused_attention_backward(grad, query, key, value, out, lse, tile.causal)
+    else:
+        found = _explicit_backward(grad, query, key, value, out, lse, tile, dropped)
+    return found[0], _summed_heads(found[1], num_kv_heads), _summed_heads(found[2], num_kv_heads)
+
+
+class Merged:
+    """The attention over the blocks so far, in at least fp32. A query that has not seen a key has the log-sum-exp -inf
+    and the result 0."""
+
+    def __init__(self, out: Tensor, lse: Tensor):
+        self.out, self.lse = cast(out, accurate_dtype(out.dtype)), lse
+
+    @classmethod
+    def nothing(cls, query: Tensor) -> Merged:
+        """Of queries (batch, heads, tokens, head_dim), none of which has seen a key."""
+        lse = query.new_full(query.shape[:3], float("-inf"), dtype=accurate_dtype(query.dtype))
+        return cls(torch.zeros_like(query), lse)
+
+    def add(self, out: Tensor, lse: Tensor, rows: slice, samples: slice = slice(None)) -> None:
+        """Merge a block's result for the queries `rows` of `samples`."""
+        mine, total = self.out[samples, :, rows], self.lse[samples, :, rows]
+        mine.lerp_(cast(out, mine.dtype), torch.sigmoid(lse - total).unsqueeze(-1))
+        total.copy_(torch.logaddexp(total, lse))
+
+
+def _cut(query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """The tile's queries, keys and values; heads of keys and values are repeated where they serve several."""
+    copies = query.size(1) // key.size(1)
+    key, value = key[tile.samples, :, tile.key], value[tile.samples, :, tile.key]
+    if copies > 1:  # the kernels on CPU read as many heads of keys as of queries
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    return query[tile.samples, :, tile.query], key, value
+
+
+def _summed_heads(gradient: Tensor, num_heads: int) -> Tensor:
+    copies = gradient.size(1) // num_heads
+    return gradient if copies == 1 else gradient.unflatten(1, (num_heads, copies)).sum(2)
+
+
+def _row_parts(tile: Tile, query: Tensor) -> Iterable[tuple[Tensor, slice]]:
+    """(queries, their index in the tile), at most ROWS at a time."""
+    for start in range(0, query.size(2), ROWS):
+        rows = slice(start, min(start + ROWS, query.size(2)))
+        yield query[:, :, rows], rows
+
+
+def _scores(query: Tensor, key: Tensor, rows: slice, causal: bool) -> Tensor:
+    """Scores (batch, heads, rows, keys), in at least fp32, -inf where a query does not see the key."""
+    scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
+    scores = cast(scores, accurate_dtype(scores.dtype))
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + rows.start)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores
+
+
+def _keep(dropped: DroppedPart, rows: slice, tile: Tile) -> Tensor:
+    queries = slice(tile.query.start + rows.start, tile.query.start + rows.stop)
+    return dropped.keep(tile.samples, queries, tile.key)
+
+
+def _explicit(
+    query: Tensor, rows: slice, key: Tensor, value: Tensor, tile: Tile, dropped: DroppedPart | None
+) -> tuple[Tensor, Tensor]:
+    """Some rows of a tile: probabilities are dropped after they were normalised, so log-sum-exp counts all."""
+    scores = _scores(query, key, rows, tile.causal)
+    lse = torch.logsumexp(scores, -1)
+    probabilities = scores.sub_(lse.unsqueeze(-1)).exp_().to(query.dtype)
+    if dropped is not None:
+        probabilities = drop(probabilities, _keep(dropped, rows, tile), dropped.rate)
+    return probabilities @ value, lse
+
+
+def _explicit_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: Tile,
+    dropped: DroppedPart | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dao et al. 2022, algorithm 4. The sum over keys of probability times its gradient is the product of the output
+    and its gradient, whatever was dropped."""
+    wide = accurate_dtype(query.dtype)
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = (torch.zeros_like(one, dtype=wide) for one in (key, value))
+    for part, rows in _row_parts(tile, query):
+        grad_out = grad[:, :, rows]
+        probabilities = (_scores(part, key, rows, tile.causal) - lse[:, :, rows].unsqueeze(-1)).exp_()
+        weights, grad_weights = probabilities.to(query.dtype), grad_out @ value.transpose(-2, -1)
+        if dropped is not None:
+            keep = _keep(dropped, rows, tile)
+            weights, grad_weights = drop(weights, keep, dropped.rate), drop(grad_weights, keep, dropped.rate)
+        mean = (grad_out.to(wide) * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
+        grad_scores = (probabilities * (grad_weights.to(wide) - mean) * query.size(-1) ** -0.5).to(query.dtype)
+        grad_query[:, :, rows] = grad_scores @ key
+        grad_key += grad_scores.transpose(-2, -1) @ part
+        grad_value += weights.transpose(-2, -1) @ grad_out
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)

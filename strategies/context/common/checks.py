@@ -1,0 +1,106 @@
+"""What a plan may ask of context parallelism. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+
+from parallelrun.errors import Problem
+from parallelrun.plan.context_order import CONTIGUOUS, ORDERS
+from parallelrun.plan.load import tensor_strategy
+from parallelrun.plan.request import Request
+from parallelrun.wording import divisors, either, nearest
+
+BALANCED = "zigzag"
+
+
+def order_of(asked: str | None, request: Request, head_ranks: int) -> str:
+    """The order of tokens: as asked for, else the one that balances causal attention."""
+    if head_ranks == request.cp or (asked is None and not is_causal(request)):
+        return asked or CONTIGUOUS
+    return asked or BALANCED
+
+
+def is_causal(request: Request) -> bool:
+    """Whether tokens attend to earlier ones only: not in a model that fills in masked tokens."""
+    return request.spec.mask_token is None
+
+
+def reason(request: Request) -> str:
+    """Why an order was filled in."""
+    return "it balances causal attention" if is_causal(request) else "without a causal mask every order is balanced"
+
+
+def check(request: Request, head_ranks: int, order: str | None) -> list[Problem]:
+    """Every violation. head_ranks: ranks that exchange tokens for heads."""
+    spec = request.spec
+    if spec.kind != "tokens" or not spec.seq or not any(p.heads for p in spec.parameters.values()):
+        what = f"cp={request.cp}: model={spec.name} has no attention over a sequence to divide"
+        return [Problem(what, "cp", f"cp=1 dp={request.dp * request.cp} or model=gpt", kind="undefined")]
+    if head_ranks < 1 or request.cp % head_ranks:
+        key = "strategy.context.ulysses"
+        what = f"{key}={head_ranks} does not divide cp={request.cp}; divisors: {_listed(request.cp)}"
+        return [Problem(what, key, either(key, nearest(head_ranks, divisors(request.cp))), kind="arithmetic")]
+    found = _tensor(request)
+    return found + _sequence(request, head_ranks, order_of(order, request, head_ranks)) + _heads(request, head_ranks)
+
+
+def _listed(number: int) -> str:
+    return ", ".join(map(str, divisors(number)))
+
+
+def parts(request: Request, head_ranks: int, order: str, cp: int = 0) -> int:
+    """What must divide the sequence: the parts of the order over the ring, the ranks, and sequence parallel's parts."""
+    cp = cp or request.cp
+    slices = tensor_strategy(request.config.strategy.tensor.kind).asks_for_slices(request.config)
+    return lcm(cp // head_ranks * ORDERS[order].parts, cp * (request.tp if slices else 1))
+
+
+def _sequence(request: Request, head_ranks: int, order: str) -> list[Problem]:
+    seq, needed = request.spec.seq, parts(request, head_ranks, order)
+    if seq % needed == 0:
+        return []
+    cut = f"cp={request.cp}"
+    if (number := ORDERS[order].parts) > 1:
+        cut = f"{number} x {cut} parts (order={order})"
+    if needed != parts(replace(request, tp=1), head_ranks, order):
+        cut += f" of tp={request.tp} slices each (sequence_parallel)"
+    legal = [
+        n for n in divisors(seq) if n > 1 and n % head_ranks == 0 and seq % parts(request, head_ranks, order, n) == 0
+    ]
+    around = [n for n in (seq // needed * needed, (seq // needed + 1) * needed) if n]
+    fixes = [either("cp", nearest(request.cp, legal)), either("model.seq", around)]
+    what = f"model.seq={seq} does not divide into {cut}"
+    return [Problem(what, "cp", " or ".join(filter(None, fixes)), kind="arithmetic")]
+
+
+def _heads(request: Request, head_ranks: int) -> list[Problem]:
+    """Heads on a tp rank are exchanged in equal parts; of keys and values equal parts, or copies of fewer."""
+    if head_ranks == 1:
+        return []
+    spec, found = request.spec, []
+    heads, kv_heads = spec.heads, spec.kv_heads or spec.heads
+    of = (
+        f"tp={request.tp} x {head_ranks} ranks that exchange heads"
+        if request.tp > 1
+        else f"{head_ranks} ranks that exchange heads"
+    )
+    fix = "strategy.context.kind=ring"
+    if heads % (request.tp * head_ranks):
+        legal = [n for n in divisors(request.cp) if n > 1 and heads % (request.tp * n) == 0]
+        fixes = [either("cp", nearest(request.cp, legal)), fix]
+        what = f"model.heads={heads} does not divide by {of}"
+        found.append(Problem(what, "cp", " or ".join(filter(None, fixes)), kind="arithmetic"))
+    elif (own := max(1, kv_heads // request.tp)) % head_ranks and head_ranks % own:
+        what = f"model.kv_heads={kv_heads} does not divide by {of}, nor they by it (each held by some ranks)"
+        found.append(Problem(what, "cp", fix, kind="arithmetic"))
+    return found
+
+
+def _tensor(request: Request) -> list[Problem]:
+    strategy = tensor_strategy(request.config.strategy.tensor.kind)
+    if request.tp == 1 or strategy.is_one_dimensional:
+        return []
+    what = f"cp={request.cp}: layout={strategy.layout_name} divides samples and features over its own axes, and its"
+    what += " attention over divided sequences is not built"
+    return [Problem(what, "layout", "layout=1d or cp=1", kind="not_built")]

@@ -1,0 +1,73 @@
+"""The attention of a layer whose tokens several ranks hold: exchange of heads, blocks of keys, dropout by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallelrun.mesh import Group
+from parallelrun.models import documents, dropout
+from parallelrun.models.autograd import apply
+from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.functions import attend
+from parallelrun.models.layers import AttentionProduct
+from parallelrun.plan.context_order import Spans
+
+from .blocks import DroppedPart
+from .heads import to_heads, to_sequence
+from .product import AttentionCall, BlockwiseAttention, Transport
+
+
+@dataclass(frozen=True)
+class ContextAttention:
+    """Attention of a layer over the ranks of cp.
+
+    heads: the group whose ranks exchange tokens for heads first, or of one rank. transport: over the other ranks.
+    spans: the positions of each rank of the transport's group, after that exchange; seq: of the whole sample.
+    """
+
+    heads: Group
+    transport: Transport
+    spans: Sequence[Spans]
+    seq: int
+
+    def __call__(self, layer: AttentionProduct, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (batch, heads, own tokens, head_dim), key and value with maybe fewer heads: as query."""
+        if self.heads.size > 1:
+            query, key, value = to_sequence(query, key, value, self.heads)
+        packed = layer.documents()
+        if self.transport.group.size == 1 and not layer.active:
+            if packed is not None:
+                out = documents.attend(query, key, value, packed, layer.causal)
+            else:
+                out = attend(query, key, value, layer.causal)
+        else:
+            out = apply(BlockwiseAttention, query, key, value, self._call(layer, query, packed))
+        return to_heads(out, self.heads) if self.heads.size > 1 else out
+
+    def _call(self, layer: AttentionProduct, query: Tensor, packed: DocumentBounds | None) -> AttentionCall:
+        if not layer.active:
+            return AttentionCall(self.transport, self.spans, layer.causal, documents=packed)
+        batch, num_heads = query.shape[:2]
+        first = layer.head_offset + self.heads.index * num_heads
+        mine, ids = self._positions(self.transport.group.index, query.device), layer.sample_ids(batch)
+        heads = torch.arange(first, first + num_heads, device=query.device).unsqueeze(1) * self.seq
+
+        def dropped(source: int) -> DroppedPart:
+            theirs = self._positions(source, query.device)
+
+            def keep(samples: slice, queries: slice, keys: slice) -> Tensor:
+                rows = heads + mine[queries]
+                mask = dropout.keep_mask(layer.key, ids[samples], rows.flatten(), theirs[keys], layer.rate)
+                return mask.view(mask.size(0), *rows.shape, -1)
+
+            return DroppedPart(keep, layer.rate)
+
+        return AttentionCall(self.transport, self.spans, layer.causal, dropped, packed)
+
+    def _positions(self, rank: int, device: torch.device) -> Tensor:
+        parts = [torch.arange(s.start, s.stop, s.step, device=device) for s in self.spans[rank]]
+        return torch.cat(parts)

@@ -1,0 +1,246 @@
+"""What the context strategies share before a run: mesh dims, order of tokens, traffic and memory in closed form.
+
+The cp ranks are `head_ranks` x the ranks of a ring (or of a gather), the former fastest. An all-to-all over the former
+gives a rank all their tokens of some heads; its queries then attend to the keys and values of the latter, which travel.
+Each strategy leaves out one of the two, or neither. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING, ClassVar
+
+from parallelrun.config.schema import ContextConfig
+from parallelrun.errors import Problem
+from parallelrun.model_spec import BlockSpec
+from parallelrun.plan.context_order import ORDERS, Spans, imbalance, part
+from parallelrun.plan.context_strategy import ContextStrategy
+from parallelrun.plan.data_strategy import FlattenedDims, MeshDims
+from parallelrun.plan.messages import (
+    ExplainedExchange,
+    ExplainedMessage,
+    ExplainedRound,
+    Explanation,
+    calls_of,
+    ranks_over,
+)
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.precision import BYTES
+
+from . import checks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+AXIS, RING, HEADS = "cp", "cp_ring", "cp_heads"
+KEYS, GRADIENTS, EXCHANGED, ROUTED = "keys and values", "their gradients", "heads", "routing"  # purposes
+
+
+@dataclass(frozen=True)
+class BlockwiseContext(ContextStrategy):
+    """Attention of a rank's queries to block after block of keys.
+
+    head_ranks: ranks that exchange tokens for heads, the inner part of cp. explained: what travels, and the paper.
+    in_turn: work is as slow as the slowest rank of every step of the ring, not of the whole.
+    """
+
+    explained: ClassVar[tuple[str, str]]
+    in_turn: ClassVar[bool] = False
+
+    head_ranks: int = 1
+
+    @classmethod
+    def asked_head_ranks(cls, request: Request) -> int:
+        """Return the ranks that exchange tokens for heads, legal or not."""
+        return 1
+
+    @classmethod
+    def asked_order(cls, config: ContextConfig) -> str | None:
+        """Return the order that the user asks for; None where it is left open."""
+        return getattr(config, "order", None)
+
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
+        head_ranks = cls.asked_head_ranks(request)
+        return cls(checks.order_of(cls.asked_order(request.config.strategy.context), request, head_ranks), head_ranks)
+
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
+        return checks.check(request, cls.asked_head_ranks(request), cls.asked_order(request.config.strategy.context))
+
+    @classmethod
+    def filled(cls, request: Request) -> tuple[str, ...]:
+        found = cls.resolve(request)
+        if cls.asked_order(request.config.strategy.context) is not None or found.head_ranks == request.cp:
+            return ()
+        return (f"strategy.context.order={found.order} (filled: {checks.reason(request)})",)
+
+    @classmethod
+    def mesh_dims(cls, request: Request) -> tuple[MeshDims, FlattenedDims]:
+        """One mesh dim, or the ring and inside it the ranks that exchange heads."""
+        inner = cls.asked_head_ranks(request)
+        if inner in (1, request.cp):
+            return ((AXIS, request.cp),), ()
+        return ((RING, request.cp // inner), (HEADS, inner)), ((AXIS, (RING, HEADS)),)
+
+    def axes(self, plan: Plan) -> tuple[str, str]:
+        """Return (the axis over which keys and values travel, that over which tokens are exchanged for heads)."""
+        cp = plan.mesh.size(AXIS)  # an axis that does not occur has one rank
+        return RING if self.head_ranks > 1 else AXIS, AXIS if self.head_ranks == cp else HEADS
+
+    def spans(self, index: int, plan: Plan) -> Spans:
+        ring, inner = divmod(index, self.head_ranks)
+        return part(self.attended_spans(ring, plan), self.head_ranks, inner)
+
+    def attended_spans(self, index: int, plan: Plan) -> Spans:
+        """Return the positions of rank `index` of the ring after tokens were exchanged for heads."""
+        ring = plan.mesh.size(AXIS) // self.head_ranks
+        return ORDERS[self.order].spans(ring, index, plan.spec.seq)
+
+    def orders(self, plan: Plan) -> list[str]:
+        ring = plan.mesh.size(AXIS) // self.head_ranks
+        if ring == 1 or plan.spec.mask_token is not None:
+            return []
+        return [name for name, one in ORDERS.items() if plan.spec.seq % (ring * one.parts) == 0]
+
+    def imbalance(self, plan: Plan) -> float:
+        ring = plan.mesh.size(AXIS) // self.head_ranks
+        if ring == 1 or plan.spec.mask_token is not None:
+            return 1.0
+        found = imbalance(self.order, ring, plan.spec.seq)
+        return found.steps if self.in_turn else found.ranks
+
+    # Sizes
+
+    def block_numel(self, plan: Plan) -> int:
+        """Return the elements of the keys and values of a rank of the ring, for one microbatch and layer."""
+        kv_heads = kv_heads_of(plan)
+        heads = kv_heads * copies_of(kv_heads, self.head_ranks) // self.head_ranks
+        return 2 * plan.batch.micro_batch * plan.seq * self.head_ranks * heads * head_dim(plan)
+
+    def exchanged_numel(self, plan: Plan) -> tuple[int, int]:
+        """Return the elements of (q, k and v; the output) of own tokens and all heads, which the all-to-alls send."""
+        heads, kv_heads = plan.spec.heads // plan.mesh.size("tp"), kv_heads_of(plan)
+        rows = plan.batch.micro_batch * plan.seq * head_dim(plan)
+        return rows * (heads + 2 * kv_heads * copies_of(kv_heads, self.head_ranks)), rows * heads
+
+    # Traffic
+
+    def bringing(self, size: int, numel: int, plan: Plan) -> list[Collective]:
+        """Return the messages of one layer and microbatch that bring the keys and values of `size` ranks.
+
+        numel: that of `block_numel`.
+        """
+        return []
+
+    def returning(self, size: int, numel: int, plan: Plan) -> list[Collective]:
+        """Return the messages that bring their gradients home."""
+        return []
+
+    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+        found: dict[tuple[str, str, str], tuple[int, int]] = {}
+        for block in blocks:
+            rows = self._of_layer(block, plan) if attends(block) else []
+            for row in [*rows, *_of_routers(block, plan)]:
+                calls, payload = found.get(row.key, (0, 0))
+                found[row.key] = calls + row.calls, payload + row.payload_bytes
+        count = plan.batch.microbatches
+        return [Collective(*key, count * calls, count * payload) for key, (calls, payload) in found.items()]
+
+    def _of_layer(self, block: BlockSpec, plan: Plan) -> list[Collective]:
+        """The messages of one microbatch of a block."""
+        forward, backward = self.traffic(block, plan)
+        return [*forward * (1 + (plan.recompute == "full" and block.is_recomputed)), *backward]
+
+    def traffic(self, block: BlockSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
+        if not attends(block):
+            return [], []
+        both: tuple[list[Collective], list[Collective]] = [], []
+        if (size := plan.mesh.size(AXIS) // self.head_ranks) > 1:
+            numel = self.block_numel(plan)
+            both = (
+                self.bringing(size, numel, plan),
+                self.bringing(size, numel, plan) + self.returning(size, numel, plan),
+            )
+        if self.head_ranks > 1:
+            payload = sum(self.exchanged_numel(plan)) * BYTES[plan.precision.compute]
+            exchange = Collective(self.axes(plan)[1], "all_to_all", EXCHANGED, 2, payload)
+            both = [*both[0], exchange], [*both[1], exchange]
+        return both
+
+    def exposed_s(self, communication: float, attention: float, plan: Plan) -> float:
+        return communication
+
+    # Memory
+
+    def held_numel(self, size: int, numel: int) -> tuple[int, int]:
+        """Return the elements of (keys and values of others, sums of gradients) in backward, for a ring of `size`.
+
+        numel: that of `block_numel`.
+        """
+        return 0, 0
+
+    def passing_bytes(self, plan: Plan) -> int:
+        """Of rank 0, which holds most. Beside those: the sums of its queries' gradients, the gradients of one block."""
+        compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+        queries = plan.num_rows * plan.spec.heads // plan.mesh.size("tp") * head_dim(plan)
+        numel = self.block_numel(plan)
+        exchanged = 2 * (queries + numel) * compute if self.head_ranks > 1 else 0  # what leaves and what arrives
+        if (size := plan.mesh.size(AXIS) // self.head_ranks) == 1:
+            return exchanged
+        blocks, sums = self.held_numel(size, numel)
+        of_a_block = numel + queries + (3 * queries if numel < 2 * queries else 0)  # heads are repeated for the kernel
+        return max(exchanged, (blocks + of_a_block) * compute + (sums + queries) * accurate)
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Return the messages of the attention of rank 0's stages."""
+        ranks, exchanges = ranks_over(plan, AXIS), []
+        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
+            for name in stage.blocks:
+                found = self.collectives((plan.spec.block(name),), plan)
+                rounds = [self._explained(row, ranks, plan) for row in found if row.operation != "recv"]
+                exchanges += [ExplainedExchange(name, tuple(rounds))] if rounds else []
+        text, source = self.explained
+        groups = plan.mesh.num_ranks // len(ranks)
+        axis = self.axes(plan)[0]
+        return Explanation("context", self.kind, text, source, ranks, groups, axis, tuple(exchanges))
+
+    def _explained(self, row: Collective, ranks: tuple[int, ...], plan: Plan) -> ExplainedRound:
+        if row.operation != "send":
+            return ExplainedRound(row.purpose, calls=calls_of([row], plan, ranks)[0])
+        messages = []
+        for rank in ranks:
+            group = ranks_over(plan, row.axis, rank)
+            following = group[(group.index(rank) + 1) % len(group)]
+            messages.append(ExplainedMessage(rank, following, row.purpose, row.payload_bytes, row.purpose, row.calls))
+        return ExplainedRound(row.purpose, tuple(messages))
+
+
+def _of_routers(block: BlockSpec, plan: Plan) -> list[Collective]:
+    """The gathered scores of the routing groups of one microbatch, in forward only."""
+    routers = sum(layer.layer_role == "router" for layer in block.layers)
+    calls = routers * (1 + (plan.recompute == "full" and block.is_recomputed))
+    scores = plan.batch.micro_batch * plan.spec.seq * plan.spec.experts * BYTES[plan.precision.accurate]
+    return [Collective(AXIS, "all_gather", ROUTED, calls, calls * scores)] if calls else []
+
+
+def attends(block: BlockSpec) -> bool:
+    """Return whether a block has attention."""
+    return any(parameter.heads for parameter in block.parameters)
+
+
+def head_dim(plan: Plan) -> int:
+    """Return the features of a head."""
+    return plan.spec.qk_features // plan.spec.heads
+
+
+def kv_heads_of(plan: Plan) -> int:
+    """Return the heads of keys and values on a rank of tp."""
+    return max(1, (plan.spec.kv_heads or plan.spec.heads) // plan.mesh.size("tp"))
+
+
+def copies_of(kv_heads: int, ranks: int) -> int:
+    """Return how often heads of keys and values are repeated, so that each of the ranks gets some."""
+    return ranks // gcd(ranks, kv_heads)

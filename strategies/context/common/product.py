@@ -1,0 +1,126 @@
+"""The attention of one rank's queries to all ranks' keys as one autograd node; how keys travel is the subclass' part.
+
+Backward needs its own keys and values, the output and the log-sum-exp only: keys of other ranks travel again, so that
+kept activations shrink with cp.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallelrun.mesh import Group
+from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.functions import accurate_dtype
+from parallelrun.plan.context_order import Spans
+
+from .blocks import DroppedPart, Merged, attend_to_block, block_gradients
+from .tiles import Tile, document_tiles, tiles
+
+
+class GradientSum(ABC):
+    """The gradients of the keys and values of every rank, on their way to it."""
+
+    @abstractmethod
+    def add(self, source: int, parts: Sequence[tuple[Tile, Tensor, Tensor]]) -> None:
+        """Add the gradients of tiles of the rank `source`: (tile, of keys, of values)."""
+
+    @abstractmethod
+    def own(self) -> Tensor:
+        """Wait; return the sum of those of this rank, (2, batch, kv heads, tokens, head_dim) in at least fp32."""
+
+
+class Transport(ABC):
+    """Brings the keys and values of the ranks of a group, and takes their gradients back."""
+
+    group: Group
+
+    @abstractmethod
+    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(rank of the group, its keys and values), this rank's first; what comes next travels meanwhile.
+
+        own: (2, batch, kv heads, tokens, head_dim), contiguous."""
+
+    @abstractmethod
+    def gradients(self, own: Tensor) -> GradientSum:
+        """Of the blocks of `blocks`, to be added in the same order."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of a layer. spans: the positions of each rank of the transport's group.
+
+    dropped: from a rank of the group to the dropout of its keys' probabilities; None: nothing is dropped. documents:
+    packed into the samples; tiles are then inside documents, and queries of padding see nothing.
+    """
+
+    transport: Transport
+    spans: Sequence[Spans]
+    causal: bool
+    dropped: Callable[[int], DroppedPart] | None = None
+    documents: DocumentBounds | None = None
+
+    def tiles(self, source: int) -> Iterator[Tile]:
+        """The tiles of this rank's queries and the keys of `source`."""
+        mine, theirs = self.spans[self.transport.group.index], self.spans[source]
+        if self.documents is None:
+            yield from tiles(mine, theirs, self.causal)
+            return
+        for sample, lengths in enumerate(self.documents.lengths):
+            yield from document_tiles(mine, theirs, self.causal, tuple(lengths), sample)
+
+    def dropout(self, source: int) -> DroppedPart | None:
+        """The dropout of the probabilities of the keys of `source`."""
+        return None if self.dropped is None else self.dropped(source)
+
+
+class BlockwiseAttention(torch.autograd.Function):
+    """query (batch, heads, tokens, head_dim), key and value (batch, kv heads, tokens, head_dim) -> as query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        own = torch.stack((key, value))
+        merged = None if call.documents is None else Merged.nothing(query)
+        for source, (keys, values) in call.transport.blocks(own):
+            dropped = call.dropout(source)
+            for tile in call.tiles(source):
+                out, lse = attend_to_block(query, keys, values, tile, dropped)
+                if merged is None:
+                    merged = Merged(out, lse)
+                else:
+                    merged.add(out, lse, tile.query, tile.samples)
+        assert merged is not None, "a rank attends to itself"
+        result = merged.out.to(query.dtype)
+        if query.untyped_storage().nbytes() > query.nbytes:  # of the exchanged heads: it would keep keys and values
+            query = query.clone()
+        ctx.save_for_backward(query, own, result, merged.lse)
+        ctx.call = call
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        query, own, out, lse = ctx.saved_tensors
+        call: AttentionCall = ctx.call
+        grad_query = torch.zeros_like(query, dtype=accurate_dtype(query.dtype))
+        sums = call.transport.gradients(own)
+        for source, (keys, values) in call.transport.blocks(own):
+            dropped, parts = call.dropout(source), []
+            for tile in call.tiles(source):
+                found = block_gradients(grads[0], query, keys, values, out, lse, tile, dropped)
+                grad_query[tile.samples, :, tile.query] += found[0]
+                parts.append((tile, found[1], found[2]))
+            sums.add(source, parts)
+        grad_key, grad_value = sums.own().to(own.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+def add_tiles(total: Tensor, parts: Sequence[tuple[Tile, Tensor, Tensor]]) -> None:
+    """Add the gradients of a rank's keys and values (`GradientSum.add`) to (2, batch, kv heads, tokens, head_dim)."""
+    for tile, *both in parts:
+        for sums, gradient in zip(total, both):
+            sums[tile.samples, :, tile.key] += gradient

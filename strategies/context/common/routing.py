@@ -1,0 +1,60 @@
+"""Routing groups whose tokens several ranks hold: every rank routes all of a group, and keeps its own tokens.
+
+Routing is decided by a token's scores, of which there are few; capacity and auxiliary losses count all tokens of a
+group. So logits are gathered, and the same decisions are taken everywhere, as on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallelrun import comm
+from parallelrun.mesh import Group
+from parallelrun.models.autograd import apply
+from parallelrun.models.moe.routing import Routing
+
+from .plan import ROUTED
+
+
+class SharedGroups:
+    """Of a router on the ranks of cp. positions: of the tokens that each rank holds of every sample."""
+
+    def __init__(self, group: Group, positions: Sequence[Sequence[int]]):
+        self._group = group
+        in_turn = torch.tensor([position for held in positions for position in held])
+        self._order = torch.argsort(in_turn)
+        self._own = torch.tensor(positions[group.index])
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """(batch, own tokens, experts) -> (batch, seq, experts), in the order of positions."""
+        return apply(_GatherLogits, logits, self._group, self._order, self._own)
+
+    def own(self, routing: Routing) -> Routing:
+        """The routing of own tokens, by their number here; the assignments of others are not kept."""
+        seq, held = self._order.numel(), self._own.numel()
+        number = torch.full((seq,), -1, device=routing.tokens.device)
+        number[self._own.to(number.device)] = torch.arange(held, device=number.device)
+        local = number[routing.tokens.remainder(seq)]
+        kept = routing.kept & (local >= 0)
+        tokens = routing.tokens.div(seq, rounding_mode="floor") * held + local.clamp(min=0)
+        weights = torch.where(local >= 0, routing.weights, torch.zeros_like(routing.weights))
+        num_tokens = routing.num_tokens // seq * held
+        return routing._replace(tokens=tokens, kept=kept, weights=weights, num_tokens=num_tokens)
+
+
+class _GatherLogits(torch.autograd.Function):
+    """Every rank computes what follows for all tokens: its own logits get the whole of their gradient here, as far as
+    own tokens and the auxiliary loss depend on them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: Group, order: Tensor, own: Tensor) -> Tensor:
+        ctx.own = own
+        return comm.all_gather(logits, group, ROUTED, 1)[:, order.to(logits.device)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][:, ctx.own.to(grads[0].device)], None, None, None

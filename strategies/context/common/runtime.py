@@ -1,0 +1,37 @@
+"""Put a network on the ranks of the cp axis: which tokens it holds, and how its attention reaches the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from parallelrun.mesh import Group, Mesh
+from parallelrun.models.held_tokens import SomeTokens, hold
+from parallelrun.models.layers import AttentionProduct
+from parallelrun.models.moe.router import Router
+from parallelrun.models.network import Network
+from parallelrun.plan.structure import Plan
+
+from .layers import ContextAttention
+from .plan import AXIS, BlockwiseContext
+from .product import Transport
+from .routing import SharedGroups
+
+
+def parallelize(network: Network, plan: Plan, mesh: Mesh, transport: Callable[[Group], Transport]) -> None:
+    """Let every layer know its tokens, and every attention and routing group reach those of other ranks.
+
+    In place; names stay. transport: brings keys and values over the ranks of a group.
+    """
+    strategy, group = plan.context, mesh.group(AXIS)
+    assert isinstance(strategy, BlockwiseContext)
+    positions = [strategy.positions(index, plan) for index in range(group.size)]
+    hold(network, SomeTokens(positions[group.index]))
+    ring, heads = map(mesh.group, strategy.axes(plan))
+    spans = [strategy.attended_spans(index, plan) for index in range(ring.size)]
+    attention = ContextAttention(heads, transport(ring), spans, plan.spec.seq)
+    groups = SharedGroups(group, positions)
+    for module in network.modules():
+        if isinstance(module, AttentionProduct):
+            module.over_ranks, module.__dict__["compiles"] = attention, False
+        elif isinstance(module, Router):
+            module.over_ranks = groups

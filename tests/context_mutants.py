@@ -1,0 +1,100 @@
+"""Planted bugs of context parallelism: see `tests.mutants`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def log_sum_exp_of_the_last_block() -> None:
+    """Merged outputs keep the first block's log-sum-exp: right for two blocks in forward, wrong in backward."""
+    from parallelrun.strategies.context.common.blocks import Merged
+
+    right = Merged.add
+
+    def wrong(self: Merged, out: Tensor, lse: Tensor, rows: slice, samples: slice) -> None:
+        kept = self.lse.clone()
+        right(self, out, lse, rows, samples)
+        self.lse.copy_(kept)
+
+    Merged.add = wrong
+
+
+def positions_begin_at_zero() -> None:
+    """Rotary positions are those of the tokens held here, counted from 0."""
+    from parallelrun.models.held_tokens import ALL
+    from parallelrun.models.transformer.modules import Attention
+
+    Attention.positions = lambda self, heads: ALL.indices(heads.size(2), heads.device)
+
+
+def tokens_in_another_order() -> None:
+    """Batches are cut into contiguous pieces, attention and positions follow the plan's order."""
+    from parallelrun.train import reader
+
+    def wrong(plan: Any, mesh: Any) -> Tensor:
+        return torch.arange(plan.seq) + mesh.coordinate["cp"] * plan.seq
+
+    reader._positions = wrong
+
+
+def gradients_of_keys_stay() -> None:
+    """The gradients of keys and values do not travel with them."""
+    from parallelrun.strategies.context.common import ring
+
+    right = ring._TravellingSum.add
+
+    def wrong(self: Any, source: int, parts: Any) -> None:
+        shift, self._shift = self._shift, None
+        if shift is not None:
+            shift.wait()
+        right(self, source, parts)
+
+    ring._TravellingSum.add = wrong
+
+
+def gradients_not_summed_over_cp() -> None:
+    """Every rank of a sequence keeps its own gradients: the loss of the first step is exact."""
+    from types import SimpleNamespace
+
+    from parallelrun.strategies.data.common.reducer import BucketedRuntime
+
+    BucketedRuntime.start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
+
+
+def count_of_own_tokens() -> None:
+    """The loss is divided by the valid targets of this rank's part of the sequence."""
+    from tests.mutants import local_count
+
+    local_count()
+
+
+def dropout_of_local_positions() -> None:
+    """Every rank of a sequence draws the same masks."""
+    from parallelrun.models import layers
+    from parallelrun.models.held_tokens import ALL
+
+    right = layers.HashDropout.forward
+
+    def wrong(self: layers.HashDropout, x: Tensor) -> Tensor:
+        self.held = ALL
+        return right(self, x)
+
+    layers.HashDropout.forward = wrong
+
+
+def stripes_see_their_own_index() -> None:
+    """The diagonal of two stripes is taken as if both began at the same position."""
+    from parallelrun.strategies.context.common import tiles
+
+    tiles._striped = lambda query, key: (tiles.Tile(slice(0, query.length), slice(0, key.length), True),)
+
+
+def routing_groups_of_own_tokens() -> None:
+    """Capacity and losses of balance count the tokens of one rank."""
+    from parallelrun.strategies.context.common.routing import SharedGroups
+
+    SharedGroups.gathered = lambda self, logits: logits
+    SharedGroups.own = lambda self, routing: routing

@@ -1,0 +1,86 @@
+"""cp: the same training as on one device under any composition, and what was predicted is sent, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.matrix import FULL
+from tests.parity import assert_equal, parity
+from tests.tensor_cases import llama
+
+ORDER, KIND = "strategy.context.order", "strategy.context.kind"
+ALLGATHER, ULYSSES, USP = ({KIND: kind} for kind in ("allgather", "ulysses", "usp"))
+SEQUENCE = {"strategy.tensor.sequence_parallel": True}
+GPIPE = {"strategy.pipeline.kind": "gpipe"}
+DROPOUT = {"dropout": 0.1, "model.attention_dropout": 0.1}
+BERT = {"model.name": "bert", "model.preset": "bert", "model.layers": 2}
+# capacity and losses of balance count all tokens of a group
+EXPERTS = {"model.experts": 4, "model.expert_period": 2, "model.router.capacity_factor": 1.25, "ep": 2}
+CAPACITY, DROPLESS = ({**EXPERTS, "strategy.expert.kind": kind} for kind in ("capacity", "dropless"))
+GSHARD = {"model.router.kind": "gshard", "model.router.second_expert": "random", "model.router.group_samples": 2}
+CHOICE = {"model.router.kind": "expert_choice"}
+CELLS: dict[str, dict[str, Any]] = {
+    "ring of four, striped, llama": {"cp": 4, ORDER: "striped", **llama()},
+    "ring, contiguous, dropout, recomputed": {"cp": 2, ORDER: "contiguous", **DROPOUT, "recompute": "full"},
+    "allgather, dp, llama": {"cp": 2, "dp": 2, **ALLGATHER, **llama()},
+    "ulysses of four, kv heads copied": {"cp": 4, **ULYSSES, **llama(model__kv_heads=1), **DROPOUT},
+    "usp, zigzag, dropout": {"cp": 4, "strategy.context.ulysses": 2, **USP, **llama(), **DROPOUT},
+    "tp, sequence parallel, dropout": {"cp": 2, "tp": 2, **SEQUENCE, **DROPOUT},
+    "1f1b": {"cp": 2, "pp": 2, "microbatches": 4, **llama()},
+    "zero bubble, recomputed": {"cp": 2, "pp": 2, "strategy.pipeline.kind": "zero_bubble", "recompute": "full"},
+    "fsdp": {"cp": 2, "dp": 2, "strategy.data.kind": "fsdp"},
+    "zero1": {"cp": 2, "dp": 2, "strategy.data.kind": "zero1"},
+    "bert": {"cp": 2, "dp": 2, **BERT},
+    "bf16": {"cp": 2, "precision.name": "bf16"},
+    "dropless experts over dp x cp": {"cp": 2, "dp": 2, **DROPLESS, "ep": 4},
+    "capacity of experts over cp, jitter": {"cp": 2, **CAPACITY, **GSHARD, "model.router.jitter": 0.01},
+}
+MATRIX: dict[str, dict[str, Any]] = {
+    "ring, zigzag": {"cp": 2},
+    "allgather of four, striped": {"cp": 4, **ALLGATHER, ORDER: "striped"},
+    "allgather, contiguous, recomputed": {"cp": 2, **ALLGATHER, ORDER: "contiguous", "recompute": "full"},
+    "ulysses, recomputed": {"cp": 2, **ULYSSES, "recompute": "full", **llama()},
+    "usp, striped": {"cp": 4, "strategy.context.ulysses": 2, **USP, ORDER: "striped", **llama()},
+    "tp, ulysses, one kv head": {"cp": 2, "tp": 2, **ULYSSES, **llama(model__kv_heads=1)},
+    "tp, pp, sequence parallel": {"cp": 2, "tp": 2, "pp": 2, **GPIPE, **SEQUENCE, **llama()},
+    "interleaved": {"cp": 2, "pp": 2, "strategy.pipeline.kind": "interleaved", "virtual_stages": 2, **ALLGATHER},
+    "zbv": {"cp": 2, "pp": 2, "strategy.pipeline.kind": "zbv"},
+    "strategy=ring": {"cp": 2, "dp": 2, "strategy.data.kind": "ring"},
+    "horovod": {"cp": 2, "dp": 2, "strategy.data.kind": "horovod"},
+    "zero2": {"cp": 2, "dp": 2, "strategy.data.kind": "zero2"},
+    "hsdp": {"cp": 2, "dp": 2, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
+    "recompute=selective": {"cp": 2, "recompute": "selective", "dropout": 0.1},
+    "bert, ulysses": {"cp": 2, **BERT, **ULYSSES},
+    "dropless, expert choice, tp": {"cp": 2, "tp": 2, **DROPLESS, **CHOICE, **SEQUENCE},
+    "capacity, expert choice, recomputed": {"cp": 2, **CAPACITY, **CHOICE, "recompute": "full"},
+    "all experts on each rank": {"cp": 2, **EXPERTS, "ep": 1, "model.router.z_coefficient": 0.001},
+    "fsdp, experts": {"cp": 2, "dp": 2, **DROPLESS, "strategy.data.kind": "fsdp"},
+    "zero1, experts": {"cp": 2, "dp": 2, **DROPLESS, "strategy.data.kind": "zero1"},
+    "experts, 1f1b": {"cp": 2, "pp": 2, **CAPACITY, "model.layers": 4},
+    "compiled": {"cp": 2, "compile": True, "model.layers": 1},
+}
+
+
+@pytest.mark.parametrize("cell", [*CELLS, *(MATRIX if FULL else ())])
+def test_it_is_the_training_of_one_device_and_sends_what_was_foretold(cell):
+    assert_equal(parity({**CELLS, **MATRIX}[cell]))
+
+
+BUGS = {
+    "log_sum_exp_of_the_last_block": {"cp": 2},
+    "positions_begin_at_zero": {"cp": 2, **llama()},
+    "tokens_in_another_order": {"cp": 2},
+    "gradients_of_keys_stay": {"cp": 2},
+    "gradients_not_summed_over_cp": {"cp": 2},
+    "count_of_own_tokens": {"cp": 2, **BERT},
+    "dropout_of_local_positions": {"cp": 2, "dropout": 0.1},
+    "routing_groups_of_own_tokens": {"cp": 2, **DROPLESS},
+    "stripes_see_their_own_index": {"cp": 2, ORDER: "striped"},
+}
+
+
+@pytest.mark.parametrize("mutant", BUGS)
+def test_a_planted_bug_is_caught_by_the_verdict(mutant):
+    assert not parity(BUGS[mutant], mutant)["passed"]

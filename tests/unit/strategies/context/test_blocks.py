@@ -1,0 +1,156 @@
+"""Attention block by block equals attention over all keys: output and gradients, whatever blocks the tokens come in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from parallelrun import torch_private
+from parallelrun.models.functions import attend, attend_with_dropout
+from parallelrun.plan.context_order import ORDERS, Span
+from parallelrun.strategies.context.common import blocks
+from parallelrun.strategies.context.common.blocks import DroppedPart, Merged, attend_to_block, block_gradients
+from parallelrun.strategies.context.common.tiles import document_tiles, tiles
+
+SEQ, RANKS = 24, 3
+
+
+def spans_of(order, rank):
+    return ORDERS[order].spans(RANKS, rank, SEQ)
+
+
+def positions(spans):
+    return [span.start + span.step * index for span in spans for index in range(span.length)]
+
+
+def drawn(heads, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(2, SEQ, heads, 8, dtype=dtype).transpose(1, 2)
+
+
+def by_blocks(query, key, value, grad, order, causal, dropped=None):
+    """(output, gradients of query, key, value), put together from what every rank computes."""
+    own = [positions(spans_of(order, rank)) for rank in range(RANKS)]
+    output, gradients = torch.zeros_like(query), [torch.zeros_like(one) for one in (query, key, value)]
+    for rank in range(RANKS):
+        parts, merged = [], None
+        for source in [rank, *(other for other in range(RANKS) if other != rank)]:
+            keys, values = key[:, :, own[source]], value[:, :, own[source]]
+            part = dropped and dropped(own[rank], own[source])
+            for tile in tiles(spans_of(order, rank), spans_of(order, source), causal):
+                out, lse = attend_to_block(query[:, :, own[rank]], keys, values, tile, part)
+                merged = merged or Merged(out, lse)
+                if parts:
+                    merged.add(out, lse, tile.query)
+                parts.append((source, keys, values, tile, part))
+        mine = merged.out.to(query.dtype)
+        output[:, :, own[rank]] = mine
+        for source, keys, values, tile, part in parts:
+            whole = grad[:, :, own[rank]], query[:, :, own[rank]], keys, values, mine, merged.lse
+            of_query, of_key, of_value = block_gradients(*whole, tile, part)
+            gradients[0][:, :, own[rank][tile.query]] += of_query
+            gradients[1][:, :, own[source][tile.key]] += of_key
+            gradients[2][:, :, own[source][tile.key]] += of_value
+    return [output, *gradients]
+
+
+def reference(query, key, value, grad, attention):
+    leaves = [one.detach().clone().requires_grad_() for one in (query, key, value)]
+    out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def largest(ours, expected):
+    return max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "explicit"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_give_what_all_keys_give(order, causal, fused, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(torch_private, "has_fused_attention", lambda query: False)
+        monkeypatch.setattr(blocks, "ROWS", 3)  # does not divide a tile
+    tensors = drawn(4), drawn(2, seed=1), drawn(2, seed=2), drawn(4, seed=3)
+    expected = reference(*tensors, lambda *leaves: attend(*leaves, causal=causal))
+    assert largest(by_blocks(*tensors, order, causal), expected) < 1e-12
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_dropped_probabilities_count_in_the_sum(order):
+    """One device drops after the softmax: the log-sum-exp is that of all probabilities."""
+    torch.manual_seed(4)
+    keep, rate = torch.rand(2, 4, SEQ, SEQ) > 0.3, 0.3
+
+    def dropped(queries, keys):
+        return DroppedPart(lambda _, rows, columns: keep[:, :, queries[rows]][..., keys[columns]], rate)
+
+    tensors = drawn(4), drawn(2, seed=1), drawn(2, seed=2), drawn(4, seed=3)
+    expected = reference(*tensors, lambda *leaves: attend_with_dropout(*leaves, keep, rate))
+    assert largest(by_blocks(*tensors, order, True, dropped), expected) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_merged_in_fp32(dtype):
+    """Merging a block with itself changes nothing; in half precision, the errors of many merges would add up."""
+    query, key, value, _ = (drawn(4, dtype, seed) for seed in range(4))
+    (tile,) = tiles((Span(0, 1, SEQ),), (Span(0, 1, SEQ),), False)
+    out, lse = attend_to_block(query, key, value, tile)
+    merged = Merged(out, lse.clone())
+    for _ in range(50):
+        merged.add(out * torch.tensor(1.001, dtype=dtype), lse, tile.query)
+    assert merged.out.dtype == merged.lse.dtype == torch.float32
+    assert float((merged.out - out).abs().max()) < 0.01 * float(out.abs().max())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_tiles_see_each_earlier_token_once(order):
+    """Also what is computed: no more than the pairs that causal attention has."""
+    seen = torch.zeros(SEQ, SEQ, dtype=torch.int64)
+    work = 0
+    for rank in range(RANKS):
+        for source in range(RANKS):
+            mine, theirs = (torch.tensor(positions(spans_of(order, one))) for one in (rank, source))
+            for tile in tiles(spans_of(order, rank), spans_of(order, source), True):
+                work += tile.work
+                block = torch.ones(len(mine[tile.query]), len(theirs[tile.key]), dtype=torch.int64)
+                block = block.tril() if tile.causal else block
+                seen[mine[tile.query].unsqueeze(1), theirs[tile.key]] += block
+    assert torch.equal(seen, torch.ones(SEQ, SEQ, dtype=torch.int64).tril())
+    assert work == SEQ * (SEQ + 1) // 2
+
+
+def test_zigzag_and_stripes_balance_the_work():
+    def works(order):
+        spans = [spans_of(order, rank) for rank in range(RANKS)]
+        return [sum(tile.work for keys in spans for tile in tiles(queries, keys, True)) for queries in spans]
+
+    assert max(works("zigzag")) == min(works("zigzag"))
+    assert max(works("striped")) - min(works("striped")) == SEQ // RANKS * (RANKS - 1)
+    assert max(works("contiguous")) > 4 * min(works("contiguous"))
+
+
+def test_a_stripe_of_one_token_sees_nothing_later():
+    assert tiles((Span(0, 3, 1),), (Span(2, 3, 1),), True) == ()
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_of_documents_are_the_pairs_inside_documents(order: str, causal: bool) -> None:
+    for lengths in ((SEQ,), (1, 2, 5, 1, 7), (SEQ // 2, SEQ // 2), (3,) * 5, ()):
+        document = np.repeat(np.arange(len(lengths)), lengths)
+        document = np.concatenate([document, -np.arange(1, SEQ - document.size + 1)])  # padding sees nothing
+        wanted = (document[:, None] == document[None, :]) & (document >= 0)
+        wanted = np.tril(wanted) if causal else wanted
+        found = np.zeros((SEQ, SEQ), dtype=int)
+        for rank in range(RANKS):
+            for source in range(RANKS):
+                mine, theirs = spans_of(order, rank), spans_of(order, source)
+                for tile in document_tiles(mine, theirs, causal, lengths, 3):
+                    assert tile.samples == slice(3, 4)
+                    rows, columns = positions(mine)[tile.query], positions(theirs)[tile.key]
+                    assert not tile.causal or len(rows) == len(columns)
+                    seen = np.ones((len(rows), len(columns)), dtype=int)
+                    found[np.ix_(rows, columns)] += np.tril(seen) if tile.causal else seen
+        assert np.array_equal(found, wanted), (lengths, found - wanted)

@@ -1,0 +1,153 @@
+"""Context parallelism before a run: mesh, checks, order, traffic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parallelrun.errors import ConfigError
+from parallelrun.plan import prediction
+from tests.plans import pairs, tiny_config, tiny_plan
+
+KIND, ORDER, ULYSSES = "strategy.context.kind", "strategy.context.order", "strategy.context.ulysses"
+
+
+def problems(overrides: dict[str, Any], given: frozenset[str] = frozenset()) -> list[tuple[str, str, str]]:
+    from parallelrun.plan.resolve import resolve
+
+    with pytest.raises(ConfigError) as caught:
+        resolve(tiny_config(overrides), given=given)
+    return [(problem.what, problem.suggestion, problem.kind) for problem in caught.value.problems]
+
+
+def sent(overrides: dict[str, Any]) -> dict[tuple[str, str, str], tuple[int, int]]:
+    rows = prediction.collectives(tiny_plan(overrides), 0)
+    return {row.key: (row.calls, row.payload_bytes) for row in rows if row.axis.startswith("cp")}
+
+
+def test_the_mesh_has_cp_between_dp_and_tp_and_one_axis_for_both():
+    plan = tiny_plan(pp=2, dp=2, cp=2, tp=2, schedule="gpipe")
+    assert plan.mesh.mesh_dims == (("pp", 2), ("dp", 2), ("cp", 2), ("tp", 2))
+    assert (plan.data_axis, plan.num_data_ranks, plan.world, plan.seq) == ("dp_cp", 4, 16, 4)
+    assert plan.mesh.group_of(0, "dp_cp") == (0, 2, 4, 6)
+    assert plan.batch.global_batch == 2 * plan.batch.replica_batch  # samples are divided over dp alone
+    assert tiny_plan(dp=2).data_axis == "dp"
+
+
+@pytest.mark.parametrize("shard", [2, 4, 8])
+@pytest.mark.parametrize("kind, cp", [("ring", 2), ("ring", 4), ("usp", 4)])
+def test_hsdp_shards_over_an_inner_part_of_dp_and_cp(shard, kind, cp):
+    options = {"strategy.data.kind": "fsdp", "strategy.data.shard": shard, KIND: kind, "model.seq": 32, "dp": 16 // cp}
+    plan = tiny_plan({**options, ULYSSES: 2} if kind == "usp" else options, cp=cp, global_batch=16)
+    assert plan.mesh.num_ranks == 16
+    sizes = {axis: plan.mesh.size(axis) for axis in ("dp", "cp", "dp_cp", "dp_replicate", "dp_shard")}
+    assert sizes == {"dp": 16 // cp, "cp": cp, "dp_cp": 16, "dp_replicate": 16 // shard, "dp_shard": shard}
+    assert plan.mesh.group_of(0, "dp_shard") == tuple(range(shard))
+    assert plan.mesh.group_of(0, "cp") == tuple(range(cp))
+    assert plan.mesh.group_of(0, "dp") == tuple(range(0, 16, cp))
+    for rank in range(16):
+        coordinate = plan.mesh.coordinate(rank)
+        assert coordinate["dp"] * cp + coordinate["cp"] == coordinate["dp_cp"] == rank
+
+
+def test_experts_may_be_spread_over_cp():
+    options = {"model.experts": 8, "model.router.aux_coefficient": 0.0, "strategy.expert.kind": "dropless"}
+    plan = tiny_plan({**options, "ep": 4, "dp": 2, "cp": 2})
+    assert plan.mesh.group_of(0, "ep") == (0, 1, 2, 3)
+    plan = tiny_plan({**options, "ep": 2, "dp": 2, "cp": 4, "model.seq": 16})
+    assert plan.mesh.group_of(0, "ep") == (0, 1)
+    assert plan.mesh.group_of(0, "expert_dp") == (0, 2, 4, 6)
+    assert tiny_plan({**options, "ep": 4, "dp": None, "cp": 2}).degrees["dp"] == 2  # filled
+
+
+def test_cp_takes_part_in_the_world():
+    assert tiny_plan(world=8, dp=None, cp=2, tp=2).degrees["dp"] == 2
+    (found,) = problems({"world": 8, "dp": 1, "cp": 3, "tp": 2})
+    assert "cp 3" in found[0] and "cp=4" in found[1]
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"cp": 3}, "model.seq=8 does not divide into 2 x cp=3 parts (order=zigzag)"),
+        ({"cp": 8}, "model.seq=8 does not divide into 2 x cp=8 parts (order=zigzag)"),
+        ({"cp": 3, ORDER: "striped"}, "model.seq=8 does not divide into cp=3"),
+        ({"cp": 2, "tp": 4, "model.seq": 4, "strategy.tensor.sequence_parallel": True}, "of tp=4 slices each"),
+        ({"cp": 8, KIND: "ulysses"}, "model.heads=4 does not divide by 8 ranks"),
+        ({"cp": 2, "tp": 4, KIND: "ulysses"}, "model.heads=4 does not divide by tp=4 x 2 ranks"),
+        ({"cp": 2, KIND: "ulysses", "model.heads": 6, "model.hidden": 24, "model.kv_heads": 3}, "model.kv_heads=3"),
+        ({"cp": 4, KIND: "usp", ULYSSES: 3}, "strategy.context.ulysses=3 does not divide cp=4"),
+        ({"cp": 2, "model.name": "mlp", "dataset.name": "digits"}, "no attention"),
+        ({"cp": 2, "tp": 4, "layout": "2d"}, "layout=2d"),
+        ({"cp": 2, "strategy.data.kind": "local_sgd"}, "strategy.data.kind=local_sgd does not sum gradients"),
+        ({"cp": 2, "dp": 2, "strategy.data.compression": "fp16"}, "the reference of compressed sums"),
+    ],
+)
+def test_what_is_refused_says_why_and_what_to_type(changed, said):
+    found = problems(changed)
+    assert any(said in what for what, _, _ in found), found
+    assert all(suggestion for _, suggestion, _ in found)
+    for what, suggestion, kind in found:
+        for key, value in pairs(suggestion) if kind == "arithmetic" and "seq" in what else ():
+            fixed = {**changed, key: int(value)}
+            assert tiny_plan(fixed).context is not None  # what is suggested is legal
+
+
+def test_several_violations_are_said_at_once():
+    said = [what for what, _, _ in problems({"cp": 3, KIND: "ulysses", "strategy.data.kind": "local_sgd"})]
+    assert len(said) == 2 and "model.seq" in said[0] and "model.heads" in said[1]
+
+
+@pytest.mark.parametrize(
+    "overrides, key",
+    [({}, ORDER), ({"cp": 2, KIND: "ulysses"}, ORDER), ({"cp": 2}, ULYSSES), ({}, KIND)],
+)
+def test_a_key_that_is_not_read_is_refused(overrides, key):
+    value = {ORDER: "striped", ULYSSES: 2, KIND: "usp"}[key]
+    (found,) = problems({**overrides, key: value}, frozenset({key}))
+    assert f"{key}={value} is read by none" in found[0]
+
+
+def test_the_order_is_chosen_by_the_mask():
+    assert tiny_plan(cp=2).context.order == "zigzag"
+    assert tiny_plan({"cp": 2, KIND: "ulysses"}).context.order == "contiguous"
+    bert = tiny_plan({"cp": 2, "model.name": "bert", "dataset.name": "synthetic"})
+    assert bert.context.order == "contiguous" and bert.context.imbalance(bert) == 1
+
+
+def test_usp_takes_the_most_ranks_that_divide_the_heads():
+    plan = tiny_plan({"cp": 8, KIND: "usp", "model.seq": 64, "tp": 2})
+    assert plan.context.head_ranks == 2 and plan.context.axes(plan) == ("cp_ring", "cp_heads")
+    assert any("ulysses=2 (filled" in sentence for sentence in plan.filled)
+    held = [plan.context.spans(index, plan) for index in range(8)]
+    positions = sorted(span.start + i * span.step for one in held for span in one for i in range(span.length))
+    assert positions == list(range(64))
+    whole = plan.context.attended_spans(1, plan)
+    assert sum(span.length for span in held[2] + held[3]) == sum(span.length for span in whole) == 16
+    assert [min(s.start for s in one) for one in (held[2], held[3])] == [span.start for span in whole]
+
+
+def test_ring_traffic():
+    """4 layers, micro-batch 8, 4 of 8 positions, 2 x 16 features, fp32; backward brings blocks and takes gradients."""
+    block = 8 * 4 * 2 * 16 * 4
+    expected = {("cp", "send", "keys and values"): (8, 8 * block), ("cp", "send", "their gradients"): (8, 8 * block)}
+    assert {key: value for key, value in sent({"cp": 2}).items() if key[1] == "send"} == expected
+    calls = {key: calls for key, (calls, _) in sent({"cp": 4, ORDER: "striped", "recompute": "full"}).items()}
+    assert calls["cp", "send", "keys and values"] == 4 * 9 and calls["cp", "recv", "their gradients"] == 4 * 4
+    grouped = sent({"cp": 2, "model.kv_heads": 1})  # one of four heads
+    assert grouped["cp", "send", "keys and values"] == (8, 2 * block)
+
+
+def test_gathered_and_exchanged_traffic():
+    block = 8 * 4 * 2 * 16 * 4
+    assert sent({"cp": 2, KIND: "allgather"}) == {
+        ("cp", "all_gather", "keys and values"): (8, 8 * 2 * block),
+        ("cp", "reduce_scatter", "their gradients"): (4, 4 * 2 * block),
+    }
+    # q, k, v and the output: two blocks; there and back
+    assert sent({"cp": 2, KIND: "ulysses"}) == {("cp", "all_to_all", "heads"): (16, 4 * 2 * 2 * block)}
+    one_head = sent({"cp": 2, KIND: "ulysses", "model.kv_heads": 1})  # of keys, which both ranks get
+    assert one_head["cp", "all_to_all", "heads"] == (16, 4 * 2 * 3 * block // 2)
+    rows = sent({"cp": 4, KIND: "usp", ULYSSES: 2})
+    assert rows["cp_ring", "send", "keys and values"][0] == 8 and rows["cp_heads", "all_to_all", "heads"][0] == 16
