@@ -30,6 +30,11 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
     clock, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
     watch = watch_of(training, scaler, context, start)
+
+    def before_update(training: Training) -> None:
+        checkpoints.before_update(training)
+        watch.before_update(training)
+
     skips, step = 0, start
     began = time.perf_counter()
     while step < config.steps:
@@ -38,13 +43,13 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         lr = learning_rate(config.optimizer, step, config.steps)
         watch.before_step(step)
         with first_steps.watch(step), profiler.watch(step), watch.recorded(), clock:
-            result = train_step(
-                training, step, lr, scaler, context.stop_requested(), observe=watch.before_update, clock=clock
-            )
+            stop = context.stop_requested() or checkpoints.have_failed()
+            result = train_step(training, step, lr, scaler, stop, before_update, clock)
         watch.after_update()
         try:
             skips = check_finite(training, result, scaler, step, skips)
         except NumericsError:
+            checkpoints.finish()
             if (back := watch.check(step, saves=False, finite=False)) == step:
                 raise
             step = recorder.undo(back)
