@@ -145,7 +145,7 @@ class Planted:
                 self._change(at_rest[name])
             return loss
 
-        training.runner.train = train  # type: ignore[method-assign]
+        training.runner.train = train  # type: ignore[method-assign, assignment]
 
     def _in_sums(self, training: Training) -> None:
         finish = training.data.finish_gradients
@@ -181,7 +181,7 @@ class Planted:
                 return output
             changed = output.detach().clone(memory_format=torch.contiguous_format)
             self._change(changed)
-            return _Replaced.apply(output, changed)
+            return _Replaced.apply(output, changed)  # type: ignore[no-untyped-call]
         if output.requires_grad:
             output.register_hook(self._in_backward)
         return output
