@@ -12,8 +12,9 @@ from torch import Tensor
 from parallelrun import registry
 from parallelrun.definitions import IGNORED
 from parallelrun.models import documents as packed
-from parallelrun.models import functions, initialise, layers
+from parallelrun.models import functions, initialise
 from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.models.network import Network, compile_blocks
 from tests.plans import tiny_config, tiny_plan
 
@@ -126,7 +127,7 @@ def test_compiled_blocks_are_compiled_once_for_all_documents() -> None:
 
 
 def test_dropped_probabilities_are_those_of_the_whole_sample() -> None:
-    product = layers.AttentionProduct(0.3, 1, "site", torch.float64)
+    product = AttentionProduct(0.3, 1, "site", torch.float64)
     query, key, value = torch.randn(3, 2, 4, SEQ, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     from parallelrun.models import dropout
 
