@@ -14,15 +14,15 @@ import torch
 from parallelrun import reserve
 from parallelrun.comm import gather_json
 from parallelrun.context import WorkerContext
-from parallelrun.plan import prediction
 from parallelrun.plan.structure import Collective
 from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
-from parallelrun.train import summary
+from parallelrun.train import attention_work, summary
 from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
+from parallelrun.train.communication import communication_rows
 from parallelrun.train.medians import median_times
 from parallelrun.train.step_record import StepRecord, timed
 
@@ -146,6 +146,7 @@ class Recorder:
             "rows": None if counted is None else [asdict(c) for c in counted],
             "times": median_times(timed(self._recent, self._training.config.profile)),
             "actions": self._training.runner.last_actions() if self._stands_for_its_stages() else {},
+            "attention": attention_work.of_rank(self._training),
         }
 
     def _stands_for_its_stages(self) -> bool:
@@ -160,13 +161,14 @@ class Recorder:
             rows = communication_rows(counted, self._training) if complete else []
             facts = [everyone[rank] for rank in sorted(everyone)]
             actions = [one["actions"] for one in facts if one.get("actions")]  # ascending pp index, as ranks are
+            document = self._summary(facts, rows, state) | attention_work.fields(everyone, self._training)
 
             def write() -> None:
                 self._rows.flush()
                 write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
                 if actions:
                     write_json(self._directory / "schedule.json", schedule_document(self._records[-1].step, actions))
-                write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
+                write_json(self._directory / "summary.json", {**document, **more})
                 self._routing.flush()
 
             reserve.insist(self._directory, reserve.RECORDS, write)
@@ -180,35 +182,6 @@ class Recorder:
         mixture = [dict(label=label, samples=count, epochs=epochs) for label, count, epochs in read] or None
         found = summary.document(self._training, self._records, everyone, rows, state, self._routing.summary())
         return {**found, "mixture": mixture}
-
-
-def communication_rows(measured: Mapping[int, list[dict[str, Any]]], training: Training) -> list[dict[str, Any]]:
-    """Return the rows of comm.json: measured and predicted calls and bytes by rank, axis, operation and purpose."""
-    plan = training.plan
-    rows = []
-    for rank, counted in sorted(measured.items()):
-        predicted = {(c.axis, c.operation, c.purpose): c for c in prediction.collectives(plan, rank)}
-        seen = {(c["axis"], c["operation"], c["purpose"]): c for c in counted}
-        for key in sorted(predicted.keys() | seen.keys()):
-            axis, operation, purpose = key
-            expected = predicted.get(key)
-            actual = Collective(**seen[key]) if key in seen else None
-            rows.append(
-                {
-                    "rank": rank,
-                    "axis": axis,
-                    "operation": operation,
-                    "purpose": purpose,
-                    "calls": actual.calls if actual else 0,
-                    "payload_bytes": actual.payload_bytes if actual else 0,
-                    "wire_bytes": prediction.wire_bytes(actual, prediction.group_size(plan, axis)) if actual else 0,
-                    "every": prediction.steps_between(plan, purpose),
-                    "predicted_calls": expected.calls if expected else 0,
-                    "predicted_payload_bytes": expected.payload_bytes if expected else 0,
-                    "predicted_most_bytes": expected.most_bytes if expected else None,
-                }
-            )
-    return rows
 
 
 def peak_bytes(device: torch.device) -> int:
