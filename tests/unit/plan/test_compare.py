@@ -220,3 +220,12 @@ def test_the_sweep_of_a_large_model_ends_with_one_table_over_its_points(capsys, 
     for name in ("1d 64", "2d 8x8", "2.5d 4x4x4", "3d 4x4x4"):
         assert f" {name} " in last
     assert last.rstrip().endswith("4 of 4 points are legal") and not list(tmp_path.iterdir())
+
+
+def test_ranks_of_cp_have_rows_of_their_own():
+    """Half of the positions: half of the activations, and their M/h; what is refused with cp stands with its reason."""
+    whole, halves = (compared({"tp": 4, "cp": cp}) for cp in (1, 2))
+    assert halves.rows == whole.rows // 2
+    of_one, of_two = by_name(whole)["1d"].figures, by_name(halves)["1d"].figures
+    assert of_two.received_bytes * 2 == of_one.received_bytes and of_two.weight_bytes == of_one.weight_bytes
+    assert not by_name(whole)["2d"].reason and "with cp" in by_name(halves)["2d"].reason
