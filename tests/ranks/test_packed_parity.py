@@ -40,6 +40,7 @@ CELLS: list[dict[str, Any]] = [
     {"pp": 2, "schedule": "zero_bubble", "virtual_stages": 1, "microbatches": 2, "recompute": "full"},
     {"tp": 4, "layout": "2d", "dropout": 0.1, **LEARNED},
     {"tp": 8, "layout": "3d", "model.hidden": 32},
+    {"tp": 4, "cp": 2, "layout": "2.5d", "depth": 1, "precision.name": "bf16"},
     {"dp": 2, "ep": 2, "model.experts": 4, "model.router.top_k": 2},
     {"cp": 2, "ep": 2, "strategy.expert.kind": "capacity", **EXPERTS},
     {"cp": 2, "pp": 2, "microbatches": 2, **LEARNED},
