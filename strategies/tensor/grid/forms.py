@@ -132,6 +132,14 @@ class FormChoice:
             parts = lcm(parts, min(needed, default=1))
         return parts
 
+    def head_parts(self) -> int:
+        """Into how many parts the heads of attention are cut, in the forms that are chosen."""
+        forms, boundary = dict(self.choose()), boundary_layout(self.sizes)
+        for pair in self.spec.distinct_pairs:
+            if any(parameter.heads for layer in pair.columns for parameter in layer.parameters):
+                return degree(pair_products(forms[key_of(pair)], boundary)[0].y.features, self.sizes)
+        return 1
+
     def misfits(self) -> list[Misfit]:
         """What of the model's sizes does not divide, in the forms where least does not."""
         boundary, features = boundary_layout(self.sizes), self.spec.boundary_shape[-1]

@@ -82,6 +82,11 @@ class GridStrategy(ProductStrategy):
         return cls._of(request).sample_parts
 
     @classmethod
+    def head_parts(cls, request: Request) -> int:
+        """As the form of the layers around attention splits their features."""
+        return cls._of(request).choice.head_parts() if cls.shape.arranged(request) else request.tp
+
+    @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """Grid and depth, where they were not given."""
         tensor, sizes = GridConfig.of(request.config), cls.shape.arranged(request)
@@ -166,10 +171,10 @@ class GridStrategy(ProductStrategy):
         return self._of_pair(pair, plan)[0].y if pair else self.boundary(plan)
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
-        """This rank's samples and features."""
+        """This rank's samples, positions and features."""
         *middle, features = plan.spec.boundary_shape
         samples, width = self.boundary(plan).local(plan.batch.micro_batch, features, plan.mesh.sizes)
-        return (samples, *middle, width)
+        return (samples, *([plan.seq] if plan.context else middle), width)
 
     def loss_axes(self, plan: Plan) -> tuple[str, ...]:
         """The axes over which samples are split where the logits are."""
