@@ -160,6 +160,7 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
 def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
+        "config_file": os.fspath(job.config_file),
         "folder": os.fspath(job.directory),
         "worker": job.worker,
         "rank": rank,
