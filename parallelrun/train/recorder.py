@@ -25,9 +25,10 @@ from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
 from parallelrun.run_records import attempts
+from parallelrun.train import attention_work
 from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
-from parallelrun.train.communication_rows import communication_rows
+from parallelrun.train.communication import communication_rows
 from parallelrun.train.earlier_rows import EarlierRows
 from parallelrun.train.medians import mean_times, median_times, percentile_95
 from parallelrun.train.timing import StepTimes
@@ -175,6 +176,7 @@ class Recorder:
             "rows": None if counted is None else [asdict(c) for c in counted],
             "times": median_times(self._timed(self._recent)),
             "actions": self._training.runner.last_actions() if self._stands_for_its_stages() else {},
+            "attention": attention_work.of_rank(self._training),
         }
 
     def _stands_for_its_stages(self) -> bool:
@@ -189,13 +191,14 @@ class Recorder:
             rows = communication_rows(counted, self._training) if complete else []
             facts = [everyone[rank] for rank in sorted(everyone)]
             actions = [one["actions"] for one in facts if one.get("actions")]  # ascending pp index, as ranks are
+            summary = self._summary(facts, rows, state) | attention_work.fields(everyone, self._training)
 
             def write() -> None:
                 self._rows.flush()
                 write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
                 if actions:
                     write_json(self._directory / "schedule.json", schedule_document(self._records[-1].step, actions))
-                write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
+                write_json(self._directory / "summary.json", {**summary, **more})
                 self._routing.flush()
 
             reserve.insist(self._directory, reserve.RECORDS, write)

@@ -1,4 +1,4 @@
-"""The rows of comm.json: the collectives of every rank, counted beside predicted."""
+"""What the ranks sent in the counted step, beside what was predicted: the rows of comm.json."""
 
 from __future__ import annotations
 
