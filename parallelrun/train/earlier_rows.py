@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelrun.run_records.read import read_rows
+from parallelrun.run_records import attempts
+from parallelrun.run_records.read import METRICS, read_rows
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,9 @@ class EarlierRows:
     rows: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, path: Path) -> EarlierRows:
-        """Read them. Raises ParallelrunError for a broken file."""
-        return cls(read_rows(path))
+    def of(cls, directory: Path) -> EarlierRows:
+        """Read those of a run directory. Raises ParallelrunError for a broken file."""
+        return cls(read_rows(directory / METRICS)) if len(attempts.read(directory)) > 1 else cls()
 
     def values(self, key: str) -> list[float]:
         """Return the values of a key, in the order of the steps."""

@@ -73,7 +73,7 @@ class Recorder:
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._num_tokens, self._num_tokens_after = 0, 0  # of all steps up to that one
         self._rows = RowFile(context.directory / "metrics.jsonl")
-        self._earlier = EarlierRows.of(context.directory / "metrics.jsonl") if self._writes else EarlierRows()
+        self._earlier = EarlierRows.of(context.directory) if self._writes else EarlierRows()
         self._routing = RoutingLog(context.directory, training.config.steps)
         self._progress = ProgressLine(rows or training.config.steps, enabled=context.console_owner)
 
