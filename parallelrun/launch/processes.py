@@ -16,7 +16,9 @@ from importlib import import_module
 from pathlib import Path
 
 from parallelrun import registry
+from parallelrun.launch import emulation
 from parallelrun.launch import rank as ranks
+from parallelrun.launch.emulation import Namespaces
 from parallelrun.launch.environment import for_rank, num_cores, threads_per_rank
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import open_log, redirect
@@ -84,19 +86,26 @@ def num_threads() -> int:
 
 
 def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
-    """Start every rank and yield its pid. The store's socket is bound to 127.0.0.1 before the first rank starts."""
+    """Start every rank and yield its pid. The store's socket is bound before the first rank starts: to 127.0.0.1, or
+    to the first host of an emulated network."""
     start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
-    with socket.create_server((ranks.LOOPBACK, 0), backlog=_BACKLOG) as listener:
+    with emulation.namespaces(job.config, job.plan) as hosts, _listener(hosts) as listener:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         gc.freeze()
         try:
             for rank in range(job.plan.world):
-                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, listener)
+                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, listener, hosts)
         finally:
             gc.unfreeze()
+
+
+def _listener(hosts: Namespaces | None) -> socket.socket:
+    if hosts is None:
+        return socket.create_server((ranks.LOOPBACK, 0), backlog=_BACKLOG)
+    return hosts.on_host(0, lambda: socket.create_server((emulation.address_of(0), 0), backlog=_BACKLOG))
 
 
 def fork(run: Callable[[], int]) -> int:
@@ -134,7 +143,9 @@ def take_turns(num_ranks: int) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
+def _fork(
+    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket, hosts: Namespaces | None
+) -> int:
     rank, world = settings.rank, job.plan.world
 
     def run() -> int:
@@ -145,19 +156,24 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
         ranks.take_signals(heartbeats)
         unblock_signals()
         environment = for_rank(os.environ, rank, world, settings.threads)
+        if hosts is not None:
+            environment |= hosts.variables(rank)
+            hosts.enter(rank)
         os.environ.clear()
         os.environ.update(environment)
-        port = listener.getsockname()[1]
+        address, port = listener.getsockname()
         descriptor = listener.detach() if rank == 0 else None
         if descriptor is None:
             listener.close()
-        connect = partial(ranks.tcp_store, ranks.LOOPBACK, port, world, descriptor) if world > 1 else None
+        connect = partial(ranks.tcp_store, address, port, world, descriptor) if world > 1 else None
         return ranks.serve(job, settings, heartbeats, connect)
 
     return fork(run)
 
 
-def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
+def _exec(
+    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket, hosts: Namespaces | None
+) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
         "folder": os.fspath(job.directory),
@@ -166,10 +182,12 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
         "world": world,
         "parent": os.getpid(),
         "heartbeats": heartbeats.descriptor,
+        "address": listener.getsockname()[0],
         "port": listener.getsockname()[1],
         "listener": listener.fileno() if serves else None,
     }
     environment = for_rank(os.environ, rank, world, settings.threads)
+    environment |= hosts.variables(rank) if hosts else {}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     log = open_log(job.directory, rank)
     try:
@@ -180,6 +198,7 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
             stdout=None if serves else log,
             stderr=log,
             env=environment,
+            preexec_fn=partial(hosts.enter, rank) if hosts else None,
         )
     finally:
         os.close(log)

@@ -243,9 +243,11 @@ def _watch_parent(parent: int) -> None:
 
 
 def main(
-    folder: str, worker: str, rank: int, world: int, parent: int, heartbeats: int, port: int, listener: int | None
-) -> NoReturn:
-    """Run an exec'd rank. heartbeats, listener: inherited descriptors; listener: only of rank 0."""
+    folder: str, worker: str, rank: int, world: int, parent: int, heartbeats: int, address: str, port: int,
+    listener: int | None,
+) -> NoReturn:  # fmt: skip
+    """Run an exec'd rank. address, port: of the store; heartbeats, listener: inherited descriptors, the latter only of
+    rank 0."""
     leave_with_parent(parent)
     heartbeat_file = HeartbeatFile(world, heartbeats)
     take_signals(heartbeat_file)
@@ -258,7 +260,7 @@ def main(
     if job.plan.world != world:
         what = f"config.yaml describes {job.plan.world} ranks, but the launcher started {world}"
         raise EnvironmentProblem(Problem(what, "config.yaml"))
-    connect = partial(tcp_store, LOOPBACK, port, world, listener) if world > 1 else None
+    connect = partial(tcp_store, address, port, world, listener) if world > 1 else None
     end(serve(job, RankSettings(rank, rank), heartbeat_file, connect))
 
 
