@@ -106,7 +106,7 @@ def check(config: Config, plan: Plan) -> list[str]:
 
 def can_delay() -> bool:
     """Return whether this kernel can delay packets."""
-    return _in_thread(lambda: _accepts("netem", "delay", "1us"))
+    return in_thread(lambda: _accepts("netem", "delay", "1us"))
 
 
 def missing() -> str:
@@ -119,7 +119,7 @@ def missing() -> str:
     if absent:
         return f"{' and '.join(absent)} of iproute2 is not installed"
     try:
-        limits = _in_thread(lambda: _accepts("tbf", "rate", "1gbit", "burst", "100k", "limit", "1m"))
+        limits = in_thread(lambda: _accepts("tbf", "rate", "1gbit", "burst", "100k", "limit", "1m"))
     except OSError as error:
         return f"this process may not create network namespaces ({error.strerror})"
     return "" if limits else "this kernel has no tbf, which limits a port's rate"
@@ -153,7 +153,7 @@ class Namespaces:
         self._hosts: list[tuple[int, int]] = []  # descriptors: network, host name
         self._descriptors: list[int] = []  # all that keep a namespace
         try:
-            _in_thread(self._create)
+            in_thread(self._create)
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
             said = getattr(error, "stderr", "") or str(error)
@@ -189,19 +189,10 @@ class Namespaces:
         return {"GLOO_SOCKET_IFNAME": INTERFACE, HOST_VARIABLE: f"host{self.network.host_of(rank)} "}
 
     def enter(self, rank: int) -> None:
-        """Move this process, which must have one thread, to the host of `rank`."""
+        """Move the calling thread to the host of `rank`; a process that has one thread moves with it."""
         network, names = self._hosts[self.network.host_of(rank)]
         _enter(network, _NEW_NETWORK)
         _enter(names, _NEW_NAMES)
-
-    def on_host(self, host: int, action: Callable[[], _Result]) -> _Result:
-        """Return what `action` returns, run in the network of a host."""
-
-        def run() -> _Result:
-            _enter(self._hosts[host][0], _NEW_NETWORK)
-            return action()
-
-        return _in_thread(run)
 
     def close(self) -> None:
         """Forget the namespaces: the kernel removes each with the last process in it."""
@@ -262,7 +253,7 @@ def _checked(result: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _in_thread(action: Callable[[], _Result]) -> _Result:
+def in_thread(action: Callable[[], _Result]) -> _Result:
     """Return what `action` returns in a thread of its own: namespaces are entered by threads, and this one stays."""
     results: list[_Result] = []
     errors: list[BaseException] = []

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,10 +22,10 @@ from parallelrun.launch.environment import for_rank, num_cores, threads_per_rank
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import open_log, redirect
 from parallelrun.launch.rank import Job, RankSettings
+from parallelrun.launch.store_file import StoreFile, file_store, store_file
 from parallelrun.plan.structure import Plan
 
 FORK, EXEC = "fork", "exec"
-_BACKLOG = 4096  # all ranks connect at once
 _PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
               "parallelrun.shared_memory.joining", "parallelrun.train.bench",
               "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run")  # fmt: skip
@@ -86,26 +85,19 @@ def num_threads() -> int:
 
 
 def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
-    """Start every rank and yield its pid. The store's socket is bound before the first rank starts: to 127.0.0.1, or
-    to the first host of an emulated network."""
+    """Start every rank and yield its pid."""
     start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
-    with emulation.namespaces(job.config, job.plan) as hosts, _listener(hosts) as listener:
+    with emulation.namespaces(job.config, job.plan) as hosts, store_file(job.directory) as file:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         gc.freeze()
         try:
             for rank in range(job.plan.world):
-                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, listener, hosts)
+                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, file, hosts)
         finally:
             gc.unfreeze()
-
-
-def _listener(hosts: Namespaces | None) -> socket.socket:
-    if hosts is None:
-        return socket.create_server((ranks.LOOPBACK, 0), backlog=_BACKLOG)
-    return hosts.on_host(0, lambda: socket.create_server((emulation.address_of(0), 0), backlog=_BACKLOG))
 
 
 def fork(run: Callable[[], int]) -> int:
@@ -144,7 +136,7 @@ def take_turns(num_ranks: int) -> None:
 
 
 def _fork(
-    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket, hosts: Namespaces | None
+    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile, hosts: Namespaces | None
 ) -> int:
     rank, world = settings.rank, job.plan.world
 
@@ -161,18 +153,14 @@ def _fork(
             hosts.enter(rank)
         os.environ.clear()
         os.environ.update(environment)
-        address, port = listener.getsockname()
-        descriptor = listener.detach() if rank == 0 else None
-        if descriptor is None:
-            listener.close()
-        connect = partial(ranks.tcp_store, address, port, world, descriptor) if world > 1 else None
+        connect = partial(file_store, file.path) if world > 1 else None
         return ranks.serve(job, settings, heartbeats, connect)
 
     return fork(run)
 
 
 def _exec(
-    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket, hosts: Namespaces | None
+    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile, hosts: Namespaces | None
 ) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
@@ -182,9 +170,7 @@ def _exec(
         "world": world,
         "parent": os.getpid(),
         "heartbeats": heartbeats.descriptor,
-        "address": listener.getsockname()[0],
-        "port": listener.getsockname()[1],
-        "listener": listener.fileno() if serves else None,
+        "store": file.path,
     }
     environment = for_rank(os.environ, rank, world, settings.threads)
     environment |= hosts.variables(rank) if hosts else {}
@@ -193,7 +179,7 @@ def _exec(
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "parallelrun.launch.rank", json.dumps(order)],
-            pass_fds=[heartbeats.descriptor, *([listener.fileno()] if serves else [])],
+            pass_fds=[heartbeats.descriptor, *([] if file.descriptor is None else [file.descriptor])],
             stdin=subprocess.DEVNULL,
             stdout=None if serves else log,
             stderr=log,

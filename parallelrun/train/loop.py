@@ -11,9 +11,10 @@ from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.profiler import StepProfiler
-from parallelrun.train.recorder import Recorder, StepRecord
+from parallelrun.train.recorder import Recorder
 from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import Evaluation, StepResult, measure, train_step
+from parallelrun.train.step_record import StepRecord
 from parallelrun.train.timing import StepClock
 
 MAX_SKIPS = 20
@@ -34,8 +35,13 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         context.heartbeat(step, "step")
         lr = learning_rate(config.optimizer, step, config.steps)
         with first_steps.watch(step), profiler.watch(step), clock:
-            result = train_step(training, step, lr, scaler, context.stop_requested(), clock=clock)
-        skips = check_finite(training, result, scaler, step, skips)
+            stop = context.stop_requested() or checkpoints.have_failed()
+            result = train_step(training, step, lr, scaler, stop, checkpoints.before_update, clock)
+        try:
+            skips = check_finite(training, result, scaler, step, skips)
+        except NumericsError:
+            checkpoints.finish()
+            raise
         scaler.update(result.applied)
         evaluation = _evaluate(training, context, step)
         recorder.step(

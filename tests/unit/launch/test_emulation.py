@@ -6,7 +6,9 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -96,21 +98,31 @@ def test_hosts_have_names_and_addresses_and_reach_each_other_at_the_ports_rate()
     descriptors, interfaces = len(os.listdir("/proc/self/fd")), socket.if_nameindex()
     hosts = Namespaces(EmulatedNetwork(2, 1, 10e6, None, 1))
     try:
-        listener = hosts.on_host(0, lambda: socket.create_server((emulation.address_of(0), 0)))
+        listener = on_host(hosts, 0, lambda: socket.create_server((emulation.address_of(0), 0)))
         sent = bytes(2_000_000)
-        sender = threading.Thread(target=hosts.on_host, args=(1, lambda: _send(listener.getsockname(), sent)))
+        sender = threading.Thread(target=on_host, args=(hosts, 1, lambda: _send(listener.getsockname(), sent)))
         begin = time.monotonic()
         sender.start()
         assert _received(listener) == len(sent)
         sender.join()
         assert time.monotonic() - begin > 0.75 * len(sent) / 10e6  # loopback takes a hundredth of that
-        assert [name for _, name in hosts.on_host(1, socket.if_nameindex)] == ["lo", emulation.INTERFACE]
+        assert [name for _, name in on_host(hosts, 1, socket.if_nameindex)] == ["lo", emulation.INTERFACE]
         with pytest.raises(OSError):
             socket.create_connection(listener.getsockname(), timeout=0.2)  # from outside
     finally:
         listener.close()
         hosts.close()
     assert (len(os.listdir("/proc/self/fd")), socket.if_nameindex()) == (descriptors, interfaces)
+
+
+def on_host(hosts: Namespaces, rank: int, action: Callable[[], Any]) -> Any:
+    """What `action` returns on the host of a rank."""
+
+    def run() -> Any:
+        hosts.enter(rank)
+        return action()
+
+    return emulation.in_thread(run)
 
 
 def _send(address: tuple[str, int], data: bytes) -> None:
