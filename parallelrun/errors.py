@@ -16,7 +16,8 @@ EXIT_MISMATCH = 4
 EXIT_NUMERICS = 5
 EXIT_RANK_DIED = 6
 EXIT_HANG = 7
-EXIT_CORRUPTION = 8
+EXIT_NO_PROGRESS = 8
+EXIT_CORRUPTION = 9
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -115,7 +116,7 @@ class NumericsError(ParallelrunError):
 
 
 class CorruptionError(ParallelrunError):
-    """A rank computes wrong numbers, or its memory changes, again after its steps were undone: exit 8."""
+    """A rank computes wrong numbers, or its memory changes, again after its steps were undone: exit 9."""
 
     exit_code = EXIT_CORRUPTION
 

@@ -7,6 +7,7 @@ from math import isfinite
 
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
+from parallelrun.run_records import attempts
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints, due
 from parallelrun.train.corruption.watch import watch_of
@@ -37,6 +38,8 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         watch.before_update(training)
 
     skips, step = 0, start
+    if context.rank == 0:
+        attempts.first_step_begins(context.directory)
     began = time.perf_counter()
     while step < config.steps:
         step += 1

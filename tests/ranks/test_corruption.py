@@ -65,4 +65,4 @@ def test_a_run_without_faults_has_the_same_bits_and_no_alarm(tmp_path, run_ranks
 
 
 def test_a_broken_device_has_an_exit_code_of_its_own():
-    assert CorruptionError("x").exit_code == EXIT_CORRUPTION == 8
+    assert CorruptionError("x").exit_code == EXIT_CORRUPTION == 9
