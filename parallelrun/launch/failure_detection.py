@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -122,7 +123,8 @@ class Watchdog:
         while not self.done.wait(_WATCH_S):
             heartbeat = self.heartbeats.read(self.rank)
             if self.status is not None:
-                self.status.update(heartbeat.step, self.heartbeats.failed_save())
+                rows = partial(self.heartbeats.rows, {self.rank: os.getpid()})
+                self.status.update(heartbeat.step, self.heartbeats.failed_save(), rows)
             if heartbeat.age_s > self.timeout_s:
                 self.on_hang(self._failure(heartbeat))
                 os._exit(EXIT_HANG)

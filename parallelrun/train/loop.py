@@ -12,6 +12,7 @@ from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints, due
 from parallelrun.train.corruption.watch import watch_of
 from parallelrun.train.first_steps import FirstSteps
+from parallelrun.train.pace import PaceWatch
 from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import Recorder
 from parallelrun.train.schedules import LossScaler, learning_rate
@@ -31,7 +32,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     training.data.begin_run(training, context, start)
     first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
     clock, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
-    watch = watch_of(training, scaler, context, start)
+    watch, pace = watch_of(training, scaler, context, start), PaceWatch(training, context)
 
     def before_update(training: Training) -> None:
         checkpoints.before_update(training)
@@ -50,6 +51,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
             stop = context.stop_requested() or checkpoints.have_failed()
             result = train_step(training, step, lr, scaler, stop, before_update, clock)
         watch.after_update()
+        pace.step(step, clock)
         try:
             skips = check_finite(training, result, scaler, step, skips)
         except NumericsError:
