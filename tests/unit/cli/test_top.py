@@ -117,7 +117,7 @@ def test_on_a_terminal_it_draws_until_the_run_has_ended(run, monkeypatch):
 
     monkeypatch.setattr(top.time, "sleep", sleep)
     assert main(["top", str(run)]) == 0 and len(naps) == 2
-    assert "done (exit code 0)" in console.file.getvalue()
+    assert "(exit code 0)" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("words", [["nosuch"], ["--runs", "/nowhere", "latest"]], ids=" ".join)
