@@ -121,7 +121,8 @@ class Watchdog:
         """Look at the heartbeat every _WATCH_S seconds until `done` is set or the rank hangs."""
         while not self.done.wait(_WATCH_S):
             heartbeat = self.heartbeats.read(self.rank)
-            if self.status is not None:
+            # a rank that was stopped goes on when its launcher ends the job: others have reported it
+            if self.status is not None and not is_recorded(self.status.directory):
                 self.status.update(heartbeat.step, self.heartbeats.failed_save())
             if heartbeat.age_s > self.timeout_s:
                 self.on_hang(self._failure(heartbeat))

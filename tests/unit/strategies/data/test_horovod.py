@@ -12,7 +12,7 @@ import torch
 
 from parallelrun.cli import argv, host_agent, host_launcher, hosts
 from parallelrun.errors import ConfigError
-from parallelrun.launch.environment import for_other_hosts, loopback_interface
+from parallelrun.launch.environment import for_other_hosts
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.traffic import traffic_of
@@ -200,13 +200,6 @@ def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_o
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
     }
-
-
-def test_gloo_uses_the_interface_by_which_the_host_was_reached():
-    order = host_agent.Order([], 0, 1, {}, address="127.0.0.1")
-    assert host_agent.variables(order, 0, {}, 7)["GLOO_SOCKET_IFNAME"] == loopback_interface()
-    assert host_agent.variables(order, 0, {"GLOO_SOCKET_IFNAME": "eth5"}, 7)["GLOO_SOCKET_IFNAME"] == "eth5"
-    assert host_agent.interface_of("203.0.113.9") is None
 
 
 @pytest.mark.parametrize(
