@@ -188,7 +188,11 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
     """
 
     def report(own: Failure) -> int:
-        own = replace(own, lost=peers.lost())
+        code = tell(replace(own, lost=peers.lost()))
+        peers.end_stopped()
+        return code
+
+    def tell(own: Failure) -> int:
         if attached.rank:
             if own.order < TIMED_OUT:
                 print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)

@@ -44,4 +44,4 @@ def test_the_right_rank_and_host_are_blamed_and_the_job_ends(network, request, t
     assert f"error: rank {culprit} (dp={culprit} tp=0 pp=0, {host}, pid " in job.output
     took = ended - (job.run / f"at_{culprit}").stat().st_mtime
     print(f"took {took:.1f} s")
-    assert took < 4 * (TIMEOUT_S + 10)
+    assert took < TIMEOUT_S + 10 + 60  # on a busy machine; without one of those waits of 30 s that launchers have
