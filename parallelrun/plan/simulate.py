@@ -211,4 +211,4 @@ def _simulate_with(plan: Plan, count: int, times: Times) -> Simulation:
 
 
 def _with_microbatches(plan: Plan, count: int) -> Plan:
-    return replace(plan, batch=replace(plan.batch, microbatches=count))
+    return plan.sharing(batch=replace(plan.batch, microbatches=count))

@@ -52,6 +52,11 @@ class LegalGroup:
         return Choice(self.pp, self.dp, self.tp, self.ep, micro_batch, recompute, data, *shape)
 
 
+def tensor_of(group: LegalGroup) -> object:
+    """What the costs of a block depend on, beside micro-batch and recomputation."""
+    return group.tp, group.number, group.ep, group.cp, group.schedule.splits_backward
+
+
 Checked = tuple[list[Any], list[tuple[str, int, Problem]]]  # the legal ones; rule, number and violation of others
 
 
@@ -65,12 +70,14 @@ class Legal:
         self.removed: Counter[str] = Counter()
         self.examples: dict[str, Problem] = {}
         self._known: dict[object, object] = {}
+        self._sections: dict[str, DataStrategyConfig] = {}  # one of all equal ones: its id stands for it
         self._has_sets = any(layer.layer_role == SAMPLE_SET_ROLE for layer in spec.layers())
         self._recomputes = len(space.recomputes())
 
     def groups(self) -> Iterator[LegalGroup]:
         for pp, dp, cp, tp in self.space.degrees(self.spec):
-            sizes, datas = tuple(self.space.micro_batches(dp, self.spec)), tuple(self.space.datas(dp * cp, pp, tp))
+            sizes = tuple(self.space.micro_batches(dp, self.spec))
+            datas = tuple(self._sections.setdefault(repr(one), one) for one in self.space.datas(dp * cp, pp, tp))
             tensors = once(self._known, ("tensors", tp), lambda: self.space.tensors(tp))  # noqa: B023
             pipelines = once(self._known, ("pipelines", pp), lambda: self._pipelines(pp))  # noqa: B023
             for ep in self.space.expert_degrees(dp * cp, self.spec):
@@ -105,14 +112,10 @@ class Legal:
             group.pipeline.kind,
             group.virtual_stages,
         )
-        # with the section itself, which must live as long as its id stands for it
-        key = "plans", placed, micro_batch, id(data)
-        kept: tuple[DataStrategyConfig, dict[str, Plan]] = once(self._known, key, lambda: (data, {}))
-        plans = kept[1]
+        plans: dict[str, Plan] = once(self._known, ("plans", placed, micro_batch, id(data)), dict)
         if recompute not in plans:
             some = next(iter(plans.values()), None)
-            found = replace(some, recompute=recompute) if some else self._plan(group, micro_batch, recompute, data)
-            vars(found)["weights_cache"] = some.weights_cache if some else found.weights_cache
+            found = some.sharing(recompute=recompute) if some else self._plan(group, micro_batch, recompute, data)
             plans[recompute] = found
         return plans[recompute]
 
@@ -122,7 +125,8 @@ class Legal:
         sets = draft.sample_sets(request)[0] if self._has_sets else None
         plan = draft.plan(request, self.stages(group)[0], sets)
         key = "weights", plan.tensor, plan.data, plan.mesh, group.virtual_stages, group.pipeline.kind
-        vars(plan)["weights_cache"] = once(self._known, key, dict)
+        of_block = "blocks", tensor_of(group), micro_batch
+        vars(plan).update(weights_cache=once(self._known, key, dict), blocks_cache=once(self._known, of_block, dict))
         return plan
 
     def _legal(self, group: LegalGroup) -> LegalGroup | None:
@@ -258,7 +262,7 @@ class Legal:
 
         return once(
             self._known,
-            ("config", group.tp, group.number, group.pipeline.kind, group.virtual_stages, repr(data)),
+            ("config", group.tp, group.number, group.pipeline.kind, group.virtual_stages, id(data)),
             compute,
         )
 

@@ -11,8 +11,8 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import NamedTuple
 
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import Config, DataStrategyConfig
@@ -21,6 +21,7 @@ from parallelrun.errors import ConfigError
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import cluster_cost, device_memory, prediction, routing, rules
 from parallelrun.plan.degrees import device_of
+from parallelrun.plan.load import data_strategy
 from parallelrun.plan.resolve import spec_of
 from parallelrun.plan.search.bounds import Bounds
 from parallelrun.plan.search.kept import NEVER, Kept
@@ -29,7 +30,7 @@ from parallelrun.plan.search.result import MEMORY, Found, Removed, Search
 from parallelrun.plan.search.space import Space
 from parallelrun.plan.search.survey import CandidateRow, Survey
 from parallelrun.plan.step_time.step import Known, StepTime, least_s, step_time_with, why_unknown
-from parallelrun.plan.structure import Memory, Plan, once
+from parallelrun.plan.structure import Memory, Plan
 
 MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
 MOST_NEAR = 40  # plans that do not fit whose time is computed, the lightest first
@@ -39,13 +40,11 @@ MOST_SIFTED = 2000  # candidates up to which that includes those whose bounds sa
 Leaf = tuple[CandidateRow, DataStrategyConfig]
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A row, or one of its candidates. is_bounded: its bound contains all communication. time: exact."""
 
     row: CandidateRow
-    data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
-    plan: Plan | None = None
+    data: DataStrategyConfig | None = None
     is_bounded: bool = False
     time: StepTime | None = None
 
@@ -67,11 +66,14 @@ def search(
     `resolve` takes it. most_counted: up to so many plans are all priced, to count them. Raises ConfigError where no
     plan can be listed: an unknown model or a bad value.
     """
-    space = Space(config, given, world)
     with _uncollected():
-        found = _Searched(Legal(space, _spec(space), device_of(config, gpus)), space.base.cluster, keep, most_counted)
-        found.find()
-        return found.result(against)
+        return _search(Space(config, given, world), keep, against, device_of(config, gpus), most_counted)
+
+
+def _search(space: Space, keep: int, against: float | None, device: str, most_counted: int) -> Search:
+    found = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep, most_counted)
+    found.find()
+    return found.result(against)
 
 
 @contextmanager
@@ -146,8 +148,8 @@ class _Searched:
                     return
                 if not self.fitting.wants(one.row.shape, least):
                     continue
-            if one.plan is not None and one.time is not None:
-                yield one.plan, (one.row, one.data), one.time
+            if one.data is not None and one.time is not None:
+                yield self._plan(one.row, one.data), (one.row, one.data), one.time
                 continue
             for seconds, closer in self._closer(one):
                 heapq.heappush(heap, (seconds, next(number), closer))
@@ -155,19 +157,24 @@ class _Searched:
     def _closer(self, one: _Waiting) -> list[tuple[float, _Waiting]]:
         """What waits instead, with closer bounds: the candidates of a row, a candidate with its data communication,
         a candidate with its time."""
-        if one.plan is None:
-            plans = [(data, self._plan(one.row, data)) for _, data in one.row.datas[: one.row.fitting]]
-            bounds = [(least_s(self.known, plan, self.cluster) or 0.0, data, plan) for data, plan in plans]
-            return [(seconds, _Waiting(one.row, data, plan)) for seconds, data, plan in bounds]
-        if not (self._is_light if one.is_bounded else self._may_fit)(one.row, one.data, one.plan):
+        row, data = one.row, one.data
+        if data is None:
+            found: list[tuple[float, _Waiting]] = []
+            bounds: dict[bool, float] = {}  # by whether weights are sharded: else a schedule takes equally long
+            for _, data in row.datas[: row.fitting]:
+                shards = data_strategy(data.kind).shards_weights
+                if shards not in bounds:
+                    bounds[shards] = least_s(self.known, self._plan(row, data), self.cluster) or 0.0
+                found.append((bounds[shards], _Waiting(row, data)))
+            return found
+        plan = self._plan(row, data)
+        if not (self._is_light if one.is_bounded else self._may_fit)(row, data, plan):
             return []
-        time = step_time_with(self.known, one.plan, self.cluster, least=not one.is_bounded)
+        time = step_time_with(self.known, plan, self.cluster, least=not one.is_bounded)
         if time is None:
-            self._leave(one.plan, (one.row, one.data))
+            self._leave(plan, (row, data))
             return []
-        if one.is_bounded:
-            return [(time.step_s, replace(one, time=time))]
-        return [(time.step_s, replace(one, is_bounded=True))]
+        return [(time.step_s, _Waiting(row, data, True, time if one.is_bounded else None))]
 
     def _may_fit(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
         least = self._least_bytes(row, plan)
@@ -183,10 +190,9 @@ class _Searched:
         return least <= self.limit
 
     def _least_bytes(self, row: CandidateRow, plan: Plan) -> int:
-        """A lower bound of memory, with all that pp rank 0 holds throughout a step."""
-        key = "held", plan.tensor, plan.data, plan.mesh, plan.pipeline, plan.batch.microbatches > 1
-        held: int = once(self.known, key, lambda: sum(prediction.held_bytes(plan, plan.mesh.coordinate(0))))
-        return held + row.kept
+        """A lower bound of memory, with all that the fullest pp rank holds throughout a step."""
+        rank = plan.mesh.rank(pp=self.survey.bounds.fullest(row.group)[0])
+        return sum(prediction.held_bytes(plan, plan.mesh.coordinate(rank))) + row.kept
 
     def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
         return self.legal.plan(row.group, row.micro_batch, row.recompute, data)

@@ -67,9 +67,7 @@ def step_time_with(
     parts[BUBBLE] = makespan - busy
     parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
     parts[DATA] += host.around_data_s(plan, rates)
-    weights, _, states = once(
-        known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0))
-    )
+    weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
     parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
     if plan.servers:
