@@ -129,8 +129,8 @@ class Plan:
 
     @cached_property
     def weights_cache(self) -> dict[object, Any]:
-        """As `cache`, of values that depend neither on the batch nor on recomputation: plans that differ in nothing else
-        share it."""
+        """As `cache`, of values that depend neither on the batch nor on recomputation; plans that differ in nothing
+        else share it."""
         return {}
 
     @cached_property
@@ -141,7 +141,7 @@ class Plan:
         return {}
 
     def sharing(self, **changes: Any) -> Plan:
-        """The plan with other recomputation or another number of microbatches, and the caches that depend on neither."""
+        """The plan with other recomputation or another number of microbatches, and caches that depend on neither."""
         found = replace(self, **changes)
         vars(found).update(weights_cache=self.weights_cache, blocks_cache=self.blocks_cache)
         return found
@@ -151,7 +151,7 @@ class Plan:
         """pp, dp, cp, tp, ep in rank order."""
         return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
 
-    @property
+    @cached_property
     def data_axis(self) -> str:
         """The axis over which gradients are summed and counts are added: dp, or dp x cp where sequences are divided.
 
@@ -159,7 +159,7 @@ class Plan:
         """
         return DATA_CONTEXT if self.context else "dp"
 
-    @property
+    @cached_property
     def num_data_ranks(self) -> int:
         """The ranks of `data_axis`."""
         return self.mesh.size(self.data_axis)
@@ -169,7 +169,7 @@ class Plan:
         """The positions of a sequence that a rank holds, before sequence parallel divides them."""
         return self.spec.seq // self.mesh.size("cp")
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """The rows of the matrix that a layer reads: a rank's positions of all samples of a replica's microbatch."""
         return self.batch.micro_batch * prod(self.spec.boundary_shape[:-1]) // self.mesh.size("cp")

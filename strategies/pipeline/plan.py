@@ -207,7 +207,7 @@ class ZBV(Interleaved):
 
     @classmethod
     def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
-        return min(2 * pp - 1, microbatches)
+        return min(2 * pp - 1 - rank, microbatches) + min(rank + 1, microbatches)
 
     @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallelrun.config.schema import Config, DataStrategyConfig, PipelineConfig, TensorStrategyConfig
 from parallelrun.config.strategy_keys import narrowed
@@ -30,8 +30,7 @@ LAYOUT, STAGES, SCHEDULE, DATA, EXPERTS, SAMPLES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LegalGroup:
+class LegalGroup(NamedTuple):
     """Legal candidates: every combination of `members`. number: of the tensor strategy among those of tp."""
 
     pp: int
@@ -95,33 +94,21 @@ class Legal:
         ]
         return [(one, schedule, self._virtual_stages(one, schedule, pp)) for one, schedule in found]
 
-    def draft(self, group: LegalGroup, recompute: str, data: DataStrategyConfig) -> PlanDraft:
-        degrees = Degrees(group.pp, group.dp, group.tp, group.ep, group.cp, device=self._device)
-        config = replace(self._config(group, data), recompute=recompute)
-        return PlanDraft(config, self.spec, degrees, self._classes(group, data.kind))
-
     def plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
         """The plan of one candidate of a group. Those that differ in recomputation alone share all but that."""
-        placed = (
-            group.pp,
-            group.dp,
-            group.cp,
-            group.tp,
-            group.ep,
-            group.number,
-            group.pipeline.kind,
-            group.virtual_stages,
-        )
-        plans: dict[str, Plan] = once(self._known, ("plans", placed, micro_batch, id(data)), dict)
+        degrees = group.pp, group.dp, group.cp, group.tp, group.ep
+        key = "plans", *degrees, group.number, group.pipeline.kind, group.virtual_stages, micro_batch, id(data)
+        plans: dict[str, Plan] = once(self._known, key, dict)
         if recompute not in plans:
-            some = next(iter(plans.values()), None)
-            found = some.sharing(recompute=recompute) if some else self._plan(group, micro_batch, recompute, data)
-            plans[recompute] = found
+            some = next(iter(plans.values()), None) or self._plan(group, micro_batch, data)
+            plans[recompute] = some if some.recompute == recompute else some.sharing(recompute=recompute)
         return plans[recompute]
 
-    def _plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
-        draft, batch = self.draft(group, recompute, data), self._batch(group, micro_batch)
-        request = replace(self.request(group, draft.config, self.spec), batch=batch)
+    def _plan(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> Plan:
+        """With the recomputation of the configuration."""
+        degrees = Degrees(group.pp, group.dp, group.tp, group.ep, group.cp, device=self._device)
+        draft = PlanDraft(self._config(group, data), self.spec, degrees, self._classes(group, data.kind))
+        request = replace(self.request(group, draft.config, self.spec), batch=self._batch(group, micro_batch))
         sets = draft.sample_sets(request)[0] if self._has_sets else None
         plan = draft.plan(request, self.stages(group)[0], sets)
         key = "weights", plan.tensor, plan.data, plan.mesh, group.virtual_stages, group.pipeline.kind
@@ -152,7 +139,7 @@ class Legal:
         datas = self._kept(("datas", tensor, group.dp, group.ep, group.pp > 1), len(sizes), lambda: self._datas(group))
         if self._has_sets:
             sizes = self._kept((), len(datas), lambda: self._sized_sets(group, sizes, datas))
-        return replace(group, micro_batches=tuple(sizes), datas=tuple(datas)) if sizes and datas else None
+        return group._replace(micro_batches=tuple(sizes), datas=tuple(datas)) if sizes and datas else None
 
     def _kept(self, key: tuple[object, ...], others: int, find: Callable[[], Checked]) -> list[Any]:
         """The legal ones of several; others: the candidates that each of them stands for, without recomputation."""

@@ -112,6 +112,7 @@ class _Searched:
         self.unpriced: list[Found] = []
         self.num_unpriced: Counter[str] = Counter()
         self.is_counted = self.survey.may_fit <= most_counted
+        self.is_sifted = self.survey.considered <= MOST_SIFTED
 
     def find(self) -> None:
         """Price candidates, the ones with the least bound first, until those in front are the best."""
@@ -166,6 +167,8 @@ class _Searched:
                 if shards not in bounds:
                     bounds[shards] = least_s(self.known, self._plan(row, data), self.cluster) or 0.0
                 found.append((bounds[shards], _Waiting(row, data)))
+            if not self.is_sifted:
+                self.heavy += [(held + row.kept, row, data) for held, data in row.datas[row.fitting :]]
             return found
         plan = self._plan(row, data)
         if not (self._is_light if one.is_bounded else self._may_fit)(row, data, plan):
@@ -222,7 +225,7 @@ class _Searched:
         near = [one for one in self.unfit if one.time and one.time.step_s < limit]
         nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
         heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
-        for row in self.survey.rows if self.survey.considered <= MOST_SIFTED else ():
+        for row in self.survey.rows if self.is_sifted else ():
             for held, data in row.datas[row.fitting :]:
                 heavy.append((held + row.kept, len(heavy), row, data, False))
         heapq.heapify(heavy)

@@ -11,9 +11,9 @@ from parallelrun.plan.search.legal import Legal, LegalGroup
 
 
 class CandidateRow(NamedTuple):
-    """Candidates that differ in the data strategy alone. datas: with the bytes that the fullest pp rank holds at least, the
-    least first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or fewer; 0
-    where none can fit."""
+    """Candidates that differ in the data strategy alone. datas: with the bytes that the fullest pp rank holds at least,
+    the least first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or
+    fewer; 0 where none can fit."""
 
     group: LegalGroup
     micro_batch: int

@@ -51,7 +51,7 @@ def step_time_with(
     Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
     optimizer, cluster, stack and partition. least: with a lower bound of the schedule's length, which is not simulated.
     """
-    setting = _setting(plan, cluster, stack)
+    setting = _setting(plan, cluster, stack, known)
     if setting is None:
         return None
     rates, stack = setting
@@ -83,8 +83,14 @@ def step_time_with(
     return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
 
 
-def _setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[Rates, SoftwareStack] | None:
+def _setting(
+    plan: Plan, cluster: ClusterConfig, stack: SoftwareStack, known: Known
+) -> tuple[Rates, SoftwareStack] | None:
     """(the rates of one rank, what the program does on such a device); None where the time of a step is unknown."""
+    return once(known, ("setting", plan.world, plan.servers), lambda: _compute_setting(plan, cluster, stack))
+
+
+def _compute_setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[Rates, SoftwareStack] | None:
     rates = rates_of(cluster, plan.precision.name)
     if rates is None or why_unknown(plan, cluster):
         return None
@@ -95,7 +101,7 @@ def _setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[
 
 def least_s(known: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
     """A lower bound of the schedule's length, and so of a step; None as `step_time`. known: see `step_time_with`."""
-    setting = _setting(plan, cluster, OURS)
+    setting = _setting(plan, cluster, OURS, known)
     if setting is None:
         return None
     stages, messages = stages_of(plan, cluster, *setting, known), messages_of(plan, cluster, *setting, known)
@@ -108,25 +114,46 @@ def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     return reason or not_given(plan, cluster)
 
 
-def _of_blocks(plan: Plan) -> object:
+class _Key:
+    """A key of `Known`: equal where its values are. Its hash, that of many strategies' fields, is computed once."""
+
+    __slots__ = ("_hash", "_values")
+
+    def __init__(self, *values: object):
+        self._values, self._hash = values, hash(values)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._values == other._values
+
+
+def _of_blocks(plan: Plan) -> _Key:
     """What the time of a block depends on."""
-    inner = tuple((axis, plan.mesh.size(axis)) for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
-    shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
-    return (
-        plan.tensor, plan.expert, plan.context, inner, plan.batch.micro_batch, plan.recompute,
-        plan.pipeline.splits_backward, plan.world, plan.servers, shared, plan.data.shards_weights,
-        plan.batch.microbatches > 1,
-    )  # fmt: skip
+
+    def compute() -> _Key:
+        axes = (axis for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
+        shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
+        return _Key(
+            plan.tensor, plan.expert, plan.context, *((axis, plan.mesh.size(axis)) for axis in axes),
+            plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward, plan.world, plan.servers, shared,
+            plan.data.shards_weights, plan.batch.microbatches > 1,
+        )  # fmt: skip
+
+    return once(plan.cache, "of blocks", compute)
 
 
-def _of_stages(plan: Plan) -> object:
+def _of_stages(plan: Plan) -> _Key:
     """What the time of a microbatch on every stage depends on, and that of the messages between them."""
-    return plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), _of_blocks(plan)
+    values = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), _of_blocks(plan)
+    return once(plan.cache, "of stages", lambda: _Key(*values))
 
 
-def _of_weights(plan: Plan) -> object:
+def _of_weights(plan: Plan) -> _Key:
     """What the bytes of weights and optimizer state depend on, and with the microbatches the traffic of gradients."""
-    return plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
+    values = plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
+    return once(plan.weights_cache, "of weights", lambda: _Key(*values))
 
 
 @dataclass(frozen=True)
@@ -151,7 +178,7 @@ def stages_of(
 
 def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
     """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
-    setting = _setting(plan, cluster, OURS)
+    setting = _setting(plan, cluster, OURS, known)
     assert setting is not None, "asked only where the cluster gives the rates"
     return _blocks_of(plan, cluster, *setting, known)
 
@@ -238,9 +265,11 @@ def _schedule(
 def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
     """The mean over pp ranks of the seconds of all microbatches, by kind of work."""
     parts: Parts = defaultdict(float)
-    for stage in stages:
+    alike = Counter(map(id, stages))
+    for stage in {id(stage): stage for stage in stages}.values():
+        often = alike[id(stage)] * plan.batch.microbatches / plan.mesh.size("pp")
         for name, seconds in stage.parts.items():
-            parts[name] += seconds * plan.batch.microbatches / plan.mesh.size("pp")
+            parts[name] += seconds * often
     return dict(parts)
 
 
