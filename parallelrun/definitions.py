@@ -69,12 +69,17 @@ class Packing:
 
     documents: of a sample; tokens: of a sample, without padding; squares: the sum of the squared lengths of its
     documents, which the time of attention follows. cut: documents that are longer than a sample, of the whole split.
+    examples: the lengths of the documents of some samples, evenly from the split.
     """
 
     documents: float
     tokens: float
     squares: float
     cut: int
+    examples: tuple[tuple[int, ...], ...] = ()
+
+
+NUM_EXAMPLES = 32  # of `Packing`
 
 
 class Split(ABC):

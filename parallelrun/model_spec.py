@@ -196,7 +196,7 @@ class ModelSpec:
     parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
     language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
     attending to itself, and padding. attended: the tokens of its document that a token has on average, where they
-    are known; None: seq.
+    are known; None: seq. documents: the lengths of the documents of some samples, where they are known.
     """
 
     name: str
@@ -222,6 +222,7 @@ class ModelSpec:
     latent: LatentSpec | None = None  # None: queries, keys and values are products of x, hidden / heads wide
     packed: bool = False
     attended: float | None = None
+    documents: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -246,6 +247,11 @@ class ModelSpec:
     def learns_positions(self) -> bool:
         """Whether positions are embedded by a table, and not by rotating queries and keys."""
         return any(layer.layer_role == "position_embedding" for layer in self.layers())
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens attend to earlier ones only: not in a model that fills in masked tokens."""
+        return self.mask_token is None
 
     @cached_property
     def forward_flops(self) -> float:

@@ -23,7 +23,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from parallelrun.errors import EXIT_OK, EXIT_RANK_DIED
-from parallelrun.launch import processes, rendezvous
+from parallelrun.launch import processes, stores
 from parallelrun.launch.environment import LISTENER, without_launchers
 from parallelrun.launch.rank import STOP_SIGNALS, end
 
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
     listener = None
     if LOCAL not in arguments:
         launcher, address = addresses(os.environ)
-        listener = rendezvous.listen(address, 0) if SERVE in arguments else None
+        listener = stores.listen(address, 0) if SERVE in arguments else None
         port = listener.getsockname()[1] if listener else 0
         print(GREETING + json.dumps(asdict(Hello(os.uname().nodename, address, launcher, port))), flush=True)
     text = sys.stdin.readline()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -33,8 +34,8 @@ from parallelrun.errors import (
     EnvironmentProblem,
     Problem,
 )
-from parallelrun.launch import rendezvous
-from parallelrun.launch.environment import for_other_hosts
+from parallelrun.launch import stores
+from parallelrun.launch.environment import TOKEN, for_other_hosts
 from parallelrun.launch.rank import STOP_SIGNALS
 from parallelrun.launch.supervisor import signal_handlers
 
@@ -179,7 +180,7 @@ class HostLauncher:
         print(f"starting {where}", file=sys.stderr, flush=True)
         world = sum(one.num_ranks for one in self._hosts)
         environ = {"WORLD_SIZE": str(world), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        environ |= for_other_hosts(os.environ)
+        environ |= {TOKEN: secrets.token_hex(16), **for_other_hosts(os.environ)}  # sent through ssh, on no command line
         for agent in self._agents:
             order = Order(
                 words=self._words,
@@ -264,7 +265,7 @@ class HostLauncher:
 
 def _listen_here(address: str) -> socket.socket:
     try:
-        return rendezvous.listen(address, 0)
+        return stores.listen(address, 0)
     except OSError as error:
         what = f"rank 0 cannot listen on {address}, this host's address for the others: {error.strerror}"
         fix = "start from a host in the same network, or name another host first in -H"

@@ -81,6 +81,9 @@ class MixedSplit(Split):
             tokens=mean(one.tokens for one in found),
             squares=mean(one.squares for one in found),
             cut=sum(one.cut for one in found),
+            examples=tuple(
+                each for weight, one in zip(weights, found) for each in one.examples[:: max(1, round(1 / weight))]
+            ),
         )
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
-from parallelrun.definitions import Packing
+from parallelrun.definitions import NUM_EXAMPLES, Packing
 
 WINDOW = 2**16  # documents
 _MOST_KEPT = 8  # results, which forked ranks find computed
@@ -42,9 +42,12 @@ class Packs:
         return slice(int(self.ends[sample - 1]) if sample else 0, int(self.ends[sample]))
 
     def packing(self) -> Packing:
-        """The averages over all samples."""
+        """The averages over all samples, and some of them."""
         number, sizes = max(1, len(self)), self.lengths.astype(np.float64)
-        return Packing(sizes.size / number, float(sizes.sum()) / number, float(sizes @ sizes) / number, self.cut)
+        chosen = np.linspace(0, len(self) - 1, min(NUM_EXAMPLES, len(self))).astype(np.int64).tolist()
+        examples = tuple(tuple(self.lengths[self.pieces(sample)].tolist()) for sample in chosen)
+        squares = float(sizes @ sizes) / number
+        return Packing(sizes.size / number, float(sizes.sum()) / number, squares, self.cut, examples)
 
 
 def pack(lengths: NDArray[np.int64], seq: int, shift: int, seed: int) -> Packs:

@@ -15,7 +15,7 @@ from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.images import resize
 from parallelrun.data.order import derive_key
 from parallelrun.data.tokens import require_samples
-from parallelrun.definitions import IGNORED, Dataset, DatasetDefinition, Packing, Split
+from parallelrun.definitions import IGNORED, NUM_EXAMPLES, Dataset, DatasetDefinition, Packing, Split
 from parallelrun.model_spec import ModelSpec
 
 DEFAULT_VOCAB = 256
@@ -126,7 +126,8 @@ class PackedChains(MarkovChain):
         found = [self.document_lengths(index) for index in range(min(len(self), NUM_MEASURED))]
         sizes = np.concatenate(found).astype(np.float64)
         number = len(found)
-        return Packing(sizes.size / number, float(sizes.sum()) / number, float(sizes @ sizes) / number, 0)
+        examples = tuple(tuple(each.tolist()) for each in found[:NUM_EXAMPLES])
+        return Packing(sizes.size / number, float(sizes.sum()) / number, float(sizes @ sizes) / number, 0, examples)
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         generator, seq, lengths = self.generator(self.stream, index), self.shape[0], self.document_lengths(index)

@@ -121,8 +121,13 @@ _BODY = """#!/bin/bash
 ranks=
 trap 'kill -USR1 $ranks 2>/dev/null' USR1
 
-# The ranks find each other by Slurm's variables: rank 0 listens on the first node. With resume=auto the first start is
-# a fresh one, and a later one goes on from the newest checkpoint. --kill-on-bad-exit: one failed rank ends the job.
+# The ranks find each other by Slurm's variables: rank 0 listens on the first node, and answers who knows this secret,
+# which srun hands to the ranks only.
+PARALLELRUN_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export PARALLELRUN_TOKEN
+
+# With resume=auto the first start is a fresh one, and a later one goes on from the newest checkpoint.
+# --kill-on-bad-exit: one failed rank ends the job.
 {srun} &
 ranks=$!
 while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; done # a signal ends `wait` early

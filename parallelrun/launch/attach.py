@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EnvironmentProblem, ParallelrunError, Problem
-from parallelrun.launch import environment, failure, output, preflight, rank, rendezvous
+from parallelrun.launch import environment, failure, output, preflight, rank, rendezvous, stores
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import GRACE_S, TIMED_OUT, ConsoleOptions, Failure
@@ -43,12 +43,12 @@ def abandon(attached: Attached, exit_code: int) -> None:
     if attached.rank or attached.world == 1:
         return
     try:
-        store = rendezvous.connect(attached, 30.0)
+        store = stores.connect(attached, 30.0)
         rendezvous.put(store, "run", {"failed": exit_code})
         deadline = time.monotonic() + rendezvous.JOIN_S  # this process serves the store until all have read it
         while store.add("exit codes read", 0) < attached.world - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
-        rendezvous.forget_port(attached)
+        stores.forget(attached)
     except (ParallelrunError, RuntimeError, OSError):
         return  # the launcher will end the other ranks
 
@@ -59,7 +59,7 @@ def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
     argv: this process's command line, which must be that of the other ranks, too. Missing or disagreeing ranks are
     reported here and to the other ranks; nothing is raised.
     """
-    store = rendezvous.connect(attached)
+    store = stores.connect(attached)
     status = Status(job.directory)
     status.running()
     run: dict[str, Any] = {
@@ -87,7 +87,7 @@ def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
         time.sleep(GRACE_S)  # this process serves the store
         return error.exit_code
     finally:
-        rendezvous.forget_port(attached)
+        stores.forget(attached)
     path = job.directory / "manifest.json"  # written before the other ranks joined, so it lacks their hosts
     write_json(path, {**json.loads(path.read_text()), "hosts": sorted({member.host for member in members})})
     members = [replace(member, words={}, code={}) for member in members]  # already compared
@@ -102,10 +102,10 @@ def follow(argv: Sequence[str]) -> int:
     """
     attached = environment.detect(os.environ)
     assert attached is not None and attached.rank > 0, "follow() is for ranks that another launcher has started"
-    store = rendezvous.connect(attached)
-    run = rendezvous.get(store, "run", rendezvous.COMPOSE_S)
+    store = stores.connect(attached)
+    run = rendezvous.get(store, "run", stores.CONNECT_S)
     if run is None:
-        what = f"rank {attached.rank} has waited {rendezvous.COMPOSE_S:g} s for rank 0 to compose"
+        what = f"rank {attached.rank} has waited {stores.CONNECT_S:g} s for rank 0 to compose"
         raise EnvironmentProblem(Problem(what, "rank 0"), exit_code=EXIT_HANG)
     if "failed" in run:
         store.add("exit codes read", 1)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from parallelrun.errors import EnvironmentProblem, Problem
 
+TOKEN = "PARALLELRUN_TOKEN"  # a secret of the run: who knows it may join a rendezvous over a network
 LISTENER = "PARALLELRUN_LISTENER"  # the descriptor of a listening socket that rank 0 inherits for the rendezvous
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = re.compile(
@@ -39,8 +40,8 @@ _FOR_RANKS = re.compile(
 class Attached:
     """The rank of this process in a world that another launcher has started.
 
-    master_port: 0 if all ranks share a host; rank 0 then chooses a port and announces it in a private file named after
-    `job`. source: torchrun | srun | mpirun | TF_CONFIG. job: a text that all ranks of this job share, and no other job.
+    master_port: 0 if all ranks share a host, which then meet in a file. source: torchrun | srun | mpirun | TF_CONFIG.
+    job: a text that all ranks of this job share, and no other job.
     """
 
     rank: int
@@ -75,7 +76,7 @@ def detect(environ: Mapping[str, str]) -> Attached | None:
 def for_rank(environ: Mapping[str, str], rank: int, world: int, threads: int) -> dict[str, str]:
     """Return the variables for a rank of our own launcher: the allowed ones of `environ`, and its rank.
 
-    There is no master address: the rank inherits the store's socket, so that no other process connects by accident.
+    There is no master address: the ranks inherit the file of their store.
     """
     kept = {name: value for name, value in without_launchers(environ).items() if _FOR_RANKS.match(name)}
     kept.setdefault("OMP_NUM_THREADS", str(threads))

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,10 +20,10 @@ from parallelrun.launch.environment import for_rank, num_cores, threads_per_rank
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import open_log, redirect
 from parallelrun.launch.rank import Job, RankSettings
+from parallelrun.launch.store_file import StoreFile, file_store, store_file
 from parallelrun.plan.structure import Plan
 
 FORK, EXEC = "fork", "exec"
-_BACKLOG = 4096  # all ranks connect at once
 _PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
               "parallelrun.shared_memory.joining", "parallelrun.train.bench",
               "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run")  # fmt: skip
@@ -84,17 +83,17 @@ def num_threads() -> int:
 
 
 def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
-    """Start every rank and yield its pid. The store's socket is bound to 127.0.0.1 before the first rank starts."""
+    """Start every rank and yield its pid."""
     start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
-    with socket.create_server((ranks.LOOPBACK, 0), backlog=_BACKLOG) as listener:
+    with store_file(job.directory) as file:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         gc.freeze()
         try:
             for rank in range(job.plan.world):
-                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, listener)
+                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, file)
         finally:
             gc.unfreeze()
 
@@ -134,7 +133,7 @@ def take_turns(num_ranks: int) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
+def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile) -> int:
     rank, world = settings.rank, job.plan.world
 
     def run() -> int:
@@ -147,17 +146,13 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
         environment = for_rank(os.environ, rank, world, settings.threads)
         os.environ.clear()
         os.environ.update(environment)
-        port = listener.getsockname()[1]
-        descriptor = listener.detach() if rank == 0 else None
-        if descriptor is None:
-            listener.close()
-        connect = partial(ranks.tcp_store, ranks.LOOPBACK, port, world, descriptor) if world > 1 else None
+        connect = partial(file_store, file.path) if world > 1 else None
         return ranks.serve(job, settings, heartbeats, connect)
 
     return fork(run)
 
 
-def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
+def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
         "folder": os.fspath(job.directory),
@@ -166,8 +161,7 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
         "world": world,
         "parent": os.getpid(),
         "heartbeats": heartbeats.descriptor,
-        "port": listener.getsockname()[1],
-        "listener": listener.fileno() if serves else None,
+        "store": file.path,
     }
     environment = for_rank(os.environ, rank, world, settings.threads)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -175,7 +169,7 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "parallelrun.launch.rank", json.dumps(order)],
-            pass_fds=[heartbeats.descriptor, *([listener.fileno()] if serves else [])],
+            pass_fds=[heartbeats.descriptor, *([] if file.descriptor is None else [file.descriptor])],
             stdin=subprocess.DEVNULL,
             stdout=None if serves else log,
             stderr=log,

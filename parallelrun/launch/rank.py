@@ -30,13 +30,13 @@ from parallelrun.launch import failure, preflight
 from parallelrun.launch.failure import ConsoleOptions
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import redirect
+from parallelrun.launch.store_file import file_store
 from parallelrun.plan.structure import Plan
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
-LOOPBACK = "127.0.0.1"
 WORKER = "parallelrun.launch.worker:run"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announces preemption by SIGTERM or SIGUSR1
 
@@ -195,17 +195,6 @@ def _count_finished(store: Store, world: int) -> None:
         store.set("all finished", "yes")
 
 
-def tcp_store(host: str, port: int, world: int, listener: int | None, timeout_s: float = 300.0) -> Store:
-    """Connect to the store at `host:port`. The rank that has `listener`, the descriptor of a socket, serves it."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store: Store = TCPStore(
-        host, port, world, listener is not None, timedelta(seconds=timeout_s), wait_for_workers=False,
-        master_listen_fd=listener,
-    )  # fmt: skip
-    return store
-
-
 def take_signals(heartbeats: HeartbeatFile, stops: Sequence[int] = (signal.SIGTERM,)) -> None:
     """Let the signals `stops` ask all ranks of the host to stop after their step, and SIGINT interrupt at once."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -242,10 +231,8 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def main(
-    folder: str, worker: str, rank: int, world: int, parent: int, heartbeats: int, port: int, listener: int | None
-) -> NoReturn:
-    """Run an exec'd rank. heartbeats, listener: inherited descriptors; listener: only of rank 0."""
+def main(folder: str, worker: str, rank: int, world: int, parent: int, heartbeats: int, store: str) -> NoReturn:
+    """Run an exec'd rank. heartbeats: an inherited descriptor; store: the path of the store's file."""
     leave_with_parent(parent)
     heartbeat_file = HeartbeatFile(world, heartbeats)
     take_signals(heartbeat_file)
@@ -258,7 +245,7 @@ def main(
     if job.plan.world != world:
         what = f"config.yaml describes {job.plan.world} ranks, but the launcher started {world}"
         raise EnvironmentProblem(Problem(what, "config.yaml"))
-    connect = partial(tcp_store, LOOPBACK, port, world, listener) if world > 1 else None
+    connect = partial(file_store, store) if world > 1 else None
     end(serve(job, RankSettings(rank, rank), heartbeat_file, connect))
 
 

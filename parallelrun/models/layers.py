@@ -7,6 +7,7 @@ softmax and loss compute in at least fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -283,7 +284,13 @@ class HashDropout(_HashMasked):
 
 
 class AttentionOverRanks(Protocol):
-    """Computes the attention of a layer whose tokens several ranks hold."""
+    """Computes the attention of a layer whose tokens several ranks hold.
+
+    work: of its last calls, the pairs of a query and a key that it computed, by step in which keys arrived.
+    """
+
+    @property
+    def work(self) -> Iterable[list[int]]: ...
 
     def __call__(self, layer: AttentionProduct, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (batch, heads, own tokens, head_dim), key and value with maybe fewer heads: as query."""

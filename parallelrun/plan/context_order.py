@@ -2,12 +2,13 @@
 
 Under a causal mask a query at position p attends to p + 1 keys, so ranks with late positions have more work.
 `contiguous` gives a rank one piece; `zigzag` (Llama 3) cuts 2 x size chunks and gives rank i chunks i and
-2 x size - 1 - i; `striped` (Brandon et al. 2023) gives position p to rank p mod size.
+2 x size - 1 - i; `striped` (Brandon et al. 2023) gives position p to rank p mod size, and so each rank an equal part of
+every document that is packed into a sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -72,6 +73,17 @@ def part(spans: Spans, num: int, index: int) -> Spans:
     return tuple(found)
 
 
+def inside(spans: Spans, start: int, stop: int) -> tuple[int, Spans]:
+    """(positions of `spans` before `start`, those in [start, stop))."""
+    before, found = 0, []
+    for span in spans:
+        first, last = (min(max(0, -((span.start - end) // span.step)), span.length) for end in (start, stop))
+        before += first
+        if first < last:
+            found.append(Span(span.start + first * span.step, span.step, last - first))
+    return before, tuple(found)
+
+
 def num_pairs(queries: Sequence[Span], keys: Sequence[Span]) -> int:
     """The pairs of a query and a key that is not after it: the work of causal attention."""
     return sum(_num_pairs(query, key) for query in queries for key in keys)
@@ -87,11 +99,62 @@ def _num_pairs(query: Span, key: Span) -> int:
 
 
 class Imbalance(NamedTuple):
-    """Of the work of causal attention, 1.0 is even. ranks: the most of a rank over the mean. steps: the time of a ring
-    in which every step waits for its slowest rank, over the mean work of a rank."""
+    """Of the work of attention, 1.0 is even. ranks: the most of a rank over the mean. steps: the time of a ring in
+    which every step waits for its slowest rank, over the mean work of a rank."""
 
     ranks: float
     steps: float
+
+
+Work = Sequence[Sequence[int]]  # pairs of a query and a key, by rank and step: keys of the rank so many before it
+Lengths = tuple[int, ...]  # of the documents of a sample, in order
+
+
+def imbalance_of(calls: Iterable[Work]) -> Imbalance:
+    """Of several calls of attention; in each of them every rank waits for the slowest."""
+    most = in_steps = mean = 0.0
+    for work in calls:
+        most += max(map(sum, work))
+        in_steps += sum(max(step) for step in zip(*work, strict=True))
+        mean += sum(map(sum, work)) / len(work)
+    return Imbalance(most / mean, in_steps / mean) if mean else Imbalance(1.0, 1.0)
+
+
+@lru_cache(maxsize=64)
+def packed_imbalance(
+    order: str, size: int, seq: int, causal: bool, samples: tuple[Lengths, ...], micro_batch: int
+) -> Imbalance:
+    """Of documents that are packed into `samples`, `micro_batch` of which are attended to together.
+
+    Looks at the first microbatches alone where there are many documents or ranks.
+    """
+    most = max(1, MOST_COUNTED // (size**2 * max(1, sum(map(len, samples)) // len(samples)) * micro_batch))
+    spans = [ORDERS[order].spans(size, index, seq) for index in range(size)]
+    starts = range(0, min(len(samples), most * micro_batch), micro_batch)
+    return imbalance_of(document_work(spans, samples[start : start + micro_batch], causal) for start in starts)
+
+
+MOST_COUNTED = 2**14  # documents x pairs of ranks, of which 2**14 take 0.1 s
+
+
+def document_work(spans: Sequence[Spans], samples: Sequence[Lengths], causal: bool) -> Work:
+    """The work of attention inside the documents of some samples, on ranks with these spans."""
+    size = len(spans)
+    work = [[0] * size for _ in spans]
+    for lengths in samples:
+        start = 0
+        for length in lengths:
+            held = [inside(one, start, start + length)[1] for one in spans]
+            start += length
+            for rank, queries in enumerate(held):
+                for step in range(size):
+                    keys = held[(rank - step) % size]
+                    work[rank][step] += num_pairs(queries, keys) if causal else _num(queries) * _num(keys)
+    return work
+
+
+def _num(spans: Spans) -> int:
+    return sum(span.length for span in spans)
 
 
 @lru_cache(maxsize=256)

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 class ContextStrategy(AxisStrategy):
     """How the cp ranks of a sequence attend to each other's tokens; `plan.context` is one, or None if cp is 1.
 
-    config_class: its keys of `strategy.context`. order: which positions a rank holds, a name of `ORDERS`.
+    config_class: its keys of `strategy.context`. in_turn: work is as slow as the slowest rank of every step of a ring,
+    not of the whole. order: which positions a rank holds, a name of `ORDERS`.
     """
 
     config_class: ClassVar[type[ContextConfig]] = ContextConfig
+    in_turn: ClassVar[bool] = False
 
     order: str = CONTIGUOUS
 

@@ -8,13 +8,13 @@ from typing import Any
 from parallelrun import definitions
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import Config
-from parallelrun.definitions import PartUse
+from parallelrun.definitions import Packing, PartUse
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.advice import warnings
 from parallelrun.plan.data_axis import DataAxis
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import backend_of_axis, ranks_per_node
-from parallelrun.plan.packing import packing_document
+from parallelrun.plan.packing import packing_document, with_packing
 from parallelrun.plan.step_time.step import why_unknown
 from parallelrun.plan.structure import WORLD, Memory, Plan
 
@@ -40,7 +40,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},
         "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
         "experts": experts(plan),
-        "context": context(plan),
+        "context": context(plan, found.packing),
         "equivalence": asdict(plan.equivalence),
         "mixture": [asdict(part) for part in mixture(plan, config)] or None,
         "packing": packing_document(plan.spec, found.packing),
@@ -51,7 +51,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "ranks": [rank_row(plan, rank, config.cluster) for rank in range(plan.world)],
         "stages": stage_rows(plan),
         "servers": server_rows(plan),
-        **_predictions(plan, config.cluster, found),
+        **_predictions(plan, config, found),
     }
 
 
@@ -61,9 +61,9 @@ def mixture(plan: Plan, config: Config) -> list[PartUse]:
     return dataset.uses(config, plan.spec, plan.batch.global_batch)
 
 
-def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
+def _predictions(plan: Plan, config: Config, found: Facts) -> dict[str, Any]:
     """Predicted memory, schedule, traffic and cost."""
-    worst = found.memories[found.heaviest_pp_rank]
+    worst, cluster = found.memories[found.heaviest_pp_rank], config.cluster
     return {
         "memory": {
             "per_position": [{"position": pp_rank, **_bytes(memory)} for pp_rank, memory in found.memories.items()],
@@ -72,6 +72,7 @@ def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, 
             "leaves_out": list(worst.leaves_out),
             "fits": cluster_cost.fits(worst, cluster),
             "why": cluster_cost.why_fits(worst, cluster),
+            "checkpoint_copies_bytes": prediction.copied_bytes(config, plan),
         },
         "schedule": {
             "kind": plan.pipeline.kind,
@@ -189,15 +190,17 @@ def link_rows(plan: Plan) -> list[dict[str, int]]:
     return [{"from": pair[0], "to": pair[1], "bytes": size} for pair, size in sorted(plan.data.links(plan).items())]
 
 
-def context(plan: Plan) -> dict[str, Any] | None:
+def context(plan: Plan, packing: Packing | None = None) -> dict[str, Any] | None:
     """The strategy of cp, the positions of a rank, and by order the work of the slowest rank's attention over the mean;
-    None at cp=1. Where the order makes no difference, there is only the plan's own."""
+    None at cp=1. Where the order makes no difference, there is only the plan's own. packing: of documents in samples,
+    where it is known; otherwise the imbalance is that of whole samples."""
     if plan.context is None:
         return None
-    found = {plan.context.order: plan.context.imbalance(plan)}
-    for order in plan.context.orders(plan):
-        found[order] = replace(plan.context, order=order).imbalance(plan)
-    return {"kind": plan.context.kind, **asdict(plan.context), "positions": plan.seq, "imbalance": found}
+    own, plan = plan.context, with_packing(plan, packing)
+    found = {own.order: own.imbalance(plan)}
+    for order in own.orders(plan):
+        found[order] = replace(own, order=order).imbalance(plan)
+    return {"kind": own.kind, **asdict(own), "positions": plan.seq, "imbalance": found}
 
 
 def experts(plan: Plan) -> dict[str, Any] | None:

@@ -46,7 +46,8 @@ def with_packing(plan: Plan, packing: Packing | None) -> Plan:
     def shorter(block: BlockSpec) -> BlockSpec:
         return replace(block, forward_flops=block.forward_flops - saved) if block.kind == "transformer" else block
 
-    return replace(plan, spec=replace(plan.spec, attended=attended, blocks=tuple(map(shorter, plan.spec.blocks))))
+    blocks = tuple(map(shorter, plan.spec.blocks))
+    return replace(plan, spec=replace(plan.spec, attended=attended, documents=packing.examples, blocks=blocks))
 
 
 def packing_document(spec: ModelSpec, packing: Packing | None) -> dict[str, Any] | None:

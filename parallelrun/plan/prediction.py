@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import Config
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import device_memory, peak, routing, sample_sets
@@ -167,6 +168,12 @@ def checkpoint_bytes(plan: Plan) -> int:
     replicas = plan.mesh.size("dp")
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
     return (state * copies + trained * plan.data.kept_states) * BYTES[plan.precision.stored]
+
+
+def copied_bytes(config: Config, plan: Plan) -> int:
+    """Bytes of host memory, over all ranks, that copies of a checkpoint take while they are written beside training."""
+    periodic = 0 < config.checkpoint.every < config.steps
+    return checkpoint_bytes(plan) if config.checkpoint.asynchronous and periodic and not plan.servers else 0
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:

@@ -88,10 +88,11 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         *([("backend", Text(_backend(plan, config)))] if plan.world > 1 and most > 1 else []),
         *([("filled in", Text(_filled(plan, most), "cyan"))] if plan.filled else []),
         *([("experts", Text(_experts(plan)))] if plan.spec.router else []),
-        *([("context", Text(_context(plan)))] if plan.context else []),
+        *([("context", Text(_context(plan, found.packing)))] if plan.context else []),
         ("", ""),
         ("memory", _memory(found, config)),
         ("", _memory_by_kind(found)),
+        *([("", _copies(copied))] if (copied := prediction.copied_bytes(config, plan)) else []),
         *([("servers", Text(_servers(plan)))] if plan.servers else []),
         ("", ""),
         ("schedule", Text(_schedule(plan, found))),
@@ -191,10 +192,10 @@ def _filled(plan: Plan, most: int) -> str:
     return "\n".join([text.replace("(filled: ", "(") for text in plan.filled[:most]] + more)
 
 
-def _context(plan: Plan) -> str:
+def _context(plan: Plan, packing: Packing | None) -> str:
     """The positions of a rank, and the imbalance of each order."""
     assert plan.context is not None
-    cp, order, found = plan.mesh.size("cp"), plan.context.order, context(plan)
+    cp, order, found = plan.mesh.size("cp"), plan.context.order, context(plan, packing)
     assert found is not None
     text = f"{plan.spec.seq:,} positions = cp {cp} x {plan.seq:,}"
     if len(found["imbalance"]) < 2:
@@ -239,6 +240,11 @@ def _memory_by_kind(found: Facts) -> str:
     worst = found.memories[found.heaviest_pp_rank]
     unit, size = byte_unit(worst.total)
     return "= " + " + ".join(f"{kind} {digits(one / size)}" for kind, one in worst.parts.items()) + f" {unit}"
+
+
+def _copies(num_bytes: int) -> str:
+    beside = f"besides {bytes_text(num_bytes)} of host memory, over all ranks, from which checkpoints are written"
+    return f"{beside} (checkpoint.asynchronous)"
 
 
 def _servers(plan: Plan) -> str:

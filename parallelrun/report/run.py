@@ -84,14 +84,28 @@ def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
     if summary.get("bubble_measured") is not None and summary["pp"] > 1:
         measured = f"{summary['bubble_measured']:.0%} of a step measured ({seconds_text(summary['bubble_s'])})"
         rows.append(("bubble", Text(f"{measured}, {summary['bubble_predicted']:.0%} predicted")))
+    if summary.get("imbalance_measured") is not None:
+        measured, foretold = summary["imbalance_measured"], summary["imbalance_predicted"]
+        text = f"the slowest cp rank's attention was {measured:.3g} times the mean, {foretold:.3g} predicted"
+        rows.append(("context", Text(text)))
     if summary.get("staleness_mean") is not None:
         rows.append(("staleness", Text(_staleness(summary))))
     rows.append(("memory", Text(f"{bytes_text(summary['peak_memory_bytes'])} at the peak of the largest rank")))
+    if summary.get("save_pause_median_s") is not None:
+        rows.append(("saving", Text(_saving(summary))))
     crowd = summary["ranks_per_core"]
     if crowd and crowd > 1:
         world, cores = summary["world"], counted(round(summary["world"] / crowd), "core")
         rows.append(("", Text(f"step time is no scaling measurement: {world} ranks on {cores}", "yellow")))
     return rows
+
+
+def _saving(summary: dict[str, Any]) -> str:
+    saves, pause = counted(summary["saves"], "checkpoint"), seconds_text(summary["save_pause_median_s"])
+    written = summary["save_write_median_s"]
+    return f"{saves}; a save paused training for {pause}" + (
+        f" and took {seconds_text(written)} to write" if written is not None else ""
+    )
 
 
 def _staleness(summary: dict[str, Any]) -> str:

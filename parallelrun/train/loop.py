@@ -34,8 +34,13 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         context.heartbeat(step, "step")
         lr = learning_rate(config.optimizer, step, config.steps)
         with first_steps.watch(step), profiler.watch(step), clock:
-            result = train_step(training, step, lr, scaler, context.stop_requested(), clock=clock)
-        skips = check_finite(training, result, scaler, step, skips)
+            stop = context.stop_requested() or checkpoints.have_failed()
+            result = train_step(training, step, lr, scaler, stop, checkpoints.before_update, clock)
+        try:
+            skips = check_finite(training, result, scaler, step, skips)
+        except NumericsError:
+            checkpoints.finish()
+            raise
         scaler.update(result.applied)
         evaluation = _evaluate(training, context, step)
         recorder.step(

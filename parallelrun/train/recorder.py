@@ -24,8 +24,10 @@ from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
+from parallelrun.train import attention_work
 from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
+from parallelrun.train.communication import communication_rows
 from parallelrun.train.medians import mean_times, median_times, percentile_95
 from parallelrun.train.timing import StepTimes
 
@@ -171,6 +173,7 @@ class Recorder:
             "rows": None if counted is None else [asdict(c) for c in counted],
             "times": median_times(self._timed(self._recent)),
             "actions": self._training.runner.last_actions() if self._stands_for_its_stages() else {},
+            "attention": attention_work.of_rank(self._training),
         }
 
     def _stands_for_its_stages(self) -> bool:
@@ -185,13 +188,14 @@ class Recorder:
             rows = communication_rows(counted, self._training) if complete else []
             facts = [everyone[rank] for rank in sorted(everyone)]
             actions = [one["actions"] for one in facts if one.get("actions")]  # ascending pp index, as ranks are
+            summary = self._summary(facts, rows, state) | attention_work.fields(everyone, self._training)
 
             def write() -> None:
                 self._rows.flush()
                 write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
                 if actions:
                     write_json(self._directory / "schedule.json", schedule_document(self._records[-1].step, actions))
-                write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
+                write_json(self._directory / "summary.json", {**summary, **more})
                 self._routing.flush()
 
             reserve.insist(self._directory, reserve.RECORDS, write)
@@ -262,35 +266,6 @@ class Recorder:
         plan = self._training.plan
         total: float = sum(row[key] / prediction.steps_between(plan, row["purpose"]) for row in rows)
         return round(total)
-
-
-def communication_rows(measured: Mapping[int, list[dict[str, Any]]], training: Training) -> list[dict[str, Any]]:
-    """Return the rows of comm.json: measured and predicted calls and bytes by rank, axis, operation and purpose."""
-    plan = training.plan
-    rows = []
-    for rank, counted in sorted(measured.items()):
-        predicted = {(c.axis, c.operation, c.purpose): c for c in prediction.collectives(plan, rank)}
-        seen = {(c["axis"], c["operation"], c["purpose"]): c for c in counted}
-        for key in sorted(predicted.keys() | seen.keys()):
-            axis, operation, purpose = key
-            expected = predicted.get(key)
-            actual = Collective(**seen[key]) if key in seen else None
-            rows.append(
-                {
-                    "rank": rank,
-                    "axis": axis,
-                    "operation": operation,
-                    "purpose": purpose,
-                    "calls": actual.calls if actual else 0,
-                    "payload_bytes": actual.payload_bytes if actual else 0,
-                    "wire_bytes": prediction.wire_bytes(actual, prediction.group_size(plan, axis)) if actual else 0,
-                    "every": prediction.steps_between(plan, purpose),
-                    "predicted_calls": expected.calls if expected else 0,
-                    "predicted_payload_bytes": expected.payload_bytes if expected else 0,
-                    "predicted_most_bytes": expected.most_bytes if expected else None,
-                }
-            )
-    return rows
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -112,15 +112,30 @@ def run_launcher(
     return Launched(folder, world, folder / "runs")
 
 
-def run_attached(folder: Path, wish: dict[str, Any] | None = None, *, world: int = 2, **wanted: Any) -> list[Launched]:
+def run_attached(
+    folder: Path,
+    wish: dict[str, Any] | None = None,
+    *,
+    world: int = 2,
+    environ: dict[str, str] | None = None,
+    **wanted: Any,
+) -> list[Launched]:
     """Start `world` processes that look as if mpirun had started them; the way of `tests.cli.attached`, by rank."""
     argument = json.dumps({"overrides": {"dp": world}, "runs": str(folder / "runs"), "timeout_s": 60, **wanted})
     ranks = [Launched(folder / f"process_{rank}", world, folder / "runs") for rank in range(world)]
     for rank, one in enumerate(ranks):
         place = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world), "PMIX_NAMESPACE": str(folder)}
         place |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(world)}
-        _send("tests.cli.attached:main", one.folder, argument, {"PARALLELRUN_TEST": json.dumps(wish or {}), **place})
+        place |= {"PARALLELRUN_TEST": json.dumps(wish or {}), **(environ or {})}
+        _send("tests.cli.attached:main", one.folder, argument, place)
     return ranks
+
+
+def run_stranger(folder: Path) -> Launched:
+    """Start a stranger (`tests.cli.stranger`), who has attacked nothing yet when this returns."""
+    _send("tests.cli.stranger:main", folder, str(folder / "ready"), {})
+    wait_for(lambda: read(folder / "ready"), f"stranger\n{read(folder / 'stderr')}")
+    return Launched(folder, 0, folder)
 
 
 def run_program(folder: Path, words: list[str], environ: dict[str, str], world: int) -> Launched:

@@ -197,11 +197,11 @@ def test_ranks_that_do_not_come_are_named(tmp_path):
     assert "joined 2 of 3 ranks in 2 s; missing: 2" in ranks[0].stderr
 
 
-def test_the_port_s_file_is_gone_afterwards(tmp_path):
-    from parallelrun.launch import rendezvous
+def test_the_note_of_rank_0_is_gone_afterwards(tmp_path):
+    from parallelrun.launch import stores
     from parallelrun.launch.environment import Attached
 
     ranks = run_attached(tmp_path)
     assert codes(ranks) == [0, 0], ranks[0].stderr
-    assert not rendezvous._port_file(Attached(0, 2, 0, "127.0.0.1", 0, "mpirun", str(tmp_path))).exists()
+    assert not stores._note(Attached(0, 2, 0, "127.0.0.1", 0, "mpirun", str(tmp_path))).exists()
     assert Path(ranks[0].directory / "config.yaml").exists()

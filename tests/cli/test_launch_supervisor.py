@@ -237,13 +237,14 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path, method):
     assert not survivors(pids, 2.0)
 
 
-def test_everything_that_listens_listens_on_loopback(tmp_path):
-    run = run_launcher(tmp_path, ENDLESS)
+@pytest.mark.parametrize(("backend", "expected"), [("auto", set()), ("gloo", {"0100007F"})])
+def test_nothing_listens_but_gloo_on_loopback(tmp_path, backend, expected):
+    run = run_launcher(tmp_path, ENDLESS, overrides={"dp": 2, "backend": backend})
     run.reaches(2)
     addresses = listening_addresses([run.pid, *run.rank_pids()])
     os.kill(run.pid, signal.SIGINT)
     run.wait()
-    assert addresses == {"0100007F"}  # 127.0.0.1, as /proc/net/tcp writes it
+    assert addresses == expected  # as /proc/net/tcp writes 127.0.0.1
 
 
 def test_two_runs_at_once_do_not_meet(tmp_path):

@@ -183,7 +183,7 @@ def _add_attention(
     attended = spec.attended or spec.seq
     flops = 2.0 * plan.num_rows * attended * spec.attention_features
     if stack.fused_attention:
-        causal = spec.mask_token is None  # which halves the work
+        causal = spec.is_causal  # which halves the work
         computed = 4.0 * plan.num_rows * attended * spec.qk_features / (2 if causal else 1)  # zeros behind values too
         forward[ATTENTION] = attention_s(computed / tp / stack.attention, attended, causal, rates)
         backward[ATTENTION] = BACKWARD_OF_ATTENTION * forward[ATTENTION]

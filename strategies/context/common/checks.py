@@ -11,24 +11,26 @@ from parallelrun.plan.load import tensor_strategy
 from parallelrun.plan.request import Request
 from parallelrun.wording import divisors, either, nearest
 
-BALANCED = "zigzag"
-
 
 def order_of(asked: str | None, request: Request, head_ranks: int) -> str:
-    """The order of tokens: as asked for, else the one that balances causal attention."""
-    if head_ranks == request.cp or (asked is None and not is_causal(request)):
-        return asked or CONTIGUOUS
-    return asked or BALANCED
+    """The order of tokens: as asked for, else the one that balances attention."""
+    if asked is not None:
+        return asked
+    return CONTIGUOUS if head_ranks == request.cp else _balanced(request)[0]
 
 
-def is_causal(request: Request) -> bool:
-    """Whether tokens attend to earlier ones only: not in a model that fills in masked tokens."""
-    return request.spec.mask_token is None
+def _balanced(request: Request) -> tuple[str, str]:
+    """(the order that balances attention, why)."""
+    if request.spec.packed:
+        return "striped", "it balances the attention of every packed document"
+    if request.spec.is_causal:
+        return "zigzag", "it balances causal attention"
+    return CONTIGUOUS, "without a causal mask every order is balanced"
 
 
 def reason(request: Request) -> str:
     """Why an order was filled in."""
-    return "it balances causal attention" if is_causal(request) else "without a causal mask every order is balanced"
+    return _balanced(request)[1]
 
 
 def check(request: Request, head_ranks: int, order: str | None) -> list[Problem]:

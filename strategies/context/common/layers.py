@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,19 +21,23 @@ from .blocks import DroppedPart
 from .heads import to_heads, to_sequence
 from .product import AttentionCall, BlockwiseAttention, Transport
 
+CALLS_KEPT = 64  # whose work is remembered
+
 
 @dataclass(frozen=True)
 class ContextAttention:
     """Attention of a layer over the ranks of cp.
 
     heads: the group whose ranks exchange tokens for heads first, or of one rank. transport: over the other ranks.
-    spans: the positions of each rank of the transport's group, after that exchange; seq: of the whole sample.
+    spans: the positions of each rank of the transport's group, after that exchange; seq: of the whole sample. work: see
+    AttentionOverRanks; of all layers, as they share this.
     """
 
     heads: Group
     transport: Transport
     spans: Sequence[Spans]
     seq: int
+    work: deque[list[int]] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT), compare=False)
 
     def __call__(self, layer: AttentionProduct, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (batch, heads, own tokens, head_dim), key and value with maybe fewer heads: as query."""
@@ -45,12 +50,14 @@ class ContextAttention:
             else:
                 out = attend(query, key, value, layer.causal)
         else:
-            out = apply(BlockwiseAttention, query, key, value, self._call(layer, query, packed))
+            call = self._call(layer, query, packed)
+            out = apply(BlockwiseAttention, query, key, value, call)
+            self.work.append(call.work)
         return to_heads(out, self.heads) if self.heads.size > 1 else out
 
     def _call(self, layer: AttentionProduct, query: Tensor, packed: DocumentBounds | None) -> AttentionCall:
         if not layer.active:
-            return AttentionCall(self.transport, self.spans, layer.causal, documents=packed)
+            return AttentionCall(self.transport, self.spans, layer.causal, packed)
         batch, num_heads = query.shape[:2]
         first = layer.head_offset + self.heads.index * num_heads
         mine, ids = self._positions(self.transport.group.index, query.device), layer.sample_ids(batch)
@@ -66,7 +73,7 @@ class ContextAttention:
 
             return DroppedPart(keep, layer.rate)
 
-        return AttentionCall(self.transport, self.spans, layer.causal, dropped, packed)
+        return AttentionCall(self.transport, self.spans, layer.causal, packed, dropped)
 
     def _positions(self, rank: int, device: torch.device) -> Tensor:
         parts = [torch.arange(s.start, s.stop, s.step, device=device) for s in self.spans[rank]]

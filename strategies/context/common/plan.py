@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from parallelrun.config.schema import ContextConfig
 from parallelrun.errors import Problem
 from parallelrun.model_spec import BlockSpec
-from parallelrun.plan.context_order import ORDERS, Spans, imbalance, part
+from parallelrun.plan.context_order import ORDERS, Imbalance, Spans, imbalance, packed_imbalance, part
 from parallelrun.plan.context_strategy import ContextStrategy
 from parallelrun.plan.data_strategy import FlattenedDims, MeshDims
 from parallelrun.plan.messages import (
@@ -43,11 +43,9 @@ class BlockwiseContext(ContextStrategy):
     """Attention of a rank's queries to block after block of keys.
 
     head_ranks: ranks that exchange tokens for heads, the inner part of cp. explained: what travels, and the paper.
-    in_turn: work is as slow as the slowest rank of every step of the ring, not of the whole.
     """
 
     explained: ClassVar[tuple[str, str]]
-    in_turn: ClassVar[bool] = False
 
     head_ranks: int = 1
 
@@ -101,15 +99,20 @@ class BlockwiseContext(ContextStrategy):
 
     def orders(self, plan: Plan) -> list[str]:
         ring = plan.mesh.size(AXIS) // self.head_ranks
-        if ring == 1 or plan.spec.mask_token is not None:
+        if ring == 1 or not (plan.spec.is_causal or plan.spec.packed):
             return []
         return [name for name, one in ORDERS.items() if plan.spec.seq % (ring * one.parts) == 0]
 
     def imbalance(self, plan: Plan) -> float:
         ring = plan.mesh.size(AXIS) // self.head_ranks
-        if ring == 1 or plan.spec.mask_token is not None:
+        if ring == 1:
             return 1.0
-        found = imbalance(self.order, ring, plan.spec.seq)
+        spec = plan.spec
+        if spec.documents:
+            micro_batch = plan.batch.micro_batch
+            found = packed_imbalance(self.order, ring, spec.seq, spec.is_causal, spec.documents, micro_batch)
+        else:
+            found = imbalance(self.order, ring, spec.seq) if spec.is_causal else Imbalance(1.0, 1.0)
         return found.steps if self.in_turn else found.ranks
 
     # Sizes

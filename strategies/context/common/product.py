@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,15 +55,17 @@ class Transport(ABC):
 class AttentionCall:
     """One call of a layer. spans: the positions of each rank of the transport's group.
 
-    dropped: from a rank of the group to the dropout of its keys' probabilities; None: nothing is dropped. documents:
-    packed into the samples; tiles are then inside documents, and queries of padding see nothing.
+    documents: packed into the samples; tiles are then inside documents, and queries of padding see nothing. dropped:
+    from a rank of the group to the dropout of its keys' probabilities; None: nothing is dropped. work: the pairs of a
+    query and a key that were computed, by source; filled by the forward pass.
     """
 
     transport: Transport
     spans: Sequence[Spans]
     causal: bool
-    dropped: Callable[[int], DroppedPart] | None = None
     documents: DocumentBounds | None = None
+    dropped: Callable[[int], DroppedPart] | None = None
+    work: list[int] = field(default_factory=list)
 
     def tiles(self, source: int) -> Iterator[Tile]:
         """The tiles of this rank's queries and the keys of `source`."""
@@ -87,13 +89,15 @@ class BlockwiseAttention(torch.autograd.Function):
         own = torch.stack((key, value))
         merged = None if call.documents is None else Merged.nothing(query)
         for source, (keys, values) in call.transport.blocks(own):
-            dropped = call.dropout(source)
+            dropped, pairs = call.dropout(source), 0
             for tile in call.tiles(source):
                 out, lse = attend_to_block(query, keys, values, tile, dropped)
                 if merged is None:
                     merged = Merged(out, lse)
                 else:
                     merged.add(out, lse, tile.query, tile.samples)
+                pairs += tile.work * out.size(0)
+            call.work.append(pairs)
         assert merged is not None, "a rank attends to itself"
         result = merged.out.to(query.dtype)
         if query.untyped_storage().nbytes() > query.nbytes:  # of the exchanged heads: it would keep keys and values

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallelrun.plan.context_order import Span, Spans
+from parallelrun.plan.context_order import Span, Spans, inside
 
 
 class Tile(NamedTuple):
@@ -55,7 +55,7 @@ def document_tiles(
     found: list[Tile] = []
     start = 0
     for length in lengths:
-        (first_query, mine), (first_key, theirs) = (_inside(one, start, start + length) for one in (queries, keys))
+        (first_query, mine), (first_key, theirs) = (inside(one, start, start + length) for one in (queries, keys))
         start += length
         for query, key, is_causal, _ in tiles(mine, theirs, causal) if mine and theirs else ():
             found.append(Tile(_moved(query, first_query), _moved(key, first_key), is_causal, slice(sample, sample + 1)))
@@ -64,17 +64,6 @@ def document_tiles(
 
 def _moved(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
-
-
-def _inside(spans: Spans, start: int, stop: int) -> tuple[int, Spans]:
-    """(tokens of `spans` before position `start`, those at the positions [start, stop))."""
-    before, found = 0, []
-    for span in spans:
-        first, last = (min(max(0, -((span.start - end) // span.step)), span.length) for end in (start, stop))
-        before += first
-        if first < last:
-            found.append(Span(span.start + first * span.step, span.step, last - first))
-    return before, tuple(found)
 
 
 def _striped(query: Span, key: Span) -> tuple[Tile, ...]:

@@ -5,7 +5,16 @@ from itertools import chain
 import pytest
 
 from parallelrun.config.keys import known_keys
-from parallelrun.plan.context_order import ORDERS, Span, imbalance, num_pairs, part
+from parallelrun.plan.context_order import (
+    ORDERS,
+    Span,
+    document_work,
+    imbalance,
+    imbalance_of,
+    num_pairs,
+    packed_imbalance,
+    part,
+)
 
 
 def positions(spans):
@@ -62,3 +71,38 @@ def test_zigzag_is_even_and_contiguous_nearly_twice_the_mean():
 
 def test_the_key_offers_every_order():
     assert known_keys()["strategy.context.order"].choices == tuple(ORDERS)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_work_inside_documents_equals_a_count_of_all_pairs(order, causal):
+    samples, size = ((7, 1, 20, 3), (48,), (2, 40)), 4
+    spans = [ORDERS[order].spans(size, index, 48) for index in range(size)]
+    document_of = [[*chain(*([i] * n for i, n in enumerate(each)))] for each in samples]
+    seen = [
+        [
+            sum(
+                max(q, k) < len(of) and of[q] == of[k] and (k <= q or not causal)
+                for of in document_of
+                for q in positions(spans[rank])
+                for k in positions(spans[(rank - step) % size])
+            )
+            for step in range(size)
+        ]
+        for rank in range(size)
+    ]
+    assert document_work(spans, samples, causal) == seen
+    found, mean = packed_imbalance(order, size, 48, causal, samples, 3), sum(map(sum, seen)) / size
+    assert found.ranks == pytest.approx(max(map(sum, seen)) / mean)
+    assert found.steps == pytest.approx(sum(max(rank[step] for rank in seen) for step in range(size)) / mean)
+
+
+def test_of_several_calls_each_waits_for_its_slowest_rank():
+    assert imbalance_of([[[1, 0], [3, 0]], [[3, 0], [1, 0]]]).ranks == 1.5
+    assert imbalance_of([]) == (1.0, 1.0)
+
+
+def test_stripes_are_even_inside_every_document_and_chunks_of_the_sample_are_not():
+    samples = ((3000, 1000, 96), (1500, 1500, 500, 500))
+    found = {order: packed_imbalance(order, 4, 4096, True, samples, 1) for order in ORDERS}
+    assert found["striped"].steps < 1.01 < 1.15 < found["zigzag"].ranks < found["contiguous"].ranks

@@ -1,0 +1,41 @@
+"""The file in which the ranks of one host meet: nothing listens, and only its user can open it. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+
+class StoreFile(NamedTuple):
+    """The file of a store for ranks that this process starts. descriptor: they inherit it; None: they open `path`."""
+
+    path: str
+    descriptor: int | None
+
+
+@contextlib.contextmanager
+def store_file(directory: Path) -> Iterator[StoreFile]:
+    """Make a file for `file_store`, open until the ranks have inherited it: without a name on Linux, else in the
+    private `directory` of the run."""
+    if not hasattr(os, "memfd_create"):
+        yield StoreFile(os.fspath(directory / "store"), None)
+        return
+    descriptor = os.memfd_create("parallelrun-store")
+    try:
+        yield StoreFile(f"/proc/self/fd/{descriptor}", descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_store(path: str) -> Store:
+    """Return the store in this file. Who waits in it looks every 10 ms."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    store: Store = FileStore(path)
+    return store
