@@ -17,7 +17,8 @@ from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import block_layouts
 from parallelrun.plan.peak import backward_block
 from parallelrun.plan.search.legal import Legal, LegalGroup, tensor_of
-from parallelrun.plan.step_time.step import Known, blocks_of, why_unknown
+from parallelrun.plan.step_time.known import Known
+from parallelrun.plan.step_time.step import blocks_of, why_unknown
 from parallelrun.plan.structure import BatchSizes, Plan, Stage, once
 
 

@@ -29,11 +29,13 @@ from parallelrun.plan.search.legal import Legal
 from parallelrun.plan.search.result import MEMORY, Found, Removed, Search
 from parallelrun.plan.search.space import Space
 from parallelrun.plan.search.survey import CandidateRow, Survey
-from parallelrun.plan.step_time.step import Known, StepTime, least_s, step_time_with, why_unknown
+from parallelrun.plan.step_time.known import Known
+from parallelrun.plan.step_time.step import StepTime, least_s, step_time_with, why_unknown
 from parallelrun.plan.structure import Memory, Plan
 
 MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
 MOST_NEAR = 40  # plans that do not fit whose time is computed, the lightest first
+MOST_RANKED = 100  # faster plans that are priced beyond those to show, to count them, where a plan is to be ranked
 MOST_SIFTED = 2000  # candidates up to which that includes those whose bounds say at once that they do not fit
 
 
@@ -72,7 +74,7 @@ def search(
 
 def _search(space: Space, keep: int, against: float | None, device: str, most_counted: int) -> Search:
     found = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep, most_counted)
-    found.find()
+    found.find(against if keep > 1 else None)
     return found.result(against)
 
 
@@ -114,11 +116,12 @@ class _Searched:
         self.is_counted = self.survey.may_fit <= most_counted
         self.is_sifted = self.survey.considered <= MOST_SIFTED
 
-    def find(self) -> None:
-        """Price candidates, the ones with the least bound first, until those in front are the best."""
+    def find(self, against: float | None = None) -> None:
+        """Price candidates, the ones with the least bound first, until those in front are the best. against: and
+        MOST_RANKED more that are faster than that."""
         if self._leaves_all():
             return
-        for plan, leaf, time in self._priced():
+        for plan, leaf, time in self._priced(against or 0.0):
             found = self._found(plan, leaf, time)
             if _is_fit(found, self.cluster):
                 self.fitting.add(leaf[0].shape, time.step_s, found)
@@ -134,7 +137,7 @@ class _Searched:
         self.num_unpriced[why_unknown(plan, self.cluster)] = self.survey.may_fit
         return True
 
-    def _priced(self) -> Iterator[tuple[Plan, Leaf, StepTime]]:
+    def _priced(self, against: float) -> Iterator[tuple[Plan, Leaf, StepTime]]:
         """The candidates that may fit and be kept, the fastest first."""
         number = count()
         heap: list[tuple[float, int, _Waiting]] = []
@@ -144,7 +147,7 @@ class _Searched:
         heapq.heapify(heap)
         while heap:
             least, _, one = heapq.heappop(heap)
-            if not self.is_counted:
+            if not self.is_counted and (least >= against or len(self.fitting.all) >= MOST_RANKED):
                 if self.fitting.ends(least):
                     return
                 if not self.fitting.wants(one.row.shape, least):
@@ -265,12 +268,14 @@ class _Searched:
             self._rank(ordered, against), self.is_counted,
         )  # fmt: skip
 
-    def _rank(self, ordered: Sequence[Found], against: float | None) -> int | None:
+    def _rank(self, ordered: Sequence[Found], against: float | None) -> tuple[int, int] | None:
+        """(the best rank that is possible, the worst)."""
         if against is None:
             return None
+        known = 1 + sum(one.time.step_s < against for one in ordered if one.time)
         if self.is_counted:
-            return 1 + sum(one.time.step_s < against for one in ordered if one.time)
-        return 1 + sum(row.fitting for row in self.survey.rows if row.least_s < against)
+            return known, known
+        return known, 1 + sum(row.fitting for row in self.survey.rows if row.least_s < against)
 
 
 def _is_fit(found: Found, cluster: ClusterConfig) -> bool:

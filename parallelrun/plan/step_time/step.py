@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
@@ -13,6 +13,7 @@ from parallelrun.plan import prediction, simulate
 from parallelrun.plan.step_time import cores, host, other_blocks, overlap, servers, spread
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
+from parallelrun.plan.step_time.known import Known, of_blocks, of_stages, of_weights
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
 from parallelrun.plan.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
@@ -34,7 +35,6 @@ class StepTime:
     parts: Mapping[str, float]
 
 
-Known = dict[object, Any]
 CountedBlocks = tuple[tuple[str, int], ...]  # of a stage: the first equal block of the model, and how many of them
 
 
@@ -57,10 +57,10 @@ def step_time_with(
     rates, stack = setting
     stages = stages_of(plan, cluster, rates, stack, known)
     messages = messages_of(plan, cluster, rates, stack, known)
-    data = once(known, ("data", _of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
+    data = once(known, ("data", of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
     if stages is None or messages is None or data is None:
         return None
-    key = "schedule", least, plan.pipeline, plan.batch.microbatches, _of_stages(plan)
+    key = "schedule", least, plan.pipeline, plan.batch.microbatches, of_stages(plan)
     makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages, least))
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
@@ -114,48 +114,6 @@ def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     return reason or not_given(plan, cluster)
 
 
-class _Key:
-    """A key of `Known`: equal where its values are. Its hash, that of many strategies' fields, is computed once."""
-
-    __slots__ = ("_hash", "_values")
-
-    def __init__(self, *values: object):
-        self._values, self._hash = values, hash(values)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._values == other._values
-
-
-def _of_blocks(plan: Plan) -> _Key:
-    """What the time of a block depends on."""
-
-    def compute() -> _Key:
-        axes = (axis for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
-        shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
-        return _Key(
-            plan.tensor, plan.expert, plan.context, *((axis, plan.mesh.size(axis)) for axis in axes),
-            plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward, plan.world, plan.servers, shared,
-            plan.data.shards_weights, plan.batch.microbatches > 1,
-        )  # fmt: skip
-
-    return once(plan.cache, "of blocks", compute)
-
-
-def _of_stages(plan: Plan) -> _Key:
-    """What the time of a microbatch on every stage depends on, and that of the messages between them."""
-    values = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), _of_blocks(plan)
-    return once(plan.cache, "of stages", lambda: _Key(*values))
-
-
-def _of_weights(plan: Plan) -> _Key:
-    """What the bytes of weights and optimizer state depend on, and with the microbatches the traffic of gradients."""
-    values = plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
-    return once(plan.weights_cache, "of weights", lambda: _Key(*values))
-
-
 @dataclass(frozen=True)
 class StageTime:
     """Seconds of one microbatch. parts: of both passes together."""
@@ -173,7 +131,7 @@ def stages_of(
     time_of = _blocks_of(plan, cluster, rates, stack, known)
     key = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages)
     blocks = once(known, ("blocks of stages", *key), lambda: [_counted(stage, plan) for stage in plan.stages])
-    return once(known, ("stages", _of_stages(plan)), lambda: _stages(plan, blocks, time_of))
+    return once(known, ("stages", of_stages(plan)), lambda: _stages(plan, blocks, time_of))
 
 
 def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
@@ -186,7 +144,7 @@ def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[Blo
 def _blocks_of(
     plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known
 ) -> Callable[[BlockSpec], BlockTime | None]:
-    times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
+    times: Known = once(known, ("blocks", of_blocks(plan)), dict)
 
     def time_of(block: BlockSpec) -> BlockTime | None:
         alike = plan.spec.first_alike[block.name]
@@ -224,7 +182,7 @@ def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Softwar
     """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
     if plan.mesh.size("pp") == 1:
         return 0.0
-    return once(known, ("messages", _of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
+    return once(known, ("messages", of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
 
 
 def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> float | None:
