@@ -64,6 +64,21 @@ def save(
     fails, all ranks raise (SaveFailed for a full disk, EnvironmentProblem for a file system that hosts do not share);
     earlier checkpoints stay untouched, and no incomplete one stays.
     """
+    parts = parts_of(parameters, optimizer, plan, mesh, kept)
+    return write_parts(directory, step, parts, extra, plan, mesh.rank, alone=mesh.shape.num_ranks == 1)
+
+
+def parts_of(
+    parameters: Sequence[LocalParameter],
+    optimizer: Optimizer,
+    plan: Plan,
+    mesh: Mesh,
+    kept: Mapping[str, Sequence[LocalParameter]],
+) -> list[LocalPart]:
+    """Return the parts that this rank writes: views of its weights, state and `kept`, and means over replicas.
+
+    Collective over dp if replicas differ.
+    """
     as_part = partial(_part, mesh=mesh)
     apart = replicas_differ(plan)
     owned = _owned(parameters, mesh, {**mesh.coordinate, "dp": 0} if apart else mesh.coordinate)
@@ -72,7 +87,7 @@ def save(
         parts = replica_parts_and_mean(parts, mesh)
     for kind, others in kept.items():
         parts += [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in _owned(others, mesh, mesh.coordinate)]
-    return write_parts(directory, step, parts, extra, plan, mesh.rank, alone=mesh.shape.num_ranks == 1)
+    return parts
 
 
 def write_parts(

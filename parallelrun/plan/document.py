@@ -51,7 +51,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "ranks": [rank_row(plan, rank, config.cluster) for rank in range(plan.world)],
         "stages": stage_rows(plan),
         "servers": server_rows(plan),
-        **_predictions(plan, config.cluster, found),
+        **_predictions(plan, config, found),
     }
 
 
@@ -61,9 +61,9 @@ def mixture(plan: Plan, config: Config) -> list[PartUse]:
     return dataset.uses(config, plan.spec, plan.batch.global_batch)
 
 
-def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
+def _predictions(plan: Plan, config: Config, found: Facts) -> dict[str, Any]:
     """Predicted memory, schedule, traffic and cost."""
-    worst = found.memories[found.heaviest_pp_rank]
+    worst, cluster = found.memories[found.heaviest_pp_rank], config.cluster
     return {
         "memory": {
             "per_position": [{"position": pp_rank, **_bytes(memory)} for pp_rank, memory in found.memories.items()],
@@ -72,6 +72,7 @@ def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, 
             "leaves_out": list(worst.leaves_out),
             "fits": cluster_cost.fits(worst, cluster),
             "why": cluster_cost.why_fits(worst, cluster),
+            "checkpoint_copies_bytes": prediction.copied_bytes(config, plan),
         },
         "schedule": {
             "kind": plan.pipeline.kind,

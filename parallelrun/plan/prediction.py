@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from parallelrun.config.cluster_schema import ClusterConfig
+from parallelrun.config.schema import Config
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import device_memory, peak, routing, sample_sets
@@ -118,8 +119,9 @@ def memory(plan: Plan, rank: int, has_messages: bool = True) -> Memory:
 
 def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state that a rank holds throughout a step."""
-    key = "held", peak.alike_key(plan, coordinate["pp"]), peak.within_stage(coordinate)
-    return once(plan.cache, key, lambda: _held_bytes(plan, coordinate))
+    several = plan.batch.microbatches > 1
+    key = "held", several, peak.first_alike_rank(plan, coordinate["pp"]), peak.within_stage(coordinate)
+    return once(plan.weights_cache, key, lambda: _held_bytes(plan, coordinate))
 
 
 def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
@@ -168,12 +170,22 @@ def checkpoint_bytes(plan: Plan) -> int:
     return (state * copies + trained * plan.data.kept_states) * BYTES[plan.precision.stored]
 
 
+def copied_bytes(config: Config, plan: Plan) -> int:
+    """Bytes of host memory, over all ranks, that copies of a checkpoint take while they are written beside training."""
+    periodic = 0 < config.checkpoint.every < config.steps
+    return checkpoint_bytes(plan) if config.checkpoint.asynchronous and periodic and not plan.servers else 0
+
+
 def pp_rank_classes(plan: Plan) -> list[list[int]]:
-    """Group pp ranks whose ranks send the same and hold the same weights (`peak.alike_key`)."""
-    classes: dict[object, list[int]] = {}
-    for pp_rank in range(plan.mesh.size("pp")):
-        classes.setdefault(peak.alike_key(plan, pp_rank), []).append(pp_rank)
-    return list(classes.values())
+    """Group pp ranks whose ranks send the same and hold the same weights (`peak.first_alike_rank`)."""
+
+    def compute() -> list[list[int]]:
+        classes: dict[object, list[int]] = {}
+        for pp_rank in range(plan.mesh.size("pp")):
+            classes.setdefault(peak.first_alike_rank(plan, pp_rank), []).append(pp_rank)
+        return list(classes.values())
+
+    return once(plan.weights_cache, "classes of pp ranks", compute)
 
 
 def rank_classes(plan: Plan) -> list[tuple[int, int]]:
@@ -257,4 +269,4 @@ def _shortened(plan: Plan) -> Plan:
     rounds = peak.ROUNDS * pp
     if not plan.pipeline.repeats or count <= rounds or (count % pp and plan.pipeline.virtual_stages > 1):
         return plan
-    return replace(plan, batch=replace(plan.batch, microbatches=rounds))
+    return plan.sharing(batch=replace(plan.batch, microbatches=rounds))

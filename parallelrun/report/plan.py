@@ -92,6 +92,7 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("", ""),
         ("memory", _memory(found, config)),
         ("", _memory_by_kind(found)),
+        *([("", _copies(copied))] if (copied := prediction.copied_bytes(config, plan)) else []),
         *([("servers", Text(_servers(plan)))] if plan.servers else []),
         ("", ""),
         ("schedule", Text(_schedule(plan, found))),
@@ -239,6 +240,11 @@ def _memory_by_kind(found: Facts) -> str:
     worst = found.memories[found.heaviest_pp_rank]
     unit, size = byte_unit(worst.total)
     return "= " + " + ".join(f"{kind} {digits(one / size)}" for kind, one in worst.parts.items()) + f" {unit}"
+
+
+def _copies(num_bytes: int) -> str:
+    beside = f"besides {bytes_text(num_bytes)} of host memory, over all ranks, from which checkpoints are written"
+    return f"{beside} (checkpoint.asynchronous)"
 
 
 def _servers(plan: Plan) -> str:

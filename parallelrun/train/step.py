@@ -154,8 +154,9 @@ def train_step(
 ) -> StepResult:
     """Run forward, backward, the exchange of `Totals`, clipping and the update.
 
-    Nothing is updated if a gradient is not finite. observe: called with the final gradients before clipping, for
-    `verify`. clock: times the optimizer. The phases of a step have names in a trace of torch's profiler.
+    Nothing is updated if a gradient is not finite. observe: called with the final gradients before clipping, while all
+    that a checkpoint contains still is as after the last step. clock: times the optimizer. The phases of a step have
+    names in a trace of torch's profiler.
     """
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
     with torch_private.phase("finish gradients"):

@@ -9,6 +9,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parallelrun.checkpoint import store
+from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.find import complete_steps, keep_last
 from parallelrun.errors import CheckpointError, EnvironmentProblem
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
@@ -35,6 +38,7 @@ class DieAt:
         self.number, self.count, self.names = number, 0, []
         self.events = ("c_return", "c_exception") if after else ("c_call",)
         sys.setprofile(self)
+        threading.setprofile(self)
 
     def __call__(self, frame, event, function):
         if event in self.events and function.__name__ in OPERATIONS:
@@ -44,8 +48,16 @@ class DieAt:
                 os._exit(DIED)
 
 
-def save(folder, step, plan, mesh, keep=2):
+def save(folder, step, plan, mesh, keep=2, beside=False):
     parameters, optimizer = parts_of(plan, mesh, step)
+    if beside:
+        writer = BackgroundWriter(plan, mesh, timeout_s=60)
+        writer.start(store.parts_of(parameters, optimizer, plan, mesh, {}), folder, step, {"step": step}, keep)
+        writer.wait_for_copies()
+        for parameter in parameters:  # the next update, in place, while the thread writes
+            parameter.tensor.data.fill_(torch.nan)
+        writer.collect()
+        return
     store.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh)
     keep_last(folder, keep, mesh.rank)
 
@@ -57,17 +69,19 @@ def points(names, most_writes=8):
     return [number for number, name in enumerate(names, 1) if name != "write" or number in chosen]
 
 
-def crash_everywhere(root):
+def crash_everywhere(root, beside):
     """Fork a saver for every point; returns (point, what a reader finds afterwards) for each."""
+    take = partial(save, beside=beside)
     plan, mesh = build(SMALL)
     before, counting = root / "before", root / "counting"
     for step in (1, 2):
         save(before, step, plan, mesh)
     shutil.copytree(before, counting)
     counter = DieAt(0)
-    save(counting, 3, plan, mesh)
-    save(counting, 3, plan, mesh)
+    take(counting, 3, plan, mesh)
+    take(counting, 3, plan, mesh)
     sys.setprofile(None)
+    threading.setprofile(None)
     whole = {1: before / "step_1", 2: before / "step_2", 3: counting / "step_3"}
     assert all(same(read_whole(path), truth(plan, salt=step)) for step, path in whole.items())
     fsync, os.fsync = os.fsync, lambda descriptor: None  # only the saver that dies needs the real one
@@ -79,8 +93,8 @@ def crash_everywhere(root):
         if child == 0:
             os.fsync = fsync
             DieAt(number, after=number % 2 == 0)
-            save(folder, 3, plan, mesh)
-            save(folder, 3, plan, mesh)
+            take(folder, 3, plan, mesh)
+            take(folder, 3, plan, mesh)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         steps = complete_steps(folder)  # a save writes the same bytes every time
@@ -110,9 +124,10 @@ def quick_path(tmp_path):
         yield Path(folder)
 
 
-def test_a_crash_at_any_moment_of_saving_and_deleting_leaves_two_whole_checkpoints(quick_path, run_ranks):
+@pytest.mark.parametrize("beside", [False, True], ids=["waiting", "beside_training"])
+def test_a_crash_at_any_moment_of_saving_and_deleting_leaves_two_whole_checkpoints(quick_path, run_ranks, beside):
     """Saving step 3 beside 1 and 2 (1 is deleted then), saving it again, and dying at one operation after another."""
-    [found] = run_ranks(1, crash_everywhere, quick_path, timeout=200)
+    [found] = run_ranks(1, crash_everywhere, quick_path, beside, timeout=200)
     assert len(found) >= 50
     kinds = {name for _, name, _, _, _ in found}
     assert {"fsync", "rename", "mkdir", "write", "rmdir"} <= kinds

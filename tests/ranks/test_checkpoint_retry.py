@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import resource
 import signal
+import time
 from contextlib import redirect_stdout
 from io import StringIO
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from parallelrun.config.schema import PrecisionConfig
 from parallelrun.context import WorkerContext
@@ -20,11 +22,12 @@ from tests.checkpoints import read_whole
 from tests.plans import tiny_config, tiny_plan
 
 CHANGES = {"dp": 2, "strategy.data.kind": "zero1", "steps": 8, "checkpoint.every": 2, "checkpoint.keep": 9}
+WAITING = {**CHANGES, "checkpoint.asynchronous": False}
 
 
 def save_along(folder, without_room, stop_at):
     """Reach every step; at those of `without_room` rank 1 may write 4 KiB a file. What was said, told and raised."""
-    training = build(tiny_config(CHANGES), tiny_plan(CHANGES), torch.device("cpu"))
+    training = build(tiny_config(WAITING), tiny_plan(WAITING), torch.device("cpu"))
     rank, told, said, ended = training.mesh.rank, [], StringIO(), None
     context = WorkerContext(
         rank, 2, rank, torch.device("cpu"), folder, lambda *_: None, lambda: False, told.append, rank == 0
@@ -66,3 +69,56 @@ def test_training_goes_on_until_it_makes_no_sense(tmp_path, run_ranks, without_r
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {f"step_{step}" for step in saved}
     assert all(read_whole(tmp_path / "checkpoints" / name) for name in names)
+
+
+def save_beside(folder, without_room):
+    """As the loop does: save beside training, look at the outcome in the next step, and agree on a request to stop."""
+    training = build(tiny_config(CHANGES), tiny_plan(CHANGES), torch.device("cpu"))
+    rank, told, said, ended = training.mesh.rank, [], StringIO(), None
+    context = WorkerContext(
+        rank, 2, rank, torch.device("cpu"), folder, lambda *_: None, lambda: False, told.append, rank == 0
+    )
+    checkpoints = Checkpoints(training, LossScaler(PrecisionConfig(), scaled=False), context)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(1, 9):
+        if rank == 1 and step % 2 == 0:
+            while checkpoints._beside.is_pending and not checkpoints._beside.is_done:
+                time.sleep(0.001)
+            limit = 4096 if step in without_room else unlimited[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+        try:
+            with redirect_stdout(said):
+                time.sleep(0.05 * rank)  # the ranks look at different moments
+                failing = torch.tensor(float(checkpoints.have_failed()))
+                dist.all_reduce(failing)
+                checkpoints.after_step(step, stopping=bool(failing))
+        except SaveFailed as error:
+            ended = (step, error.exit_code)
+            break
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    return said.getvalue(), told, ended, checkpoints.facts()
+
+
+@pytest.mark.parametrize(
+    "without_room, saved, failed, ends",
+    [
+        pytest.param({4}, [2, 6, 8], [4], (), id="once"),
+        pytest.param({4, 6}, [2], [4, 6], (7, 8), id="twice_in_a_row"),
+        pytest.param({8}, [2, 4, 6], [8], (8,), id="the_last"),
+    ],
+)
+def test_a_failed_save_beside_training_is_told_and_ends_all_ranks_at_one_step(
+    tmp_path, run_ranks, without_room, saved, failed, ends
+):
+    results = run_ranks(2, save_beside, tmp_path, without_room)
+    assert [result[1] for result in results] == [failed] * 2
+    assert results[0][2] == results[1][2]  # all ranks end alike
+    assert results[0][2] in [(step, 3) for step in ends] if ends else results[0][2] is None
+    lines = results[0][0].splitlines()
+    assert results[1][0] == "" and len(lines) == len(failed) - bool(ends)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step_{step}" for step in saved}
+    assert all(read_whole(tmp_path / "checkpoints" / name) for name in names)
+    facts = results[0][3]
+    assert facts["saves"] == len(saved) and facts["save_pause_median_s"] > 0 and facts["failed_saves"] == len(failed)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun import product as products
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
@@ -19,6 +18,7 @@ from parallelrun.plan.structure import Collective, Plan, once
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Move, Product
+from parallelrun.product import forms as products
 from parallelrun.wording import divisors
 
 from ..common.activation_memory import local_numel
@@ -82,6 +82,11 @@ class GridStrategy(ProductStrategy):
         return cls._of(request).sample_parts
 
     @classmethod
+    def head_parts(cls, request: Request) -> int:
+        """As the form of the layers around attention splits their features."""
+        return cls._of(request).choice.head_parts() if cls.shape.arranged(request) else request.tp
+
+    @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """Grid and depth, where they were not given."""
         tensor, sizes = GridConfig.of(request.config), cls.shape.arranged(request)
@@ -140,7 +145,7 @@ class GridStrategy(ProductStrategy):
 
     def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         """Return the product of a column, row, linear, head or embedding layer (a lookup); None for any other."""
-        return once(plan.weights_cache, ("product", layer.name), lambda: self._product_of(layer, plan))
+        return once(plan.blocks_cache, ("product", layer.name), lambda: self._product_of(layer, plan))
 
     def _product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         boundary = self.boundary(plan)
@@ -166,10 +171,10 @@ class GridStrategy(ProductStrategy):
         return self._of_pair(pair, plan)[0].y if pair else self.boundary(plan)
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
-        """This rank's samples and features."""
+        """This rank's samples, positions and features."""
         *middle, features = plan.spec.boundary_shape
         samples, width = self.boundary(plan).local(plan.batch.micro_batch, features, plan.mesh.sizes)
-        return (samples, *middle, width)
+        return (samples, *([plan.seq] if plan.context else middle), width)
 
     def loss_axes(self, plan: Plan) -> tuple[str, ...]:
         """The axes over which samples are split where the logits are."""
@@ -200,7 +205,7 @@ class GridStrategy(ProductStrategy):
         scatters = product.scatter_y is not None and plan.mesh.size(product.scatter_y.axis) > 1
         if plan.mesh.size(AXIS) == 1 or has_bias or product.panels or not (scatters or overlaps(plan)):
             return 0
-        if any(x.layer_role == "position_embedding" for x in plan.spec.layers()):
+        if plan.spec.learns_positions:
             return 0
         rotated = sum(parameter.shape[0] for parameter in layer.parameters[:-1])
         rows, features = product.y.local(plan.num_rows, rotated, plan.mesh.sizes)

@@ -1,0 +1,171 @@
+"""Writes a checkpoint beside training: a thread copies its tensors to host memory, and then writes the copies.
+
+Forward and backward of the next step only read what is saved. The optimizer changes it in place, also on CPU, so the
+update waits for the copies. Their memory is kept between saves: the kernel needs longer to provide fresh memory than to
+copy into it. A forked writer would not copy at all, but every page that the next update changes would cost a fault,
+which takes longer than the copy, and a process that uses CUDA cannot fork.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallelrun import torch_private
+from parallelrun.checkpoint.find import keep_last
+from parallelrun.checkpoint.planners import LocalPart
+from parallelrun.checkpoint.store import write_parts
+from parallelrun.mesh import Mesh
+from parallelrun.plan.structure import Plan
+
+_ALIGNMENT = 64
+
+
+class HostMemory:
+    """Host memory of one rank for the copies of its parts, kept between saves. pinned: page-locked, for CUDA."""
+
+    def __init__(self, pinned: bool):
+        self._pinned = pinned
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def provide(self, parts: Sequence[LocalPart]) -> None:
+        """Obtain the memory of such parts from the kernel now, so that `copy` does not wait for it."""
+        num_bytes = sum(map(_aligned_bytes, parts))
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before its successor is obtained
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffer.zero_()
+
+    def copy(self, parts: Sequence[LocalPart], after: torch.cuda.Event | None) -> list[LocalPart]:
+        """Return copies of the parts, valid until the next call, when the tensors may change again.
+
+        after: the event in the computing stream from which on the tensors have their values; None on CPU.
+        """
+        self.provide(parts)
+        copies, start = [], 0
+        for part in parts:
+            stop = start + prod(part.tensor.shape) * part.tensor.element_size()
+            view = self._buffer[start:stop].view(part.tensor.dtype).view(part.tensor.shape)
+            copies.append(replace(part, tensor=view))
+            start += _aligned_bytes(part)
+        targets, sources = [part.tensor for part in copies], [part.tensor.detach() for part in parts]
+        if after is None:
+            torch_private.copy_all(targets, sources)
+            return copies
+        with torch.cuda.stream(torch.cuda.Stream()):
+            after.wait()
+            for target, source in zip(targets, sources):
+                target.copy_(source, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
+def _aligned_bytes(part: LocalPart) -> int:
+    num_bytes = prod(part.tensor.shape) * part.tensor.element_size()
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class BackgroundWriter:
+    """Writes the checkpoints of one rank beside training, at most one at a time.
+
+    seconds: that the last one took. Its threads exchange messages in a group of their own, so that these cannot match
+    those of the training.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, timeout_s: float):
+        self._plan, self._mesh = plan, mesh
+        self._timeout = timedelta(seconds=2 * timeout_s + 60)
+        self._memory = HostMemory(pinned=mesh.device.type == "cuda")
+        self._group: dist.ProcessGroup | None = None
+        self._provided: Future[None] | None = None
+        self._copied: Future[None] | None = None
+        self._pending: Future[None] | None = None
+        self.seconds = 0.0
+
+    def prepare(self, parts: Sequence[LocalPart]) -> None:
+        """Create the group, and obtain the memory for copies of such parts beside training. Collective."""
+        self._join()
+        self._provided = _in_thread(partial(self._memory.provide, parts))
+
+    def start(
+        self, parts: Sequence[LocalPart], directory: Path, step: int, extra: Mapping[str, Any], keep: int
+    ) -> None:
+        """Copy the parts, write `directory/step_<step>`, and delete all but the newest `keep`, beside training.
+
+        Collective over the ranks of the plan. The save before it must have been collected. The tensors must not change
+        until `wait_for_copies` has returned.
+        """
+        assert self._pending is None, "a second save was started beside the first"
+        self._join()
+        provided, copied = self._provided, Future[None]()
+        after = torch.cuda.current_stream().record_event() if self._mesh.device.type == "cuda" else None
+
+        def write() -> None:
+            began = time.perf_counter()
+            alone, rank = self._mesh.shape.num_ranks == 1, self._mesh.rank
+            try:
+                if provided is not None:
+                    provided.result()
+                copies = self._memory.copy(parts, after)
+            finally:
+                copied.set_result(None)
+            write_parts(directory, step, copies, extra, self._plan, rank, alone, self._group)
+            keep_last(directory, keep, rank)
+            self.seconds = time.perf_counter() - began
+
+        self._copied = copied
+        self._pending = _in_thread(write)
+
+    def wait_for_copies(self) -> None:
+        """Wait until the tensors of the save that was started last may change."""
+        if self._copied is not None:
+            self._copied.result()
+            self._copied = None
+
+    def _join(self) -> None:
+        if self._group is None and self._mesh.shape.num_ranks > 1:
+            ranks = list(range(self._mesh.shape.num_ranks))
+            self._group = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save was started and not collected."""
+        return self._pending is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a save was started, has ended and was not collected."""
+        return self._pending is not None and self._pending.done()
+
+    def collect(self) -> None:
+        """Wait for the save that was started, and raise what `write_parts` has raised."""
+        pending, self._pending = self._pending, None
+        assert pending is not None, "no save was started"
+        pending.result()
+
+
+def _in_thread(run: Callable[[], None]) -> Future[None]:
+    """Run a function in a thread that ends with the process: a failed rank must not wait for a disk or for peers."""
+    future: Future[None] = Future()
+
+    def body() -> None:
+        try:
+            run()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=body, name="checkpoint", daemon=True).start()
+    return future
