@@ -27,7 +27,7 @@ _RESUME = "resume"
 _PYTHON = "python"
 
 
-class Job(Protocol):
+class JobFile(Protocol):
     """A job of `job_files`: a dataclass of what may be asked for."""
 
     @property
@@ -44,7 +44,7 @@ class Job(Protocol):
     def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str: ...
 
 
-def text(verb: str, job: Job, given: Sequence[str], typed: Sequence[str], python: str) -> str:
+def text(verb: str, job: JobFile, given: Sequence[str], typed: Sequence[str], python: str) -> str:
     """The file of a job. verb: slurm | k8s | sky; job: with the defaults; typed: for the reader; python: by default.
 
     Raises ConfigError with all mistakes.
@@ -69,7 +69,7 @@ def text(verb: str, job: Job, given: Sequence[str], typed: Sequence[str], python
     return job.text(command, python, title, shlex.join(["parallelrun", verb, *typed]))
 
 
-def _settings(job: Job, words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
+def _settings(job: JobFile, words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
     """(the job's settings, the words of the run, mistakes in the settings)."""
     types = {one.name: one.type for one in fields(job)} | {_PYTHON: "str"}  # type: ignore[arg-type]
     settings: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def _settings(job: Job, words: Sequence[str]) -> tuple[dict[str, Any], list[str]
     return settings, rest, problems
 
 
-def _checked(verb: str, job: Job, words: Sequence[str]) -> tuple[CommandLine, Plan, Job]:
+def _checked(verb: str, job: JobFile, words: Sequence[str]) -> tuple[CommandLine, Plan, JobFile]:
     """The parsed words of the run, its plan on the job's ranks, and the job with a name."""
     line = command_lines.read(list(words))
     if line.multirun or line.verb in ("plan", "explain"):
