@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallelrun.model_spec import RouterSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models import documents, dropout
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.held_tokens import ALL

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun import product as products
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
@@ -19,6 +18,7 @@ from parallelrun.plan.structure import Collective, Plan, once
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Move, Product
+from parallelrun.product import forms as products
 from parallelrun.wording import divisors
 
 from ..common.activation_memory import local_numel

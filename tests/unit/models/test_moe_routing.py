@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallelrun.model_spec import RouterSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models.moe.routing import Routing, route
 from parallelrun.plan import routing_statistics as statistics
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from parallelrun import product as products
 from parallelrun.cli import main as program
 from parallelrun.plan import prediction
 from parallelrun.plan.compare import Comparison, Row, compare
 from parallelrun.plan.document import document
 from parallelrun.plan.resolve import resolve
 from parallelrun.product import ActivationLayout, Product, transfers
+from parallelrun.product import forms as products
 from parallelrun.report.layouts import panel, sweep_row, sweep_table
 from tests.plans import tiny_config
 
