@@ -154,6 +154,14 @@ class CheckpointConfig:
 
 
 @dataclass
+class SdcConfig:
+    """Silent data corruption: bits that memory or a device changes without an error."""
+
+    every: int = key(0, "steps between checks for silent data corruption; 0: none", least=0)
+    recompute: bool = key(False, "compute the step of each check twice: finds faults that pass, for one more step")
+
+
+@dataclass
 class TrackerConfig:
     """Where a run is tracked beside its own records. `tracker=NAME` and `tracker=[NAME,NAME]` set `tracker.use`."""
 
@@ -273,11 +281,15 @@ class Config:
     plot: str | None = key(None, "plan, explain: draw as NAME.svg (and NAME.csv)")
     profile: list[int] = key(list, "steps that torch.profiler traces, on every rank")
     timeout_s: float = key(300.0, "seconds without progress that count as a hang (exit 7)", above=0)
+    restarts: int = key(0, "how often a run that fails goes on from its last checkpoint", least=0, most=1000)
+    elastic: bool = key(False, "go on with fewer ranks if one cannot be replaced; dp shrinks first")
+    min_world: int | None = key(None, "elastic: the fewest ranks to go on with; null: 1", least=1)
     verb: str = "run"
 
     init: InitConfig = field(default_factory=InitConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sdc: SdcConfig = field(default_factory=SdcConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)

@@ -164,6 +164,7 @@ def _exec(
 ) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
+        "config_file": os.fspath(job.config_file),
         "folder": os.fspath(job.directory),
         "worker": job.worker,
         "rank": rank,
