@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import SaveFailed
 from parallelrun.train.build import Training
+from parallelrun.train.memory_checkpoints import MemoryCheckpoints
 from parallelrun.train.schedules import LossScaler
 
 MAX_FAILED_SAVES = 2  # in a row, then the training stops: it would be lost
@@ -38,6 +40,7 @@ class Checkpoints:
         config = training.config
         writer = BackgroundWriter(training.plan, training.mesh, config.timeout_s)
         self._beside = writer if config.checkpoint.asynchronous else None
+        self._memory = MemoryCheckpoints(training, context)
         self._start = self._pending_step = 0
         self._fatal: BaseException | None = None  # the outcome of a save beside training that ends the run
 
@@ -67,7 +70,11 @@ class Checkpoints:
         is_due, is_last = due(config, step, stopping), stopping or step >= config.steps
         if self._beside and step == self._start + 1 and config.checkpoint.every > 1 and not is_last:
             self._beside.prepare(_parts(self._training))
+        if is_last:
+            self._memory.finish()
         if not is_due and not is_last:
+            saved = partial(_parts, self._training), partial(_extra, self._training, self._scaler, step)
+            self._memory.after_step(step, *saved)
             return
         began = time.perf_counter()
         self._context.heartbeat(step, "save")
@@ -85,6 +92,7 @@ class Checkpoints:
 
     def before_update(self, training: Training) -> None:
         """Wait until the weights and the state may change. Called in every step, when the gradients are final."""
+        self._memory.before_update()
         if self._beside and self._beside.is_pending:
             began = time.perf_counter()
             self._beside.wait_for_copies()
@@ -144,6 +152,7 @@ class Checkpoints:
         before, now = self._resumed.get("dataset"), self._training.dataset.fingerprint
         return {
             **self._times.facts(),
+            "memory_saves": self._memory.num_saved,
             "failed_saves": len(self._failed_steps),
             "failed_save_step": self._failed_steps[-1] if self._failed_steps else None,
             "resumed_step": self._resumed.get("step"),
