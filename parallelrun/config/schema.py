@@ -270,6 +270,9 @@ class Config:
     plot: str | None = key(None, "plan, explain: draw as NAME.svg (and NAME.csv)")
     profile: list[int] = key(list, "steps that torch.profiler traces, on every rank")
     timeout_s: float = key(300.0, "seconds without progress that count as a hang (exit 7)", above=0)
+    restarts: int = key(0, "how often a run that fails goes on from its last checkpoint", least=0, most=1000)
+    elastic: bool = key(False, "go on with fewer ranks if one cannot be replaced; dp shrinks first")
+    min_world: int | None = key(None, "elastic: the fewest ranks to go on with; null: 1", least=1)
     verb: str = "run"
 
     init: InitConfig = field(default_factory=InitConfig)

@@ -155,6 +155,7 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: Sto
 def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
+        "config_file": os.fspath(job.config_file),
         "folder": os.fspath(job.directory),
         "worker": job.worker,
         "rank": rank,
@@ -162,6 +163,7 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: Sto
         "parent": os.getpid(),
         "heartbeats": heartbeats.descriptor,
         "store": file.path,
+        "memory": os.fspath(job.memory) if job.memory else None,
     }
     environment = for_rank(os.environ, rank, world, settings.threads)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -7,6 +7,7 @@ from math import isfinite
 
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
+from parallelrun.run_records import attempts
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.first_steps import FirstSteps
@@ -29,6 +30,8 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
     clock, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
     skips = 0
+    if context.rank == 0:
+        attempts.first_step_begins(context.directory)
     began = time.perf_counter()
     for step in range(start + 1, config.steps + 1):
         context.heartbeat(step, "step")

@@ -24,10 +24,12 @@ from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
+from parallelrun.run_records import attempts
 from parallelrun.train import attention_work
 from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
 from parallelrun.train.communication import communication_rows
+from parallelrun.train.earlier_rows import EarlierRows
 from parallelrun.train.medians import mean_times, median_times, percentile_95
 from parallelrun.train.timing import StepTimes
 
@@ -71,6 +73,7 @@ class Recorder:
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._num_tokens, self._num_tokens_after = 0, 0  # of all steps up to that one
         self._rows = RowFile(context.directory / "metrics.jsonl")
+        self._earlier = EarlierRows.of(context.directory / "metrics.jsonl") if self._writes else EarlierRows()
         self._routing = RoutingLog(context.directory, training.config.steps)
         self._progress = ProgressLine(rows or training.config.steps, enabled=context.console_owner)
 
@@ -91,7 +94,7 @@ class Recorder:
             "samples": record.step * samples,
             "tokens": self._num_tokens,
             "step_time_s": record.step_time_s,
-            "time_s": record.time_s,
+            "time_s": self._earlier.time_s + record.time_s,
             "tokens_per_s": tokens / record.step_time_s,
             **(record.times.fields if record.times else {}),
         }
@@ -206,13 +209,15 @@ class Recorder:
     def _summary(self, everyone: list[dict[str, Any]], rows: list[dict[str, Any]], state: str) -> dict[str, Any]:
         """Return the document of summary.json."""
         training, plan = self._training, self._training.plan
-        times = sorted(r.step_time_s for r in self._timed(self._records))
+        times = sorted(r.step_time_s for r in self._timed(self._records)) or sorted(self._earlier.values("step_time_s"))
         median = statistics.median(times) if times else None
         tokens = plan.batch.global_batch * training.tokens_per_sample
         means = mean_times([one["times"] for one in everyone])
-        val = [r.val_loss for r in self._records if r.val_loss is not None]
-        top1 = [r.val_top1 for r in self._records if r.val_top1 is not None]
-        read = self._parts_read(self._records[-1].step) if self._records else []
+        steps = self._records[-1].step if self._records else self._earlier.last_step
+        losses = [*self._earlier.values("loss"), *(r.loss for r in self._records)]
+        val = [*self._earlier.values("val_loss"), *(r.val_loss for r in self._records if r.val_loss is not None)]
+        top1 = [*self._earlier.values("val_top1"), *(r.val_top1 for r in self._records if r.val_top1 is not None)]
+        read = self._parts_read(steps) if steps else []
         return {
             "schema": 1,
             "state": state,
@@ -231,15 +236,16 @@ class Recorder:
             "device": plan.device,
             "backend": backend_of(training.mesh),
             "ranks_per_core": plan.world / len(os.sched_getaffinity(0)) if plan.device == "cpu" else None,
-            "steps": self._records[-1].step if self._records else 0,
+            "steps": steps,
+            **attempts.summary(self._directory),
             "step_time_median_s": median,
             "step_time_p95_s": percentile_95(times) if times else None,
             "tokens_per_s": tokens / median if median else None,
             "samples_per_s": plan.batch.global_batch / median if median else None,
             **means,
             "predicted": beside(plan, training.config.cluster, {STEP: median, **means}),
-            "first_loss": self._records[0].loss if self._records else None,
-            "loss": self._records[-1].loss if self._records else None,
+            "first_loss": losses[0] if losses else None,
+            "loss": losses[-1] if losses else None,
             "first_val_loss": val[0] if val else None,
             "val_loss": val[-1] if val else None,
             "first_val_top1": top1[0] if top1 else None,
