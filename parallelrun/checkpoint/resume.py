@@ -141,7 +141,12 @@ def same_training(config: Config, plan: Plan, run: Path) -> bool:
         saved = saved_config(run)
     except CheckpointError:
         return False
-    return saved is not None and _of_a_training(load_frozen(freeze(config, plan))) == _of_a_training(saved)
+    return saved is not None and trains_alike(load_frozen(freeze(config, plan)), saved)
+
+
+def trains_alike(config: Config, saved: Config) -> bool:
+    """Return whether two frozen configurations describe the same training, under any plans."""
+    return _of_a_training(config) == _of_a_training(saved)
 
 
 def _of_a_training(frozen: Config) -> list[Any]:

@@ -37,12 +37,18 @@ class Checkpoints:
         self._failed_steps: list[int] = []
         self._failed_in_a_row = 0
         self._times = SaveTimes()
+        self._fatal: BaseException | None = None  # the outcome of a save beside training that ends the run
+        self._pending_step = 0
+        self.go_on(training, 0)
+
+    def go_on(self, training: Training, start: int) -> int:
+        """Save `training`, whose plan may be another, from now on; return `start`, the last step that was taken."""
         config = training.config
+        self._training, self._start = training, start
         writer = BackgroundWriter(training.plan, training.mesh, config.timeout_s)
         self._beside = writer if config.checkpoint.asynchronous else None
-        self._memory = MemoryCheckpoints(training, context)
-        self._start = self._pending_step = 0
-        self._fatal: BaseException | None = None  # the outcome of a save beside training that ends the run
+        self._memory = MemoryCheckpoints(training, self._context)
+        return start
 
     def resume(self) -> int:
         """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
@@ -70,8 +76,6 @@ class Checkpoints:
         is_due, is_last = due(config, step, stopping), stopping or step >= config.steps
         if self._beside and step == self._start + 1 and config.checkpoint.every > 1 and not is_last:
             self._beside.prepare(_parts(self._training))
-        if is_last:
-            self._memory.finish()
         if not is_due and not is_last:
             saved = partial(_parts, self._training), partial(_extra, self._training, self._scaler, step)
             self._memory.after_step(step, *saved)
@@ -100,6 +104,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the save beside training, if there is one, and raise the error with which the run must end."""
+        self._memory.finish()
         if self._beside and self._beside.is_pending:
             self._collect()
         if self._fatal is not None:

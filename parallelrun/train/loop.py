@@ -7,12 +7,14 @@ from math import isfinite
 
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
-from parallelrun.run_records import attempts
+from parallelrun.run_records import attempts, reshapes
+from parallelrun.train import reshape
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import Recorder, StepRecord
+from parallelrun.train.reshape import Agreed, NextPlan
 from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import Evaluation, StepResult, measure, train_step
 from parallelrun.train.timing import StepClock
@@ -20,12 +22,17 @@ from parallelrun.train.timing import StepClock
 MAX_SKIPS = 20
 
 
-def train(training: Training, context: WorkerContext, recorder: Recorder) -> int:
-    """Train from the resumed step to `config.steps`. Returns the exit code; raises NumericsError."""
+def train(
+    training: Training, context: WorkerContext, recorder: Recorder, before: NextPlan | None = None
+) -> int | NextPlan:
+    """Train from the resumed step to `config.steps`, or until the plan changes. Raises NumericsError.
+
+    before: the change of plan after which `training` goes on. Returns the exit code or the next plan.
+    """
     config = training.config
-    scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
-    checkpoints = Checkpoints(training, scaler, context)
-    start = checkpoints.resume()
+    scaler = before.scaler if before else LossScaler(config.precision, scaled=training.plan.precision.scaled)
+    checkpoints = before.checkpoints if before else Checkpoints(training, scaler, context)
+    start = checkpoints.go_on(training, before.step) if before else checkpoints.resume()
     training.data.begin_run(training, context, start)
     first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
     clock, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
@@ -38,7 +45,8 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         lr = learning_rate(config.optimizer, step, config.steps)
         with first_steps.watch(step), profiler.watch(step), clock:
             stop = context.stop_requested() or checkpoints.have_failed()
-            result = train_step(training, step, lr, scaler, stop, checkpoints.before_update, clock)
+            asks = stop or (context.rank == 0 and reshapes.is_asked(context.directory))
+            result = train_step(training, step, lr, scaler, asks, checkpoints.before_update, clock)
         try:
             skips = check_finite(training, result, scaler, step, skips)
         except NumericsError:
@@ -51,14 +59,21 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
                        time.perf_counter() - began, evaluation.loss if evaluation else None, scaler.scale, clock.times,
                        evaluation.top1 if evaluation else None)
         )  # fmt: skip
+        agreed = reshape.agree(training, context, stop) if result.stop else Agreed(stops=False)
         try:
-            checkpoints.after_step(step, result.stop)
+            checkpoints.after_step(step, agreed.stops)
         except SaveFailed:  # on all ranks alike; the records are complete all the same
             recorder.finish(first_steps.counted, "failed", checkpoints.facts())
             raise
-        if result.stop:
+        if agreed.stops:
             recorder.finish(first_steps.counted, "preempted", checkpoints.facts())
             return EXIT_PREEMPTED
+        if agreed.request and (
+            found := reshape.next_plan(agreed.request, training, context, step, scaler, checkpoints)
+        ):
+            checkpoints.finish()
+            recorder.close()
+            return found
     recorder.finish(first_steps.counted, "done", checkpoints.facts())
     return EXIT_OK
 

@@ -24,7 +24,7 @@ from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
-from parallelrun.run_records import attempts
+from parallelrun.run_records import attempts, reshapes
 from parallelrun.train import attention_work
 from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
@@ -206,6 +206,13 @@ class Recorder:
                 routing_report.write(self._directory)
         self._progress.close()
 
+    def close(self) -> None:
+        """Leave the files to the recorder of the next plan."""
+        with contextlib.suppress(OSError):  # a full disk: rows are lost, as at the end of a run
+            self._rows.flush()
+            self._routing.flush()
+        self._progress.close()
+
     def _summary(self, everyone: list[dict[str, Any]], rows: list[dict[str, Any]], state: str) -> dict[str, Any]:
         """Return the document of summary.json."""
         training, plan = self._training, self._training.plan
@@ -251,6 +258,7 @@ class Recorder:
             "first_val_top1": top1[0] if top1 else None,
             "val_top1": top1[-1] if top1 else None,
             **self._routing.summary(),
+            **reshapes.summary(self._directory),
             "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
             "payload_bytes_per_step": self._per_step("payload_bytes", rows),
             "wire_bytes_per_step": self._per_step("wire_bytes", rows),
