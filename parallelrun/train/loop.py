@@ -68,12 +68,11 @@ def train(
         if agreed.stops:
             recorder.finish(first_steps.counted, "preempted", checkpoints.facts())
             return EXIT_PREEMPTED
-        if agreed.request and (
-            found := reshape.next_plan(agreed.request, training, context, step, scaler, checkpoints)
-        ):
+        wanted = reshape.check(agreed.request, training, context, step) if agreed.request else None
+        if wanted is not None:
             checkpoints.finish()
             recorder.close()
-            return found
+            return NextPlan(wanted, step, scaler, checkpoints)
     recorder.finish(first_steps.counted, "done", checkpoints.facts())
     return EXIT_OK
 
