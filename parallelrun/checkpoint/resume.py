@@ -32,7 +32,7 @@ LATEST = "latest"
 AUTO = "auto"
 CONFIG_FILE = "config.yaml"
 _MAX_CONFIG_BYTES = 2**20
-_OF_A_TRAINING = ("model", "dataset", "optimizer", "precision", "seed", "dropout", "global_batch", "init")
+OF_A_TRAINING = ("model", "dataset", "optimizer", "precision", "seed", "dropout", "global_batch", "init")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def trains_alike(config: Config, saved: Config) -> bool:
 
 def _of_a_training(frozen: Config) -> list[Any]:
     scaled = replace(frozen, optimizer=replace(frozen.optimizer, lr_scale=None))  # the plan has made it a number
-    return [getattr(scaled, key) for key in _OF_A_TRAINING]
+    return [getattr(scaled, key) for key in OF_A_TRAINING]
 
 
 @dataclass(frozen=True)

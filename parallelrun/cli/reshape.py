@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun.checkpoint.resume import trains_alike
+from parallelrun.checkpoint.resume import OF_A_TRAINING, trains_alike
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
 from parallelrun.plan.structure import Plan
@@ -86,10 +86,13 @@ def _wanted(directory: Path, saved: Config, overrides: list[str]) -> tuple[Confi
     if found is None or not overrides:
         raise ConfigError(Problem("no key says how the plan changes", "reshape", command=USAGE))
     composed, before = found[0], resolve(saved)
-    config = continued(composed.config, composed.given, saved)
+    new, given = composed.config, composed.given
+    if "world" not in given:  # as many ranks as now: degrees that are not given are not those of the present plan
+        new, given = replace(new, world=before.world), given | {"world"}
+    config = continued(new, given, saved)
     config = replace(config, verb="run", device=saved.device, runs=saved.runs, resume=saved.resume)
     config = replace(config, path=None, tokenizer=None, profile=[], sweep=saved.sweep)
-    plan = resolve(config, given=composed.given)
+    plan = resolve(config, given=given)
     problems = []
     if plan.world != before.world:
         what = f"this plan has {counted(plan.world, 'rank')}, and the live run has {before.world}"
@@ -100,7 +103,8 @@ def _wanted(directory: Path, saved: Config, overrides: list[str]) -> tuple[Confi
         problems.append(Problem(what, "strategy.data.kind", kind="undefined"))
     config = filled(config, plan)
     if not trains_alike(config, saved):
-        changed = ", ".join(differences(config, saved, composed.given)) or "the training"
+        keys = differences(config, saved, composed.given)
+        changed = ", ".join(key for key in keys if key.partition(".")[0] in OF_A_TRAINING) or "the request"
         what = f"{changed} would make it another training: only the plan of a live run changes"
         problems.append(Problem(what, "reshape", command=USAGE, kind="contradiction"))
     if problems:

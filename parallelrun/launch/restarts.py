@@ -23,10 +23,11 @@ from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.rank import STOP_SIGNALS, Job
 from parallelrun.launch.restart_policy import Decision
 from parallelrun.plan import elastic
-from parallelrun.plan.freeze import freeze
+from parallelrun.plan.freeze import freeze, load_frozen
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json, write_text
-from parallelrun.run_records import attempts
+from parallelrun.run_records import attempts, reshapes
 from parallelrun.run_records.attempts import Attempt
 from parallelrun.run_records.read import METRICS
 from parallelrun.run_records.rows import last_row
@@ -110,6 +111,9 @@ def prepared(job: Job, asked: Config, history: list[Attempt], decision: Decision
     found = recover(job.directory, job.memory)
     resume = os.fspath(found) if found else None
     config, plan = replace(job.config, resume=resume), job.plan
+    if (file := reshapes.config_file(job.directory)) is not None:  # the plan has changed since
+        config = replace(load_frozen(file.read_text()), resume=resume)
+        plan = resolve(config)
     if decision.without is not None and asked.elastic:
         config, plan = shrunk(asked, config, plan, plan.world - 1) or (config, plan)
     after = replace(job, config=config, plan=plan, attempt=last.number + 1)
