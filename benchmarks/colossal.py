@@ -35,11 +35,11 @@ from torch.nn import functional
 
 from benchmarks.pairs import beyond, on_ranks, peers_on_gloo, read_arguments, summarise, time_pairs, waited, write
 from parallelrun import comm
-from parallelrun import product as products
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.product import ActivationLayout, Product
+from parallelrun.product import forms as products
 from parallelrun.strategies.tensor.grid import matmul
 from parallelrun.strategies.tensor.megatron import operators
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as peer
 
 from benchmarks.pairs import on_ranks, peers_on_gloo, read_arguments, summarise, time_pairs, write
-from parallelrun.models.layers import AttentionProduct
+from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler

@@ -73,16 +73,16 @@ def count_of_own_tokens() -> None:
 
 def dropout_of_local_positions() -> None:
     """Every rank of a sequence draws the same masks."""
-    from parallelrun.models import layers
     from parallelrun.models.held_tokens import ALL
+    from parallelrun.models.masked_layers import HashDropout
 
-    right = layers.HashDropout.forward
+    right = HashDropout.forward
 
-    def wrong(self: layers.HashDropout, x: Tensor) -> Tensor:
+    def wrong(self: HashDropout, x: Tensor) -> Tensor:
         self.held = ALL
         return right(self, x)
 
-    layers.HashDropout.forward = wrong
+    HashDropout.forward = wrong
 
 
 def stripes_see_their_own_index() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from parallelrun import registry
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import dropout, recompute, rounding
-from parallelrun.models.layers import AttentionProduct
+from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.models.network import Network
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan

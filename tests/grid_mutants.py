@@ -130,26 +130,26 @@ def tokens_of_the_first_samples() -> None:
 
 def masks_of_the_first_samples() -> None:
     """Every row of the grid drops what the first row drops."""
-    from parallelrun.models import layers
+    from parallelrun.models import masked_layers
 
-    right = layers._HashMasked.sample_ids
+    right = masked_layers._HashMasked.sample_ids
 
-    def wrong(self: layers._HashMasked, num_samples: int) -> torch.Tensor:
+    def wrong(self: masked_layers._HashMasked, num_samples: int) -> torch.Tensor:
         self.sample_part = (0, self.sample_part[1])
         return right(self, num_samples)
 
-    layers._HashMasked.sample_ids = wrong
+    masked_layers._HashMasked.sample_ids = wrong
 
 
 def masks_of_the_first_heads() -> None:
     """Every column of the grid drops the probabilities of the first column's heads."""
-    from parallelrun.models import layers as single_device
+    from parallelrun.models.masked_layers import AttentionProduct
     from parallelrun.strategies.tensor.grid import layers
 
     def wrong(self: layers.GridAttentionProduct, *heads: torch.Tensor) -> torch.Tensor:
         rows, _ = self.tracker.slices
         self.sample_part = (rows.index, rows.count)
-        return single_device.AttentionProduct.forward(self, *heads)
+        return AttentionProduct.forward(self, *heads)
 
     layers.GridAttentionProduct.forward = wrong
 

@@ -287,15 +287,5 @@ def _show_plans(rows: list[dict[str, Any]], as_json: bool) -> list[dict[str, Any
     if as_json:
         hidden = ("schema", "invocation", "plan")
         return [{**{k: v for k, v in row.items() if k not in hidden}, **row.get("plan", {})} for row in rows]
-    from parallelrun.report.layouts import sweep_table
-    from parallelrun.report.screen import open_console
-
-    console = open_console()
-    compared = [(row["point"], row["layouts"]) for row in rows if row.get("layouts")]
-    if len({row["chosen"]["kind"] for _, row in compared}) > 1:
-        sweep_table(compared, console)
-        print()
-    report.show_table(rows, console)
-    illegal = sum(row["state"] == "skipped" and "same_as" not in row for row in rows)
-    print(f"{len(rows) - illegal} of {len(rows)} points are legal")
+    report.show_plans(rows)
     return rows

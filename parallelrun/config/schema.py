@@ -239,6 +239,10 @@ class Config:
     backend: str = key(
         "auto", "CPU collectives: shm (shared memory of a host) | gloo; auto: shm if possible", choices=BACKENDS
     )
+    emulate: bool = key(False, "run each host of the cluster in a network namespace with the cluster's network (root)")
+    emulate_slowdown: float | None = key(
+        None, "how many times slower the emulated network is; null: until this machine can carry it", least=1, most=1e6
+    )
     name: str | None = key(None, "name of the run directory")
     resume: str | None = key(None, "latest (newest run) | auto (this training, or fresh) | run or checkpoint directory")
     runs: str = key("runs", "folder of the run directories")

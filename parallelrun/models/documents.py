@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +52,15 @@ class DocumentBounds:
             used = int(ends[-1]) if each else 0
             row[:used] = torch.arange(used) - torch.repeat_interleave(ends - sizes, sizes)
         return cls([tuple(map(int, each)) for each in lengths], positions)
+
+    @cached_property
+    def is_token(self) -> Tensor | None:
+        """bool (samples, seq): False in padding. None: there is none."""
+        seq, used = self.positions.size(1), [sum(each) for each in self.lengths]
+        if min(used) == seq:
+            return None
+        device = self.positions.device
+        return torch.arange(seq, device=device) < torch.tensor(used, device=device).unsqueeze(1)
 
     def samples(self, start: int, stop: int) -> DocumentBounds:
         """Those of the samples [start, stop)."""

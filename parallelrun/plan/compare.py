@@ -79,7 +79,7 @@ class InsideNode:
 
 @dataclass(frozen=True)
 class Comparison:
-    """layer: the block that is compared, one of many alike. rows: M, positions of a microbatch."""
+    """layer: the block that is compared, one of many alike. rows: M, positions of a microbatch (on a rank of cp)."""
 
     layer: str
     rows: int
@@ -107,7 +107,7 @@ def compare(plan: Plan, config: Config) -> Comparison | None:
             rows.append(_row(layout, case.resolve(layout), case))
     if not any(row.chosen for row in rows):
         rows.append(_row(_own_layout(case), case.plan, case))
-    return Comparison(block.name, _rows(case.plan), plan.spec.hidden, tp, tuple(rows), _inside_node(case))
+    return Comparison(block.name, case.plan.num_rows, plan.spec.hidden, tp, tuple(rows), _inside_node(case))
 
 
 @dataclass(frozen=True)
@@ -128,24 +128,26 @@ class _Case:
     def resolve(self, layout: LayoutChoice, tp: int | None = None, rows: int | None = None) -> Plan | str:
         """The plan in another layout, on its tensor axes alone; or why it is not legal.
 
-        tp: instead of the plan's. rows: samples of one position, as many, instead of the plan's batch.
+        tp: instead of the plan's. rows: as many samples of one position for a rank of cp, instead of the plan's batch.
         """
         plan, strategy, spec, batch = self.plan, self.config.strategy, self.plan.spec, self.plan.batch
+        pp, dp, cp = (plan.mesh.size(axis) for axis in ("pp", "dp", "cp"))
         if rows is not None:
-            batch = BatchSizes(rows, rows, 1)
+            batch = BatchSizes(rows * cp, rows * cp, 1)
             spec = replace(spec, seq=1, sample_shape=(1,), boundary_shape=(1, spec.hidden), targets_per_sample=1)
         tensor = replace(layout.config, overlap=plan.tensor.overlap)
         strategy = replace(strategy, tensor=tensor, pipeline=replace(strategy.pipeline, kind=plan.pipeline.kind))
         config = narrowed(replace(self.config, layout=None, grid=None, depth=None, strategy=strategy))
-        pp, dp = plan.mesh.size("pp"), plan.mesh.size("dp")
         stages = plan.pipeline.virtual_stages
-        request = Request(config, spec, pp, dp, tp or plan.mesh.size("tp"), stages, batch)
+        request = Request(config, spec, pp, dp, tp or plan.mesh.size("tp"), stages, batch, cp=cp)
         kind = tensor_strategy(tensor.kind)
         problems = kind.check(request) + plan.data.check(request)
+        if plan.context and rows is None:  # what it checks does not depend on the batch
+            problems += plan.context.check(request)
         if problems:
             return "; ".join(dict.fromkeys(problem.what for problem in problems))
         mesh_dims, flattened = kind.mesh_dims(request)
-        mesh = MeshShape((("pp", 1), ("dp", 1), *mesh_dims), flattened)
+        mesh = MeshShape((("pp", 1), ("dp", 1), ("cp", cp), *mesh_dims), flattened)
         return replace(plan, mesh=mesh, tensor=kind.resolve(request), spec=spec, batch=batch)
 
 
@@ -153,10 +155,6 @@ def _is_compared(block: BlockSpec) -> bool:
     return block.is_recomputed and any(
         layer.layer_role in ("column_parallel", "row_parallel") for layer in block.layers
     )
-
-
-def _rows(plan: Plan) -> int:
-    return plan.batch.micro_batch * plan.spec.seq
 
 
 def _row(layout: LayoutChoice, resolved: Plan | str, case: _Case) -> Row:
@@ -222,7 +220,7 @@ def _line(plan: Plan, block: BlockSpec) -> tuple[float, int]:
     received = {True: 0, False: 0}
     for row in _collectives(plan, block):
         received[row.purpose in MOVED_WEIGHTS] += _received(row, plan)
-    return received[False] / _rows(plan), received[True]
+    return received[False] / plan.num_rows, received[True]
 
 
 def _break_even(layout: LayoutChoice, resolved: Plan, case: _Case) -> float | None:
@@ -257,19 +255,21 @@ def _inside_node(case: _Case) -> InsideNode | None:
     plan, node = case.plan, case.config.cluster.gpus_per_node or NODE
     tp, dp, microbatches = plan.mesh.size("tp"), plan.mesh.size("dp"), plan.batch.microbatches
     most = min(node, tp // plan.mesh.size("depth"))
-    ours, largest = _figures(plan, case.block), None
+    ours, largest, summed = _figures(plan, case.block), None, plan.num_data_ranks
     for smaller in (n for n in reversed(divisors(tp)) if n <= most):
         resolved = case.resolve(ONE_DIMENSIONAL, tp=smaller)
         if isinstance(resolved, str):
             continue
         theirs, replicas = _figures(resolved, case.block), tp // smaller
-        received = microbatches * theirs.received_bytes // replicas + _gradient_sum(theirs, dp * replicas, plan)
+        received = microbatches * theirs.received_bytes // replicas + _gradient_sum(theirs, summed * replicas, plan)
         candidate = InsideNode(
             tp=smaller,
             dp=dp * replicas,
             node=node,
             received_bytes=received,
-            plan_received_bytes=microbatches * ours.received_bytes + ours.once_bytes + _gradient_sum(ours, dp, plan),
+            plan_received_bytes=microbatches * ours.received_bytes
+            + ours.once_bytes
+            + _gradient_sum(ours, summed, plan),
             weight_bytes=theirs.weight_bytes,
             plan_weight_bytes=ours.weight_bytes,
             divides=plan.batch.replica_batch % replicas == 0,

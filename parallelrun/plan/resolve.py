@@ -8,10 +8,9 @@ from parallelrun.config.strategy_keys import completed, narrowed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import batch as batches
-from parallelrun.plan import cluster_spec, expert_axes, partition, routing, rules, shorthands
-from parallelrun.plan import degrees as degree_rules
+from parallelrun.plan import cluster_spec, expert_axes, filling, partition, routing, rules, shorthands
 from parallelrun.plan.cluster_spec import ClusterSpec
-from parallelrun.plan.degrees import Degrees
+from parallelrun.plan.degrees import LARGEST, Degrees
 from parallelrun.plan.draft import PlanDraft
 from parallelrun.plan.load import data_strategy
 from parallelrun.plan.packing import packed_spec
@@ -68,7 +67,7 @@ def solve(
     def num_problems(trial: Degrees) -> int:
         return _num_trial_problems(config, spec, trial) if spec is not None and known_strategies else 0
 
-    degrees = degree_rules.fill(config, world, gpus, problems, servers, cluster, experts, num_problems)
+    degrees = filling.fill(config, world, gpus, problems, servers, cluster, experts, num_problems)
     problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)
@@ -94,7 +93,7 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
     size = config.global_batch
     most_tp = spec.heads**2 or max(spec.hidden, 1)  # a grid of heads x heads
     if trial.pp > partition.num_cuttable(spec) or trial.tp > most_tp or (type(size) is int and size % trial.dp):
-        return degree_rules.LARGEST
+        return LARGEST
     problems = rules.check_images(spec, config, trial.tp)
     if problems:
         return len(problems)

@@ -15,7 +15,8 @@ from parallelrun.config.keys import known_keys
 from parallelrun.config.model_schema import ModelConfig, RouterConfig
 from parallelrun.config.schema import Config, ExpertConfig
 from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec, RouterSpec
+from parallelrun.model_spec import ModelSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.plan import routing_statistics as statistics
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.load import expert_dispatcher

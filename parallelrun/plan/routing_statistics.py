@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import log
 
-from parallelrun.model_spec import RouterSpec
+from parallelrun.model_spec.router import RouterSpec
 
 # tokens; routing groups; first and later choices that were dropped; tokens that no expert kept; the auxiliary loss and
 # the z-loss, without coefficients, summed over groups; entropy of the router's probabilities, summed over tokens

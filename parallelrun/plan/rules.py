@@ -67,7 +67,7 @@ def check(config: Config) -> list[Problem]:
         if not RUN_NAME.fullmatch(name):
             what = f"{key}={name[:80]!r} is part of directory names: it needs 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
             problems.append(Problem(what, key, "the preset's own name"))
-    problems += _goodput(config) + _elastic(config)
+    problems += _goodput(config) + _elastic(config) + _emulation(config)
     for key, verbs in _READ_BY.items():
         value = getattr(config, key)
         if value not in (None, False) and config.verb not in verbs:
@@ -75,6 +75,23 @@ def check(config: Config) -> list[Problem]:
             what = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
             command = f"parallelrun {verbs[0]} ... {key}={value}"
             problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
+    return problems
+
+
+def _emulation(config: Config) -> list[Problem]:
+    """Refuse to emulate hosts of which too little is known."""
+    if not config.emulate:
+        if config.emulate_slowdown is None:
+            return []
+        what = f"emulate_slowdown={config.emulate_slowdown:g} is read with emulate=true only"
+        return [Problem(what, "emulate_slowdown", "emulate=true", kind="unread")]
+    cluster, problems = config.cluster, []
+    if not cluster.inter_gb_s:
+        what = f"emulate=true needs the rate between hosts, which cluster={cluster.name} does not give"
+        problems.append(Problem(what, "cluster.inter_gb_s", "cluster.inter_gb_s=3.125, or cluster=ethernet_25g"))
+    if not cluster.gpus_per_node and not cluster.nodes:
+        what = f"emulate=true needs the ranks of a host, which cluster={cluster.name} does not give"
+        problems.append(Problem(what, "cluster.gpus_per_node", "cluster.gpus_per_node=1, or cluster.nodes=4"))
     return problems
 
 

@@ -111,6 +111,11 @@ class TensorStrategy(AxisStrategy):
         return 1
 
     @classmethod
+    def head_parts(cls, request: Request) -> int:
+        """Return over how many ranks the heads of attention are split."""
+        return request.tp
+
+    @classmethod
     def layout_choices(cls, tp: int) -> list[LayoutChoice]:
         """Return the layouts of this kind that are worth comparing at this tp, legal or not."""
         return []

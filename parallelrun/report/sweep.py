@@ -11,6 +11,7 @@ from rich.table import Table
 
 from parallelrun.records import write_text
 from parallelrun.report.figures import bytes_text, csv_text, degrees_text, digits, seconds_text
+from parallelrun.report.layouts import sweep_table
 from parallelrun.report.scaling import efficiencies
 from parallelrun.report.screen import NO_LIMIT, open_console, table
 from parallelrun.report.sweep_rows import DEGREES, PLANNED, RESULTS, overridden, read, varied
@@ -70,6 +71,18 @@ def show(directory: Path) -> None:
     console = open_console()
     show_table(read(directory), console)
     console.print(f"results: {directory / CSV}", soft_wrap=True)
+
+
+def show_plans(rows: list[dict[str, Any]]) -> None:
+    """Print the tables of a sweep of plans: the layouts, if the points differ in them, and a line per point."""
+    console = open_console()
+    compared = [(row["point"], row["layouts"]) for row in rows if row.get("layouts")]
+    if len({row["chosen"]["kind"] for _, row in compared}) > 1:
+        sweep_table(compared, console)
+        print()
+    show_table(rows, console)
+    illegal = sum(row["state"] == "skipped" and "same_as" not in row for row in rows)
+    print(f"{len(rows) - illegal} of {len(rows)} points are legal")
 
 
 def show_table(rows: list[dict[str, Any]], console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parallelrun.models.layers import AttentionProduct
+from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.plan.context_order import imbalance_of
 from parallelrun.plan.packing import with_packing
 from parallelrun.train.build import Training

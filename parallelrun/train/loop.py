@@ -13,10 +13,11 @@ from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.profiler import StepProfiler
-from parallelrun.train.recorder import Recorder, StepRecord
+from parallelrun.train.recorder import Recorder
 from parallelrun.train.reshape import Agreed, NextPlan
 from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import Evaluation, StepResult, measure, train_step
+from parallelrun.train.step_record import StepRecord
 from parallelrun.train.timing import StepClock
 
 MAX_SKIPS = 20

@@ -3,59 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
-import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from parallelrun import reserve
-from parallelrun.comm import backend_of, gather_json
+from parallelrun.comm import gather_json
 from parallelrun.context import WorkerContext
-from parallelrun.plan import prediction, simulate
-from parallelrun.plan.packing import packing_document
-from parallelrun.plan.step_time.measured import STEP, beside
 from parallelrun.plan.structure import Collective
 from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
 from parallelrun.run_records import attempts, reshapes
-from parallelrun.train import attention_work
+from parallelrun.train import attention_work, summary
 from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
 from parallelrun.train.communication import communication_rows
 from parallelrun.train.earlier_rows import EarlierRows
-from parallelrun.train.medians import mean_times, median_times, percentile_95
-from parallelrun.train.timing import StepTimes
+from parallelrun.train.medians import median_times
+from parallelrun.train.step_record import StepRecord, timed
 
-FIRST_TIMED_STEP = 3  # steps 1 and 2 are slower: set-up, counting
 STEPS_KEPT = 1000  # of whose times every rank computes its medians
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """The results of one step. Times in seconds; step_time_s excludes evaluation and saving.
-
-    times: None if another rank took the step. more: additional fields of its row in metrics.jsonl.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    applied: bool
-    step_time_s: float
-    time_s: float
-    val_loss: float | None
-    loss_scale: float
-    times: StepTimes | None
-    val_top1: float | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Recorder:
@@ -73,7 +46,7 @@ class Recorder:
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._num_tokens, self._num_tokens_after = 0, 0  # of all steps up to that one
         self._rows = RowFile(context.directory / "metrics.jsonl")
-        self._earlier = EarlierRows.of(context.directory / "metrics.jsonl") if self._writes else EarlierRows()
+        self._earlier = EarlierRows.of(context.directory) if self._writes else EarlierRows()
         self._routing = RoutingLog(context.directory, training.config.steps)
         self._progress = ProgressLine(rows or training.config.steps, enabled=context.console_owner)
 
@@ -174,7 +147,7 @@ class Recorder:
         return {
             "peak_bytes": peak_bytes(self._training.mesh.device),
             "rows": None if counted is None else [asdict(c) for c in counted],
-            "times": median_times(self._timed(self._recent)),
+            "times": median_times(timed(self._recent, self._training.config.profile)),
             "actions": self._training.runner.last_actions() if self._stands_for_its_stages() else {},
             "attention": attention_work.of_rank(self._training),
         }
@@ -191,14 +164,14 @@ class Recorder:
             rows = communication_rows(counted, self._training) if complete else []
             facts = [everyone[rank] for rank in sorted(everyone)]
             actions = [one["actions"] for one in facts if one.get("actions")]  # ascending pp index, as ranks are
-            summary = self._summary(facts, rows, state) | attention_work.fields(everyone, self._training)
+            document = self._summary(facts, rows, state) | attention_work.fields(everyone, self._training)
 
             def write() -> None:
                 self._rows.flush()
                 write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
                 if actions:
                     write_json(self._directory / "schedule.json", schedule_document(self._records[-1].step, actions))
-                write_json(self._directory / "summary.json", {**summary, **more})
+                write_json(self._directory / "summary.json", {**document, **more})
                 self._routing.flush()
 
             reserve.insist(self._directory, reserve.RECORDS, write)
@@ -214,72 +187,13 @@ class Recorder:
         self._progress.close()
 
     def _summary(self, everyone: list[dict[str, Any]], rows: list[dict[str, Any]], state: str) -> dict[str, Any]:
-        """Return the document of summary.json."""
-        training, plan = self._training, self._training.plan
-        times = sorted(r.step_time_s for r in self._timed(self._records)) or sorted(self._earlier.values("step_time_s"))
-        median = statistics.median(times) if times else None
-        tokens = plan.batch.global_batch * training.tokens_per_sample
-        means = mean_times([one["times"] for one in everyone])
+        """Return the document of summary.json, with the samples that each part of a mixture has given."""
         steps = self._records[-1].step if self._records else self._earlier.last_step
-        losses = [*self._earlier.values("loss"), *(r.loss for r in self._records)]
-        val = [*self._earlier.values("val_loss"), *(r.val_loss for r in self._records if r.val_loss is not None)]
-        top1 = [*self._earlier.values("val_top1"), *(r.val_top1 for r in self._records if r.val_top1 is not None)]
         read = self._parts_read(steps) if steps else []
-        return {
-            "schema": 1,
-            "state": state,
-            "model": training.config.model.preset,
-            "strategy": plan.preset,
-            "equivalence": plan.equivalence.kind,
-            **plan.degrees,
-            "world": plan.world,
-            "data": plan.data.kind,
-            "tensor": plan.tensor.kind,
-            "pipeline": plan.pipeline.kind,
-            "microbatches": plan.batch.microbatches,
-            "global_batch": plan.batch.global_batch,
-            "precision": plan.precision.name,
-            "parameters": plan.spec.num_parameters,
-            "device": plan.device,
-            "backend": backend_of(training.mesh),
-            "ranks_per_core": plan.world / len(os.sched_getaffinity(0)) if plan.device == "cpu" else None,
-            "steps": steps,
-            **attempts.summary(self._directory),
-            "step_time_median_s": median,
-            "step_time_p95_s": percentile_95(times) if times else None,
-            "tokens_per_s": tokens / median if median else None,
-            "samples_per_s": plan.batch.global_batch / median if median else None,
-            **means,
-            "predicted": beside(plan, training.config.cluster, {STEP: median, **means}),
-            "first_loss": losses[0] if losses else None,
-            "loss": losses[-1] if losses else None,
-            "first_val_loss": val[0] if val else None,
-            "val_loss": val[-1] if val else None,
-            "first_val_top1": top1[0] if top1 else None,
-            "val_top1": top1[-1] if top1 else None,
-            **self._routing.summary(),
-            **reshapes.summary(self._directory),
-            "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
-            "payload_bytes_per_step": self._per_step("payload_bytes", rows),
-            "wire_bytes_per_step": self._per_step("wire_bytes", rows),
-            "communication_as_predicted": all(prediction.matches_prediction(row) for row in rows) if rows else None,
-            "bubble_predicted": simulate.of_plan(plan).bubble_of_total,
-            "packing": packing_document(plan.spec, training.packing),
-            "dataset": training.config.dataset.name,
-            "dataset_sha256": training.dataset.fingerprint,
-            "mixture": [dict(label=label, samples=count, epochs=epochs) for label, count, epochs in read] or None,
-        }
-
-    def _timed(self, records: Iterable[StepRecord]) -> list[StepRecord]:
-        """Return the steps whose times count; all steps if there is no such step."""
-        profiled = self._training.config.profile  # the profiler slows a step down
-        return [r for r in records if r.step >= FIRST_TIMED_STEP and r.step not in profiled] or list(records)
-
-    def _per_step(self, key: str, rows: list[dict[str, Any]]) -> int:
-        """Return the bytes of all ranks per step, on average if some are sent only in every H-th step."""
-        plan = self._training.plan
-        total: float = sum(row[key] / prediction.steps_between(plan, row["purpose"]) for row in rows)
-        return round(total)
+        mixture = [dict(label=label, samples=count, epochs=epochs) for label, count, epochs in read] or None
+        more = {**self._routing.summary(), **attempts.summary(self._directory), **reshapes.summary(self._directory)}
+        found = summary.document(self._training, self._records, self._earlier, everyone, rows, state, more)
+        return {**found, "mixture": mixture}
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional
 
-from parallelrun import product as products
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.structure import Collective
-from parallelrun.product import ActivationLayout, Move, Product
+from parallelrun.product import ActivationLayout, Move, Product, transfers
+from parallelrun.product import forms as products
 from parallelrun.strategies.tensor.grid import lookup, matmul
 from parallelrun.verify.measure import tensor_errors
 
@@ -246,7 +246,7 @@ def split_all(cases: list[Case]) -> list[Found]:
 def predicted(case: Case) -> list[Collective]:
     """What `product.transfers` says, as the counter tells it."""
     features = VOCAB if case.product.lookup else case.features
-    moved = products.transfers(
+    moved = transfers(
         case.product, SAMPLES * SEQ, features, sum(case.outputs), case.sizes,
         save_gathered=case.save_gathered, input_gradient=case.input_gradient,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from parallelrun.mesh import Group
 from parallelrun.models import dropout
-from parallelrun.models.layers import AttentionProduct
+from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.plan.context_order import ORDERS
 from parallelrun.strategies.context.common.gathered import GatherTransport
 from parallelrun.strategies.context.common.layers import ContextAttention

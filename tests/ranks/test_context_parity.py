@@ -34,6 +34,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "zero1": {"cp": 2, "dp": 2, "strategy.data.kind": "zero1"},
     "bert": {"cp": 2, "dp": 2, **BERT},
     "bf16": {"cp": 2, "precision.name": "bf16"},
+    "2d, usp, llama": {"cp": 2, "tp": 4, "layout": "2d", **USP, **llama(), "dropout": 0.1},
     "dropless experts over dp x cp": {"cp": 2, "dp": 2, **DROPLESS, "ep": 4},
     "capacity of experts over cp, jitter": {"cp": 2, **CAPACITY, **GSHARD, "model.router.jitter": 0.01},
 }
@@ -59,6 +60,17 @@ MATRIX: dict[str, dict[str, Any]] = {
     "fsdp, experts": {"cp": 2, "dp": 2, **DROPLESS, "strategy.data.kind": "fsdp"},
     "zero1, experts": {"cp": 2, "dp": 2, **DROPLESS, "strategy.data.kind": "zero1"},
     "experts, 1f1b": {"cp": 2, "pp": 2, **CAPACITY, "model.layers": 4},
+    "2d, pipeline": {"cp": 2, "tp": 4, "pp": 2, "layout": "2d", "microbatches": 2, **ALLGATHER},
+    "2d, recomputed, gathered again": {
+        "cp": 2,
+        "tp": 4,
+        "layout": "2d",
+        "recompute": "full",
+        "strategy.tensor.save_gathered": False,
+    },
+    "2.5d": {"cp": 2, "tp": 8, "layout": "2.5d", "depth": 2, "model.hidden": 32, **DROPOUT},
+    "3d, ulysses": {"cp": 2, "tp": 8, "layout": "3d", "model.hidden": 32, **ULYSSES},
+    "2d, fsdp": {"cp": 2, "tp": 4, "dp": 2, "layout": "2d", "strategy.data.kind": "fsdp"},
     "compiled": {"cp": 2, "compile": True, "model.layers": 1},
 }
 

@@ -31,6 +31,7 @@ PACKED: dict[str, Any] = {"dataset.pack": True, "model.seq": 16}
 LEARNED = {"model.position": "learned"}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 ORDER = "strategy.context.order"
+EXPERTS = {"model.experts": 4, "model.router.capacity_factor": 1.0, "model.router.group_samples": 2}
 CELLS: list[dict[str, Any]] = [
     {"dp": 2, "strategy.data.kind": "fsdp", "model.kv_heads": 2},
     {"tp": 2, "dropout": 0.1, "model.attention_dropout": 0.1, **SEQUENCE},
@@ -39,7 +40,9 @@ CELLS: list[dict[str, Any]] = [
     {"pp": 2, "schedule": "zero_bubble", "virtual_stages": 1, "microbatches": 2, "recompute": "full"},
     {"tp": 4, "layout": "2d", "dropout": 0.1, **LEARNED},
     {"tp": 8, "layout": "3d", "model.hidden": 32},
+    {"tp": 4, "cp": 2, "layout": "2.5d", "depth": 1, "precision.name": "bf16"},
     {"dp": 2, "ep": 2, "model.experts": 4, "model.router.top_k": 2},
+    {"cp": 2, "ep": 2, "strategy.expert.kind": "capacity", **EXPERTS},
     {"cp": 2, "pp": 2, "microbatches": 2, **LEARNED},
     {"cp": 4, ORDER: "striped", "model.kv_heads": 2},
     {

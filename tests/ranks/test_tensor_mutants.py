@@ -13,6 +13,7 @@ from parallelrun.config.model_schema import RouterConfig
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.models import layers as single_device
+from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.moe.layer import AuxiliaryLoss
 from parallelrun.strategies.tensor.common import cross_entropy
 from parallelrun.strategies.tensor.megatron import layers, operators, runtime
@@ -100,7 +101,7 @@ def positions_of_the_first_slice():
 
 
 def mask_of_the_first_slice():
-    layers.SliceDropout.forward = single_device.HashDropout.forward
+    layers.SliceDropout.forward = HashDropout.forward
 
 
 def slices_of_norm_gradients_not_summed():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallelrun import routing_log
-from parallelrun.model_spec import RouterSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.plan import routing_statistics as statistics
 from parallelrun.routing_log import FILE, RoutingLog
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec, RouterSpec
+from parallelrun.model_spec import ModelSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models.gpt.dense_families import LLAMA_KEYS, Llama, decoder_fields, decoder_values, gated, rope_fields
 from parallelrun.models.hugging_face import Fields, FixedTensor, Piece, options
 from parallelrun.models.moe import spec as moe

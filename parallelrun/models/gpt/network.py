@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from parallelrun.config.schema import Config
-from parallelrun.model_spec import ModelSpec, RouterSpec
+from parallelrun.model_spec import ModelSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models.layers import TensorModule
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.moe.spec import has_experts

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parallelrun import product as products
 from parallelrun.layout import Layout
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.product import ActivationLayout, Product
+from parallelrun.product import forms as products
 
 GRID_TEXTS = {
     "summa": "Every rank keeps one block of X, of W and of Y. The inner dim is cut into panels. For each panel, a "

@@ -15,6 +15,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
+from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import source
 from parallelrun.models.network import Network, allocate, store
 from parallelrun.models.rounding import rounded
@@ -93,7 +94,7 @@ def dropout_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
     hooks = [
         part.register_forward_pre_hook(lambda _, inputs, name=name: found.update({name: tuple(inputs[0].shape)}))
         for name, part in module.named_modules()
-        if isinstance(part, layers.HashDropout) and part.rate > 0
+        if isinstance(part, HashDropout) and part.rate > 0
     ]
     try:
         module(x)
@@ -105,7 +106,7 @@ def dropout_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
 
 def _set_dropout_widths(module: nn.Module, config: Config, spec: ModelSpec) -> None:
     """Tell dropout on split features how wide they are on one device: a mask is by global element index."""
-    dropouts = {name: part for name, part in module.named_modules() if isinstance(part, layers.HashDropout)}
+    dropouts = {name: part for name, part in module.named_modules() if isinstance(part, HashDropout)}
     if (config.tp or 1) == 1 or not any(part.rate for part in dropouts.values()):
         return
     copy = source.build_with_roles(config, spec.vocab)

@@ -20,6 +20,7 @@ from parallelrun import user_code
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem, with_article
 from parallelrun.models import layers
+from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.vision.batch_norm import BatchNorm
 
 REPLACED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -164,7 +165,7 @@ def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -
             part.compute_dtype = compute_dtype
         elif type(part) is nn.Dropout:
             site = f"module.{name}"
-            module.set_submodule(name, layers.HashDropout(part.p, config.seed, site, 0, compute_dtype))
+            module.set_submodule(name, HashDropout(part.p, config.seed, site, 0, compute_dtype))
     if unmatched:
         pattern = next(iter(unmatched))
         fitting = [name for name, part in parts.items() if isinstance(part, ROLES.get(unmatched[pattern], nn.Module))]

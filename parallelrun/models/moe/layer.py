@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from parallelrun.model_spec import RouterSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models.autograd import apply
 from parallelrun.models.layers import ExpertOutput, SharedInput, TensorModule
 from parallelrun.models.transformer.modules import FeedForward, LayerFactory

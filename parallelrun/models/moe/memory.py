@@ -7,7 +7,8 @@ counts the rows of a rank that has all experts, the expert dispatcher those that
 
 from __future__ import annotations
 
-from parallelrun.model_spec import BlockSpec, LayerSpec, RouterSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 

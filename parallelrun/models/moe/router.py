@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallelrun.model_spec import RouterSpec
-from parallelrun.models import dropout
+from parallelrun.model_spec.router import RouterSpec
+from parallelrun.models import documents, dropout
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.held_tokens import ALL
 from parallelrun.models.layers import RoleLayer
@@ -38,7 +38,8 @@ class RoutingOverRanks(Protocol):
 
 
 class Router(RoleLayer):
-    """x (batch, seq, hidden) -> Routing of its tokens, in groups of spec.group_samples samples.
+    """x (batch, seq, hidden) -> Routing of its tokens, in groups of spec.group_samples samples. Padding behind packed
+    documents is routed nowhere.
 
     held: the tokens of a sample that x has: all of them, or over_ranks routes those of other ranks too.
 
@@ -77,6 +78,7 @@ class Router(RoleLayer):
             logits = self.over_ranks.gathered(logits)
         seq = logits.size(1)
         groups = (batch // spec.group_samples, spec.group_samples * seq)
+        padded = documents.SCOPE.documents.is_token if documents.SCOPE.documents is not None else None
         uniform = None
         if draws_second(spec, self.training):
             uniform = self._draws(self._second_key, batch, ALL.indices(seq, x.device), 1).view(groups)
@@ -86,6 +88,7 @@ class Router(RoleLayer):
             training=self.training,
             selection_bias=self.selection_bias,
             uniform=uniform,
+            is_token=None if padded is None else padded.view(groups),
             decide=partial(self._decide, batch) if self.decisions is not None else None,
         )
         if self.training:

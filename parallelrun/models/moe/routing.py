@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallelrun.model_spec import RouterSpec
+from parallelrun.model_spec.router import RouterSpec
 
 LEAST_SUM = 1e-20  # smallest sum by which weights are divided (DeepSeek-V3's), so that 0 / 0 is 0, in backward too
 
@@ -52,13 +52,12 @@ class Routing(NamedTuple):
 @dataclass(frozen=True)
 class _Chosen:
     """assignments: tokens, experts, weights, kept and slots, as in Routing. load: int64 (G, E), the counts of all
-    assignments; counted, the same of those that the auxiliary loss counts, `num_counted` in each group; kept_load,
-    int64 (E,); lost, int64 (3,): dropped first choices, dropped later choices, tokens that no expert kept."""
+    assignments; counted, the same of those that the auxiliary loss counts; kept_load, int64 (E,); lost, int64 (3,):
+    dropped first choices, dropped later choices, tokens that no expert kept. Padding is in none of them."""
 
     assignments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     load: Tensor
     counted: Tensor
-    num_counted: int
     kept_load: Tensor
     lost: Tensor
 
@@ -70,26 +69,30 @@ def route(
     training: bool,
     selection_bias: Tensor | None = None,
     uniform: Tensor | None = None,
+    is_token: Tensor | None = None,
     decide: Callable[[Tensor], Tensor] | None = None,
 ) -> Routing:
     """Route G groups of S tokens each to E experts.
 
     logits: (G, S, E) in fp32 or fp64. selection_bias: (E,), added to the scores for choosing only (DeepSeek-V3).
     uniform: (G, S) in [0, 1), each token's draw for its second expert; read only if `draws_second`, then needed.
+    is_token: bool (G, S), False for padding, which goes to no expert, takes no slot and is in no mean. Capacity stays
+    that of S tokens, so that no size depends on the data.
     decide: given the scores (G x S, E), those by which experts are chosen and tokens dropped; None: the same. Weights
     always are the scores' own.
     """
     num_groups, group_size, num_experts = logits.shape
     capacity = spec.capacity(group_size, num_experts, training)
     rows = logits.flatten(0, 1)
+    is_padding = None if is_token is None else ~is_token.flatten()
     log_shares = torch.log_softmax(rows, dim=-1)
     if spec.score == "softmax":
         scores = shares = log_shares.exp()
-        entropy = -(shares.detach() * log_shares.detach()).sum(dtype=torch.float64)
+        entropy = -(shares.detach() * log_shares.detach())
     else:
         scores = torch.sigmoid(rows)
         shares = scores / scores.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
-        entropy = torch.special.entr(shares.detach()).sum(dtype=torch.float64)
+        entropy = torch.special.entr(shares.detach())
     deciding = scores.detach() if decide is None else decide(scores.detach())
     ranking = deciding
     if selection_bias is not None:
@@ -97,22 +100,41 @@ def route(
     if spec.topk_group < spec.n_group:
         ranking = _within_best_groups(ranking, spec)
     if spec.kind == "expert_choice":
-        chosen = _experts_choose(scores, ranking, spec, num_groups, capacity)
+        chosen = _experts_choose(scores, ranking, spec, num_groups, capacity, is_padding)
     else:
         draws = uniform if draws_second(spec, training) else None
         assert draws is not None or not draws_second(spec, training), "a random second expert needs uniform numbers"
-        chosen = _tokens_choose(scores, deciding, ranking, spec, num_groups, capacity, draws)
-    # balanced value 1: E^2 times the mean over experts that is GShard's l_aux; Switch's scale
-    aux = (chosen.counted * shares.view(logits.shape).mean(1)).sum() * (num_experts / chosen.num_counted)
+        chosen = _tokens_choose(scores, deciding, ranking, spec, num_groups, capacity, draws, is_padding)
+    aux = _balance_loss(chosen.counted, shares.view(logits.shape), is_token)
     # log-sum-exp is the logit less its log-share, for any expert: one kernel instead of logsumexp's six
-    z = (rows[:, 0] - log_shares[:, 0]).square().sum() / group_size
+    z = _means((rows[:, :1] - log_shares[:, :1]).square().view(num_groups, group_size, 1), is_token).sum()
     counted = [one for one in ((spec.aux_coefficient, aux), (spec.z_coefficient, z)) if training and one[0]]
     terms = [coefficient * loss for coefficient, loss in counted]  # leaves the graphs of unused losses out
     auxiliary = terms[0] + terms[1] if len(terms) == 2 else terms[0] if terms else None
-    sizes = (entropy.new_full((1,), rows.size(0)), entropy.new_full((1,), num_groups))  # no copy from the host
-    means = (aux.detach().view(1), z.detach().view(1), entropy.view(1))
+    if is_padding is not None:
+        entropy = entropy.masked_fill(is_padding.unsqueeze(1), 0.0)
+    entropy = entropy.sum(dtype=torch.float64).view(1)
+    num_tokens = entropy.new_full((1,), rows.size(0)) if is_token is None else is_token.sum().view(1)
+    sizes = (num_tokens, entropy.new_full((1,), num_groups))  # no copy from the host
+    means = (aux.detach().view(1), z.detach().view(1), entropy)
     vector = torch.cat((chosen.load.sum(0), chosen.kept_load, *sizes, chosen.lost, *means))
     return Routing(*chosen.assignments, rows.size(0), num_groups, capacity, num_experts, auxiliary, vector)
+
+
+def _balance_loss(counted: Tensor, shares: Tensor, is_token: Tensor | None) -> Tensor:
+    """Summed over groups. counted: (G, E); shares: (G, S, E). Its balanced value is 1: E^2 times the mean over experts
+    that is GShard's l_aux; Switch's scale."""
+    parts = counted.to(shares.dtype)
+    parts = parts / parts.sum(1, keepdim=True).clamp(min=1)
+    return (parts * _means(shares, is_token)).sum() * shares.size(2)
+
+
+def _means(values: Tensor, is_token: Tensor | None) -> Tensor:
+    """(G, S, n) -> (G, n): over the tokens of each group, without padding; 0 for a group of padding alone."""
+    if is_token is None:
+        return values.mean(1)
+    numbers = is_token.sum(1, keepdim=True).clamp(min=1)
+    return (values * is_token.unsqueeze(2)).sum(1) / numbers
 
 
 def draws_second(spec: RouterSpec, training: bool) -> bool:
@@ -128,6 +150,7 @@ def _tokens_choose(
     num_groups: int,
     capacity: int,
     draws: Tensor | None,
+    is_padding: Tensor | None,
 ) -> _Chosen:
     """Assign every token to its `top_k` best experts while they have free slots. scores, deciding, ranking: (T, E)."""
     (num_tokens, num_experts), choices = scores.shape, spec.top_k
@@ -144,32 +167,36 @@ def _tokens_choose(
     keys = experts
     if num_groups > 1:
         keys = experts + tokens.div(group_size, rounding_mode="floor") * num_experts
+    num_keys = num_groups * num_experts
+    if is_padding is not None:  # counted behind all experts
+        keys = torch.where(is_padding.expand(choices, num_tokens).reshape(-1), num_keys, keys)
     priorities = None
     if spec.drop_policy == "probability":
         priorities = (_normalised(deciding) if early else deciding).reshape(-1)
-    slots, load = _slots(keys, num_groups * num_experts, priorities)
+    slots, load = _slots(keys, num_keys, priorities)
     load = load.view(num_groups, num_experts)
-    kept, kept_load = slots < capacity, load.clamp(max=capacity).sum(0)
+    kept, kept_load = (slots < capacity) & (keys < num_keys), load.clamp(max=capacity).sum(0)
     if draws is not None:
         # the paper's probability: the second's share of the two, independent of `renormalise`
         kept[num_tokens:] &= 2 * _normalised(deciding)[1] > draws.reshape(-1)
         kept_load = torch.zeros_like(experts[:1]).expand(num_experts).scatter_add(0, experts, kept.long())
     lost = torch.zeros_like(experts[:1]).expand(3)
-    if capacity < group_size or draws is not None:
+    if capacity < group_size or draws is not None or is_padding is not None:
         refused = ~kept.view(choices, num_tokens)
         weights = weights * kept.view(choices, num_tokens)
+        if is_padding is not None:
+            refused &= ~is_padding
         lost = torch.stack((refused[0].sum(), refused[1:].sum(), refused.all(0).sum()))
     if spec.renormalise == "after" and choices > 1:
         weights = _normalised(weights)
     if spec.scaling != 1.0:
         weights = weights * spec.scaling
-    counted, num_counted = load, group_size * choices
+    counted = load
     if spec.kind == "gshard":
         first = keys[:num_tokens]
-        counted = torch.zeros_like(load).view(-1).scatter_add_(0, first, torch.ones_like(first)).view_as(load)
-        num_counted = group_size
+        counted = load.new_zeros(num_keys + 1).scatter_add_(0, first, torch.ones_like(first))[:-1].view_as(load)
     assignments = (tokens, experts, weights.reshape(-1), kept, slots)
-    return _Chosen(assignments, load, counted, num_counted, kept_load, lost)
+    return _Chosen(assignments, load, counted, kept_load, lost)
 
 
 def _within_best_groups(ranking: Tensor, spec: RouterSpec) -> Tensor:
@@ -219,7 +246,9 @@ def _slots(keys: Tensor, num_keys: int, priorities: Tensor | None) -> tuple[Tens
     return torch.empty_like(keys).scatter_(0, order, numbers), bounds.diff()
 
 
-def _experts_choose(scores: Tensor, ranking: Tensor, spec: RouterSpec, num_groups: int, capacity: int) -> _Chosen:
+def _experts_choose(
+    scores: Tensor, ranking: Tensor, spec: RouterSpec, num_groups: int, capacity: int, is_padding: Tensor | None
+) -> _Chosen:
     """Assign to every expert the `capacity` tokens of each group that have the best scores for it.
 
     A token's weights are its scores (Zhou et al. 2022), divided by the number of its experts unless renormalise=none
@@ -227,6 +256,8 @@ def _experts_choose(scores: Tensor, ranking: Tensor, spec: RouterSpec, num_group
     """
     num_tokens, num_experts = scores.shape
     group_size, device = num_tokens // num_groups, scores.device
+    if is_padding is not None:
+        ranking = ranking.masked_fill(is_padding.unsqueeze(1), float("-inf"))
     by_expert = ranking.view(num_groups, group_size, num_experts).transpose(1, 2)  # (G, E, S)
     taken = torch.sort(by_expert, dim=-1, descending=True, stable=True).indices[..., :capacity]
     starts = torch.arange(num_groups, device=device).view(-1, 1, 1) * group_size
@@ -238,9 +269,12 @@ def _experts_choose(scores: Tensor, ranking: Tensor, spec: RouterSpec, num_group
         weights = weights / hits[tokens]
     if spec.scaling != 1.0:
         weights = weights * spec.scaling
-    kept = torch.ones_like(tokens, dtype=torch.bool)
+    kept, unused = torch.ones_like(tokens, dtype=torch.bool), hits == 0
+    if is_padding is not None:  # chosen where a group has fewer tokens than slots
+        kept, unused = ~is_padding[tokens], unused & ~is_padding
+        weights = weights * kept
     slots = torch.arange(capacity, device=device).expand_as(taken).reshape(-1)
-    load = torch.full((num_groups, num_experts), capacity, dtype=torch.int64, device=device)
-    lost = torch.cat((torch.zeros_like(hits[:1]).expand(2), (hits == 0).sum().view(1)))
+    load = kept.view(taken.shape).sum(-1)
+    lost = torch.cat((torch.zeros_like(hits[:1]).expand(2), unused.sum().view(1)))
     assignments = (tokens, experts, weights, kept, slots)
-    return _Chosen(assignments, load, load, num_experts * capacity, load.sum(0), lost)
+    return _Chosen(assignments, load, load, load.sum(0), lost)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from parallelrun.config.model_schema import ModelConfig
 from parallelrun.errors import Problem
-from parallelrun.model_spec import Initialiser, LayerSpec, ParameterSpec, RouterSpec
+from parallelrun.model_spec import Initialiser, LayerSpec, ParameterSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models.transformer import spec as transformer
 
 

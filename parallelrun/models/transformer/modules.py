@@ -14,6 +14,7 @@ from parallelrun.config.schema import Config
 from parallelrun.models import documents as packed
 from parallelrun.models import functions, layers
 from parallelrun.models.held_tokens import ALL, HeldTokens
+from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 from parallelrun.models.transformer import spec as sizes
 from parallelrun.models.transformer.latent_spec import rotary_growth
 from parallelrun.precision import Precision
@@ -43,8 +44,8 @@ class LayerFactory:
         size, bias = features or self.model.hidden, self.model.bias and self.model.norm == "layernorm"
         return layers.HiddenNorm(self.model.norm, size, self.model.norm_eps, bias, self.dtype)
 
-    def dropout(self, site: str) -> layers.HashDropout:
-        return layers.HashDropout(self.dropout_rate, self.seed, site, self.model.hidden, self.dtype)
+    def dropout(self, site: str) -> HashDropout:
+        return HashDropout(self.dropout_rate, self.seed, site, self.model.hidden, self.dtype)
 
     def embedding(self) -> layers.TokenEmbedding:
         return layers.TokenEmbedding(self.vocab, self.model.hidden, self.dtype)
@@ -116,7 +117,7 @@ class Attention(layers.TensorModule):
     def close(self, name: str, make: LayerFactory, num_values: int, causal: bool) -> None:
         """Add the layers behind the heads, which read `num_values` features of all values together."""
         site, rate = f"{name}.product", make.model.attention_dropout
-        self.product = layers.AttentionProduct(rate, make.seed, site, make.dtype, causal)
+        self.product = AttentionProduct(rate, make.seed, site, make.dtype, causal)
         self.out = make.row(num_values)
         self.dropout = make.dropout(f"{name}.dropout")
 

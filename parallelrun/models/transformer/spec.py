@@ -7,15 +7,8 @@ from typing import Any
 
 from parallelrun.config.model_schema import ModelConfig
 from parallelrun.errors import Problem
-from parallelrun.model_spec import (
-    BlockSpec,
-    Initialiser,
-    LatentSpec,
-    LayerSpec,
-    ModelSpec,
-    ParameterSpec,
-    weight_and_bias,
-)
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, weight_and_bias
+from parallelrun.model_spec.attention import LatentSpec
 from parallelrun.models.transformer import latent_spec
 
 TIED = ("head.head.weight", "embedding.tokens.weight")  # (copy, original)

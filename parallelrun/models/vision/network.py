@@ -12,6 +12,7 @@ from parallelrun import definitions
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
+from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.network import Network, assemble
 from parallelrun.models.rounding import rounded
 from parallelrun.models.vision import operations as ops
@@ -64,7 +65,7 @@ def _module(operation: ops.Operation, shape: ops.Shape, site: str, config: Confi
     if isinstance(operation, ops.BatchNormOp):
         return BatchNorm(shape[0], config.model.norm_eps, config.model.norm_momentum, dtype)
     if isinstance(operation, ops.DropoutOp):
-        return layers.HashDropout(config.dropout, config.seed, site, shape[0], dtype)
+        return HashDropout(config.dropout, config.seed, site, shape[0], dtype)
     assert isinstance(operation, ops.LinearOp), f"no module for {operation}"
     if operation.role == "column_parallel":
         return layers.ColumnLinear(shape[0], {"": operation.outputs}, True, dtype)

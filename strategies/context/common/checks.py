@@ -43,8 +43,7 @@ def check(request: Request, head_ranks: int, order: str | None) -> list[Problem]
         key = "strategy.context.ulysses"
         what = f"{key}={head_ranks} does not divide cp={request.cp}; divisors: {_listed(request.cp)}"
         return [Problem(what, key, either(key, nearest(head_ranks, divisors(request.cp))), kind="arithmetic")]
-    found = _tensor(request)
-    return found + _sequence(request, head_ranks, order_of(order, request, head_ranks)) + _heads(request, head_ranks)
+    return _sequence(request, head_ranks, order_of(order, request, head_ranks)) + _heads(request, head_ranks)
 
 
 def _listed(number: int) -> str:
@@ -76,33 +75,27 @@ def _sequence(request: Request, head_ranks: int, order: str) -> list[Problem]:
     return [Problem(what, "cp", " or ".join(filter(None, fixes)), kind="arithmetic")]
 
 
+def head_parts(request: Request) -> int:
+    """Over how many ranks of tp the heads are split."""
+    return tensor_strategy(request.config.strategy.tensor.kind).head_parts(request)
+
+
 def _heads(request: Request, head_ranks: int) -> list[Problem]:
     """Heads on a tp rank are exchanged in equal parts; of keys and values equal parts, or copies of fewer."""
     if head_ranks == 1:
         return []
-    spec, found = request.spec, []
+    spec, found, parts = request.spec, [], head_parts(request)
     heads, kv_heads = spec.heads, spec.kv_heads or spec.heads
-    of = (
-        f"tp={request.tp} x {head_ranks} ranks that exchange heads"
-        if request.tp > 1
-        else f"{head_ranks} ranks that exchange heads"
-    )
+    of = f"{head_ranks} ranks that exchange heads"
+    if parts > 1:
+        of = f"tp={request.tp} x {of}" if parts == request.tp else f"{parts} of tp={request.tp} x {of}"
     fix = "strategy.context.kind=ring"
-    if heads % (request.tp * head_ranks):
-        legal = [n for n in divisors(request.cp) if n > 1 and heads % (request.tp * n) == 0]
+    if heads % (parts * head_ranks):
+        legal = [n for n in divisors(request.cp) if n > 1 and heads % (parts * n) == 0]
         fixes = [either("cp", nearest(request.cp, legal)), fix]
         what = f"model.heads={heads} does not divide by {of}"
         found.append(Problem(what, "cp", " or ".join(filter(None, fixes)), kind="arithmetic"))
-    elif (own := max(1, kv_heads // request.tp)) % head_ranks and head_ranks % own:
+    elif (own := max(1, kv_heads // parts)) % head_ranks and head_ranks % own:
         what = f"model.kv_heads={kv_heads} does not divide by {of}, nor they by it (each held by some ranks)"
         found.append(Problem(what, "cp", fix, kind="arithmetic"))
     return found
-
-
-def _tensor(request: Request) -> list[Problem]:
-    strategy = tensor_strategy(request.config.strategy.tensor.kind)
-    if request.tp == 1 or strategy.is_one_dimensional:
-        return []
-    what = f"cp={request.cp}: layout={strategy.layout_name} divides samples and features over its own axes, and its"
-    what += " attention over divided sequences is not built"
-    return [Problem(what, "layout", "layout=1d or cp=1", kind="not_built")]

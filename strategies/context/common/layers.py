@@ -14,7 +14,7 @@ from parallelrun.models import documents, dropout
 from parallelrun.models.autograd import apply
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import attend
-from parallelrun.models.layers import AttentionProduct
+from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.plan.context_order import Spans
 
 from .blocks import DroppedPart

@@ -26,8 +26,9 @@ from parallelrun.plan.messages import (
     ranks_over,
 )
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.structure import Collective, Plan, once
 from parallelrun.precision import BYTES
+from parallelrun.product import degree
 
 from . import checks
 
@@ -119,15 +120,15 @@ class BlockwiseContext(ContextStrategy):
 
     def block_numel(self, plan: Plan) -> int:
         """Return the elements of the keys and values of a rank of the ring, for one microbatch and layer."""
-        kv_heads = kv_heads_of(plan)
+        rows, _, kv_heads = part_of(plan)
         heads = kv_heads * copies_of(kv_heads, self.head_ranks) // self.head_ranks
-        return 2 * plan.batch.micro_batch * plan.seq * self.head_ranks * heads * head_dim(plan)
+        return 2 * rows * self.head_ranks * heads * head_dim(plan)
 
     def exchanged_numel(self, plan: Plan) -> tuple[int, int]:
         """Return the elements of (q, k and v; the output) of own tokens and all heads, which the all-to-alls send."""
-        heads, kv_heads = plan.spec.heads // plan.mesh.size("tp"), kv_heads_of(plan)
-        rows = plan.batch.micro_batch * plan.seq * head_dim(plan)
-        return rows * (heads + 2 * kv_heads * copies_of(kv_heads, self.head_ranks)), rows * heads
+        rows, heads, kv_heads = part_of(plan)
+        size = rows * head_dim(plan)
+        return size * (heads + 2 * kv_heads * copies_of(kv_heads, self.head_ranks)), size * heads
 
     # Traffic
 
@@ -188,7 +189,8 @@ class BlockwiseContext(ContextStrategy):
     def passing_bytes(self, plan: Plan) -> int:
         """Of rank 0, which holds most. Beside those: the sums of its queries' gradients, the gradients of one block."""
         compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-        queries = plan.num_rows * plan.spec.heads // plan.mesh.size("tp") * head_dim(plan)
+        rows, heads, _ = part_of(plan)
+        queries = rows * heads * head_dim(plan)
         numel = self.block_numel(plan)
         exchanged = 2 * (queries + numel) * compute if self.head_ranks > 1 else 0  # what leaves and what arrives
         if (size := plan.mesh.size(AXIS) // self.head_ranks) == 1:
@@ -239,9 +241,17 @@ def head_dim(plan: Plan) -> int:
     return plan.spec.qk_features // plan.spec.heads
 
 
-def kv_heads_of(plan: Plan) -> int:
-    """Return the heads of keys and values on a rank of tp."""
-    return max(1, (plan.spec.kv_heads or plan.spec.heads) // plan.mesh.size("tp"))
+def part_of(plan: Plan) -> tuple[int, int, int]:
+    """Return what a rank of tp has of attention: (positions of its samples, heads, heads of keys and values)."""
+    return once(plan.cache, "part of attention", lambda: _part_of(plan))
+
+
+def _part_of(plan: Plan) -> tuple[int, int, int]:
+    spec, rows, parts = plan.spec, plan.num_rows, 1
+    layer = next(layer for layer in spec.layers() if any(parameter.heads for parameter in layer.parameters))
+    if product := plan.tensor.product_of(layer, plan):
+        rows, parts = product.y.local(rows, 1, plan.mesh.sizes)[0], degree(product.y.features, plan.mesh.sizes)
+    return rows, spec.heads // parts, max(1, (spec.kv_heads or spec.heads) // parts)
 
 
 def copies_of(kv_heads: int, ranks: int) -> int:

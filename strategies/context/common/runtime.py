@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from parallelrun.mesh import Group, Mesh
 from parallelrun.models.held_tokens import SomeTokens, hold
-from parallelrun.models.layers import AttentionProduct
+from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.models.moe.router import Router
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan

@@ -8,6 +8,7 @@ from math import gcd
 from parallelrun.config.schema import Config, ContextConfig
 from parallelrun.plan.request import Request
 
+from ..common import checks
 from ..common.ring_plan import RingContext
 from .keys import USPContextConfig
 
@@ -28,7 +29,7 @@ class UnifiedSequence(RingContext):
     def asked_head_ranks(cls, request: Request) -> int:
         """As given, else the largest divisor of cp that divides the heads of a tp rank."""
         asked = USPContextConfig.of(request.config).ulysses
-        return asked if asked is not None else gcd(request.cp, max(1, request.spec.heads // request.tp))
+        return asked if asked is not None else gcd(request.cp, max(1, request.spec.heads // checks.head_parts(request)))
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:

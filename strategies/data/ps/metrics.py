@@ -13,9 +13,10 @@ from typing import Any
 from parallelrun.context import WorkerContext
 from parallelrun.records import write_json
 from parallelrun.train.build import Training
-from parallelrun.train.recorder import Recorder, StepRecord
+from parallelrun.train.recorder import Recorder
 from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import Evaluation
+from parallelrun.train.step_record import StepRecord
 from parallelrun.train.timing import StepClock
 
 from .apply_log import AppliedUpdate, ApplyLogReader

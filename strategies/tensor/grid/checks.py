@@ -53,7 +53,7 @@ class GridRequest:
             request.spec,
             self.form,
             sizes,
-            num_rows=max(1, samples) * prod(request.spec.boundary_shape[:-1]),
+            num_rows=max(1, samples) * prod(request.spec.boundary_shape[:-1]) // request.cp,
             samples=samples,
             save_gathered=GridConfig.of(request.config).save_gathered,
             compute=BYTES[precision.compute],

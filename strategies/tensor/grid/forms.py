@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import product as combinations
 from math import gcd, lcm
 
-from parallelrun import product as products
 from parallelrun.model_spec import LayerSpec, ModelSpec, Pair, ParameterSpec
-from parallelrun.product import ActivationLayout, Product, Sizes, degree, transfers
+from parallelrun.product import ActivationLayout, Product, Sizes, degree, num_panels, transfers
+from parallelrun.product import forms as products
 
 MAKE: dict[str, Callable[[ActivationLayout], Product]] = {
     "stationary_y": products.stationary_y,
@@ -132,6 +132,14 @@ class FormChoice:
             parts = lcm(parts, min(needed, default=1))
         return parts
 
+    def head_parts(self) -> int:
+        """Into how many parts the heads of attention are cut, in the forms that are chosen."""
+        forms, boundary = dict(self.choose()), boundary_layout(self.sizes)
+        for pair in self.spec.distinct_pairs:
+            if any(parameter.heads for layer in pair.columns for parameter in layer.parameters):
+                return degree(pair_products(forms[key_of(pair)], boundary)[0].y.features, self.sizes)
+        return 1
+
     def misfits(self) -> list[Misfit]:
         """What of the model's sizes does not divide, in the forms where least does not."""
         boundary, features = boundary_layout(self.sizes), self.spec.boundary_shape[-1]
@@ -157,7 +165,7 @@ class FormChoice:
         """What of one layer does not divide: heads, features in and out, rows and columns of its weights, samples."""
         rows, width = (degree(axes, self.sizes) for axes in product.weight.dims)
         inputs, outputs = (degree(layout.features, self.sizes) for layout in (product.x, product.y))
-        parts = products.num_panels(product, self.sizes) if product.panels else max(inputs, width)
+        parts = num_panels(product, self.sizes) if product.panels else max(inputs, width)
         found = [Misfit(self._key(layer.in_features, layer.name), layer.in_features, parts)]
         for parameter in layer.parameters:
             if parameter.heads and parameter.heads % outputs:

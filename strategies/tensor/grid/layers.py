@@ -15,6 +15,7 @@ from torch import Tensor
 from parallelrun.mesh import Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 from parallelrun.product import ActivationLayout, Product
 
 from ..common.sharding import EvenSlice, TakesOver, slice_of
@@ -95,7 +96,7 @@ class GridTokenEmbedding(GridLayer, single_device.TokenEmbedding):
         return look_up(own, self.weight, self.product, self.mesh, self.options, self.vocab)
 
 
-class GridDropout(TakesOver, single_device.HashDropout):
+class GridDropout(TakesOver, HashDropout):
     """The mask of the whole, at this rank's samples and features."""
 
     tracker: LayoutTracker
@@ -118,7 +119,7 @@ class GridPositionEmbedding(TakesOver, single_device.PositionEmbedding):
         return packed if packed is None else packed.part(rows.index, rows.count)
 
 
-class GridAttentionProduct(TakesOver, single_device.AttentionProduct):
+class GridAttentionProduct(TakesOver, AttentionProduct):
     """Attention of this rank's samples over its heads; dropped probabilities are those of the global heads."""
 
     tracker: LayoutTracker
@@ -143,7 +144,7 @@ MULTIPLYING: dict[type, type[GridLayer]] = {
     single_device.TokenEmbedding: GridTokenEmbedding,
 }
 TRACKING: dict[type, type[TakesOver]] = {
-    single_device.HashDropout: GridDropout,
+    HashDropout: GridDropout,
     single_device.PositionEmbedding: GridPositionEmbedding,
-    single_device.AttentionProduct: GridAttentionProduct,
+    AttentionProduct: GridAttentionProduct,
 }

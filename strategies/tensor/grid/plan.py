@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun import product as products
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
@@ -19,6 +18,7 @@ from parallelrun.plan.structure import Collective, Plan, once
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Move, Product
+from parallelrun.product import forms as products
 from parallelrun.wording import divisors
 
 from ..common.activation_memory import local_numel
@@ -80,6 +80,11 @@ class GridStrategy(ProductStrategy):
     def micro_batch_divisor(cls, request: Request) -> int:
         """Whole samples are split over the rows axes."""
         return cls._of(request).sample_parts
+
+    @classmethod
+    def head_parts(cls, request: Request) -> int:
+        """As the form of the layers around attention splits their features."""
+        return cls._of(request).choice.head_parts() if cls.shape.arranged(request) else request.tp
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
@@ -166,10 +171,10 @@ class GridStrategy(ProductStrategy):
         return self._of_pair(pair, plan)[0].y if pair else self.boundary(plan)
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
-        """This rank's samples and features."""
+        """This rank's samples, positions and features."""
         *middle, features = plan.spec.boundary_shape
         samples, width = self.boundary(plan).local(plan.batch.micro_batch, features, plan.mesh.sizes)
-        return (samples, *middle, width)
+        return (samples, *([plan.seq] if plan.context else middle), width)
 
     def loss_axes(self, plan: Plan) -> tuple[str, ...]:
         """The axes over which samples are split where the logits are."""

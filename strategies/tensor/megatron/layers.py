@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from parallelrun.models import layers as single_device
 from parallelrun.models.functions import cast, linear
+from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 
 from ..common.sharding import TakesOver
 from .operators import TPContext, column_parallel_linear, copy_or_gather, reduce_or_scatter
@@ -87,7 +88,7 @@ class ParallelExpertOutput(TensorParallelLayer, single_device.ExpertOutput):
         return super().forward(reduce_or_scatter(x, self.tp), num_samples)
 
 
-class SliceDropout(TensorParallelLayer, single_device.HashDropout):
+class SliceDropout(TensorParallelLayer, HashDropout):
     """The same mask as on one device: where the slice begins follows from which dim of it is shorter."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class SliceDropout(TensorParallelLayer, single_device.HashDropout):
         return super().forward(x)
 
 
-class HeadParallelAttention(TensorParallelLayer, single_device.AttentionProduct):
+class HeadParallelAttention(TensorParallelLayer, AttentionProduct):
     """Attention over local heads; dropped probabilities are those of the global heads."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -116,6 +117,6 @@ PARALLEL_LAYERS: dict[type, type[TensorParallelLayer]] = {
     single_device.VocabHead: VocabParallelHead,
     single_device.SharedInput: ParallelSharedInput,
     single_device.ExpertOutput: ParallelExpertOutput,
-    single_device.HashDropout: SliceDropout,
-    single_device.AttentionProduct: HeadParallelAttention,
+    HashDropout: SliceDropout,
+    AttentionProduct: HeadParallelAttention,
 }

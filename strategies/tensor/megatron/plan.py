@@ -14,7 +14,8 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
 from parallelrun.precision import BYTES
-from parallelrun.product import ActivationLayout, Product, column_1d, row_1d
+from parallelrun.product import ActivationLayout, Product
+from parallelrun.product.forms import column_1d, row_1d
 
 from ..common.activation_memory import local_numel
 from ..common.product_strategy import ProductStrategy

@@ -68,7 +68,7 @@ def test_a_position_sees_what_comes_after_it() -> None:
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_attention_is_the_same_written_out(rate: float) -> None:
     """With a dropout of zero kept probabilities, both forms of attention agree in both directions."""
-    from parallelrun.models.layers import attend, attend_with_dropout
+    from parallelrun.models.functions import attend, attend_with_dropout
 
     query, key, value = torch.randn(3, 2, 4, 8, 4, dtype=torch.float64)
     keep = torch.ones(2, 4, 8, 8, dtype=torch.bool)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelrun.models import dropout
-from parallelrun.models.layers import AttentionProduct, HashDropout
+from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 
 RATE = 0.1
 F64 = torch.float64

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from parallelrun.model_spec import RouterSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models import dropout
 from parallelrun.models.moe.router import Router
 from parallelrun.models.moe.routing import Routing, route

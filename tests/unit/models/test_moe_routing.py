@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallelrun.model_spec import RouterSpec
+from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models.moe.routing import Routing, route
 from parallelrun.plan import routing_statistics as statistics
 
@@ -220,6 +220,40 @@ def test_groups_are_routed_as_if_alone(kind: str, policy: str) -> None:
     assert whole.auxiliary is not None
     torch.testing.assert_close(whole.auxiliary, sum(one.auxiliary for one in alone))
     torch.testing.assert_close(whole.statistics, sum(one.statistics for one in alone))
+
+
+@pytest.mark.parametrize("policy", ["position", "probability"])
+@pytest.mark.parametrize("kind", [*KINDS, "dropless"])
+def test_padding_is_routed_as_if_it_were_not_there(kind: str, policy: str) -> None:
+    """Wherever in a group it is: of several samples, between their documents. Losses are means over tokens."""
+    limit = {"capacity_factor": 1e-9, "min_capacity": 3}  # of padded groups and of those without padding alike
+    spec = DROPLESS if kind == "dropless" else replace(KINDS[kind], **limit)
+    spec = replace(spec, drop_policy=policy, aux_coefficient=0.3, z_coefficient=0.2)
+    logits, uniform = drawn(3, 14, 4)
+    is_token = torch.ones(3, 14, dtype=torch.bool)
+    is_token[0, 3:6] = is_token[0, 12:] = is_token[1, 9:] = False
+    found = route(logits, spec, training=True, uniform=uniform, is_token=is_token)
+    alone = [
+        route(one[there].unsqueeze(0), spec, training=True, uniform=draws[there].unsqueeze(0))
+        for one, draws, there in zip(logits, uniform, is_token)
+    ]
+    tokens = [token for token, there in zip(reached(found), is_token.flatten().tolist()) if there]
+    assert tokens == [token for one in alone for token in reached(one)]
+    assert not any(token for token, there in zip(reached(found), is_token.flatten().tolist()) if not there)
+    assert found.auxiliary is not None
+    torch.testing.assert_close(found.auxiliary, torch.stack([one.auxiliary for one in alone]).sum())
+    torch.testing.assert_close(found.statistics, torch.stack([one.statistics for one in alone]).sum(0))
+
+
+def test_experts_leave_slots_empty_rather_than_take_padding() -> None:
+    is_token = torch.zeros(2, 6, dtype=torch.bool)
+    is_token[0, :2] = True
+    logits, _ = drawn(2, 6, 3)
+    found = route(
+        logits, replace(EXPERT_CHOICE, capacity_factor=2.0, aux_coefficient=1.0), training=True, is_token=is_token
+    )
+    assert found.capacity == 6 and int(found.kept.sum()) == 2 * 3 and named(found)["overflow"] == 0
+    assert found.statistics.isfinite().all()
 
 
 def test_hand_made_logits_drop_whom_they_must() -> None:

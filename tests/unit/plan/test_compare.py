@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from parallelrun import product as products
 from parallelrun.cli import main as program
 from parallelrun.plan import prediction
 from parallelrun.plan.compare import Comparison, Row, compare
 from parallelrun.plan.document import document
 from parallelrun.plan.resolve import resolve
 from parallelrun.product import ActivationLayout, Product, transfers
+from parallelrun.product import forms as products
 from parallelrun.report.layouts import panel, sweep_row, sweep_table
 from tests.plans import tiny_config
 
@@ -111,6 +111,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("2.5d 2x2x2", {"tp": 8, "layout": "2.5d"}),
     ("2.5d 2x2x2 lean", {"tp": 8, "layout": "2.5d", "strategy.tensor.save_gathered": False}),
     ("3d 2x2x2", {"tp": 8, "layout": "3d", "precision.name": "bf16"}),
+    ("2d 2x2", {"tp": 4, "layout": "2d", "cp": 2}),
 ]
 
 
@@ -220,3 +221,13 @@ def test_the_sweep_of_a_large_model_ends_with_one_table_over_its_points(capsys, 
     for name in ("1d 64", "2d 8x8", "2.5d 4x4x4", "3d 4x4x4"):
         assert f" {name} " in last
     assert last.rstrip().endswith("4 of 4 points are legal") and not list(tmp_path.iterdir())
+
+
+def test_ranks_of_cp_have_rows_of_their_own():
+    """Half of the positions: in 1D half of what is received; on a grid other forms may be the best."""
+    whole, halves = (compared({"tp": 4, "cp": cp}) for cp in (1, 2))
+    assert halves.rows == whole.rows // 2 and by_name(whole).keys() == by_name(halves).keys()
+    one, other = by_name(whole)["1d"].figures, by_name(halves)["1d"].figures
+    assert one.received_bytes == 2 * other.received_bytes and one.weight_bytes == other.weight_bytes
+    one, other = by_name(whole)["2d 2x2"], by_name(halves)["2d 2x2"]
+    assert one.figures.received_bytes > other.figures.received_bytes and one.break_even == other.break_even

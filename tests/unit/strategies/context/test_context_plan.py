@@ -79,7 +79,7 @@ def test_cp_takes_part_in_the_world():
         ({"cp": 2, KIND: "ulysses", "model.heads": 6, "model.hidden": 24, "model.kv_heads": 3}, "model.kv_heads=3"),
         ({"cp": 4, KIND: "usp", ULYSSES: 3}, "strategy.context.ulysses=3 does not divide cp=4"),
         ({"cp": 2, "model.name": "mlp", "dataset.name": "digits"}, "no attention"),
-        ({"cp": 2, "tp": 4, "layout": "2d"}, "layout=2d"),
+        ({"cp": 4, "tp": 4, "layout": "2d", KIND: "ulysses"}, "model.heads=4 does not divide by 2 of tp=4 x 4 ranks"),
         ({"cp": 2, "strategy.data.kind": "local_sgd"}, "strategy.data.kind=local_sgd does not sum gradients"),
         ({"cp": 2, "dp": 2, "strategy.data.compression": "fp16"}, "the reference of compressed sums"),
     ],
@@ -114,6 +114,9 @@ def test_the_order_is_chosen_by_the_mask():
     assert tiny_plan({"cp": 2, KIND: "ulysses"}).context.order == "contiguous"
     bert = tiny_plan({"cp": 2, "model.name": "bert", "dataset.name": "synthetic"})
     assert bert.context.order == "contiguous" and bert.context.imbalance(bert) == 1
+    packed = tiny_plan({"cp": 2, "model.name": "bert", "dataset.pack": True})
+    assert packed.context.order == tiny_plan({"cp": 2, "dataset.pack": True}).context.order == "striped"
+    assert any("every packed document" in sentence for sentence in packed.filled)
 
 
 def test_usp_takes_the_most_ranks_that_divide_the_heads():

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallelrun import product as products
 from parallelrun.config.strategy_keys import narrowed
 from parallelrun.errors import EXIT_CONFIG, ConfigError
 from parallelrun.layout import Layout
@@ -20,7 +19,7 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.shorthands import fold
 from parallelrun.plan.structure import Plan
-from parallelrun.product import ActivationLayout, Product
+from parallelrun.product import ActivationLayout, Product, num_panels
 from parallelrun.strategies.tensor.grid import forms as grid_forms
 from parallelrun.strategies.tensor.grid.plan import GridStrategy, Tensor2D, Tensor3D, Tensor25D
 from tests.matrix import examples
@@ -596,7 +595,7 @@ def check_plan(plan: Plan) -> None:
         for lies_so in (product.x, product.y) if product else ():
             assert plan.batch.micro_batch % prod(plan.mesh.size(axis) for axis in lies_so.rows) == 0
         if product and product.panels:
-            assert one.in_features % products.num_panels(product, plan.mesh.sizes) == 0
+            assert one.in_features % num_panels(product, plan.mesh.sizes) == 0
 
 
 @pytest.mark.parametrize("kind", ["2d", "2.5d", "3d"])

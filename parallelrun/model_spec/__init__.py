@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
-from math import ceil, prod
+from math import prod
+
+from parallelrun.model_spec.attention import LatentSpec
+from parallelrun.model_spec.router import RouterSpec
 
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
 
@@ -117,74 +119,6 @@ class BlockSpec:
     def is_recomputed(self) -> bool:
         """Whether `recompute` repeats it: not the embedding or the head, where it would save nothing."""
         return self.kind not in ("embedding", "head")
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """How every layer with experts chooses them: the resolved `config.schema.RouterConfig` (see there)."""
-
-    kind: str
-    top_k: int
-    score: str
-    renormalise: str
-    scaling: float
-    capacity_factor: float | None
-    eval_capacity_factor: float | None
-    min_capacity: int
-    drop_policy: str
-    second_expert: str
-    group_samples: int
-    aux_coefficient: float
-    z_coefficient: float
-    jitter: float
-    bias_rate: float
-    n_group: int = 1
-    topk_group: int = 1
-
-    @property
-    def limited(self) -> bool:
-        """Whether experts have a capacity; under expert choice they always have."""
-        return self.capacity_factor is not None or self.kind == "expert_choice"
-
-    @property
-    def choice(self) -> str:
-        """How a token gets its experts, such as `top-2 (gshard)`."""
-        if self.kind == "expert_choice":
-            return f"{self.top_k} per token on average, chosen by the experts"
-        return f"top-{self.top_k}" + (f" ({self.kind})" if self.kind != "top_k" else "")
-
-    def capacity(self, num_tokens: int, num_experts: int, training: bool = True) -> int:
-        """The capacity of an expert for a routing group of `num_tokens`; all of them without a limit.
-
-        top_k x tokens / experts x factor (GShard), rounded up; at least min_capacity, at most num_tokens.
-        """
-        factor = self.capacity_factor
-        if not training and self.eval_capacity_factor is not None:
-            factor = self.eval_capacity_factor
-        if factor is None and self.kind == "expert_choice":
-            factor = 1.0
-        if factor is None:
-            return num_tokens
-        exact = Fraction(str(factor))  # in floats, 50 * 1.1 / 5 is more than 11 and rounds up to 12
-        share = ceil(num_tokens * self.top_k * exact / num_experts)
-        return min(num_tokens, max(share, self.min_capacity))
-
-
-@dataclass(frozen=True)
-class LatentSpec:
-    """Sizes of multi-head latent attention (DeepSeek-V2, 2024): the latents of queries (None: a query is a product of
-    x) and of keys and values, and of a head the features of query and key without and with position, and of value."""
-
-    q_rank: int | None
-    kv_rank: int
-    nope: int
-    rope: int
-    value: int
-
-    @property
-    def head_dim(self) -> int:
-        """Features of a query or key."""
-        return self.nope + self.rope
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,138 @@
+"""Role layers that drop by hash: dropout itself, and attention, which drops probabilities. In their one-device form.
+
+The mask is a function of sample, site and global index (`models.dropout`), so a rank that holds a part drops the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallelrun.models import documents as packed
+from parallelrun.models import dropout as masks
+from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.functions import attend, attend_with_dropout, drop
+from parallelrun.models.held_tokens import ALL
+from parallelrun.models.layers import RoleLayer
+
+
+class _HashMasked(RoleLayer):
+    """Base of the layers that drop by hash. In training at a rate above 0 they need the sample ids of `dropout.scope`.
+
+    sample_part: (index, count) of the equal part of the microbatch's samples held here; set by the tensor strategy.
+    """
+
+    def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"dropout rate {rate} of {site} is outside [0, 1); give a rate below 1")
+        self.rate, self.seed, self.site = rate, seed, site
+        self.key = masks.site_key(seed, site)
+        self.sample_part = (0, 1)
+
+    @property
+    def active(self) -> bool:
+        return self.rate > 0.0 and self.training
+
+    def sample_ids(self, num_samples: int) -> Tensor:
+        index, count = self.sample_part
+        ids = masks.sample_ids_at(f"dropout at {self.site}", num_samples * count)
+        return ids[index * num_samples : (index + 1) * num_samples]
+
+
+class HashDropout(_HashMasked):
+    """Drops elements of x (batch, [seq,] hidden) by hash(seed, sample id, site, global element index).
+
+    hidden: the *global* size of the last dim (0: that of x). When x is a slice, the context strategy sets the tokens
+    `held`, and the tensor strategy the slice's start among them, `sequence_offset`, and among the columns,
+    `hidden_offset`; the mask is then the same slice of the global mask.
+    """
+
+    layer_role = "dropout"
+
+    def __init__(self, rate: float, seed: int, site: str, hidden: int, compute_dtype: torch.dtype):
+        super().__init__(rate, seed, site, compute_dtype)
+        self.hidden = hidden
+        self.held = ALL
+        self.sequence_offset = 0
+        self.hidden_offset = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.rate and self.active):  # without a rate no call: a step asks in every layer
+            return x
+        held = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
+        rows = self.held.indices(held.size(1), x.device, self.sequence_offset)
+        columns = torch.arange(held.size(2), device=x.device) + self.hidden_offset
+        keep = masks.keep_mask(self.key, self.sample_ids(x.size(0)), rows, columns, self.rate)
+        return drop(x, keep.view(x.shape), self.rate)
+
+
+class AttentionOverRanks(Protocol):
+    """Computes the attention of a layer whose tokens several ranks hold.
+
+    work: of its last calls, the pairs of a query and a key that it computed, by step in which keys arrived.
+    """
+
+    @property
+    def work(self) -> Iterable[list[int]]: ...
+
+    def __call__(self, layer: AttentionProduct, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (batch, heads, own tokens, head_dim), key and value with maybe fewer heads: as query."""
+        ...
+
+
+class AttentionProduct(_HashMasked):
+    """Attention on (batch, heads, seq, head_dim), causal or bidirectional. With a rate above 0, probabilities are
+    dropped by hash over (head, query, key) and attention is computed explicitly, in memory of seq x seq per head. Of
+    packed documents, each attends to itself alone.
+
+    head_offset: the global index of the first query head held here; set by the tensor strategy. over_ranks: computes it
+    where other ranks hold tokens too; set by the context strategy.
+    """
+
+    layer_role = "attention"
+
+    def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype, causal: bool = True):
+        super().__init__(rate, seed, site, compute_dtype)
+        self.causal = causal
+        self.head_offset = 0
+        self.over_ranks: AttentionOverRanks | None = None
+
+    def documents(self) -> DocumentBounds | None:
+        """The packed documents of the samples held here; None if samples are no packs."""
+        documents = packed.SCOPE.documents
+        return documents if documents is None else documents.part(*self.sample_part)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.over_ranks is not None:
+            return self.over_ranks(self, query, key, value)
+        if packed.SCOPE.documents is not None:
+            return self._of_documents(query, key, value)
+        if not (self.rate and self.active):
+            return attend(query, key, value, self.causal)
+        return self._dropped(query, key, value, self.sample_ids(query.size(0)), 0, query.size(2))
+
+    @packed.uncompiled
+    def _of_documents(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        documents = self.documents()
+        assert documents is not None
+        if not self.active:
+            return packed.attend(query, key, value, documents, self.causal)
+        ids, seq = self.sample_ids(query.size(0)), query.size(2)
+
+        def one(q: Tensor, k: Tensor, v: Tensor, sample: int, start: int) -> Tensor:
+            return self._dropped(q, k, v, ids[sample : sample + 1], start, seq)
+
+        return packed.attend_each(query, key, value, documents, one)
+
+    def _dropped(self, query: Tensor, key: Tensor, value: Tensor, ids: Tensor, start: int, seq: int) -> Tensor:
+        """Attention with dropped probabilities among the tokens from `start` on of samples of `seq` tokens."""
+        batch, heads, size = query.shape[:3]
+        columns = torch.arange(start, start + size, device=query.device)
+        each_head = torch.arange(self.head_offset, self.head_offset + heads, device=query.device) * seq
+        rows = (each_head.unsqueeze(1) + columns).flatten()
+        keep = masks.keep_mask(self.key, ids, rows, columns, self.rate)
+        return attend_with_dropout(query, key, value, keep.view(batch, heads, size, size), self.rate, self.causal)
