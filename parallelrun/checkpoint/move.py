@@ -51,7 +51,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MovedRange:
     """The range `ends` of a tensor, from a box of rank `source` to one of rank `target`."""
 
     source: int
@@ -114,7 +114,7 @@ def _boxes(described: list[Any]) -> Iterator[Box]:
             yield Box(key, number, tuple(offsets), tuple(sizes))
 
 
-def _pieces(held: list[list[Any]], needed: list[list[Any]]) -> list[Piece]:
+def _pieces(held: list[list[Any]], needed: list[list[Any]]) -> list[MovedRange]:
     """Return what moves, in the same order on every rank. A rank that has all of a box takes it from itself."""
     sources: dict[str, list[tuple[int, Box]]] = {}
     for rank, parts in enumerate(held):
@@ -124,7 +124,7 @@ def _pieces(held: list[list[Any]], needed: list[list[Any]]) -> list[Piece]:
     for target, parts in enumerate(needed):
         for wanted in _boxes(parts):
             found = [
-                Piece(source, target, box, wanted, ends)
+                MovedRange(source, target, box, wanted, ends)
                 for source, box in sources.get(wanted.key, ())
                 if (ends := box.overlap(wanted)) is not None
             ]
@@ -134,14 +134,14 @@ def _pieces(held: list[list[Any]], needed: list[list[Any]]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: (piece.wanted.key, piece.target, piece.wanted.number))
 
 
-def _rounds(pieces: list[Piece], index: Index) -> Iterator[tuple[torch.dtype, list[Piece]]]:
+def _rounds(pieces: list[MovedRange], index: Index) -> Iterator[tuple[torch.dtype, list[MovedRange]]]:
     """Divide the pieces into rounds of one dtype and of limited size."""
-    by_dtype: dict[str, list[Piece]] = {}
+    by_dtype: dict[str, list[MovedRange]] = {}
     for piece in pieces:
         by_dtype.setdefault(index.tensors[piece.held.key].dtype, []).append(piece)
     for name, alike in sorted(by_dtype.items()):
         dtype: torch.dtype = getattr(torch, name)
-        one: list[Piece] = []
+        one: list[MovedRange] = []
         size = 0
         for piece in alike:
             if one and size + piece.numel * dtype.itemsize > ROUND_BYTES:
@@ -153,7 +153,7 @@ def _rounds(pieces: list[Piece], index: Index) -> Iterator[tuple[torch.dtype, li
 
 
 def _exchange(
-    pieces: list[Piece], dtype: torch.dtype, parts: Sequence[LocalPart], wanted: Sequence[LocalPart], mesh: Mesh
+    pieces: list[MovedRange], dtype: torch.dtype, parts: Sequence[LocalPart], wanted: Sequence[LocalPart], mesh: Mesh
 ) -> None:
     group: Group = mesh.group(WORLD)
     leaving = [piece for target in range(group.size) for piece in pieces
