@@ -155,6 +155,14 @@ class CheckpointConfig:
 
 
 @dataclass
+class SdcConfig:
+    """Silent data corruption: bits that memory or a device changes without an error."""
+
+    every: int = key(0, "steps between checks for silent data corruption; 0: none", least=0)
+    recompute: bool = key(False, "compute the step of each check twice: finds faults that pass, for one more step")
+
+
+@dataclass
 class TrackerConfig:
     """Where a run is tracked beside its own records. `tracker=NAME` and `tracker=[NAME,NAME]` set `tracker.use`."""
 
@@ -282,6 +290,7 @@ class Config:
     init: InitConfig = field(default_factory=InitConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sdc: SdcConfig = field(default_factory=SdcConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)

@@ -191,6 +191,12 @@ def due(config: Config, step: int, stopping: bool) -> bool:
     return (every > 0 and step % every == 0) or (step == config.steps and keeps_last_state(config))
 
 
+def saves_after(config: Config, step: int, stopping: bool) -> bool:
+    """Return whether the state after this step is saved, on the disk or in memory."""
+    every = config.checkpoint.memory_every
+    return due(config, step, stopping) or (every > 0 and step % every == 0)
+
+
 def _next_save(config: Config, step: int) -> str:
     later = next((one for one in range(step + 1, config.steps + 1) if due(config, one, False)), None)
     return f"at step {later}" if later else "only if the run is asked to stop"

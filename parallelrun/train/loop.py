@@ -10,7 +10,8 @@ from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, 
 from parallelrun.run_records import attempts, reshapes
 from parallelrun.train import reshape
 from parallelrun.train.build import Training
-from parallelrun.train.checkpointing import Checkpoints
+from parallelrun.train.checkpointing import Checkpoints, saves_after
+from parallelrun.train.corruption.watch import watch_of
 from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import Recorder
@@ -37,22 +38,34 @@ def train(
     training.data.begin_run(training, context, start)
     first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
     clock, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
-    skips = 0
+    watch = watch_of(training, scaler, context, start)
+
+    def before_update(training: Training) -> None:
+        checkpoints.before_update(training)
+        watch.before_update(training)
+
+    skips, step = 0, start
     if context.rank == 0:
         attempts.first_step_begins(context.directory)
     began = time.perf_counter()
-    for step in range(start + 1, config.steps + 1):
+    while step < config.steps:
+        step += 1
         context.heartbeat(step, "step")
         lr = learning_rate(config.optimizer, step, config.steps)
-        with first_steps.watch(step), profiler.watch(step), clock:
+        watch.before_step(step)
+        with first_steps.watch(step), profiler.watch(step), watch.recorded(), clock:
             stop = context.stop_requested() or checkpoints.have_failed()
             asks = stop or (context.rank == 0 and reshapes.is_asked(context.directory))
-            result = train_step(training, step, lr, scaler, asks, checkpoints.before_update, clock)
+            result = train_step(training, step, lr, scaler, asks, before_update, clock)
+        watch.after_update()
         try:
             skips = check_finite(training, result, scaler, step, skips)
         except NumericsError:
             checkpoints.finish()
-            raise
+            if (back := watch.check(step, saves=False, finite=False)) == step:
+                raise
+            step = recorder.undo(back)
+            continue
         scaler.update(result.applied)
         evaluation = _evaluate(training, context, step)
         recorder.step(
@@ -60,21 +73,24 @@ def train(
                        time.perf_counter() - began, evaluation.loss if evaluation else None, scaler.scale, clock.times,
                        evaluation.top1 if evaluation else None)
         )  # fmt: skip
+        if (back := watch.check(step, saves=saves_after(config, step, result.stop))) < step:
+            step = recorder.undo(back)
+            continue
         agreed = reshape.agree(training, context, stop) if result.stop else Agreed(stops=False)
         try:
             checkpoints.after_step(step, agreed.stops)
         except SaveFailed:  # on all ranks alike; the records are complete all the same
-            recorder.finish(first_steps.counted, "failed", checkpoints.facts())
+            recorder.finish(first_steps.counted, "failed", {**checkpoints.facts(), **watch.facts()})
             raise
         if agreed.stops:
-            recorder.finish(first_steps.counted, "preempted", checkpoints.facts())
+            recorder.finish(first_steps.counted, "preempted", {**checkpoints.facts(), **watch.facts()})
             return EXIT_PREEMPTED
         wanted = reshape.check(agreed.request, training, context, step) if agreed.request else None
         if wanted is not None:
             checkpoints.finish()
             recorder.close()
             return NextPlan(wanted, step, scaler, checkpoints)
-    recorder.finish(first_steps.counted, "done", checkpoints.facts())
+    recorder.finish(first_steps.counted, "done", {**checkpoints.facts(), **watch.facts()})
     return EXIT_OK
 
 

@@ -115,6 +115,17 @@ class Recorder:
         shares = self._training.dataset.train.shares if self._rows_are_steps else ()
         return [(one.label, count, count / one.num_samples) for one, count in zip(shares, sampler.counts(step))]
 
+    def undo(self, step: int) -> int:
+        """Remove the records of all steps after `step`, which are taken again; return `step`."""
+        for records in (self._records, self._recent):
+            while records and records[-1].step > step:
+                records.pop()
+        self._num_tokens = self._num_tokens_after = 0  # counted again from the first step
+        if self._writes:
+            self._rows.keep(lambda row: row["step"] <= step)
+            self._routing.undo(step)
+        return step
+
     def remember(self, record: StepRecord) -> None:
         """Keep the times of a step of this rank for the medians. `step` calls this."""
         if record.times is not None:
