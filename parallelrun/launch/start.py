@@ -22,6 +22,7 @@ from parallelrun.launch import (
     output,
     preflight,
     rank,
+    reattach,
     restarts,
     supervisor,
     tf_config,
@@ -105,6 +106,9 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     config, plan = job.config, job.plan
     if attached is None:
         tf_config.refuse_other_hosts(config, argv, os.uname().nodename)
+    if attached is not None and (before := reattach.earlier(Path(config.runs).expanduser())) is not None:
+        print(starting(plan.world, None), file=sys.stderr, flush=True)
+        return reattach.continued(replace(job, config=filled(config, plan)), before)
     name = directory.name_of(config, plan)
     notes = preflight.check(config, plan, attached) + restarts.notes(config)
     notes += check_memory_folder(config, plan, attached)
@@ -137,7 +141,10 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
     directory.describe(folder, config, plan, argv, job.options.overrides, resumed)
-    return replace(job, config=filled(config, plan), directory=folder)
+    job = replace(job, config=filled(config, plan), directory=folder)
+    if attached is not None:
+        reattach.remember(job)
+    return job
 
 
 def _is_finished(found: Chosen, config: Config) -> bool:

@@ -17,7 +17,7 @@ from parallelrun.checkpoint.find import latest
 from parallelrun.errors import EXIT_NO_PROGRESS
 from parallelrun.run_records import attempts
 from tests.checkpoints import read_whole, same
-from tests.cli.launcher import Launched, run_launcher, survivors, wait_for
+from tests.cli.launcher import Launched, run_launcher, run_torchrun, survivors, wait_for
 from tests.matrix import FULL
 
 STEPS = 12
@@ -161,3 +161,14 @@ def test_a_signal_ends_a_restarted_run_as_any_other(tmp_path):
     assert run.wait() == 75, run.stderr
     assert run.status["state"] == "preempted" and "resume with:" in run.stderr
     assert not survivors([run.pid], 5)
+
+
+@pytest.mark.skipif(not FULL, reason="two starts of two programs: --matrix=full")
+def test_what_torchrun_starts_again_goes_on_with_the_same_bits(tmp_path):
+    wanted = {"overrides": {**SMALL, **TWO}, "runs": str(tmp_path / "b" / "runs"), "worker": WORKER}
+    words = ("--max-restarts", "2", "-m", "tests.cli.attached", json.dumps(wanted))
+    whole = train(tmp_path / "a", TWO)
+    run = run_torchrun(tmp_path / "b" / "process", *words, **variable([Fault("kill", 1, 8)]))
+    assert (whole.wait(), run.wait()) == (0, 0), run.stderr
+    assert losses(whole) == losses(run) and same(weights(whole), weights(run))
+    assert [one.rank for one in attempts.read(run.directory)] == [1, None]
