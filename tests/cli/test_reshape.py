@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from parallelrun.cli.main import main
 from parallelrun.launch.rank import WORKER
-from parallelrun.run_records import reshapes
+from parallelrun.run_records import attempts, reshapes
 from tests.cli.launcher import run_launcher, wait_for
 
 LIVE = {"dp": 2, "steps": 100_000, "eval.every": 0, "precision.name": "fp64", "checkpoint.every": 5}
@@ -57,3 +58,24 @@ def test_without_a_run_there_is_nothing_to_change(words, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_a_restart_goes_on_under_the_new_plan(tmp_path):
+    run = run_launcher(tmp_path, overrides={**LIVE, "restarts": 3}, worker=WORKER)
+    wait_for(lambda: (run.directory / "metrics.jsonl").exists() and steps_of(run.directory), "the first step")
+    assert main(["reshape", str(run.directory), "tp=2"]) == 0
+    changed = reshapes.answers(run.directory)[-1]["step"]
+    wait_for(lambda: steps_of(run.directory)[-1] > changed + 12, "a checkpoint under the new plan")
+    os.kill(rank_pid(run), signal.SIGKILL)
+    wait_for(lambda: len(attempts.read(run.directory)) == 2 and attempts.read(run.directory)[1].stepping, "a restart")
+    assert attempts.read(run.directory)[1].degrees["tp"] == 2
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 75, run.stderr
+    steps = steps_of(run.directory)
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def rank_pid(run) -> int:
+    """A rank: a child of the launcher."""
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    return int(children[-1])
