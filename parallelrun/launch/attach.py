@@ -63,7 +63,7 @@ def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
     status = Status(job.directory)
     status.running()
     run: dict[str, Any] = {
-        "config": (job.directory / "config.yaml").read_text(),
+        "config": job.config_file.read_text(),
         "directory": str(job.directory),
         "worker": job.worker,
         "source": job.config.model.source,
