@@ -33,6 +33,7 @@ _TOOLS = {  # module and function of each tool: `cli.help.TOOLS` says what they 
     "calibrate": ("cli.calibrate", "main"),
     "runs": ("cli.runs", "main"),
     "plot": ("cli.plot", "main"),
+    "reshape": ("cli.reshape", "main"),
     "report": ("cli.report", "main"),
     "compare": ("cli.compare", "main"),
     "recipes": ("cli.gallery", "main"),
