@@ -13,7 +13,7 @@ from parallelrun.shared_memory.arena import ALIGNMENT, Arena, MappedMemory, stor
 # Word of an arena, what its process sleeps for: ANY; collectives of the group whose block of words begins at this word;
 # messages of the process with minus this pid; AWAKE.
 AWAITED, AWAKE, ANY = 0, 0, 1
-HOST_VARIABLE = "PARALLELRUN_TEST_HOST"  # tests pretend to be on several hosts
+HOST_VARIABLE = "PARALLELRUN_SIMULATED_HOST"  # ranks of a simulated host; tests and `emulate=true` set it
 
 
 class Peer:
@@ -36,8 +36,10 @@ class Peer:
         """Wake the process if it sleeps for `reason` or for any."""
         awaited = self.words[AWAITED]
         if awaited in (ANY, reason):
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # woken already; ended
+            try:  # noqa: SIM105 - contextlib.suppress takes longer than the rest
                 os.write(self._doorbell, b"\0")
+            except (BlockingIOError, BrokenPipeError):  # woken already; ended
+                pass
 
 
 class LocalProcess:
@@ -90,8 +92,10 @@ class LocalProcess:
         """Sleep until a peer rings or ends, or time is up."""
         for descriptor, _ in self._poll.poll(seconds):
             if descriptor == self._doorbell:
-                with contextlib.suppress(BlockingIOError):
+                try:  # noqa: SIM105
                     os.read(self._doorbell, 4096)
+                except BlockingIOError:  # another thread has read it
+                    pass
             else:
                 self._watched[descriptor].gone = self.has_lost_peers = True
                 self._poll.unregister(descriptor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,27 @@ from . import messages
 from .schedule import Schedule, boundary_shape
 from .stage import compute_dtype
 
+MOST_BYTES = 2**24  # of a block's activations at once: beyond it, products take longer than Python's calls of them
+
+
+def in_larger_microbatches(plan: Plan) -> Plan:
+    """Return the plan of a forward pass: as many microbatches joined into one as MOST_BYTES of activations allow.
+
+    Small ones take the time of the calls, not of the products. At least one is left for each stage to work on.
+    """
+    batch, pp = plan.batch, plan.mesh.size("pp")
+    saved = max(plan.tensor.saved_bytes(block, plan) for block in plan.spec.blocks)
+    numbers = range(2, batch.microbatches // pp + 1) if saved else ()  # nothing is known of the activations
+    joined = max((n for n in numbers if batch.microbatches % n == 0 and n * saved <= MOST_BYTES), default=1)
+    larger = replace(batch, micro_batch=batch.micro_batch * joined, microbatches=batch.microbatches // joined)
+    return replace(plan, batch=larger)
+
 
 class ForwardPass:
-    """All microbatches of a batch through this rank's stages, receiving from and sending to the neighbours."""
+    """A batch through this rank's stages, receiving from and sending to the neighbours."""
 
     def __init__(self, model_parts: Sequence[Network], plan: Plan, mesh: Mesh):
+        plan = in_larger_microbatches(plan)
         self._plan = plan
         self._group = mesh.group("pp")
         self._device = mesh.device
