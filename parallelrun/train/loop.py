@@ -61,6 +61,7 @@ def train(
         watch.after_update()
         pace.step(step, clock)
         try:
+            watch.agree(result.applied)
             skips = check_finite(training, result, scaler, step, skips)
         except NumericsError:
             checkpoints.finish()
