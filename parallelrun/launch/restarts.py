@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from parallelrun.checkpoint.find import STEP, complete_steps
+from parallelrun.checkpoint.find import STEP, complete_steps, recover
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch import failure, restart_policy, supervisor
@@ -23,10 +23,11 @@ from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.rank import STOP_SIGNALS, Job
 from parallelrun.launch.restart_policy import Decision
 from parallelrun.plan import elastic
-from parallelrun.plan.freeze import freeze
+from parallelrun.plan.freeze import freeze, load_frozen
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json, write_text
-from parallelrun.run_records import attempts
+from parallelrun.run_records import attempts, reshapes
 from parallelrun.run_records.attempts import Attempt
 from parallelrun.run_records.read import METRICS
 from parallelrun.run_records.rows import last_row
@@ -37,7 +38,7 @@ DAMAGED = "damaged_"  # before the name of a checkpoint that could not be loaded
 
 def notes(config: Config) -> list[str]:
     """Return what the user should know about restarts before the run begins."""
-    if not config.restarts or config.checkpoint.every:
+    if not config.restarts or config.checkpoint.every or config.checkpoint.memory_every:
         return []
     return [
         f"restarts={config.restarts} without checkpoint.every: after a failure the run begins again with its first step"
@@ -108,9 +109,11 @@ def prepared(job: Job, asked: Config | None, history: list[Attempt], decision: D
     last = history[-1]
     if decision.bad_checkpoint and last.checkpoint:
         _set_aside(Path(last.checkpoint))
-    found = list(complete_steps(job.directory).values())
-    resume = os.fspath(found[-1]) if found else None
+    found = recover(job.directory, job.memory)
+    resume = os.fspath(found) if found else None
     config, plan = replace(job.config, resume=resume), job.plan
+    if asked is not None:
+        config, plan = reshaped(job, config) or (config, plan)
     if decision.without is not None and asked is not None and asked.elastic:
         config, plan = shrunk(asked, config, plan, plan.world - 1) or (config, plan)
     after = replace(job, config=config, plan=plan, attempt=last.number + 1)
@@ -120,6 +123,16 @@ def prepared(job: Job, asked: Config | None, history: list[Attempt], decision: D
     history.append(beginning)
     describe(after, changed=(plan.world, plan.degrees) != (last.world, last.degrees))
     return after
+
+
+def reshaped(job: Job, config: Config) -> tuple[Config, Plan] | None:
+    """Return the configuration and plan to which `parallelrun reshape` has changed the job's; None if it has not."""
+    file = reshapes.config_file(job.directory)
+    if file is None:
+        return None
+    found = replace(load_frozen(file.read_text()), resume=config.resume)
+    plan = resolve(found)
+    return (found, plan) if plan.world == job.plan.world else None  # the run has become smaller since
 
 
 def shrunk(asked: Config, saved: Config, plan: Plan, most: int, exact: bool = False) -> tuple[Config, Plan] | None:
