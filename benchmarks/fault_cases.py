@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from benchmarks.fault_injection import FAULTS, IN_TURN, LATE, SLOW, SLOW_STEPS, Fault
 from parallelrun import api
@@ -19,7 +20,7 @@ STRATEGIES = {
     "fsdp": ("strategy=fsdp", "dp=2"),
     "ring": ("strategy=ring", "dp=2", "backend=gloo"),
     "gshard": ("model=moe_gpt", "strategy=gshard", "dp=2", "ep=2"),
-    "tp3d": ("strategy=tp3d", "tp=8", "dp=1", "model.hidden=32", "model.heads=8"),
+    "tp3d": ("strategy=tp3d", "tp=8", "dp=1"),
     "ps": ("strategy=ps", "dp=2", "servers=1"),
 }
 WARMS = {"ring": "network cut"}  # faults that only ranks can have that exchange data over sockets
@@ -41,6 +42,7 @@ class Case:
     told: str = ""
 
 
+@cache
 def planned(strategy: str, num_faults: int) -> PlannedRun:
     """Return the small training of a strategy, long enough for so many faults."""
     steps = FIRST + APART * num_faults + SLOW_STEPS
