@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,14 @@ class RowFile:
         self._kept.append(fields)
         with contextlib.suppress(OSError):
             self.flush()
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Remove all rows that are not `wanted`, from the file and from those that wait. Raises OSError."""
+        self._kept = deque(row for row in self._kept if wanted(row))
+        path = Path(self._path)
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            write_text(path, "".join(line for line in lines if wanted(json.loads(line))))
 
     def flush(self) -> None:
         """Write the rows that wait. Raises OSError."""

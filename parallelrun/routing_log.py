@@ -20,9 +20,9 @@ class RoutingLog:
     def __init__(self, directory: Path, steps: int):
         self._rows = RowFile(directory / FILE)
         self._steps = steps
-        self._first: list[float] = []  # max_vio of the first steps
+        self._first: list[tuple[int, float]] = []  # (step, max_vio) of the first steps
         self._window = max(1, min(STEPS_AVERAGED, steps // 2))
-        self._recent: deque[dict[str, float]] = deque(maxlen=self._window)
+        self._recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=self._window)
         self._every = 0
 
     def step(self, step: int, layers: list[dict[str, Any]]) -> dict[str, float]:
@@ -34,11 +34,17 @@ class RoutingLog:
             numbers = 2 * len(layers) * len(layers[0]["load"]) * self._steps
             self._every = max(1, -(-numbers // int(NUMBERS_WRITTEN)))
         if len(self._first) < self._window:
-            self._first.append(means["max_vio"])
-        self._recent.append(means)
+            self._first.append((step, means["max_vio"]))
+        self._recent.append((step, means))
         if step % self._every == 0 or len(self._recent) == 1:
             self._rows.append({"step": step, "layers": [_row(layer) for layer in layers]})
         return {name: means[name] for name in ("max_vio", "drop_rate", "aux_loss")}
+
+    def undo(self, step: int) -> None:
+        """Remove the rows of all steps after `step`. Raises OSError."""
+        self._first = [one for one in self._first if one[0] <= step]
+        self._recent = deque((one for one in self._recent if one[0] <= step), maxlen=self._window)
+        self._rows.keep(lambda row: row["step"] <= step)
 
     def flush(self) -> None:
         """Write the rows for which a full disk had no room. Raises OSError."""
@@ -48,9 +54,10 @@ class RoutingLog:
         """Return means over layers and over the first or the last steps; empty without experts."""
         if not self._recent:
             return {}
-        last = {name: statistics.fmean(one[name] for one in self._recent) for name in self._recent[0]}
+        recent = [means for _, means in self._recent]
+        last = {name: statistics.fmean(one[name] for one in recent) for name in recent[0]}
         return {
-            "first_max_vio": statistics.fmean(self._first),
+            "first_max_vio": statistics.fmean(value for _, value in self._first),
             "max_vio": last["max_vio"],
             "drop_rate": last["drop_rate"],
             "load_entropy": last["load_entropy"],

@@ -128,7 +128,8 @@ class _Helper:
         self.socket.settimeout(timeout + 120)  # the first call waits for imports too
         try:
             send_message(self.socket, request)
-            return pickle.loads(receive_message(self.socket))
+            reply: dict[str, Any] = pickle.loads(receive_message(self.socket))
+            return reply
         except BaseException:
             self.close()
             raise

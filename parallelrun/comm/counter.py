@@ -53,6 +53,11 @@ _COUNTED: dict[str, tuple[str, int | None]] = {
 }
 
 
+# c10d operation -> index of the argument that the rank gives, where it is not the first
+_GIVEN = dict.fromkeys(
+    ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "_reduce_scatter_base_", "reduce_scatter_",
+     "reduce_scatter_tensor_coalesced_", "alltoall_base_", "alltoall_", "gather_", "scatter_"), 1,
+)  # fmt: skip
 _NO_GROUPS = frozenset((Tensor, list, tuple, int, bool, type(None)))
 _PURPOSES = {tag: purpose for purpose, tag in comm.MESSAGE_TAGS.items()}
 
@@ -82,6 +87,11 @@ def _tensor_text(tensors: Sequence[Tensor]) -> str:
 def _purpose(operation: str, args: tuple[Any, ...]) -> str:
     """Return the purpose of an unlabelled call by the tag of a message (tensors, group, peer, tag), else `engine`."""
     return _PURPOSES.get(args[3], ENGINE) if operation in ("send", "recv") and len(args) > 3 else ENGINE
+
+
+def _peer(key: tuple[str, str, str], args: tuple[Any, ...]) -> int | None:
+    """Return the other member of a message (tensors, group, peer, tag); None for a collective."""
+    return args[2] if key[1] in ("send", "recv") else None
 
 
 class _Kernels:
@@ -118,7 +128,7 @@ class _Observer:
     """
 
     def __init__(self, mesh: Mesh):
-        self._axis_of_group = mesh.axis_of_group
+        self._axis_of_group, self._rank = mesh.axis_of_group, mesh.rank
 
     def __enter__(self) -> Self:
         _KERNELS.acquire()
@@ -143,6 +153,18 @@ class _Observer:
     ) -> AbstractContextManager[object] | None:
         """Return a context to enter around torch's operation `name`, if there is one. Called before it."""
         raise NotImplementedError
+
+    def _lane(
+        self, name: str, key: tuple[str, str, str], group: dist.ProcessGroup | None, peer: int | None
+    ) -> Lane | None:
+        """Return the lane of a call, whose n-th calls on its members belong together; None if it has none."""
+        if group is None or name == "recv_any_source_":
+            return None
+        axis, ranks = self._axis(group), tuple(dist.get_process_group_ranks(group))
+        if peer is None:
+            return Lane(axis, ranks)
+        pair = (self._rank, ranks[peer]) if key[1] == "send" else (ranks[peer], self._rank)
+        return Lane(axis, pair, key[2])
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         return self._axis_of_group.get(group.group_name, "other") if group is not None else "other"
@@ -173,7 +195,6 @@ class CommunicationCounter(_Observer):
 
     def __init__(self, mesh: Mesh, note: Callable[[Lane, str], None] | None = None):
         super().__init__(mesh)
-        self._rank = mesh.rank
         self._note = note
         self._calls: dict[tuple[str, str, str], int] = defaultdict(int)
         self._bytes: dict[tuple[str, str, str], int] = defaultdict(int)
@@ -183,7 +204,7 @@ class CommunicationCounter(_Observer):
     def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> None:
         group, label = _group(args), comm.current_label()
         tensors = _tensors(args[_COUNTED[name][1] or 0])
-        peer = args[2] if key[1] in ("send", "recv") else None
+        peer = _peer(key, args)
         reduction = label.reduction if label else ""
         shapes = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
         signature = (name, key, group and group.group_name, peer, reduction, shapes)
@@ -209,17 +230,39 @@ class CommunicationCounter(_Observer):
         _, operation, purpose = key
         is_counted = _COUNTED[name][1] is not None
         num_bytes = sum(tensor.nbytes for tensor in tensors) if is_counted else 0
-        if group is None or name == "recv_any_source_":
+        lane = self._lane(name, key, group, peer)
+        if lane is None:
             return _Call(None, "", num_bytes)
-        axis, ranks = self._axis(group), tuple(dist.get_process_group_ranks(group))
         if peer is not None:
-            pair = (self._rank, ranks[peer]) if operation == "send" else (ranks[peer], self._rank)
-            return _Call(Lane(axis, pair, purpose), f"a message of {_tensor_text(tensors)}, {purpose}", num_bytes)
+            return _Call(lane, f"a message of {_tensor_text(tensors)}, {purpose}", num_bytes)
         same = operation not in ("all_to_all", "reduce", "gather", "scatter") and is_counted
         how = f" ({reduction})" if reduction else ""
         of = f" of {_tensor_text(tensors)}" if same else ""
-        return _Call(Lane(axis, ranks), f"{operation}{how}{of}, {purpose}", num_bytes)
+        return _Call(lane, f"{operation}{how}{of}, {purpose}", num_bytes)
 
     def rows(self) -> list[Collective]:
         """Return the counts, sorted by axis, operation and purpose."""
         return [Collective(*key, calls=self._calls[key], payload_bytes=self._bytes[key]) for key in sorted(self._calls)]
+
+
+class Contributions(_Observer):
+    """Records what this rank contributes to each collective and message while it is entered, in their order.
+
+    found: (lane, `measure` of each tensor that the rank gives), before the collective begins. A rank that receives a
+    message gives nothing. Control traffic is left out: its numbers differ from step to step.
+    """
+
+    def __init__(self, mesh: Mesh, measure: Callable[[Sequence[Tensor]], Tensor]):
+        super().__init__(mesh)
+        self._measure = measure
+        self._lock = threading.Lock()
+        self.found: list[tuple[Lane, Tensor]] = []
+
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> None:
+        lane = self._lane(name, key, _group(args), _peer(key, args))
+        if lane is None or key[2] == "control":
+            return
+        given = args[_GIVEN.get(name, 0)]
+        measured = self._measure([] if key[1] == "recv" else _tensors(given))
+        with self._lock:
+            self.found.append((lane, measured))

@@ -148,9 +148,18 @@ class CheckpointConfig:
     every: int = key(0, "steps between checkpoints; 0: none (a preempted run is still saved)", least=0)
     keep: int = key(2, "checkpoints that are kept", least=1)
     last: bool | None = key(None, "save after the last step; null: yes, except in a sweep")
+    memory_every: int = key(0, "steps between checkpoints in memory, from which `restarts` goes on; 0: none", least=0)
     asynchronous: bool = key(
         True, "copy to host memory and write beside training; parameter servers and the last save wait for the disk"
     )
+
+
+@dataclass
+class SdcConfig:
+    """Silent data corruption: bits that memory or a device changes without an error."""
+
+    every: int = key(0, "steps between checks for silent data corruption; 0: none", least=0)
+    recompute: bool = key(False, "compute the step of each check twice: finds faults that pass, for one more step")
 
 
 @dataclass
@@ -238,6 +247,10 @@ class Config:
     backend: str = key(
         "auto", "CPU collectives: shm (shared memory of a host) | gloo; auto: shm if possible", choices=BACKENDS
     )
+    emulate: bool = key(False, "run each host of the cluster in a network namespace with the cluster's network (root)")
+    emulate_slowdown: float | None = key(
+        None, "how many times slower the emulated network is; null: until this machine can carry it", least=1, most=1e6
+    )
     name: str | None = key(None, "name of the run directory")
     resume: str | None = key(None, "latest (newest run) | auto (this training, or fresh) | run or checkpoint directory")
     runs: str = key("runs", "folder of the run directories")
@@ -269,11 +282,15 @@ class Config:
     plot: str | None = key(None, "plan, explain: draw as NAME.svg (and NAME.csv)")
     profile: list[int] = key(list, "steps that torch.profiler traces, on every rank")
     timeout_s: float = key(300.0, "seconds without progress that count as a hang (exit 7)", above=0)
+    restarts: int = key(0, "how often a run that fails goes on from its last checkpoint", least=0, most=1000)
+    elastic: bool = key(False, "go on with fewer ranks if one cannot be replaced; dp shrinks first")
+    min_world: int | None = key(None, "elastic: the fewest ranks to go on with; null: 1", least=1)
     verb: str = "run"
 
     init: InitConfig = field(default_factory=InitConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sdc: SdcConfig = field(default_factory=SdcConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)

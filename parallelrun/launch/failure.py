@@ -34,6 +34,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout after|Wait timeout|operation timed out", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"^OutOfMemoryError|DefaultCPUAllocator: can't allocate memory")
 _TORCH_ERRORS = ("RuntimeError", "ConnectionError", "DistError", "DistBackendError", "DistNetworkError",
                  "DistStoreError")  # fmt: skip
 _SIGNAL_HINTS = {
@@ -58,7 +59,8 @@ class ConsoleOptions:
 class Failure:
     """How one rank failed. `what` is one line; `time_ns` is CLOCK_MONOTONIC; frames: of the user's own code.
 
-    host: of the rank that failed; lost: ranks that the writer has seen exit or stop without a message, and what it saw.
+    host: of the rank that failed; lost: ranks that the writer has seen exit or stop without a message, and what it saw;
+    memory: there was too little of it.
     """
 
     rank: int
@@ -74,6 +76,7 @@ class Failure:
     frames: tuple[str, ...] = ()
     host: str = field(default_factory=socket.gethostname)
     lost: tuple[tuple[int, str], ...] = ()
+    memory: bool = False
 
     def at(self, heartbeat: Heartbeat, pid: int) -> Failure:
         """Return this failure with the step and phase of the rank's last heartbeat, and its pid."""
@@ -97,7 +100,8 @@ def of_exception(error: BaseException, rank: int, time_ns: int, single_rank: boo
     if any(map(_TIMED_OUT.search, from_torch)):
         return Failure(rank, f"waited too long ({what})", EXIT_HANG, time_ns, TIMED_OUT, traceback=text)
     code = ParallelrunError.exit_code if single_rank else EXIT_RANK_DIED
-    return Failure(rank, what, code, time_ns, traceback=text, frames=tuple(user_code.frames(error)))
+    memory = any(isinstance(e, MemoryError) or _OUT_OF_MEMORY.search(f"{type(e).__name__}: {e}") for e in chain)
+    return Failure(rank, what, code, time_ns, traceback=text, frames=tuple(user_code.frames(error)), memory=memory)
 
 
 def of_exit(rank: int, status: int, time_ns: int, out_of_memory: bool = False) -> Failure:
@@ -105,10 +109,12 @@ def of_exit(rank: int, status: int, time_ns: int, out_of_memory: bool = False) -
     if status >= 0:
         return Failure(rank, f"exit {status} without an exception", EXIT_RANK_DIED, time_ns)
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    hint = "the out-of-memory killer" if out_of_memory and name == "SIGKILL" else _SIGNAL_HINTS.get(name)
+    memory = out_of_memory and name == "SIGKILL"
+    hint = "the out-of-memory killer" if memory else _SIGNAL_HINTS.get(name)
     # native threads abort when they lose a peer, so an abort is the cause only if there is no other failure
     order = SUSPECT if name == "SIGABRT" else CAUSE
-    return Failure(rank, f"died: {name}" + (f" ({hint})" if hint else ""), EXIT_RANK_DIED, time_ns, order)
+    what = f"died: {name}" + (f" ({hint})" if hint else "")
+    return Failure(rank, what, EXIT_RANK_DIED, time_ns, order, memory=memory)
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
@@ -169,6 +175,16 @@ def recorded(directory: Path, heartbeats: HeartbeatFile, rank: int, pid: int) ->
 
 def message(failure: Failure, plan: Plan, directory: Path, options: ConsoleOptions = ConsoleOptions()) -> list[str]:
     """Return at most MAX_LINES lines: what failed, on which rank and step, and how to resume."""
+    log = directory / "logs" / f"rank_{failure.rank}.log"
+    lines = [*headline(failure, plan), *how_to_resume(directory, options), f"  log: {log}"]
+    if options.verbose and failure.traceback:
+        lines += ["", *failure.traceback.rstrip().splitlines()]
+    half = MAX_LINES // 2
+    return lines if len(lines) <= MAX_LINES else [*lines[:half], "  ...", *lines[-half:]]
+
+
+def headline(failure: Failure, plan: Plan) -> list[str]:
+    """Return lines that say what failed, on which rank and step."""
     rank = failure.rank
     lines = [line for problem in failure.problems for line in problem.lines()]
     if not lines:
@@ -176,12 +192,7 @@ def message(failure: Failure, plan: Plan, directory: Path, options: ConsoleOptio
         process = f"{coordinate(plan, rank)}, {failure.host}" + (f", pid {failure.pid}" if failure.pid else "")
         lines = [f"error: rank {rank} ({process}){separator}{failure.what}"]
     phase = f", phase {failure.phase}" if failure.phase else ""
-    lines += [f"  at: rank {rank}, step {failure.step}{phase}", *(f"  in: {frame}" for frame in failure.frames)]
-    lines += [*how_to_resume(directory, options), f"  log: {directory / 'logs' / f'rank_{rank}.log'}"]
-    if options.verbose and failure.traceback:
-        lines += ["", *failure.traceback.rstrip().splitlines()]
-    half = MAX_LINES // 2
-    return lines if len(lines) <= MAX_LINES else [*lines[:half], "  ...", *lines[-half:]]
+    return [*lines, f"  at: rank {rank}, step {failure.step}{phase}", *(f"  in: {frame}" for frame in failure.frames)]
 
 
 def how_to_resume(directory: Path, options: ConsoleOptions) -> list[str]:

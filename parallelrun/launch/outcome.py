@@ -16,13 +16,15 @@ from parallelrun.launch.rank import Job
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended. cause: the root cause, if a rank failed; note: how the user ended the run."""
+    """How the ranks ended. cause: the root cause, if a rank failed; note: how the user ended the run; why_not: why
+    a run that may restart is not restarted."""
 
     exit_code: int
     cause: Failure | None = None
     note: str = ""
     step: int = 0
     failed_save_step: int = 0
+    why_not: str = ""
 
 
 def conclude(outcome: Outcome, job: Job, terminal: TextIO | None = None) -> None:
@@ -32,7 +34,8 @@ def conclude(outcome: Outcome, job: Job, terminal: TextIO | None = None) -> None
     """
     cause, screen = outcome.cause, terminal or sys.stderr
     status = Status(job.directory, max(outcome.step, cause.step if cause else 0), outcome.failed_save_step)
-    status.ended(outcome.exit_code, cause.what if cause else outcome.note or None, cause.rank if cause else None)
+    error = "; ".join(filter(None, (cause.what if cause else outcome.note, outcome.why_not)))
+    status.ended(outcome.exit_code, error or None, cause.rank if cause else None)
     lines = []
     if cause:
         lines = failure.message(cause, job.plan, job.directory, job.options)
@@ -41,6 +44,8 @@ def conclude(outcome: Outcome, job: Job, terminal: TextIO | None = None) -> None
         lines = [f"{outcome.note}; last good checkpoint: {f'step {saved[0]}' if saved else 'none'}; {job.directory}"]
     elif outcome.exit_code == EXIT_PREEMPTED:
         lines = ["preempted", *failure.how_to_resume(job.directory, job.options)]
+    if outcome.why_not:
+        lines.append(f"  not restarted: {outcome.why_not}")
     if lines:
         before = "\n" if screen.isatty() else ""  # leave a progress line as it is
         with contextlib.suppress(OSError):  # a closed terminal, or a file on a full disk

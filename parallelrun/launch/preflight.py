@@ -11,6 +11,7 @@ from typing import NamedTuple
 from parallelrun.checkpoint.resume import keeps_last_state
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.launch import emulation
 from parallelrun.launch.environment import Attached, host_cores, num_cores
 from parallelrun.plan import prediction
 from parallelrun.plan.structure import Plan
@@ -41,7 +42,8 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
     if attached:
         one_host = attached.master_addr in ("127.0.0.1", "localhost", "::1")
         return crowding(plan.world, host_cores()) if one_host else []
-    return [*crowding(plan.world, num_cores()), *check_memory(plan, available_bytes(), per_rank=False)]
+    notes = emulation.check(config, plan)
+    return [*crowding(plan.world, num_cores()), *check_memory(plan, available_bytes(), per_rank=False), *notes]
 
 
 def crowding(world: int, cores: int) -> list[str]:

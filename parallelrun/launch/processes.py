@@ -15,7 +15,9 @@ from importlib import import_module
 from pathlib import Path
 
 from parallelrun import registry
+from parallelrun.launch import emulation
 from parallelrun.launch import rank as ranks
+from parallelrun.launch.emulation import Namespaces
 from parallelrun.launch.environment import for_rank, num_cores, threads_per_rank
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import open_log, redirect
@@ -86,14 +88,14 @@ def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
     """Start every rank and yield its pid."""
     start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
-    with store_file(job.directory) as file:
+    with emulation.namespaces(job.config, job.plan) as hosts, store_file(job.directory) as file:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         gc.freeze()
         try:
             for rank in range(job.plan.world):
-                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, file)
+                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, file, hosts)
         finally:
             gc.unfreeze()
 
@@ -133,7 +135,9 @@ def take_turns(num_ranks: int) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile) -> int:
+def _fork(
+    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile, hosts: Namespaces | None
+) -> int:
     rank, world = settings.rank, job.plan.world
 
     def run() -> int:
@@ -144,6 +148,9 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: Sto
         ranks.take_signals(heartbeats)
         unblock_signals()
         environment = for_rank(os.environ, rank, world, settings.threads)
+        if hosts is not None:
+            environment |= hosts.variables(rank)
+            hosts.enter(rank)
         os.environ.clear()
         os.environ.update(environment)
         connect = partial(file_store, file.path) if world > 1 else None
@@ -152,9 +159,12 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: Sto
     return fork(run)
 
 
-def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile) -> int:
+def _exec(
+    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile, hosts: Namespaces | None
+) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
+        "config_file": os.fspath(job.config_file),
         "folder": os.fspath(job.directory),
         "worker": job.worker,
         "rank": rank,
@@ -162,8 +172,10 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: Sto
         "parent": os.getpid(),
         "heartbeats": heartbeats.descriptor,
         "store": file.path,
+        "memory": os.fspath(job.memory) if job.memory else None,
     }
     environment = for_rank(os.environ, rank, world, settings.threads)
+    environment |= hosts.variables(rank) if hosts else {}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     log = open_log(job.directory, rank)
     try:
@@ -174,6 +186,7 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: Sto
             stdout=None if serves else log,
             stderr=log,
             env=environment,
+            preexec_fn=partial(hosts.enter, rank) if hosts else None,
         )
     finally:
         os.close(log)

@@ -32,6 +32,7 @@ from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import redirect
 from parallelrun.launch.store_file import file_store
 from parallelrun.plan.structure import Plan
+from parallelrun.run_records import attempts
 
 if TYPE_CHECKING:
     import torch
@@ -44,13 +45,20 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announce
 @dataclass(frozen=True)
 class Job:
     """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; options: how to
-    talk to the user."""
+    talk to the user; attempt: from 1, higher after a restart; memory: a folder for checkpoints in the host's memory."""
 
     config: Config
     plan: Plan
     directory: Path
     worker: str = WORKER
     options: ConsoleOptions = field(default_factory=ConsoleOptions)
+    attempt: int = 1
+    memory: Path | None = None
+
+    @property
+    def config_file(self) -> Path:
+        """The frozen configuration from which ranks start that are not forked."""
+        return attempts.config_file(self.directory, self.attempt)
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,7 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
         save_failed=heartbeats.set_failed_save,
         console_owner=rank == 0,
         rank_died=partial(_leave_for, store, world),
+        memory=job.memory,
     )
     code: int = find_worker(job.worker)(job.config, job.plan, context)
     if store is not None:
@@ -231,7 +240,17 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def main(folder: str, worker: str, rank: int, world: int, parent: int, heartbeats: int, store: str) -> NoReturn:
+def main(
+    config_file: str,
+    folder: str,
+    worker: str,
+    rank: int,
+    world: int,
+    parent: int,
+    heartbeats: int,
+    store: str,
+    memory: str | None,
+) -> NoReturn:
     """Run an exec'd rank. heartbeats: an inherited descriptor; store: the path of the store's file."""
     leave_with_parent(parent)
     heartbeat_file = HeartbeatFile(world, heartbeats)
@@ -240,10 +259,10 @@ def main(folder: str, worker: str, rank: int, world: int, parent: int, heartbeat
     from parallelrun.plan.freeze import load_frozen
     from parallelrun.plan.resolve import resolve
 
-    config = load_frozen(Path(folder, "config.yaml").read_text())
-    job = Job(config, resolve(config), Path(folder), worker)
+    config = load_frozen(Path(config_file).read_text())
+    job = Job(config, resolve(config), Path(folder), worker, memory=Path(memory) if memory else None)
     if job.plan.world != world:
-        what = f"config.yaml describes {job.plan.world} ranks, but the launcher started {world}"
+        what = f"{config_file} describes {job.plan.world} ranks, but the launcher started {world}"
         raise EnvironmentProblem(Problem(what, "config.yaml"))
     connect = partial(file_store, store) if world > 1 else None
     end(serve(job, RankSettings(rank, rank), heartbeat_file, connect))

@@ -35,9 +35,12 @@ DUMP_S = 0.5  # time for faulthandler to write
 SYNCHRONOUS = ("start", "build", "finish")  # phases in which every rank waits for every other
 
 
-def supervise(job: Job) -> Outcome:
-    """Run the job's ranks to their end. None of their processes outlives this call, or this process."""
-    supervisor = Supervisor(job)
+def supervise(job: Job, signals: list[int] | None = None) -> Outcome:
+    """Run the job's ranks to their end. None of their processes outlives this call, or this process.
+
+    signals: those that arrived before; gets those that arrive.
+    """
+    supervisor = Supervisor(job, signals)
     with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: supervisor.arrived.append(number)):
         try:
             processes.preload(job)
@@ -66,7 +69,7 @@ def signal_handlers(numbers: Iterable[int], handler: Callable[[int, object], Non
 class Supervisor:
     """The state of one supervision; `watch` is its loop."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, arrived: list[int] | None = None):
         self._job = job
         self._heartbeats = HeartbeatFile(job.plan.world)
         self._status = Status(job.directory)
@@ -78,8 +81,8 @@ class Supervisor:
         self._ended_by_us: set[int] = set()
         self._lost: set[int] = set()  # ranks that died while the run continues
         self._deadline = float("inf")  # when the remaining ranks are killed
-        self.arrived: list[int] = []  # signals that are not handled yet
-        self._signals: list[int] = []
+        self.arrived = [] if arrived is None else arrived  # signals, handled or not
+        self._signals: list[int] = []  # those that are handled
         self._verdict: Outcome | None = None
         self._next_look = self._latest_look = 0.0
         self._num_bytes, self._grew = 0, float("-inf")  # of the ranks' sequences, and when they last grew
@@ -161,8 +164,8 @@ class Supervisor:
         self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
 
     def _handle_signals(self) -> None:
-        while self.arrived:
-            self._on_signal(self.arrived.pop(0))
+        while len(self._signals) < len(self.arrived):
+            self._on_signal(self.arrived[len(self._signals)])
 
     def _on_signal(self, number: int) -> None:
         """First Ctrl-C: let the ranks unwind. First SIGTERM: finish the step and save. Second signal: end at once."""

@@ -163,7 +163,7 @@ class ModelSpec:
         """Every logical parameter by one-device name, in block order."""
         return {p.name: p for block in self.blocks for p in block.parameters}
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return sum(block.num_parameters for block in self.blocks)
 
@@ -177,12 +177,17 @@ class ModelSpec:
         """Whether some targets are ignored, so that valid ones are counted before every step."""
         return self.packed or self.mask_token is not None
 
+    @cached_property
+    def learns_positions(self) -> bool:
+        """Whether positions are embedded by a table, and not by rotating queries and keys."""
+        return any(layer.layer_role == "position_embedding" for layer in self.layers())
+
     @property
     def is_causal(self) -> bool:
         """Whether tokens attend to earlier ones only: not in a model that fills in masked tokens."""
         return self.mask_token is None
 
-    @property
+    @cached_property
     def forward_flops(self) -> float:
         """For one sample."""
         return sum(block.forward_flops for block in self.blocks)
@@ -224,6 +229,11 @@ class ModelSpec:
         owners = [(p.name, block.name) for block in self.blocks for p in block.parameters if p.name in originals]
         readers = [(layer.tied, block.name) for block in self.blocks for layer in block.layers if layer.tied]
         return {name: frozenset(block for one, block in owners + readers if one == name) for name in originals}
+
+    @cached_property
+    def readers(self) -> dict[str, str]:
+        """By the name of a tied parameter: the block that reads it, by a layer without a weight of its own."""
+        return {layer.tied: block.name for block in self.blocks for layer in block.layers if layer.tied}
 
     @cached_property
     def layer_of(self) -> dict[str, LayerSpec]:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
 
 # Keys that do not change the result of a run: configs that differ only in them are the same point of a sweep.
-_VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sweep", "timeout_s", "backend", "explain")
+_VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sweep", "timeout_s", "backend", "explain",
+             "restarts", "elastic", "min_world")  # fmt: skip
 
 
 def freeze(config: Config, plan: Plan | None = None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import Config
-from parallelrun.plan.structure import EMBEDDING, WORLD, Plan
+from parallelrun.plan.structure import EMBEDDING, WORLD, Plan, once
 
 
 def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
@@ -36,8 +36,12 @@ def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
     per_node = cluster.gpus_per_node or plan.world
     if axis in (WORLD, EMBEDDING):
         return min(per_node, plan.world) if axis == WORLD else 1
-    members = plan.mesh.group_of(0, *mesh_dims(plan, axis))
-    return min(Counter(rank // per_node for rank in members).values())
+
+    def compute() -> int:
+        members = plan.mesh.group_of(0, *mesh_dims(plan, axis))
+        return min(Counter(rank // per_node for rank in members).values())
+
+    return once(plan.weights_cache, ("ranks in node", axis, per_node), compute)
 
 
 def backend_of_axis(plan: Plan, config: Config, axis: str) -> str:

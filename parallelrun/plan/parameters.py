@@ -74,29 +74,31 @@ def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, i
 
 
 def _distinct(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:
-    layouts: dict[str, list[Layout]] = {}
     found: list[tuple[HeldParameter, int]] = []
     for stage in plan.stages_of(pp_rank):
         counts = Counter(plan.spec.first_alike[name] for name in stage.blocks)
         first = {plan.spec.first_alike[name]: name for name in reversed(stage.blocks)}
         for kind, count in counts.items():
-            found += [(held, count) for held in _of_block(plan, stage.index, first[kind], layouts)]
+            found += [(held, count) for held in _of_block(plan, stage.index, first[kind])]
     return found
 
 
 def _held(plan: Plan, pp_rank: int) -> Iterator[HeldParameter]:
-    layouts: dict[str, list[Layout]] = {}
     for stage in plan.stages_of(pp_rank):
         for name in stage.blocks:
-            yield from _of_block(plan, stage.index, name, layouts)
+            yield from _of_block(plan, stage.index, name)
 
 
-def _of_block(plan: Plan, stage: int, name: str, layouts: dict[str, list[Layout]]) -> Iterator[HeldParameter]:
-    """The parameters of a block. layouts: of the parameters of equal blocks; it is filled."""
-    block, kind = plan.spec.block(name), plan.spec.first_alike[name]
-    if kind not in layouts:
-        layouts[kind] = [module_layout(spec, plan) for spec in block.parameters]
-    for spec, layout in zip(block.parameters, layouts[kind]):
+def block_layouts(name: str, plan: Plan) -> list[Layout]:
+    """The `module_layout` of every parameter of a block, computed once for equal blocks."""
+    parameters, key = plan.spec.block(name).parameters, ("layouts", plan.spec.first_alike[name])
+    return once(plan.blocks_cache, key, lambda: [module_layout(spec, plan) for spec in parameters])
+
+
+def _of_block(plan: Plan, stage: int, name: str) -> Iterator[HeldParameter]:
+    """The parameters of a block."""
+    block = plan.spec.block(name)
+    for spec, layout in zip(block.parameters, block_layouts(name, plan)):
         yield HeldParameter(spec.name, spec, stage, name, layout)
     copies = {original: copy for copy, original in plan.tied_copies}
     for original in (layer.tied for layer in block.layers if layer.tied in copies):

@@ -75,18 +75,22 @@ def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[s
     return BYTES[plan.precision.stored] * sum(p.layout.local_numel(p.spec.shape, sizes, coordinate) for p in trained)
 
 
-def alike_key(plan: Plan, pp_rank: int) -> object:
-    """A key that is equal for pp ranks with equal blocks and neighbours: their ranks send and store the same."""
-    last, alike = len(plan.stages) - 1, plan.spec.first_alike
-    holder = [stage.pp_rank for stage in plan.stages]
-    return tuple(
-        (
-            stage.index == 0 or holder[stage.index - 1] == pp_rank,
-            stage.index == last or holder[stage.index + 1] == pp_rank,
-            tuple(alike[name] for name in stage.blocks),
-        )
-        for stage in plan.stages_of(pp_rank)
-    )
+def first_alike_rank(plan: Plan, pp_rank: int) -> int:
+    """The first pp rank with blocks and neighbours as this one's: their ranks send and store the same."""
+    return once(plan.weights_cache, "alike", lambda: _first_alike(plan))[pp_rank]
+
+
+def _first_alike(plan: Plan) -> list[int]:
+    """By pp rank."""
+    last, alike, stages = len(plan.stages) - 1, plan.spec.first_alike, plan.stages
+    found: list[tuple[object, ...]] = [()] * plan.mesh.size("pp")
+    for index, stage in enumerate(stages):
+        holds_before = index == 0 or stages[index - 1].pp_rank == stage.pp_rank
+        holds_next = index == last or stages[index + 1].pp_rank == stage.pp_rank
+        own = holds_before, holds_next, tuple(alike[name] for name in stage.blocks)
+        found[stage.pp_rank] += (own,)
+    first: dict[object, int] = {}
+    return [first.setdefault(own, pp_rank) for pp_rank, own in enumerate(found)]
 
 
 def within_stage(coordinate: dict[str, int]) -> tuple[tuple[str, int], ...]:
@@ -102,13 +106,14 @@ class Walk:
         stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
         self._number = {index: number for number, index in enumerate(stages)}  # of a stage on this rank
         # Equal pp ranks differ only in the microbatches in flight, so everything else is computed once for them.
-        key = "peak", alike_key(plan, pp_rank), within_stage(coordinate)
+        key = "peak", first_alike_rank(plan, pp_rank), within_stage(coordinate)
         self._shared: dict[object, Any] = once(plan.cache, key, dict)
+        of_weights: dict[object, Any] = once(plan.weights_cache, key, dict)
         self._gradients = {
-            index: self._once("gradients", index, 0, partial(_by_block, stage, plan, pp_rank, coordinate))
+            index: once(of_weights, self._number[index], partial(_by_block, stage, plan, pp_rank, coordinate))
             for index, stage in stages.items()
         }
-        self._blocks = {index: [backward_block(name, plan) for name in stage.blocks] for index, stage in stages.items()}
+        self._blocks = {index: backward_blocks(stage.blocks, plan) for index, stage in stages.items()}
         self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
         self._waiting = {index: self._waits(index, 0) for index in stages}
 
@@ -200,10 +205,11 @@ class Walk:
     def _compute_beyond(self, index: int, number: int) -> int:
         blocks, gradients, waiting = self._blocks[index], self._gradients[index], self._waits(index, number)
         accumulates = number == 0 or waiting is not None
+        working = {id(block): block.working_bytes(accumulates) for block in {id(one): one for one in blocks}.values()}
         freed = produced = most = 0
         for i in reversed(range(len(blocks))):
             other = waiting[i] if waiting is not None else produced
-            most = max(most, blocks[i].working_bytes(accumulates) + other - freed)
+            most = max(most, working[id(blocks[i])] + other - freed)
             freed += blocks[i].kept
             produced += gradients[i] if accumulates else 0
         return most
@@ -211,7 +217,6 @@ class Walk:
 
 def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]) -> list[int]:
     """Bytes of gradients per block of a stage. A tied weight counts in the block that reads it, which runs first."""
-    reader = {original: block.name for block in plan.spec.blocks for layer in block.layers for original in [layer.tied]}
     alike = plan.spec.first_alike
     first = {
         alike[block]: block for block in reversed(stage.blocks)
@@ -219,10 +224,16 @@ def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]
     sizes = dict.fromkeys(first.values(), 0)
     for parameter, _ in distinct_parameters(plan, pp_rank):
         if parameter.stage == stage.index:
-            reads = reader.get(parameter.spec.name)
+            reads = plan.spec.readers.get(parameter.spec.name)
             block = reads if reads in sizes else parameter.block
             sizes[block] += gradient_bytes(plan, [parameter], coordinate)
     return [sizes[first[alike[block]]] for block in stage.blocks]
+
+
+def backward_blocks(names: Iterable[str], plan: Plan) -> list[BackwardBlock]:
+    alike = plan.spec.first_alike
+    found = {alike[name]: backward_block(name, plan) for name in dict.fromkeys(map(alike.__getitem__, names))}
+    return [found[alike[name]] for name in names]
 
 
 def backward_block(name: str, plan: Plan) -> BackwardBlock:
@@ -237,8 +248,8 @@ def backward_block(name: str, plan: Plan) -> BackwardBlock:
         forward = plan.expert.exchange_bytes(block, plan) if plan.expert and again > 0 else 0
         return BackwardBlock(kept, passes, max(0, again), forward)
 
-    key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name
-    return once(plan.cache, key, compute)
+    key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name, plan.recompute
+    return once(plan.blocks_cache, key, compute)
 
 
 def batch_bytes(plan: Plan, pp_rank: int) -> int:

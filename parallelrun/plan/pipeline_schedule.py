@@ -60,8 +60,8 @@ class PipelineSchedule(AxisStrategy):
         return [1]
 
     @classmethod
-    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
-        """Return how many forward passes of its stages pp rank 0 runs before its first backward, or fewer."""
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
+        """Return how many forward passes of its stages a pp rank runs before its first backward, or fewer."""
         return 1
 
     @classmethod

@@ -119,8 +119,9 @@ def memory(plan: Plan, rank: int, has_messages: bool = True) -> Memory:
 
 def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state that a rank holds throughout a step."""
-    key = "held", peak.alike_key(plan, coordinate["pp"]), peak.within_stage(coordinate)
-    return once(plan.cache, key, lambda: _held_bytes(plan, coordinate))
+    several = plan.batch.microbatches > 1
+    key = "held", several, peak.first_alike_rank(plan, coordinate["pp"]), peak.within_stage(coordinate)
+    return once(plan.weights_cache, key, lambda: _held_bytes(plan, coordinate))
 
 
 def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
@@ -170,17 +171,26 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 
 def copied_bytes(config: Config, plan: Plan) -> int:
-    """Bytes of host memory, over all ranks, that copies of a checkpoint take while they are written beside training."""
-    periodic = 0 < config.checkpoint.every < config.steps
-    return checkpoint_bytes(plan) if config.checkpoint.asynchronous and periodic and not plan.servers else 0
+    """Bytes of host memory, over all ranks, of checkpoints that are written beside training or kept in memory.
+
+    A writer works on copies; beside its own, `checkpoint.memory_every` has the newest checkpoint and the next one.
+    """
+    asked = config.checkpoint
+    beside = asked.asynchronous and 0 < asked.every < config.steps
+    copies = beside + (3 if 0 < asked.memory_every < config.steps else 0)
+    return 0 if plan.servers else copies * checkpoint_bytes(plan)
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:
-    """Group pp ranks whose ranks send the same and hold the same weights (`peak.alike_key`)."""
-    classes: dict[object, list[int]] = {}
-    for pp_rank in range(plan.mesh.size("pp")):
-        classes.setdefault(peak.alike_key(plan, pp_rank), []).append(pp_rank)
-    return list(classes.values())
+    """Group pp ranks whose ranks send the same and hold the same weights (`peak.first_alike_rank`)."""
+
+    def compute() -> list[list[int]]:
+        classes: dict[object, list[int]] = {}
+        for pp_rank in range(plan.mesh.size("pp")):
+            classes.setdefault(peak.first_alike_rank(plan, pp_rank), []).append(pp_rank)
+        return list(classes.values())
+
+    return once(plan.weights_cache, "classes of pp ranks", compute)
 
 
 def rank_classes(plan: Plan) -> list[tuple[int, int]]:
@@ -264,4 +274,4 @@ def _shortened(plan: Plan) -> Plan:
     rounds = peak.ROUNDS * pp
     if not plan.pipeline.repeats or count <= rounds or (count % pp and plan.pipeline.virtual_stages > 1):
         return plan
-    return replace(plan, batch=replace(plan.batch, microbatches=rounds))
+    return plan.sharing(batch=replace(plan.batch, microbatches=rounds))

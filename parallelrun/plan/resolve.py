@@ -71,6 +71,7 @@ def solve(
     problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)
+    problems += rules.check_min_world(config, degrees.world) if degrees.sound else []
     unread = shorthands.unread(folded, given, degrees.pp, degrees.cp) + routing.unread(
         config, given, experts, degrees.ep
     )

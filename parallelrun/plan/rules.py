@@ -29,7 +29,9 @@ MOST_FLOPS_PER_BYTE = 5000  # of memory bandwidth: ten times that of an H100 in 
 DEGREES = {"world", "dp", "cp", "tp", "pp", "ep"}  # `degrees` bounds them
 OF_GOODPUT = ("mtbf_gpu_hours", "checkpoint_gb_s", "restart_s", "repair_hours")  # the first two are needed
 OF_PLAN = ("detail", "tokens", "explain", "objective", "days", *OF_GOODPUT)
+OF_RESTARTS = ("restarts", "elastic", "min_world")
 VERBS = {"plot": ("plan", "explain"), **dict.fromkeys(OF_PLAN, ("plan",))}  # keys that only these verbs read
+_READ_BY = {**VERBS, **dict.fromkeys(OF_RESTARTS, ("run", "plan", "explain"))}
 
 
 def too_large(config: Config) -> list[Problem]:
@@ -65,14 +67,31 @@ def check(config: Config) -> list[Problem]:
         if not RUN_NAME.fullmatch(name):
             what = f"{key}={name[:80]!r} is part of directory names: it needs 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
             problems.append(Problem(what, key, "the preset's own name"))
-    problems += _goodput(config)
-    for key, verbs in VERBS.items():
+    problems += _goodput(config) + _elastic(config) + _emulation(config)
+    for key, verbs in _READ_BY.items():
         value = getattr(config, key)
         if value not in (None, False) and config.verb not in verbs:
             value = "true" if value is True else value
             what = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
-            command = f"parallelrun plan ... {key}={value}"
+            command = f"parallelrun {verbs[0]} ... {key}={value}"
             problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
+    return problems
+
+
+def _emulation(config: Config) -> list[Problem]:
+    """Refuse to emulate hosts of which too little is known."""
+    if not config.emulate:
+        if config.emulate_slowdown is None:
+            return []
+        what = f"emulate_slowdown={config.emulate_slowdown:g} is read with emulate=true only"
+        return [Problem(what, "emulate_slowdown", "emulate=true", kind="unread")]
+    cluster, problems = config.cluster, []
+    if not cluster.inter_gb_s:
+        what = f"emulate=true needs the rate between hosts, which cluster={cluster.name} does not give"
+        problems.append(Problem(what, "cluster.inter_gb_s", "cluster.inter_gb_s=3.125, or cluster=ethernet_25g"))
+    if not cluster.gpus_per_node and not cluster.nodes:
+        what = f"emulate=true needs the ranks of a host, which cluster={cluster.name} does not give"
+        problems.append(Problem(what, "cluster.gpus_per_node", "cluster.gpus_per_node=1, or cluster.nodes=4"))
     return problems
 
 
@@ -82,6 +101,29 @@ def _goodput(config: Config) -> list[Problem]:
     absent = [key for key in OF_GOODPUT[:2] if key not in given] if given else []
     examples = {"mtbf_gpu_hours": "mtbf_gpu_hours=50000", "checkpoint_gb_s": "checkpoint_gb_s=20"}
     return [Problem(f"{given[0]} is given without {key}", key, examples[key]) for key in absent]
+
+
+def _elastic(config: Config) -> list[Problem]:
+    """Refuse settings of restarts that nothing would read."""
+    problems = []
+    if config.elastic and config.restarts == 0:
+        what = "elastic=true changes the plan at a restart, and restarts=0 allows none"
+        problems.append(Problem(what, "elastic", "restarts=3", kind="contradiction"))
+    if config.checkpoint.memory_every and config.restarts == 0:
+        what = "checkpoints in memory are for restarts, and restarts=0 allows none"
+        problems.append(Problem(what, "checkpoint.memory_every", "restarts=3", kind="contradiction"))
+    if config.min_world is not None and not config.elastic:
+        what = f"min_world={config.min_world} is for elastic=true only: other runs keep their ranks"
+        problems.append(Problem(what, "min_world", "elastic=true", kind="unread"))
+    return problems
+
+
+def check_min_world(config: Config, world: int) -> list[Problem]:
+    """Refuse more ranks after a failure than the run has at its start."""
+    if config.min_world is None or config.min_world <= world:
+        return []
+    what = f"min_world={config.min_world} is above the plan's {world} ranks"
+    return [Problem(what, "min_world", f"min_world={world} or less", kind="arithmetic")]
 
 
 def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:

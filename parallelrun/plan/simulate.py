@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from operator import add, itemgetter
 
 from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.structure import Plan, once
@@ -72,47 +74,46 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) 
     own forward. Asserts that the schedule does not deadlock.
     """
     assert len(times["F"]) == num_stages
-    number = 1 + max((action.microbatch for order in orders for action in order), default=0)
-    forward_end: list[float | None] = [None] * (num_stages * number)  # stage x number + microbatch -> end
-    backward_end: list[float | None] = [None] * (num_stages * number)
-    waiting: dict[tuple[bool, int], int] = {}  # (is forward, key) -> the pp rank that is blocked on it
+    number = 1 + max((max(map(itemgetter(2), order)) for order in orders if order), default=0)
+    size, last = num_stages * number, num_stages - 1
+    end: list[float | None] = [None] * (2 * size)  # of forwards by stage x number + microbatch, then of backwards
+    waiting: dict[int, int] = {}  # index into `end` -> the pp rank that is blocked on it
     ends: list[list[float]] = [[] for _ in orders]
-    clock = [0.0] * len(orders)
-    last = num_stages - 1
+    clock, worked = [0.0] * len(orders), [0.0] * len(orders)
     runnable = list(range(len(orders)))
     while runnable:
         pp_rank = runnable.pop()
-        order, finished, now = orders[pp_rank], ends[pp_rank], clock[pp_rank]
-        for index in range(len(finished), len(order)):
-            action = order[index]
-            kind, stage = action.kind, action.stage
+        finished, now, work = ends[pp_rank], clock[pp_rank], worked[pp_rank]
+        for kind, stage, microbatch in islice(orders[pp_rank], len(finished), None):
+            seconds = times[kind][stage]
             if kind == "W":
-                now += times["W"][stage]
+                now += seconds
+                work += seconds
                 finished.append(now)
                 continue
-            key = stage * number + action.microbatch
-            forward = kind == "F"
-            if forward or stage == last:  # a backward of the last stage needs its own forward
-                inputs, needed = forward_end, key - number if forward else key
+            if kind == "F":
+                own = stage * number + microbatch
+                needed = own - number
             else:
-                inputs, needed = backward_end, key + number
+                own = size + stage * number + microbatch
+                needed = own + number if stage < last else own - size  # the last stage's needs its own forward
             if needed >= 0:
-                ready = inputs[needed]
+                ready = end[needed]
                 if ready is None:
-                    waiting[inputs is forward_end, needed] = pp_rank
+                    waiting[needed] = pp_rank
                     break
                 if ready > now:
                     now = ready
-            now += times[kind][stage]
+            now += seconds
+            work += seconds
             finished.append(now)
-            (forward_end if forward else backward_end)[key] = now
-            if waiting and (forward, key) in waiting:
-                runnable.append(waiting.pop((forward, key)))
-        clock[pp_rank] = now
+            end[own] = now
+            if own in waiting:
+                runnable.append(waiting.pop(own))
+        clock[pp_rank], worked[pp_rank] = now, work
     left = [pp_rank for pp_rank, order in enumerate(orders) if len(ends[pp_rank]) < len(order)]
     assert not left, f"pp ranks {left} are in a deadlock"
-    busy = tuple(sum(times[action.kind][action.stage] for action in order) for order in orders)
-    return Simulation(tuple(orders), tuple(ends), times, max(clock, default=0.0), busy, number)
+    return Simulation(tuple(orders), tuple(ends), times, max(clock, default=0.0), tuple(worked), number)
 
 
 def action_times(plan: Plan) -> dict[str, list[float]]:
@@ -182,19 +183,20 @@ def least(plan: Plan, times: Times) -> float:
     Before it can begin, a microbatch goes forward through all earlier stages; then it does its work. A backward pass
     is its last action, after which the microbatch goes back through them, unless backward is split.
     """
-    kinds = "IW" if plan.pipeline.splits_backward else "B"
+    splits = plan.pipeline.splits_backward
+    backs = list(map(add, times["I"], times["W"])) if splits else times["B"]
     works = [0.0] * plan.mesh.size("pp")
-    heads: dict[int, float] = {}
-    tails: dict[int, float] = {}
+    outside: dict[int, float] = {}  # by pp rank, what is before its first forward and behind its last backward
     forward = backward = 0.0
-    for stage in plan.stages:
-        heads.setdefault(stage.pp_rank, forward)
-        tails.setdefault(stage.pp_rank, backward)
-        back = sum(times[kind][stage.index] for kind in kinds)
-        works[stage.pp_rank] += times["F"][stage.index] + back
-        forward += times["F"][stage.index]
-        backward += 0.0 if plan.pipeline.splits_backward else back
-    return max(heads[rank] + plan.batch.microbatches * work + tails[rank] for rank, work in enumerate(works))
+    for stage, ahead, back in zip(plan.stages, times["F"], backs):
+        rank = stage.pp_rank
+        if rank not in outside:
+            outside[rank] = forward + backward
+        works[rank] += ahead + back
+        forward += ahead
+        if not splits:
+            backward += back
+    return max(outside[rank] + plan.batch.microbatches * work for rank, work in enumerate(works))
 
 
 def of_schedule(plan: Plan) -> Simulation:
@@ -211,4 +213,4 @@ def _simulate_with(plan: Plan, count: int, times: Times) -> Simulation:
 
 
 def _with_microbatches(plan: Plan, count: int) -> Plan:
-    return replace(plan, batch=replace(plan.batch, microbatches=count))
+    return plan.sharing(batch=replace(plan.batch, microbatches=count))

@@ -7,7 +7,7 @@ not sent between processes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -129,16 +129,29 @@ class Plan:
 
     @cached_property
     def weights_cache(self) -> dict[object, Any]:
-        """As `cache`, of values that depend neither on the batch nor on recomputation: a search shares it between plans
-        that differ in nothing else."""
+        """As `cache`, of values that depend neither on the batch nor on recomputation; plans that differ in nothing
+        else share it."""
         return {}
+
+    @cached_property
+    def blocks_cache(self) -> dict[object, Any]:
+        """As `cache`, of values that depend on a block, on how tp, ep and cp split it, and on a microbatch: a search
+        shares it between plans that differ in dp, pp, the data strategy, the number of microbatches and recomputation.
+        """
+        return {}
+
+    def sharing(self, **changes: Any) -> Plan:
+        """The plan with other recomputation or another number of microbatches, and caches that depend on neither."""
+        found = replace(self, **changes)
+        vars(found).update(weights_cache=self.weights_cache, blocks_cache=self.blocks_cache)
+        return found
 
     @property
     def degrees(self) -> dict[str, int]:
         """pp, dp, cp, tp, ep in rank order."""
         return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
 
-    @property
+    @cached_property
     def data_axis(self) -> str:
         """The axis over which gradients are summed and counts are added: dp, or dp x cp where sequences are divided.
 
@@ -146,7 +159,7 @@ class Plan:
         """
         return DATA_CONTEXT if self.context else "dp"
 
-    @property
+    @cached_property
     def num_data_ranks(self) -> int:
         """The ranks of `data_axis`."""
         return self.mesh.size(self.data_axis)
@@ -156,7 +169,7 @@ class Plan:
         """The positions of a sequence that a rank holds, before sequence parallel divides them."""
         return self.spec.seq // self.mesh.size("cp")
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """The rows of the matrix that a layer reads: a rank's positions of all samples of a replica's microbatch."""
         return self.batch.micro_batch * prod(self.spec.boundary_shape[:-1]) // self.mesh.size("cp")
@@ -178,7 +191,14 @@ class Plan:
 
     def stages_of(self, pp_rank: int) -> tuple[Stage, ...]:
         """The stages that a pp rank runs, by stage index."""
-        return tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
+        return self._of_pp_rank.get(pp_rank, ())
+
+    @cached_property
+    def _of_pp_rank(self) -> dict[int, tuple[Stage, ...]]:
+        found: dict[int, list[Stage]] = {}
+        for stage in self.stages:
+            found.setdefault(stage.pp_rank, []).append(stage)
+        return {pp_rank: tuple(stages) for pp_rank, stages in found.items()}
 
     @property
     def counts_right_answers(self) -> bool:

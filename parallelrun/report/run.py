@@ -76,9 +76,10 @@ def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any], width: int) 
 
 
 def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
-    speed = Text(f"{summary['step_time_median_s'] * 1e3:.0f} ms a step (median), {_rate(summary)}")
-    speed.append(_parts_of_a_step(summary))
-    rows = [("speed", speed)]
+    rows = []
+    if summary["step_time_median_s"] is not None:  # None: this attempt has only repaired the end of the run
+        speed = Text(f"{summary['step_time_median_s'] * 1e3:.0f} ms a step (median), {_rate(summary)}")
+        rows.append(("speed", speed.append(_parts_of_a_step(summary))))
     if summary.get("predicted"):
         rows.append(("predicted", Text(predicted.text(summary["predicted"], summary["step_time_median_s"]))))
     if summary.get("bubble_measured") is not None and summary["pp"] > 1:
@@ -90,6 +91,9 @@ def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
         rows.append(("context", Text(text)))
     if summary.get("staleness_mean") is not None:
         rows.append(("staleness", Text(_staleness(summary))))
+    if summary.get("restarts"):
+        lost, again = seconds_text(summary["restart_lost_s"]), counted(summary["repeated_steps"], "step")
+        rows.append(("restarts", Text(f"{summary['restarts']}: {lost} lost, {again} repeated")))
     rows.append(("memory", Text(f"{bytes_text(summary['peak_memory_bytes'])} at the peak of the largest rank")))
     if summary.get("save_pause_median_s") is not None:
         rows.append(("saving", Text(_saving(summary))))

@@ -12,6 +12,7 @@ from rich.text import Text
 from parallelrun.report.compare import number_text
 from parallelrun.report.figures import bytes_text
 from parallelrun.report.screen import labelled
+from parallelrun.run_records import attempts
 from parallelrun.run_records.read import RunRecord
 from parallelrun.run_records.rows import RunRow
 from parallelrun.wording import counted
@@ -96,6 +97,10 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
         ("seed", str(run.config.get("seed", "?"))),
         ("files", bytes_text(num_bytes)),
     ]
+    if found := attempts.read(run.directory):
+        allowed = run.config.get("restarts")
+        shown = attempts.lines(found, allowed + 1 if isinstance(allowed, int) and allowed else None)
+        lines.append(("attempts", "\n".join(shown)))
     if not (run.directory / "summary.json").exists():
         lines += [
             (key, number_text(key, value))

@@ -41,7 +41,8 @@ def document(found: Search) -> dict[str, Any]:
         "global_batch": found.global_batch,
         "considered": found.considered,
         "fitting": found.fitting,
-        "rank": found.rank,
+        "rank": found.rank[1] if found.rank else None,
+        "best_rank": found.rank[0] if found.rank else None,
         "counted": found.is_counted,
         "best": [plan_document(one) for one in found.best[:SHOWN]],
         "nearest": plan_document(found.nearest) if found.nearest else None,
@@ -104,7 +105,9 @@ def rank_rows(found: Search | None, mine: StepTime, fits: str) -> list[tuple[str
     if fits == "yes" and mine.step_s <= time.step_s:
         return [("rank", Text(f"the fastest of {count}"))]
     behind = f"{mine.step_s / time.step_s:.2f} times the fastest"
-    rank = f"{at_most}{found.rank:,} of {count}, {behind}"
+    assert found.rank is not None, "a plan is compared"
+    first, last = found.rank
+    rank = f"{f'{first:,} to ' if first < last else ''}{last:,} of {count}, {behind}"
     if fits != "yes":
         rank = f"{'it does not fit' if fits == 'no' else 'it may not fit'}; {behind} of {count}"
     fastest = f"{' '.join(best.overrides)}: {seconds_text(time.step_s)} a step, {gib(best.heaviest_bytes)}"

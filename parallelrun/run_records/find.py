@@ -14,6 +14,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.wording import closest
 
 CONFIG, MANIFEST, STATUS, SWEEP = "config.yaml", "manifest.json", "status.json", "results.jsonl"
+EVENTS = "events.jsonl"  # what happened to a run beside its steps
 LATEST = "latest"
 _TIME = re.compile(r"(?:sweep-)?(\d{8}T\d{6}Z)-[0-9a-f]+")
 

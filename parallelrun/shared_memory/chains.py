@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.engine import SAFETY_S, STALLED_S, Engine, PendingOperation
 from parallelrun.shared_memory.process import ANY, Peer
-from parallelrun.shared_memory.tensors import as_bytes
+from parallelrun.shared_memory.shared_collective import SharedCollective
+from parallelrun.shared_memory.tensors import as_bytes, num_bytes_of
 
 Stage = Callable[[], Iterable[PendingOperation]]  # issues operations and returns them
 
@@ -38,18 +40,23 @@ class BetweenHosts:
 
 
 class GlooOperation(BetweenHosts):
-    """A collective over gloo. A thread of gloo ends it, and advances what follows."""
+    """A collective over gloo. A thread of gloo ends it, calls `finish` and advances what follows."""
 
-    def __init__(self, engine: Engine, work: Any, tensors: Sequence[Tensor] = ()):
+    def __init__(
+        self, engine: Engine, work: Any, tensors: Sequence[Tensor] = (), finish: Callable[[], None] | None = None
+    ):
         self.done = False
         self.error: Exception | None = None
         self._engine, self._tensors = engine, tensors  # gloo does not keep them alive
+        self._finish = finish
         work.get_future().then(self._end)
 
     def _end(self, future: Any) -> None:
         error = None
         try:
             future.value()
+            if self._finish is not None:
+                self._finish()
         except RuntimeError as raised:
             error = raised
         self.error = error
@@ -90,6 +97,25 @@ class GlooLink:
             self.num_bytes += tensor.numel() * tensor.element_size() * (self.group.size() - 1)
         held = as_bytes(tensor)
         return GlooOperation(self._engine, self.group.broadcast(held, root), (held,))
+
+    def share(self, parts: Sequence[Tensor]) -> GlooOperation:
+        """Send this member's tensor to all others, and receive theirs, around a ring. parts: one per member, flat, of
+        any sizes.
+
+        Every port is busy all the time. Broadcasts in turn would use one member's port after the other.
+        """
+        rank, largest = self.group.rank(), max(map(num_bytes_of, parts))
+        self.num_bytes += largest * (self.group.size() - 1)
+        own = as_bytes(parts[rank])
+        padded = own if len(own) == largest else torch.cat([own, own.new_empty(largest - len(own))])
+        gathered = [as_bytes(part) if num_bytes_of(part) == largest else own.new_empty(largest) for part in parts]
+
+        def place() -> None:
+            for part, arrived in zip(parts, gathered):
+                if len(arrived) > num_bytes_of(part):
+                    as_bytes(part).copy_(arrived[: num_bytes_of(part)])
+
+        return GlooOperation(self._engine, self.group.allgather([gathered], [padded]), (*gathered, padded), place)
 
     def barrier(self) -> GlooOperation:
         return GlooOperation(self._engine, self.group.barrier())
@@ -144,6 +170,17 @@ class Chain:
 
     def __str__(self) -> str:
         return f"{self.name} of {self.num_bytes} bytes over several hosts"
+
+
+def together(stages: Iterable[Stage]) -> list[PendingOperation]:
+    """Issue several stages as one."""
+    return [operation for stage in stages for operation in stage()]
+
+
+def issue(channel: CollectiveChannel, collective: SharedCollective) -> list[SharedCollective]:
+    """Issue a collective within the host, as a stage."""
+    channel.issue(collective)
+    return [collective]
 
 
 class ChainQueue:

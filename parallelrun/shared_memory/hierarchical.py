@@ -10,13 +10,14 @@ A reduce is an all-reduce. Gather and scatter are all-to-alls with empty parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from parallelrun.shared_memory.arena import aligned
-from parallelrun.shared_memory.chains import Chain, GlooLink, Stage
+from parallelrun.shared_memory.chains import Chain, GlooLink, Stage, issue, together
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import PendingOperation
@@ -27,6 +28,7 @@ from parallelrun.shared_memory.reductions import Reduction
 from parallelrun.shared_memory.shared_collective import SharedCollective
 from parallelrun.shared_memory.tensors import adjacent, as_bytes, num_bytes_of, split
 
+PIECE = 2**19  # bytes that a lane sends to another host at a time
 SMALL = 2**15  # bytes up to which every rank of equal hosts exchanges an all-reduce whole: one exchange instead of two
 
 
@@ -58,10 +60,10 @@ class HierarchicalCollectives:
             return [self._lane.barrier()] if self._lane is not None and self._hosts.lane == 0 else []
 
         def first() -> list[SharedCollective]:
-            return _issue(self._first, self._inside.barrier())
+            return issue(self._first, self._inside.barrier())
 
         def last() -> list[SharedCollective]:
-            return _issue(self._last, self._inside.barrier())
+            return issue(self._last, self._inside.barrier())
 
         return Chain("barrier", 0, (first, between, last))
 
@@ -83,10 +85,18 @@ class HierarchicalCollectives:
             reduction.total(flat, sums.unbind(), self._num_ranks)
             return ()
 
-        stages = (lambda: _issue(self._first, inside.collective), lambda: self._spread(sums.unbind()), total)
+        stages = (lambda: issue(self._first, inside.collective), lambda: self._spread(sums.unbind()), total)
         return Chain("all_reduce", num_bytes_of(flat), stages)
 
     def _all_reduce_by_parts(self, flat: Tensor, reduction: Reduction) -> Chain:
+        """Send small pieces one after the other: a host's port then serves all its streams evenly. A large exchange
+        among more than two hosts left ports idle for a third of the time (benchmarks/emulated.py)."""
+        of_a_piece = PIECE * self._num_hosts * self._hosts.num_lanes
+        num_pieces = 1 if self._num_hosts == 2 else max(1, -(-num_bytes_of(flat) // of_a_piece))
+        of_pieces = [self._all_reduce_stages(piece, reduction) for piece in split(flat, num_pieces)]
+        return Chain("all_reduce", num_bytes_of(flat), [partial(together, stages) for stages in zip(*of_pieces)])
+
+    def _all_reduce_stages(self, flat: Tensor, reduction: Reduction) -> tuple[Stage, ...]:
         """Each lane of each host sums one part. Two hosts send no more if each sums the parts of both, in one exchange
         instead of two (but for 16-bit sums, whose partial sums are larger)."""
         hosts, num_bytes = self._hosts, num_bytes_of(flat)
@@ -105,15 +115,14 @@ class HierarchicalCollectives:
         def last() -> list[SharedCollective]:
             if hosts.lane is not None and in_one:
                 self._total(inside, reduction, lanes[hosts.lane])
-            return _issue(self._last, self._gather_lanes("all_reduce", lanes, num_bytes))
+            return issue(self._last, self._gather_lanes("all_reduce", lanes, num_bytes))
 
         def between() -> list[PendingOperation]:
             if hosts.lane is not None and in_one:
                 return self._spread(inside.placed_by_host())
             return self._exchange_sums(inside)
 
-        stages = (lambda: _issue(self._first, inside.collective), between, spread, last)
-        return Chain("all_reduce", num_bytes, stages)
+        return (lambda: issue(self._first, inside.collective), between, spread, last)
 
     def _gather_lanes(self, name: str, lanes: Sequence[Tensor], num_bytes: int) -> SharedCollective:
         """Let every rank have what each lane of its host has. lanes: parts of one tensor."""
@@ -140,10 +149,10 @@ class HierarchicalCollectives:
             return ()
 
         def last() -> list[SharedCollective]:
-            return _issue(self._last, self._deliver(output, parts, totals))
+            return issue(self._last, self._deliver(output, parts, totals))
 
         stages: list[Stage] = [
-            lambda: _issue(self._first, inside.collective),
+            lambda: issue(self._first, inside.collective),
             lambda: self._exchange_sums(inside),
             total,
         ]
@@ -177,7 +186,7 @@ class HierarchicalCollectives:
         def first() -> list[SharedCollective]:
             if not is_source:
                 return []
-            return _issue(self._first, self._inside.broadcast(flat, hosts.local.index(root)))
+            return issue(self._first, self._inside.broadcast(flat, hosts.local.index(root)))
 
         def between() -> list[PendingOperation]:
             return [self._lane.broadcast(lanes[hosts.lane], source)] if hosts.lane is not None and self._lane else []
@@ -185,7 +194,7 @@ class HierarchicalCollectives:
         def last() -> list[SharedCollective]:
             if is_source:
                 return []
-            return _issue(self._last, self._gather_lanes("broadcast", lanes, num_bytes_of(flat)))
+            return issue(self._last, self._gather_lanes("broadcast", lanes, num_bytes_of(flat)))
 
         return Chain("broadcast", num_bytes_of(flat), (first, between, last))
 
@@ -195,16 +204,18 @@ class HierarchicalCollectives:
         hosts, num_bytes = self._hosts, sum(map(num_bytes_of, outputs))
 
         def first() -> list[SharedCollective]:
-            return _issue(self._first, self._inside.all_gather([outputs[rank] for rank in hosts.local], tensor))
+            return issue(self._first, self._inside.all_gather([outputs[rank] for rank in hosts.local], tensor))
 
         def between() -> list[PendingOperation]:
             if hosts.lane is None or self._lane is None:
                 return []
-            everywhere = ((host, rank) for host in range(self._num_hosts) for rank in hosts.carried(hosts.lane, host))
-            return [self._lane.broadcast(outputs[rank], host) for host, rank in everywhere]
+            carried = [hosts.carried(hosts.lane, host) for host in range(self._num_hosts)]
+            if self._num_hosts > 2 and hosts.is_even:
+                return [self._lane.share([outputs[ranks[0]] for ranks in carried])]
+            return [self._lane.broadcast(outputs[rank], host) for host, ranks in enumerate(carried) for rank in ranks]
 
         def last() -> list[SharedCollective]:
-            return _issue(self._last, self._share(outputs, num_bytes))
+            return issue(self._last, self._share(outputs, num_bytes))
 
         return Chain("all_gather", num_bytes, (first, between, last))
 
@@ -281,9 +292,6 @@ class HierarchicalCollectives:
     def _spread(self, parts: Sequence[Tensor]) -> list[PendingOperation]:
         """Send the part that this host has to all members of the lane, and receive theirs. parts: by host."""
         assert self._lane is not None
+        if self._num_hosts > 2:
+            return [self._lane.share(parts)]
         return [self._lane.broadcast(part, host) for host, part in enumerate(parts)]
-
-
-def _issue(channel: CollectiveChannel, collective: SharedCollective) -> list[SharedCollective]:
-    channel.issue(collective)
-    return [collective]

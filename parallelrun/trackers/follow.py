@@ -32,10 +32,14 @@ _INTERRUPTIONS = (130, 143)  # exit codes: Ctrl-C, SIGTERM
 
 
 class RowTail:
-    """The complete rows of metrics.jsonl that have not been read yet."""
+    """The complete rows of metrics.jsonl that have not been read yet.
+
+    A restart replaces the file by one with fewer rows, which is read from its beginning.
+    """
 
     def __init__(self, path: Path):
         self._path, self._offset = path, 0
+        self._file = 0  # its inode
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield them, in parts, so that a long file takes little memory."""
@@ -47,6 +51,8 @@ class RowTail:
     def _block(self) -> bytes:
         try:
             with open(self._path, "rb") as file:
+                if (inode := os.fstat(file.fileno()).st_ino) != self._file:
+                    self._file, self._offset = inode, 0
                 file.seek(self._offset)
                 found = file.read(_MOST_BYTES)
         except FileNotFoundError:

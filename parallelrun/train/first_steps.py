@@ -62,6 +62,7 @@ class FirstSteps:
             self.counted = counter.rows()
         if self._file is not None and step == self._watched[-1]:
             self._file.remove()
+        self._watched.remove(step)  # a step that is undone and repeated is not watched again
 
 
 def compare(path: Path, step: int, rank: int, timeout_s: float) -> None:

@@ -19,10 +19,12 @@ from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
+from parallelrun.run_records import attempts, reshapes
 from parallelrun.train import attention_work, summary
 from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
 from parallelrun.train.communication import communication_rows
+from parallelrun.train.earlier_rows import EarlierRows
 from parallelrun.train.medians import median_times
 from parallelrun.train.step_record import StepRecord, timed
 
@@ -44,6 +46,7 @@ class Recorder:
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._num_tokens, self._num_tokens_after = 0, 0  # of all steps up to that one
         self._rows = RowFile(context.directory / "metrics.jsonl")
+        self._earlier = EarlierRows.of(context.directory) if self._writes else EarlierRows()
         self._routing = RoutingLog(context.directory, training.config.steps)
         self._progress = ProgressLine(rows or training.config.steps, enabled=context.console_owner)
 
@@ -64,7 +67,7 @@ class Recorder:
             "samples": record.step * samples,
             "tokens": self._num_tokens,
             "step_time_s": record.step_time_s,
-            "time_s": record.time_s,
+            "time_s": self._earlier.time_s + record.time_s,
             "tokens_per_s": tokens / record.step_time_s,
             **(record.times.fields if record.times else {}),
         }
@@ -111,6 +114,17 @@ class Recorder:
         sampler = self._training.reader.samples.sampler
         shares = self._training.dataset.train.shares if self._rows_are_steps else ()
         return [(one.label, count, count / one.num_samples) for one, count in zip(shares, sampler.counts(step))]
+
+    def undo(self, step: int) -> int:
+        """Remove the records of all steps after `step`, which are taken again; return `step`."""
+        for records in (self._records, self._recent):
+            while records and records[-1].step > step:
+                records.pop()
+        self._num_tokens = self._num_tokens_after = 0  # counted again from the first step
+        if self._writes:
+            self._rows.keep(lambda row: row["step"] <= step)
+            self._routing.undo(step)
+        return step
 
     def remember(self, record: StepRecord) -> None:
         """Keep the times of a step of this rank for the medians. `step` calls this."""
@@ -176,11 +190,20 @@ class Recorder:
                 routing_report.write(self._directory)
         self._progress.close()
 
+    def close(self) -> None:
+        """Leave the files to the recorder of the next plan."""
+        with contextlib.suppress(OSError):  # a full disk: rows are lost, as at the end of a run
+            self._rows.flush()
+            self._routing.flush()
+        self._progress.close()
+
     def _summary(self, everyone: list[dict[str, Any]], rows: list[dict[str, Any]], state: str) -> dict[str, Any]:
         """Return the document of summary.json, with the samples that each part of a mixture has given."""
-        read = self._parts_read(self._records[-1].step) if self._records else []
+        steps = self._records[-1].step if self._records else self._earlier.last_step
+        read = self._parts_read(steps) if steps else []
         mixture = [dict(label=label, samples=count, epochs=epochs) for label, count, epochs in read] or None
-        found = summary.document(self._training, self._records, everyone, rows, state, self._routing.summary())
+        more = {**self._routing.summary(), **attempts.summary(self._directory), **reshapes.summary(self._directory)}
+        found = summary.document(self._training, self._records, self._earlier, everyone, rows, state, more)
         return {**found, "mixture": mixture}
 
 

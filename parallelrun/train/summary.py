@@ -13,6 +13,7 @@ from parallelrun.plan.packing import packing_document
 from parallelrun.plan.step_time.measured import STEP, beside
 from parallelrun.plan.structure import Plan
 from parallelrun.train.build import Training
+from parallelrun.train.earlier_rows import EarlierRows
 from parallelrun.train.medians import mean_times, percentile_95
 from parallelrun.train.step_record import StepRecord, timed
 
@@ -20,6 +21,7 @@ from parallelrun.train.step_record import StepRecord, timed
 def document(
     training: Training,
     records: Sequence[StepRecord],
+    earlier: EarlierRows,
     everyone: Sequence[Mapping[str, Any]],
     rows: Sequence[Mapping[str, Any]],
     state: str,
@@ -27,15 +29,16 @@ def document(
 ) -> dict[str, Any]:
     """Return the document of a run of `records`.
 
-    everyone: the facts of every rank (`Recorder.facts`). rows: those of comm.json. more: what is said of routing.
+    earlier: the steps of attempts before this one. everyone: the facts of every rank (`Recorder.facts`). rows: those of
+    comm.json. more: what is said of routing and of restarts.
     """
     return {
         "schema": 1,
         "state": state,
         **_about(training),
-        "steps": records[-1].step if records else 0,
-        **_speed(training, records, everyone),
-        **_results(records),
+        "steps": records[-1].step if records else earlier.last_step,
+        **_speed(training, records, earlier, everyone),
+        **_results(records, earlier),
         **more,
         "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
         "payload_bytes_per_step": _per_step(training.plan, "payload_bytes", rows),
@@ -70,9 +73,12 @@ def _about(training: Training) -> dict[str, Any]:
     }
 
 
-def _speed(training: Training, records: Sequence[StepRecord], everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _speed(
+    training: Training, records: Sequence[StepRecord], earlier: EarlierRows, everyone: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     plan = training.plan
     times = sorted(r.step_time_s for r in timed(records, training.config.profile))
+    times = times or sorted(earlier.values("step_time_s"))
     median = statistics.median(times) if times else None
     tokens = plan.batch.global_batch * training.tokens_per_sample
     means = mean_times([one["times"] for one in everyone])
@@ -86,12 +92,13 @@ def _speed(training: Training, records: Sequence[StepRecord], everyone: Sequence
     }
 
 
-def _results(records: Sequence[StepRecord]) -> dict[str, Any]:
-    val = [r.val_loss for r in records if r.val_loss is not None]
-    top1 = [r.val_top1 for r in records if r.val_top1 is not None]
+def _results(records: Sequence[StepRecord], earlier: EarlierRows) -> dict[str, Any]:
+    losses = [*earlier.values("loss"), *(r.loss for r in records)]
+    val = [*earlier.values("val_loss"), *(r.val_loss for r in records if r.val_loss is not None)]
+    top1 = [*earlier.values("val_top1"), *(r.val_top1 for r in records if r.val_top1 is not None)]
     return {
-        "first_loss": records[0].loss if records else None,
-        "loss": records[-1].loss if records else None,
+        "first_loss": losses[0] if losses else None,
+        "loss": losses[-1] if losses else None,
         "first_val_loss": val[0] if val else None,
         "val_loss": val[-1] if val else None,
         "first_val_top1": top1[0] if top1 else None,

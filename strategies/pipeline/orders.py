@@ -44,8 +44,8 @@ def num_rounds(pp: int, num_microbatches: int) -> int:
     return max(1, num_microbatches // pp)
 
 
-def warmup_of_first(pp: int, virtual_stages: int, num_microbatches: int, skew: int) -> int:
-    """Forwards of pp rank 0 before its first backward; skew: those beside the rounds of the other virtual stages."""
+def num_warmup(pp: int, virtual_stages: int, num_microbatches: int, skew: int) -> int:
+    """Forwards of a pp rank before its first backward; skew: those beside the rounds of the other virtual stages."""
     per_round = num_microbatches // num_rounds(pp, num_microbatches)
     return min((virtual_stages - 1) * per_round + skew + 1, virtual_stages * num_microbatches)
 

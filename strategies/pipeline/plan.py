@@ -46,7 +46,7 @@ class GPipe(Schedule):
     )
 
     @classmethod
-    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
         return microbatches
 
     @classmethod
@@ -104,8 +104,8 @@ class OneFOneB(Schedule):
         return [Problem(what, "microbatches", f"{smallest}, or schedule=gpipe", kind="undefined")]
 
     @classmethod
-    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
-        return min(pp, microbatches)
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
+        return min(pp - rank, microbatches)
 
     @classmethod
     def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:
@@ -136,8 +136,8 @@ class Interleaved(Schedule):
         return even or [number for number in [2] if 2 * pp <= num_layers]
 
     @classmethod
-    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
-        return orders.warmup_of_first(pp, virtual_stages, microbatches, 2 * (pp - 1))
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
+        return orders.num_warmup(pp, virtual_stages, microbatches, 2 * (pp - 1 - rank))
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -178,8 +178,8 @@ class ZeroBubble(Interleaved):
     splits_backward = True
 
     @classmethod
-    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
-        return orders.warmup_of_first(pp, virtual_stages, microbatches, pp - 1)
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
+        return orders.num_warmup(pp, virtual_stages, microbatches, pp - 1 - rank)
 
     @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:
@@ -206,8 +206,8 @@ class ZBV(Interleaved):
     splits_backward = True
 
     @classmethod
-    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
-        return min(2 * pp - 1, microbatches)
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
+        return min(2 * pp - 1 - rank, microbatches) + min(rank + 1, microbatches)
 
     @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import shared_memory
+from parallelrun import shared_memory, torch_private
 from parallelrun.shared_memory import collectives, hierarchical
 from parallelrun.shared_memory.process import HOST_VARIABLE
 from tests.overlapping_groups import out_of_order
@@ -279,3 +279,20 @@ def test_the_bytes_between_hosts_are_a_lanes_share() -> None:
     assert run_ranks(4, sent_between_hosts, EVEN, size // 4, torch.float32) == [size // 2] * 4
     assert run_ranks(4, sent_between_hosts, UNEVEN, size // 4, torch.float32) == [size, 0, 0, size]
     assert run_ranks(4, sent_between_hosts, EVEN, size // 4, torch.bfloat16) == [size // 4 * 3 // 2] * 4
+
+
+def waits_of_a_message(hosts: str) -> list[bool]:
+    """Whether each wait that is timed was for a message: of one message from the first host to the other."""
+    group, rank, heard = over(hosts), dist.get_rank(), []
+    dist.barrier(group=group)
+    with torch_private.timed_waits(lambda is_message, began, ended: heard.append(is_message)):
+        if rank in (0, 2):
+            message = (dist.isend if rank == 0 else dist.irecv)(torch.ones(10), 2 - rank, group=group)
+            assert message is not None
+            message.wait()
+    return heard
+
+
+def test_the_wait_for_a_message_from_another_host_is_timed_once() -> None:
+    """gloo's own wait, inside ours, would count the same seconds again."""
+    assert run_ranks(4, waits_of_a_message, EVEN) == [[True], [], [True], []]

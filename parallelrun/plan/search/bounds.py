@@ -14,10 +14,11 @@ from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import context_axes, expert_axes, prediction
 from parallelrun.plan.load import data_strategy
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.parameters import module_layout
+from parallelrun.plan.parameters import block_layouts
 from parallelrun.plan.peak import backward_block
-from parallelrun.plan.search.legal import Legal, LegalGroup
-from parallelrun.plan.step_time.step import Known, blocks_of, why_unknown
+from parallelrun.plan.search.legal import Legal, LegalGroup, tensor_of
+from parallelrun.plan.step_time.known import Known
+from parallelrun.plan.step_time.step import blocks_of, why_unknown
 from parallelrun.plan.structure import BatchSizes, Plan, Stage, once
 
 
@@ -44,7 +45,7 @@ class Bounds:
         form that repeats most. Zeros where the cluster gives no rates."""
         sharded = next((one for one in group.datas if data_strategy(one.kind).shards_weights), None)
         several = sharded is None and self._legal.space.global_batch // group.dp // micro_batch > 1
-        key = "seconds", _tensor(group), micro_batch, sharded is None, several
+        key = "seconds", tensor_of(group), micro_batch, sharded is None, several
         data = sharded or group.datas[0]  # with sharded weights a block takes least: see `streaming.of_weights`
         found: tuple[float, float, float] = once(self._found, key, lambda: self._seconds(group, micro_batch, data))
         return found
@@ -81,25 +82,31 @@ class Bounds:
         alike = self._legal.spec.first_alike
         return sum(alike[name] == self._commonest for name in stage.blocks)
 
-    def first_rank(self, group: LegalGroup) -> tuple[int, int]:
-        """How many of the commonest block pp rank 0 has, and the fewest of one of its stages."""
+    def fullest(self, group: LegalGroup) -> tuple[int, int, int]:
+        """The first pp rank with the most of the commonest block, how many it has, and the fewest of its stages."""
 
-        def compute() -> tuple[int, int]:
-            numbers = [self._number(stage) for stage in self._legal.stages(group)[0] if stage.pp_rank == 0]
-            return sum(numbers), min(numbers)
+        def compute() -> tuple[int, int, int]:
+            numbers: dict[int, list[int]] = {}
+            for stage in self._legal.stages(group)[0]:
+                numbers.setdefault(stage.pp_rank, []).append(self._number(stage))
+            rank = max(sorted(numbers), key=lambda one: sum(numbers[one]))
+            return rank, sum(numbers[rank]), min(numbers[rank])
 
-        found: tuple[int, int] = once(self._found, ("first", _placed(group)), compute)
+        found: tuple[int, int, int] = once(self._found, ("fullest", _placed(group)), compute)
         return found
 
     def in_flight(self, group: LegalGroup, micro_batch: int) -> int:
-        """Of the commonest block on pp rank 0, how many have run forward when its first backward begins, or fewer."""
-        count = self._legal.space.global_batch // group.dp // micro_batch
-        return self.first_rank(group)[1] * group.schedule.least_in_flight(group.pp, group.virtual_stages, count)
+        """Of the commonest block on the fullest pp rank, how many have run forward when its first backward begins, or
+        fewer."""
+        count, (rank, _, fewest) = self._legal.space.global_batch // group.dp // micro_batch, self.fullest(group)
+        return fewest * group.schedule.least_in_flight(group.pp, group.virtual_stages, count, rank)
 
-    def held_bytes(self, group: LegalGroup, data: DataStrategyConfig) -> int:
-        """Bytes that pp rank 0 holds of the commonest block throughout a step, or fewer."""
-        key = "held", group.tp, group.number, group.ep, group.dp, group.cp, repr(data)
-        return self.first_rank(group)[0] * once(self._found, key, lambda: self._held(group, data))
+    def held_bytes(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
+        """Bytes that the fullest pp rank holds of the commonest block throughout a step, or fewer. several: a step has
+        more than one microbatch."""
+        key = "held", group.tp, group.number, group.ep, group.dp, group.cp, group.pp > 1, several, id(data)
+        splits = group.schedule.splits_backward
+        return self.fullest(group)[1] * once(self._found, (key, splits), lambda: self._held(group, data, several))
 
     def kept_bytes(self, group: LegalGroup, micro_batch: int, recompute: str) -> tuple[int, int]:
         """Bytes that the commonest block keeps of one microbatch for backward, and what its backward pass needs besides
@@ -110,17 +117,17 @@ class Bounds:
             found = backward_block(self._commonest, plan)
             return found.kept, 0 if group.schedule.splits_backward else found.working_bytes(accumulates=False)
 
-        key = "kept", _tensor(group), micro_batch, recompute
+        key = "kept", tensor_of(group), micro_batch, recompute
         kept: tuple[int, int] = once(self._found, key, compute)
         return kept
 
     def _plan(self, group: LegalGroup, micro_batch: int, recompute: str) -> Plan:
         """A plan whose blocks are those of the candidates with this tensor strategy, micro-batch and recomputation."""
-        key = "group", _tensor(group), micro_batch
+        key = "group", tensor_of(group), micro_batch
         first: LegalGroup = once(self._found, key, lambda: group)
         return self._legal.plan(first, micro_batch, recompute, first.datas[0])
 
-    def _held(self, group: LegalGroup, data: DataStrategyConfig) -> int:
+    def _held(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
         plan = self._plan(group, group.micro_batches[0], self._plainest)
         strategy = data_strategy(data.kind).resolve(self._legal.request_of(group, data))
         inner = tuple((axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("ep")) if plan.expert else ()
@@ -133,17 +140,15 @@ class Bounds:
             dims, flattened = expert_axes.split(*data_dims, *of_ep)
         tensor = plan.mesh.mesh_dims_of("tp")
         mesh = MeshShape(
-            (("pp", group.pp), *dims, *((axis, plan.mesh.size(axis)) for axis in tensor)),
+            (("pp", 2), *dims, *((axis, plan.mesh.size(axis)) for axis in tensor)),
             (*flattened, *((axis, parts) for axis, parts in plan.mesh.flattened if axis == "tp")),
         )
-        batch = BatchSizes(plan.batch.global_batch, plan.batch.replica_batch, 1)
-        changed = replace(plan, data=strategy, mesh=mesh, batch=batch)
-        return _block_bytes(self._blocks[self._commonest], changed)
-
-
-def _tensor(group: LegalGroup) -> object:
-    """What the costs of a block depend on, beside micro-batch and recomputation."""
-    return group.tp, group.number, group.ep, group.cp, group.schedule.splits_backward
+        batch = BatchSizes(plan.batch.global_batch, plan.batch.micro_batch, 1 + several)
+        # of one block on its own: where pp=1, the last one's weights stay gathered
+        changed = replace(plan, data=strategy, mesh=mesh, batch=batch, stages=(Stage(0, 0, (self._commonest,)),))
+        vars(changed)["blocks_cache"] = plan.blocks_cache
+        gathered = strategy.gathered_bytes(0, mesh.coordinate(0), changed) if strategy.shards_weights else 0
+        return _block_bytes(self._blocks[self._commonest], changed) + gathered
 
 
 def _placed(group: LegalGroup) -> object:
@@ -154,10 +159,11 @@ def _placed(group: LegalGroup) -> object:
 def _block_bytes(block: BlockSpec, plan: Plan) -> int:
     """Bytes of a block's matrices that a rank holds: weights, gradients that stay, optimizer state."""
     known: dict[object, int] = {}
-    return sum(
-        once(
-            known, (spec.shape, spec.layer_role, spec.heads, spec.frozen),
-            lambda: sum(prediction.parameter_bytes(spec, module_layout(spec, plan), plan, {})),  # noqa: B023
-        )
-        for spec in block.parameters if len(spec.shape) > 1
-    )  # fmt: skip
+    total = 0
+    for spec, layout in zip(block.parameters, block_layouts(block.name, plan)):
+        key = spec.shape, spec.layer_role, spec.heads, spec.frozen
+        if len(spec.shape) > 1:
+            if key not in known:
+                known[key] = sum(prediction.parameter_bytes(spec, layout, plan, {}))
+            total += known[key]
+    return total

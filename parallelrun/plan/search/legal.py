@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallelrun.config.schema import Config, DataStrategyConfig, PipelineConfig, TensorStrategyConfig
 from parallelrun.config.strategy_keys import narrowed
@@ -30,8 +30,7 @@ LAYOUT, STAGES, SCHEDULE, DATA, EXPERTS, SAMPLES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LegalGroup:
+class LegalGroup(NamedTuple):
     """Legal candidates: every combination of `members`. number: of the tensor strategy among those of tp."""
 
     pp: int
@@ -52,6 +51,11 @@ class LegalGroup:
         return Choice(self.pp, self.dp, self.tp, self.ep, micro_batch, recompute, data, *shape)
 
 
+def tensor_of(group: LegalGroup) -> object:
+    """What the costs of a block depend on, beside micro-batch and recomputation."""
+    return group.tp, group.number, group.ep, group.cp, group.schedule.splits_backward
+
+
 Checked = tuple[list[Any], list[tuple[str, int, Problem]]]  # the legal ones; rule, number and violation of others
 
 
@@ -65,12 +69,14 @@ class Legal:
         self.removed: Counter[str] = Counter()
         self.examples: dict[str, Problem] = {}
         self._known: dict[object, object] = {}
+        self._sections: dict[str, DataStrategyConfig] = {}  # one of all equal ones: its id stands for it
         self._has_sets = any(layer.layer_role == SAMPLE_SET_ROLE for layer in spec.layers())
         self._recomputes = len(space.recomputes())
 
     def groups(self) -> Iterator[LegalGroup]:
         for pp, dp, cp, tp in self.space.degrees(self.spec):
-            sizes, datas = tuple(self.space.micro_batches(dp, self.spec)), tuple(self.space.datas(dp * cp, pp, tp))
+            sizes = tuple(self.space.micro_batches(dp, self.spec))
+            datas = tuple(self._sections.setdefault(repr(one), one) for one in self.space.datas(dp * cp, pp, tp))
             tensors = once(self._known, ("tensors", tp), lambda: self.space.tensors(tp))  # noqa: B023
             pipelines = once(self._known, ("pipelines", pp), lambda: self._pipelines(pp))  # noqa: B023
             for ep in self.space.expert_degrees(dp * cp, self.spec):
@@ -88,41 +94,26 @@ class Legal:
         ]
         return [(one, schedule, self._virtual_stages(one, schedule, pp)) for one, schedule in found]
 
-    def draft(self, group: LegalGroup, recompute: str, data: DataStrategyConfig) -> PlanDraft:
-        degrees = Degrees(group.pp, group.dp, group.tp, group.ep, group.cp, device=self._device)
-        config = replace(self._config(group, data), recompute=recompute)
-        return PlanDraft(config, self.spec, degrees, self._classes(group, data.kind))
-
     def plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
         """The plan of one candidate of a group. Those that differ in recomputation alone share all but that."""
-        placed = (
-            group.pp,
-            group.dp,
-            group.cp,
-            group.tp,
-            group.ep,
-            group.number,
-            group.pipeline.kind,
-            group.virtual_stages,
-        )
-        # with the section itself, which must live as long as its id stands for it
-        key = "plans", placed, micro_batch, id(data)
-        kept: tuple[DataStrategyConfig, dict[str, Plan]] = once(self._known, key, lambda: (data, {}))
-        plans = kept[1]
+        degrees = group.pp, group.dp, group.cp, group.tp, group.ep
+        key = "plans", *degrees, group.number, group.pipeline.kind, group.virtual_stages, micro_batch, id(data)
+        plans: dict[str, Plan] = once(self._known, key, dict)
         if recompute not in plans:
-            some = next(iter(plans.values()), None)
-            found = replace(some, recompute=recompute) if some else self._plan(group, micro_batch, recompute, data)
-            vars(found)["weights_cache"] = some.weights_cache if some else found.weights_cache
-            plans[recompute] = found
+            some = next(iter(plans.values()), None) or self._plan(group, micro_batch, data)
+            plans[recompute] = some if some.recompute == recompute else some.sharing(recompute=recompute)
         return plans[recompute]
 
-    def _plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
-        draft, batch = self.draft(group, recompute, data), self._batch(group, micro_batch)
-        request = replace(self.request(group, draft.config, self.spec), batch=batch)
+    def _plan(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> Plan:
+        """With the recomputation of the configuration."""
+        degrees = Degrees(group.pp, group.dp, group.tp, group.ep, group.cp, device=self._device)
+        draft = PlanDraft(self._config(group, data), self.spec, degrees, self._classes(group, data.kind))
+        request = replace(self.request(group, draft.config, self.spec), batch=self._batch(group, micro_batch))
         sets = draft.sample_sets(request)[0] if self._has_sets else None
         plan = draft.plan(request, self.stages(group)[0], sets)
         key = "weights", plan.tensor, plan.data, plan.mesh, group.virtual_stages, group.pipeline.kind
-        vars(plan)["weights_cache"] = once(self._known, key, dict)
+        of_block = "blocks", tensor_of(group), micro_batch
+        vars(plan).update(weights_cache=once(self._known, key, dict), blocks_cache=once(self._known, of_block, dict))
         return plan
 
     def _legal(self, group: LegalGroup) -> LegalGroup | None:
@@ -148,7 +139,7 @@ class Legal:
         datas = self._kept(("datas", tensor, group.dp, group.ep, group.pp > 1), len(sizes), lambda: self._datas(group))
         if self._has_sets:
             sizes = self._kept((), len(datas), lambda: self._sized_sets(group, sizes, datas))
-        return replace(group, micro_batches=tuple(sizes), datas=tuple(datas)) if sizes and datas else None
+        return group._replace(micro_batches=tuple(sizes), datas=tuple(datas)) if sizes and datas else None
 
     def _kept(self, key: tuple[object, ...], others: int, find: Callable[[], Checked]) -> list[Any]:
         """The legal ones of several; others: the candidates that each of them stands for, without recomputation."""
@@ -258,7 +249,7 @@ class Legal:
 
         return once(
             self._known,
-            ("config", group.tp, group.number, group.pipeline.kind, group.virtual_stages, repr(data)),
+            ("config", group.tp, group.number, group.pipeline.kind, group.virtual_stages, id(data)),
             compute,
         )
 

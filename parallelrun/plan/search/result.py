@@ -44,10 +44,10 @@ class Search:
     size. best: of those that fit the fastest, and some of other shapes (`kept.Kept`), the fastest first. nearest: of
     the plans that are faster than the best and do not fit, the one that misses least. unpriced: the first plan that has
     no time, for each reason, and `num_unpriced` by reason. removed: most candidates first. rank: of a plan that takes
-    `against` seconds: 1 + the number of fitting plans that are faster; None where none was given. global_batch: samples
-    of a step, equal for all plans.
-    is_counted: False in a large space, where `fitting` and `rank` come from lower bounds (at most so many fit), and
-    `nearest` is one of the plans that were looked at.
+    `against` seconds: 1 + the number of fitting plans that are faster, at least and at most; None where none was given.
+    global_batch: samples of a step, equal for all plans.
+    is_counted: False in a large space, where `fitting` and the worst rank come from lower bounds (at most so many fit),
+    and `nearest` is one of the plans that were looked at.
     """
 
     world: int
@@ -59,5 +59,5 @@ class Search:
     unpriced: tuple[Found, ...] = ()
     num_unpriced: dict[str, int] = field(default_factory=dict)
     removed: tuple[Removed, ...] = ()
-    rank: int | None = None
+    rank: tuple[int, int] | None = None
     is_counted: bool = True

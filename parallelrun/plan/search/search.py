@@ -11,8 +11,8 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import NamedTuple
 
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import Config, DataStrategyConfig
@@ -21,6 +21,7 @@ from parallelrun.errors import ConfigError
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import cluster_cost, device_memory, prediction, routing, rules
 from parallelrun.plan.degrees import device_of
+from parallelrun.plan.load import data_strategy
 from parallelrun.plan.resolve import spec_of
 from parallelrun.plan.search.bounds import Bounds
 from parallelrun.plan.search.kept import NEVER, Kept
@@ -28,24 +29,24 @@ from parallelrun.plan.search.legal import Legal
 from parallelrun.plan.search.result import MEMORY, Found, Removed, Search
 from parallelrun.plan.search.space import Space
 from parallelrun.plan.search.survey import CandidateRow, Survey
-from parallelrun.plan.step_time.step import Known, StepTime, least_s, step_time_with, why_unknown
-from parallelrun.plan.structure import Memory, Plan, once
+from parallelrun.plan.step_time.known import Known
+from parallelrun.plan.step_time.step import StepTime, least_s, step_time_with, why_unknown
+from parallelrun.plan.structure import Memory, Plan
 
 MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
 MOST_NEAR = 40  # plans that do not fit whose time is computed, the lightest first
+MOST_RANKED = 100  # faster plans that are priced beyond those to show, to count them, where a plan is to be ranked
 MOST_SIFTED = 2000  # candidates up to which that includes those whose bounds say at once that they do not fit
 
 
 Leaf = tuple[CandidateRow, DataStrategyConfig]
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A row, or one of its candidates. is_bounded: its bound contains all communication. time: exact."""
 
     row: CandidateRow
-    data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
-    plan: Plan | None = None
+    data: DataStrategyConfig | None = None
     is_bounded: bool = False
     time: StepTime | None = None
 
@@ -67,11 +68,14 @@ def search(
     `resolve` takes it. most_counted: up to so many plans are all priced, to count them. Raises ConfigError where no
     plan can be listed: an unknown model or a bad value.
     """
-    space = Space(config, given, world)
     with _uncollected():
-        found = _Searched(Legal(space, _spec(space), device_of(config, gpus)), space.base.cluster, keep, most_counted)
-        found.find()
-        return found.result(against)
+        return _search(Space(config, given, world), keep, against, device_of(config, gpus), most_counted)
+
+
+def _search(space: Space, keep: int, against: float | None, device: str, most_counted: int) -> Search:
+    found = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep, most_counted)
+    found.find(against if keep > 1 else None)
+    return found.result(against)
 
 
 @contextmanager
@@ -110,12 +114,14 @@ class _Searched:
         self.unpriced: list[Found] = []
         self.num_unpriced: Counter[str] = Counter()
         self.is_counted = self.survey.may_fit <= most_counted
+        self.is_sifted = self.survey.considered <= MOST_SIFTED
 
-    def find(self) -> None:
-        """Price candidates, the ones with the least bound first, until those in front are the best."""
+    def find(self, against: float | None = None) -> None:
+        """Price candidates, the ones with the least bound first, until those in front are the best. against: and
+        MOST_RANKED more that are faster than that."""
         if self._leaves_all():
             return
-        for plan, leaf, time in self._priced():
+        for plan, leaf, time in self._priced(against or 0.0):
             found = self._found(plan, leaf, time)
             if _is_fit(found, self.cluster):
                 self.fitting.add(leaf[0].shape, time.step_s, found)
@@ -131,7 +137,7 @@ class _Searched:
         self.num_unpriced[why_unknown(plan, self.cluster)] = self.survey.may_fit
         return True
 
-    def _priced(self) -> Iterator[tuple[Plan, Leaf, StepTime]]:
+    def _priced(self, against: float) -> Iterator[tuple[Plan, Leaf, StepTime]]:
         """The candidates that may fit and be kept, the fastest first."""
         number = count()
         heap: list[tuple[float, int, _Waiting]] = []
@@ -141,13 +147,13 @@ class _Searched:
         heapq.heapify(heap)
         while heap:
             least, _, one = heapq.heappop(heap)
-            if not self.is_counted:
+            if not self.is_counted and (least >= against or len(self.fitting.all) >= MOST_RANKED):
                 if self.fitting.ends(least):
                     return
                 if not self.fitting.wants(one.row.shape, least):
                     continue
-            if one.plan is not None and one.time is not None:
-                yield one.plan, (one.row, one.data), one.time
+            if one.data is not None and one.time is not None:
+                yield self._plan(one.row, one.data), (one.row, one.data), one.time
                 continue
             for seconds, closer in self._closer(one):
                 heapq.heappush(heap, (seconds, next(number), closer))
@@ -155,19 +161,26 @@ class _Searched:
     def _closer(self, one: _Waiting) -> list[tuple[float, _Waiting]]:
         """What waits instead, with closer bounds: the candidates of a row, a candidate with its data communication,
         a candidate with its time."""
-        if one.plan is None:
-            plans = [(data, self._plan(one.row, data)) for _, data in one.row.datas[: one.row.fitting]]
-            bounds = [(least_s(self.known, plan, self.cluster) or 0.0, data, plan) for data, plan in plans]
-            return [(seconds, _Waiting(one.row, data, plan)) for seconds, data, plan in bounds]
-        if not (self._is_light if one.is_bounded else self._may_fit)(one.row, one.data, one.plan):
+        row, data = one.row, one.data
+        if data is None:
+            found: list[tuple[float, _Waiting]] = []
+            bounds: dict[bool, float] = {}  # by whether weights are sharded: else a schedule takes equally long
+            for _, data in row.datas[: row.fitting]:
+                shards = data_strategy(data.kind).shards_weights
+                if shards not in bounds:
+                    bounds[shards] = least_s(self.known, self._plan(row, data), self.cluster) or 0.0
+                found.append((bounds[shards], _Waiting(row, data)))
+            if not self.is_sifted:
+                self.heavy += [(held + row.kept, row, data) for held, data in row.datas[row.fitting :]]
+            return found
+        plan = self._plan(row, data)
+        if not (self._is_light if one.is_bounded else self._may_fit)(row, data, plan):
             return []
-        time = step_time_with(self.known, one.plan, self.cluster, least=not one.is_bounded)
+        time = step_time_with(self.known, plan, self.cluster, least=not one.is_bounded)
         if time is None:
-            self._leave(one.plan, (one.row, one.data))
+            self._leave(plan, (row, data))
             return []
-        if one.is_bounded:
-            return [(time.step_s, replace(one, time=time))]
-        return [(time.step_s, replace(one, is_bounded=True))]
+        return [(time.step_s, _Waiting(row, data, True, time if one.is_bounded else None))]
 
     def _may_fit(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
         least = self._least_bytes(row, plan)
@@ -183,10 +196,9 @@ class _Searched:
         return least <= self.limit
 
     def _least_bytes(self, row: CandidateRow, plan: Plan) -> int:
-        """A lower bound of memory, with all that pp rank 0 holds throughout a step."""
-        key = "held", plan.tensor, plan.data, plan.mesh, plan.pipeline, plan.batch.microbatches > 1
-        held: int = once(self.known, key, lambda: sum(prediction.held_bytes(plan, plan.mesh.coordinate(0))))
-        return held + row.kept
+        """A lower bound of memory, with all that the fullest pp rank holds throughout a step."""
+        rank = plan.mesh.rank(pp=self.survey.bounds.fullest(row.group)[0])
+        return sum(prediction.held_bytes(plan, plan.mesh.coordinate(rank))) + row.kept
 
     def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
         return self.legal.plan(row.group, row.micro_batch, row.recompute, data)
@@ -216,7 +228,7 @@ class _Searched:
         near = [one for one in self.unfit if one.time and one.time.step_s < limit]
         nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
         heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
-        for row in self.survey.rows if self.survey.considered <= MOST_SIFTED else ():
+        for row in self.survey.rows if self.is_sifted else ():
             for held, data in row.datas[row.fitting :]:
                 heavy.append((held + row.kept, len(heavy), row, data, False))
         heapq.heapify(heavy)
@@ -256,12 +268,14 @@ class _Searched:
             self._rank(ordered, against), self.is_counted,
         )  # fmt: skip
 
-    def _rank(self, ordered: Sequence[Found], against: float | None) -> int | None:
+    def _rank(self, ordered: Sequence[Found], against: float | None) -> tuple[int, int] | None:
+        """(the best rank that is possible, the worst)."""
         if against is None:
             return None
+        known = 1 + sum(one.time.step_s < against for one in ordered if one.time)
         if self.is_counted:
-            return 1 + sum(one.time.step_s < against for one in ordered if one.time)
-        return 1 + sum(row.fitting for row in self.survey.rows if row.least_s < against)
+            return known, known
+        return known, 1 + sum(row.fitting for row in self.survey.rows if row.least_s < against)
 
 
 def _is_fit(found: Found, cluster: ClusterConfig) -> bool:

@@ -11,9 +11,9 @@ from parallelrun.plan.search.legal import Legal, LegalGroup
 
 
 class CandidateRow(NamedTuple):
-    """Candidates that differ in the data strategy alone. datas: with the bytes that pp rank 0 holds at least, the least
-    first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or fewer; 0
-    where none can fit."""
+    """Candidates that differ in the data strategy alone. datas: with the bytes that the fullest pp rank holds at least,
+    the least first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or
+    fewer; 0 where none can fit."""
 
     group: LegalGroup
     micro_batch: int
@@ -35,7 +35,7 @@ class Survey:
     whose lower bound of memory fits."""
 
     def __init__(self, legal: Legal, bounds: Bounds, limit: float):
-        self._legal, self._bounds, self._limit = legal, bounds, limit
+        self._legal, self.bounds, self._limit = legal, bounds, limit
         self._recomputes = legal.space.recomputes()
         self.considered = self.may_fit = 0
         self.rows: list[CandidateRow] = []
@@ -43,11 +43,17 @@ class Survey:
             self._add(group)
 
     def _add(self, group: LegalGroup) -> None:
-        bounds = self._bounds
-        held = tuple(sorted(((bounds.held_bytes(group, one), one) for one in group.datas), key=lambda item: item[0]))
-        self.considered += len(held) * len(group.micro_batches) * len(self._recomputes)
-        sizes = [one for one, _ in held]
+        bounds = self.bounds
+        self.considered += len(group.datas) * len(group.micro_batches) * len(self._recomputes)
+        samples = self._legal.space.global_batch // group.dp
+        found: dict[bool, tuple[tuple[int, DataStrategyConfig], ...]] = {}
         for size in group.micro_batches:
+            several = samples > size
+            if several not in found:
+                every = ((bounds.held_bytes(group, one, several), one) for one in group.datas)
+                found[several] = tuple(sorted(every, key=lambda item: item[0]))
+            held = found[several]
+            sizes = [one for one, _ in held]
             flight, seconds = bounds.in_flight(group, size), None
             for recompute in self._recomputes:
                 kept, fitting, least = 0, 0, 0.0
@@ -63,8 +69,8 @@ class Survey:
 
     def _least_s(self, group: LegalGroup, micro_batch: int) -> tuple[float, float]:
         """Lower bounds of a step: with the blocks that repeat least, and with those that repeat most."""
-        forward, backward, again = self._bounds.seconds(group, micro_batch)
-        microbatches, paths = self._legal.space.global_batch // group.dp // micro_batch, self._bounds.paths(group)
+        forward, backward, again = self.bounds.seconds(group, micro_batch)
+        microbatches, paths = self._legal.space.global_batch // group.dp // micro_batch, self.bounds.paths(group)
 
         def of(backward: float) -> float:
             return max(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
@@ -13,6 +13,7 @@ from parallelrun.plan import prediction, simulate
 from parallelrun.plan.step_time import cores, host, other_blocks, overlap, servers, spread
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
+from parallelrun.plan.step_time.known import Known, of_blocks, of_stages, of_weights
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
 from parallelrun.plan.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
@@ -34,7 +35,6 @@ class StepTime:
     parts: Mapping[str, float]
 
 
-Known = dict[object, Any]
 CountedBlocks = tuple[tuple[str, int], ...]  # of a stage: the first equal block of the model, and how many of them
 
 
@@ -51,25 +51,23 @@ def step_time_with(
     Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
     optimizer, cluster, stack and partition. least: with a lower bound of the schedule's length, which is not simulated.
     """
-    setting = _setting(plan, cluster, stack)
+    setting = _setting(plan, cluster, stack, known)
     if setting is None:
         return None
     rates, stack = setting
     stages = stages_of(plan, cluster, rates, stack, known)
     messages = messages_of(plan, cluster, rates, stack, known)
-    data = once(known, ("data", _of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
+    data = once(known, ("data", of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
     if stages is None or messages is None or data is None:
         return None
-    key = "schedule", least, plan.pipeline, plan.batch.microbatches, _of_stages(plan)
+    key = "schedule", least, plan.pipeline, plan.batch.microbatches, of_stages(plan)
     makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages, least))
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
     parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
     parts[DATA] += host.around_data_s(plan, rates)
-    weights, _, states = once(
-        known, ("held", _of_weights(plan)), lambda: prediction.held_bytes(plan, plan.mesh.coordinate(0))
-    )
+    weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
     parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
     if plan.servers:
@@ -85,8 +83,14 @@ def step_time_with(
     return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
 
 
-def _setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[Rates, SoftwareStack] | None:
+def _setting(
+    plan: Plan, cluster: ClusterConfig, stack: SoftwareStack, known: Known
+) -> tuple[Rates, SoftwareStack] | None:
     """(the rates of one rank, what the program does on such a device); None where the time of a step is unknown."""
+    return once(known, ("setting", plan.world, plan.servers), lambda: _compute_setting(plan, cluster, stack))
+
+
+def _compute_setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[Rates, SoftwareStack] | None:
     rates = rates_of(cluster, plan.precision.name)
     if rates is None or why_unknown(plan, cluster):
         return None
@@ -97,7 +101,7 @@ def _setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[
 
 def least_s(known: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
     """A lower bound of the schedule's length, and so of a step; None as `step_time`. known: see `step_time_with`."""
-    setting = _setting(plan, cluster, OURS)
+    setting = _setting(plan, cluster, OURS, known)
     if setting is None:
         return None
     stages, messages = stages_of(plan, cluster, *setting, known), messages_of(plan, cluster, *setting, known)
@@ -108,27 +112,6 @@ def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     """Return why the time of a step cannot be predicted; empty if it can."""
     reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
     return reason or not_given(plan, cluster)
-
-
-def _of_blocks(plan: Plan) -> object:
-    """What the time of a block depends on."""
-    inner = tuple((axis, plan.mesh.size(axis)) for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
-    shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
-    return (
-        plan.tensor, plan.expert, plan.context, inner, plan.batch.micro_batch, plan.recompute,
-        plan.pipeline.splits_backward, plan.world, plan.servers, shared, plan.data.shards_weights,
-        plan.batch.microbatches > 1,
-    )  # fmt: skip
-
-
-def _of_stages(plan: Plan) -> object:
-    """What the time of a microbatch on every stage depends on, and that of the messages between them."""
-    return plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), _of_blocks(plan)
-
-
-def _of_weights(plan: Plan) -> object:
-    """What the bytes of weights and optimizer state depend on, and with the microbatches the traffic of gradients."""
-    return plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
 
 
 @dataclass(frozen=True)
@@ -148,12 +131,12 @@ def stages_of(
     time_of = _blocks_of(plan, cluster, rates, stack, known)
     key = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages)
     blocks = once(known, ("blocks of stages", *key), lambda: [_counted(stage, plan) for stage in plan.stages])
-    return once(known, ("stages", _of_stages(plan)), lambda: _stages(plan, blocks, time_of))
+    return once(known, ("stages", of_stages(plan)), lambda: _stages(plan, blocks, time_of))
 
 
 def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
     """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
-    setting = _setting(plan, cluster, OURS)
+    setting = _setting(plan, cluster, OURS, known)
     assert setting is not None, "asked only where the cluster gives the rates"
     return _blocks_of(plan, cluster, *setting, known)
 
@@ -161,7 +144,7 @@ def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[Blo
 def _blocks_of(
     plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known
 ) -> Callable[[BlockSpec], BlockTime | None]:
-    times: Known = once(known, ("blocks", _of_blocks(plan)), dict)
+    times: Known = once(known, ("blocks", of_blocks(plan)), dict)
 
     def time_of(block: BlockSpec) -> BlockTime | None:
         alike = plan.spec.first_alike[block.name]
@@ -199,7 +182,7 @@ def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: Softwar
     """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
     if plan.mesh.size("pp") == 1:
         return 0.0
-    return once(known, ("messages", _of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
+    return once(known, ("messages", of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
 
 
 def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> float | None:
@@ -240,9 +223,11 @@ def _schedule(
 def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
     """The mean over pp ranks of the seconds of all microbatches, by kind of work."""
     parts: Parts = defaultdict(float)
-    for stage in stages:
+    alike = Counter(map(id, stages))
+    for stage in {id(stage): stage for stage in stages}.values():
+        often = alike[id(stage)] * plan.batch.microbatches / plan.mesh.size("pp")
         for name, seconds in stage.parts.items():
-            parts[name] += seconds * plan.batch.microbatches / plan.mesh.size("pp")
+            parts[name] += seconds * often
     return dict(parts)
 
 

@@ -85,7 +85,7 @@ def _turned_elements(plan: Plan) -> tuple[float, float]:
         turned = plan.num_rows * spec.latent.rope * (spec.heads / tp + 1)
         return turned, 3.0 * plan.num_rows * spec.qk_features / tp
     kv = spec.kv_heads / spec.heads if spec.heads and spec.kv_heads else 1.0
-    return (plan.num_rows * spec.hidden * (1 + kv) / tp if _rotates(plan) else 0.0), 0.0
+    return (plan.num_rows * spec.hidden * (1 + kv) / tp if not plan.spec.learns_positions else 0.0), 0.0
 
 
 def _latent_elements(plan: Plan) -> float:
@@ -93,11 +93,6 @@ def _latent_elements(plan: Plan) -> float:
     latent = plan.spec.latent
     features = (latent.q_rank or 0) + latent.kv_rank if latent else 0
     return prod(plan.tensor.activation_layout(None, plan).local(plan.num_rows, features, plan.mesh.sizes))
-
-
-def _rotates(plan: Plan) -> bool:
-    """Whether queries and keys are rotated by their positions, because the model has no position embedding."""
-    return all(layer.layer_role != "position_embedding" for layer in plan.spec.blocks[0].layers)
 
 
 def recomputed(plan: Plan, forward: float) -> float:

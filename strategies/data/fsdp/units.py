@@ -62,7 +62,8 @@ class Unit:
     @property
     def trained(self) -> Unit:
         """The unit without its frozen parameters: what is reduced."""
-        return replace(self, parameters=tuple(p for p in self.parameters if not p.spec.frozen))
+        kept = tuple(p for p in self.parameters if not p.spec.frozen)
+        return self if len(kept) == len(self.parameters) else replace(self, parameters=kept)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,9 @@ class ParameterServer(DataStrategy):
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         problems = _check_other_axes(request)
-        checks = (_check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers)
+        checks = (
+            _check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers, _check_corruption,
+        )  # fmt: skip
         return problems or [problem for check in checks for problem in check(request)]
 
     @classmethod
@@ -276,3 +278,10 @@ def _check_num_servers(request: Request) -> list[Problem]:
         return []
     what = f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {least} bytes"
     return [Problem(what, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]
+
+
+def _check_corruption(request: Request) -> list[Problem]:
+    if not request.config.sdc.every:
+        return []
+    what = "sdc.every looks for silent data corruption in steps that all ranks take alike, not on parameter servers"
+    return [Problem(what, "sdc.every", "sdc.every=0 or strategy=ddp", kind="not_built")]

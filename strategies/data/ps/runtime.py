@@ -13,6 +13,7 @@ from parallelrun.plan.structure import Collective, Plan
 from parallelrun.records import write_json
 from parallelrun.report import run as report
 from parallelrun.report.bench import show as show_bench
+from parallelrun.run_records import attempts
 from parallelrun.train import bench
 from parallelrun.train.build import Training, build
 from parallelrun.train.data_runtime import DataRuntime
@@ -65,6 +66,8 @@ def _train(training: Training, context: WorkerContext, step_times: list[float] |
     """
     config, worker = training.config, Worker(training, context)
     start = clock = worker.begin()
+    if context.rank == 0:
+        attempts.first_step_begins(context.directory)
     writer = MetricsWriter(training, context, start)
     timer, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
     counted: list[Collective] | None = None

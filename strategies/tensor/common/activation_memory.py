@@ -12,7 +12,7 @@ INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
 def local_numel(parameter: ParameterSpec, plan: Plan) -> int:
     """Elements of the largest part of a parameter that a rank holds: `torch.chunk` makes the first parts largest."""
     return once(
-        plan.weights_cache, ("local numel", parameter.name),
+        plan.blocks_cache, ("local numel", parameter.name),
         lambda: plan.tensor.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {}),
     )  # fmt: skip
 
@@ -52,10 +52,13 @@ def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
     num_rows: positions; heads: of queries; outputs: features of q, k and v together; all of this rank.
     """
     spec, compute, accurate = plan.spec, BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    turned = any(layer.layer_role == "position_embedding" for layer in spec.layers())
     width = spec.qk_features // spec.heads  # of a head
     num_positions = num_rows if spec.packed else spec.seq  # samples of packed documents have positions of their own
-    angles = 0 if turned else 4 * num_positions * ((spec.latent.rope if spec.latent else width) // 2) * compute
+    angles = (
+        0
+        if spec.learns_positions
+        else 4 * num_positions * ((spec.latent.rope if spec.latent else width) // 2) * compute
+    )
     own = heads * width  # features of q, and of what attention gives
     if not spec.attention_dropout:
         # torch's kernel for grouped heads on CPU lays its result out head by head: the row layer reads a copy.

@@ -94,8 +94,8 @@ class ProductStrategy(ProductTraffic):
     def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """The loss comes behind the last layer of the model."""
         # full recomputation saves other tensors, but runs the same backward pass over them
-        key = "layer backwards", block.name, plan.batch, plan.recompute == "selective"
-        return once(plan.weights_cache, key, lambda: self._layer_backwards(block, plan))
+        key = "layer backwards", block.name, plan.recompute == "selective"
+        return once(plan.blocks_cache, key, lambda: self._layer_backwards(block, plan))
 
     def _layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         if _says_itself(block, plan):

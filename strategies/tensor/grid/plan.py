@@ -145,7 +145,7 @@ class GridStrategy(ProductStrategy):
 
     def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         """Return the product of a column, row, linear, head or embedding layer (a lookup); None for any other."""
-        return once(plan.weights_cache, ("product", layer.name), lambda: self._product_of(layer, plan))
+        return once(plan.blocks_cache, ("product", layer.name), lambda: self._product_of(layer, plan))
 
     def _product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         boundary = self.boundary(plan)
@@ -205,7 +205,7 @@ class GridStrategy(ProductStrategy):
         scatters = product.scatter_y is not None and plan.mesh.size(product.scatter_y.axis) > 1
         if plan.mesh.size(AXIS) == 1 or has_bias or product.panels or not (scatters or overlaps(plan)):
             return 0
-        if any(x.layer_role == "position_embedding" for x in plan.spec.layers()):
+        if plan.spec.learns_positions:
             return 0
         rotated = sum(parameter.shape[0] for parameter in layer.parameters[:-1])
         rows, features = product.y.local(plan.num_rows, rotated, plan.mesh.sizes)

@@ -39,7 +39,7 @@ NEAREST = found("pp=1 dp=8 tp=1", 80.0, "no", products=0.9, data_communication=0
 UNPRICED = found("pp=1 dp=8 tp=1 strategy.data.kind=other", reason="the time of other is not predicted")
 SEARCH = Search(
     8, 48, 500, 123, (FIRST, ALIKE, SECOND, THIRD), NEAREST, (UNPRICED,), {UNPRICED.reason: 7},
-    (Removed("memory", 377, "pp=1"), Removed("tp", 40, "tp=5 does not divide 12 heads", "tp=4")), 3,
+    (Removed("memory", 377, "pp=1"), Removed("tp", 40, "tp=5 does not divide 12 heads", "tp=4")), (2, 3),
 )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def test_a_bar_begins_where_the_one_before_ends(width):
 
 def test_the_document_has_the_fields_of_the_interface():
     document = report.document(SEARCH)
-    assert (document["considered"], document["fitting"], document["rank"]) == (500, 123, 3)
+    assert (document["considered"], document["fitting"], document["best_rank"], document["rank"]) == (500, 123, 2, 3)
     assert [one["overrides"] for one in document["best"]] == [list(one.overrides) for one in (FIRST, ALIKE, SECOND)]
     for one in document["best"]:
         assert sum(one["parts"].values()) == pytest.approx(one["step_s"])

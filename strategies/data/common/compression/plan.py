@@ -133,6 +133,11 @@ class PowerSGD(Compression):
         if request.config.precision.name == "fp16" and request.num_data_ranks > 1:
             what = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
             problems.insert(0, Problem(what, "strategy.data.compression", "precision=bf16", kind="undefined"))
+        if request.config.sdc.every and request.num_data_ranks > 1:
+            what = "sdc.every repeats sums of gradients bit by bit, and PowerSGD's depend on the errors of earlier sums"
+            problems.append(
+                Problem(what, "sdc.every", "sdc.every=0 or strategy.data.compression=fp16", kind="not_built")
+            )
         return problems
 
     def is_factored(self, held: HeldParameter, shape: Sequence[int], plan: Plan) -> bool:

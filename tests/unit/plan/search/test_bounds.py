@@ -43,10 +43,10 @@ def test_a_shorter_step_holds_as_much_at_its_peak(schedule, data):
 def test_as_many_microbatches_are_in_flight_as_the_schedule_says(schedule):
     for pp, rounds in ((2, 1), (2, 3), (4, 2), (4, 5)):
         plan = planned(schedule, pp, rounds)
-        order = plan.pipeline.actions(plan)[0]
-        before = next(index for index, action in enumerate(order) if action.kind != "F")
-        least = plan.pipeline.least_in_flight(pp, plan.pipeline.virtual_stages, plan.batch.microbatches)
-        assert before - 1 <= least <= before
+        for rank, order in enumerate(plan.pipeline.actions(plan)):
+            before = next(index for index, action in enumerate(order) if action.kind != "F")
+            least = plan.pipeline.least_in_flight(pp, plan.pipeline.virtual_stages, plan.batch.microbatches, rank)
+            assert before - 1 <= least <= before
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,0 +1,109 @@
+"""A known answer: a small batch with fixed weights, whose bits every later pass on the same devices must repeat.
+
+A device that computes wrong numbers repeats its mistake when it repeats a step. So the probe is compared with itself at
+the start of the run: a defect that begins later changes its bits, on one rank of any plan. Forward, backward and the
+sums of gradients are those of a step, through the same modules and groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+from parallelrun.train.build import Training
+from parallelrun.train.corruption.record import PassBits, PassRecorder
+from parallelrun.train.pipeline_runner import build_runner
+from parallelrun.train.reader import Batch, Reader
+from parallelrun.train.step import finish_gradients, forward_backward
+from parallelrun.wording import divisors
+
+NUM_BATCHES = 4  # a stuck bit that one batch happens to have anyway is seen in another
+
+
+class Probe:
+    """Keeps the weights with which the run began, in host memory, a few small batches, and the bits that they give.
+
+    known: the bits of each batch. repeats: whether a second pass at the start has given the same bits; a probe that
+    does not repeat itself is unused.
+    """
+
+    def __init__(self, training: Training):
+        plan = smallest_batch(training.config, training.plan)
+        first = training.reader.samples
+        reader = Reader(first.split, first.sampler, plan, training.mesh)
+        runner = build_runner(training.model_parts, plan, training.mesh)
+        self._training = replace(training, plan=plan, reader=_FewBatches(reader), runner=runner)
+        self._weights = [parameter.tensor.detach() for parameter in training.held]
+        self._copies = [weight.to("cpu", copy=True) for weight in self._weights]
+        self.run(0)  # the first pass of a pipeline sends more messages: the stages agree on shapes
+        self.known = [self.run(number) for number in range(NUM_BATCHES)]
+        self.repeats = self.run(0).differing(self.known[0]) == ([], [])
+
+    def run(self, number: int) -> PassBits:
+        """Return the bits of a pass over a batch. Collective. Gradients are lost, weights stay."""
+        training = self._training
+        with self._fixed_weights():
+            with PassRecorder(training.mesh) as recorder:
+                forward_backward(training, number + 1)
+                finish_gradients(training)
+            bits = recorder.bits(training)
+            training.statistics.finish_step(False)
+            training.routing.finish_step(False)
+            training.data.begin_step()
+        return bits
+
+    @contextmanager
+    def _fixed_weights(self) -> Iterator[None]:
+        self._exchange()
+        yield
+        self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Exchange the weights and their copies."""
+        for weight, copy in zip(self._weights, self._copies):
+            held = weight.clone()
+            weight.copy_(copy)
+            copy.copy_(held)
+        self._training.data.finish_update()
+
+
+class _FewBatches(Reader):
+    """A reader that has read the first batches of another."""
+
+    def __init__(self, reader: Reader):
+        self.samples, self.seconds = reader.samples, 0.0
+        self._batches = [reader.batch(number + 1) for number in range(NUM_BATCHES)]
+
+    def batch(self, step: int) -> Batch:
+        return self._batches[step - 1]
+
+    def close(self) -> None:
+        """Nothing reads ahead."""
+
+
+def smallest_batch(config: Config, plan: Plan) -> Plan:
+    """Return the plan with the smallest microbatches and the fewest of them that it allows.
+
+    Routing groups and sets of samples are built into layers, so that a plan that has any keeps its batch.
+    """
+    if plan.sample_sets is not None or plan.spec.router is not None:
+        return plan
+    batch, dp = plan.batch, plan.mesh.size("dp")
+    for count in divisors(batch.microbatches):
+        for size in divisors(batch.micro_batch):
+            asked = replace(
+                config, global_batch=dp * count * size, micro_batch=size, microbatches=None, local_batch=None
+            )
+            try:
+                return resolve(asked)
+            except ConfigError:
+                continue
+    return plan

@@ -1,0 +1,278 @@
+"""Looks for silent data corruption every `sdc.every` steps, names the rank, and undoes the steps since the last check.
+
+Weights may only change in the update, so their checksums are compared in every step, on each rank alone. In a check
+replicas compare their digests, and a small batch with a known answer is computed again (`probe`). With `sdc.recompute`
+the step of a check is computed twice as well, which finds faults that pass.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from parallelrun import comm
+from parallelrun.context import WorkerContext
+from parallelrun.errors import CorruptionError, Problem
+from parallelrun.plan.structure import WORLD
+from parallelrun.records import append_jsonl
+from parallelrun.run_records.find import EVENTS
+from parallelrun.sequences import Lane
+from parallelrun.train.build import Training
+from parallelrun.train.corruption.blame import Evidence, Verdict, verdict
+from parallelrun.train.corruption.digests import AtRest
+from parallelrun.train.corruption.probe import NUM_BATCHES, Probe
+from parallelrun.train.corruption.record import PassBits, PassRecorder
+from parallelrun.train.corruption.replicas import Replicas
+from parallelrun.train.corruption.state import Snapshot, weights_at_rest
+from parallelrun.train.schedules import LossScaler
+from parallelrun.train.step import finish_gradients, forward_backward
+from parallelrun.wording import counted
+
+NOT_FINITE = "the loss or a gradient is not finite"
+MAX_UNDONE = 3  # times in a row that steps are undone: then the cause is not a passing fault
+
+
+class CorruptionWatch:
+    """What the training loop calls; this one looks for nothing. `watch_of` returns the one that a run asks for."""
+
+    def before_step(self, step: int) -> None:
+        """Called before a training step."""
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around a training step."""
+        yield
+
+    def before_update(self, training: Training) -> None:
+        """Called with the final gradients of a step."""
+
+    def after_update(self) -> None:
+        """Called when the step has ended: nothing writes to the weights until the next update."""
+
+    def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
+        """Return the step after which training continues: `step`, or an earlier one to whose state it has returned.
+
+        Called on all ranks after each step. saves: the state is about to be saved; finite: whether loss and gradients
+        are, or may overflow. Collective. Raises CorruptionError on all ranks.
+        """
+        return step
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of summary.json."""
+        return {}
+
+
+def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, start: int) -> CorruptionWatch:
+    """Return the watch of a run that begins after step `start`. Collective."""
+    return _Watch(training, scaler, context, start) if training.config.sdc.every else CorruptionWatch()
+
+
+@dataclass(frozen=True)
+class _Undone:
+    """Steps that were undone. step: of the check that found the fault; digests: of replicas, if none stands out."""
+
+    step: int
+    judged: Verdict
+    digests: dict[str, int] | None = None
+    in_a_row: int = 1
+
+
+class _Watch(CorruptionWatch):
+    def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext, start: int):
+        self._training, self._scaler, self._context = training, scaler, context
+        self._every, self._recomputes = training.config.sdc.every, training.config.sdc.recompute
+        self._snapshot, self._replicas = Snapshot(training, scaler), Replicas(training)
+        self._snapshot.take(start)
+        self._probe = Probe(training)
+        if not self._probe.repeats:
+            self._say("warning: sdc: a repeated pass has other bits here, so that only weights at rest are watched")
+        self._at_rest = AtRest(weights_at_rest(training))
+        self._at_rest.begin()
+        self._changed: list[tuple[int, str]] = []
+        self._first: PassBits | None = None  # of the step that is computed twice
+        self._recorder: PassRecorder | None = None
+        self._differing: tuple[list[int], list[int]] = ([], [])
+        self._lanes: tuple[Lane, ...] = ()
+        self._step, self._is_cold = start, True
+        self._undone: _Undone | None = None
+        self._num_checks = self._num_found = 0
+
+    def before_step(self, step: int) -> None:
+        self._step = step
+        self._first = self._recorder = None
+        if self._recomputes and step % self._every == 0 and self._probe.repeats:
+            if self._is_cold:
+                self._computed(step)  # the first pass of a pipeline sends more messages
+            self._first = self._computed(step)
+        self._is_cold = False
+
+    def _computed(self, step: int) -> PassBits:
+        """Compute the gradients of a step; return the bits of the pass."""
+        training = self._training
+        with PassRecorder(training.mesh) as recorder:
+            forward_backward(training, step, self._scaler.scale)
+            finish_gradients(training)
+        bits = recorder.bits(training)
+        training.statistics.finish_step(False)
+        training.routing.finish_step(False)
+        return bits
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        if self._first is None:
+            yield
+            return
+        with PassRecorder(self._training.mesh) as self._recorder:
+            yield
+
+    def before_update(self, training: Training) -> None:
+        self._changed += [(self._step, name) for name in self._at_rest.changed()]
+        if self._first is not None and self._recorder is not None:
+            bits = self._recorder.bits(training)
+            self._differing, self._lanes = bits.differing(self._first), bits.lanes
+
+    def after_update(self) -> None:
+        self._at_rest.begin()
+
+    def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
+        is_last = step == self._training.config.steps
+        if finite and step % self._every and not saves and not is_last:
+            return step
+        self._num_checks += 1
+        own = self._evidence(step)
+        if finite and not self._anyone(own.is_any):
+            return self._passed(step)
+        mesh = self._training.mesh
+        found = [Evidence.of(document) for document in comm.gather_json(own.document(), mesh)]
+        judged = verdict(found) if any(one.is_any for one in found) else Verdict((), NOT_FINITE)
+        if finite and not any(replace(one, repeated=()).is_any for one in found):
+            self._report(step, judged, found, None)  # the repetition is right, and says who was wrong
+            return self._passed(step)
+        return self._undo(step, judged, found, finite)
+
+    def facts(self) -> dict[str, Any]:
+        return {"sdc_checks": self._num_checks, "sdc_found": self._num_found}
+
+    def _evidence(self, step: int) -> Evidence:
+        """Return what this rank has seen since the last check; collective."""
+        self._changed += [(step, name) for name in self._at_rest.changed()]
+        replicas = self._replicas.differing()
+        (given, gradients), lanes = self._differing, self._lanes
+        is_seen = self._anyone(bool(given or gradients))
+        if not is_seen:
+            in_doubt = self._anyone(bool(replicas))
+            numbers = range(NUM_BATCHES) if in_doubt else [self._num_checks % NUM_BATCHES]
+            (given, gradients), lanes = self._asked_again(numbers)
+            is_seen = bool(lanes)
+        names = [parameter.name for parameter in self._training.parameters]
+        evidence = Evidence(
+            host=socket.gethostname(),
+            at_rest=tuple(self._changed),
+            lanes=lanes if is_seen else (),
+            given=tuple(given),
+            gradients=tuple(f"the gradient of {names[index]}" for index in gradients),
+            replicas=replicas,
+            repeated=self._repeated(step),
+        )
+        self._changed, self._differing = [], ([], [])
+        return evidence
+
+    def _asked_again(self, numbers: Iterable[int]) -> tuple[tuple[list[int], list[int]], tuple[Lane, ...]]:
+        """Compute known answers again, up to the first one that is wrong anywhere.
+
+        Return what differs on this rank, and the lanes of the pass; nothing if all are right. Collective.
+        """
+        for number in numbers if self._probe.repeats else ():
+            bits = self._probe.run(number)
+            differing = bits.differing(self._probe.known[number])
+            if self._anyone(differing != ([], [])):
+                return differing, bits.lanes
+        return ([], []), ()
+
+    def _repeated(self, step: int) -> tuple[str, ...]:
+        """Return the replicated tensors whose bits are not those that led to the repetition of these steps."""
+        if self._undone is None or self._undone.digests is None or self._undone.step != step:
+            return ()
+        now = self._replicas.digests()
+        return tuple(name for name, value in self._undone.digests.items() if now.get(name) != value)
+
+    def _anyone(self, seen: bool) -> bool:
+        """Return whether any rank has seen something. Collective."""
+        mesh = self._training.mesh
+        flag = torch.tensor([int(seen)], device=mesh.device)
+        comm.all_reduce(flag, mesh.group(WORLD), "control", op="max")
+        return bool(flag)
+
+    def _passed(self, step: int) -> int:
+        if self._undone is not None and step >= self._undone.step:
+            self._undone = None
+        self._snapshot.take(step)
+        return step
+
+    def _undo(self, step: int, judged: Verdict, found: list[Evidence], finite: bool) -> int:
+        """Return to the state of the last check, unless the same rank was wrong before. Returns that step."""
+        before = self._undone
+        in_a_row = before.in_a_row + 1 if before is not None else 1
+        if before is not None and not finite and not judged.ranks and before.step == step:
+            return step  # the repetition is not finite either: a matter of numerics
+        again = before is not None and (set(judged.ranks) & set(before.judged.ranks) or judged == before.judged)
+        if again or in_a_row > MAX_UNDONE or self._is_lasting(judged):
+            raise self._broken(step, judged, found)
+        digests = None if judged.ranks else self._replicas.digests()
+        self._undone = _Undone(step, judged, digests, in_a_row)
+        back = self._snapshot.restore()
+        self._at_rest.begin()
+        self._report(step, judged, found, back)
+        return back
+
+    def _is_lasting(self, judged: Verdict) -> bool:
+        """Return whether the known answer is still wrong, when a fault was found in computing. Collective."""
+        if not (judged.ranks and judged.in_computing):
+            return False
+        differing, _ = self._asked_again(range(NUM_BATCHES))
+        return self._anyone(differing != ([], []))
+
+    def _broken(self, step: int, judged: Verdict, found: list[Evidence]) -> CorruptionError:
+        """Return the error that ends the run. The rank that is wrong raises it as the cause, the others as victims."""
+        ranks = judged.ranks or judged.among
+        who = self._who(ranks, found)
+        self._report(step, judged, found, None)
+        what = f"step {step}: silent data corruption again on {who}: {judged.what}"
+        hosts = ", ".join(sorted({found[rank].host for rank in ranks}))
+        fix = f"test the device, or leave it out: its host is {hosts}" if hosts else "test the devices of this run"
+        error = CorruptionError(Problem(what, who, command=fix))
+        error.of_another_rank = bool(ranks) and self._training.mesh.rank != ranks[0]
+        return error
+
+    def _who(self, ranks: tuple[int, ...], found: list[Evidence]) -> str:
+        named = ", ".join(f"rank {rank} ({found[rank].host})" for rank in ranks)
+        return named or "an unknown rank"
+
+    def _report(self, step: int, judged: Verdict, found: list[Evidence], back: int | None) -> None:
+        """Tell the user and write to events.jsonl, on rank 0. back: the step to which training returns, if it does."""
+        self._num_found += 1
+        who = self._who(judged.ranks, found)
+        if not judged.ranks and judged.among:
+            who = f"one of {self._who(judged.among, found)}"
+        undone = f"; {counted(step - back, 'step')} since step {back} undone and repeated" if back is not None else ""
+        self._say(f"warning: step {step}: silent data corruption on {who}: {judged.what}{undone}")
+        if self._context.rank == 0:
+            row = {
+                "event": "silent_data_corruption",
+                "step": step,
+                "ranks": judged.ranks,
+                "among": judged.among,
+                "hosts": [found[rank].host for rank in judged.ranks],
+                "what": judged.what,
+                "undone_to": back,
+            }
+            append_jsonl(self._context.directory / EVENTS, row)
+
+    def _say(self, text: str) -> None:
+        if self._context.console_owner:
+            print(text, flush=True)

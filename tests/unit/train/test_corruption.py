@@ -1,0 +1,129 @@
+"""Checksums notice every flipped bit, and the rank that is wrong follows from what the ranks have seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallelrun.sequences import Lane
+from parallelrun.train.corruption.blame import Evidence, origins, verdict
+from parallelrun.train.corruption.digests import ROW, AtRest, digest
+
+
+def flip(tensor, index, bit):
+    words = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    size = 8 * tensor.element_size()
+    words[index] ^= 1 << bit if bit < size - 1 else -(1 << bit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("length", [1, 5, 2 * ROW, 2 * ROW + 2, 5 * ROW + 3])
+def test_any_flipped_bit_changes_the_checksum(dtype, length):
+    tensor = torch.randn(length).to(dtype)
+    before, rest = digest(tensor), AtRest({"w": tensor})
+    rest.begin()
+    for index in {0, length // 2, length - 1}:
+        for bit in range(8 * tensor.element_size()):
+            flip(tensor, index, bit)
+            assert digest(tensor) != before and rest.changed() == ["w"]
+            flip(tensor, index, bit)
+            assert digest(tensor) == before and not rest.changed()
+
+
+def test_two_flips_of_the_same_bit_in_opposite_directions_do_not_cancel():
+    tensor = torch.zeros(8 * ROW)
+    before = digest(tensor)
+    for bit in (0, 30, 31):
+        for other in (4 * ROW, 7 * ROW - 1):
+            flip(tensor, 0, bit)
+            flip(tensor, other, bit)
+            assert digest(tensor) != before
+            flip(tensor, 0, bit)
+            flip(tensor, other, bit)
+
+
+def test_a_view_that_begins_at_an_odd_element_has_the_checksum_of_its_values():
+    values = torch.randn(9)
+    assert digest(values[1:]) == digest(values[1:].clone().narrow(0, 0, 8)) or values.storage_offset() == 0
+    shifted = values[1:]
+    before = digest(shifted)
+    flip(shifted, 3, 7)
+    assert digest(shifted) != before
+
+
+def test_nothing_is_compared_before_the_first_update():
+    assert AtRest({"w": torch.zeros(3)}).changed() == []
+
+
+TP, DP = Lane("tp", (0, 1)), Lane("dp", (0, 2))
+FORWARD, BACK = Lane("pp", (0, 1), "activations"), Lane("pp", (1, 0), "gradients")
+
+
+def test_a_rank_that_had_received_wrong_bits_is_a_victim():
+    """Rank 1 gives wrong bits to tp; rank 0 passes them on to rank 2 over dp."""
+    found = [
+        Evidence(lanes=(TP, TP, DP), given=(1, 2), gradients=("w",)),
+        Evidence(lanes=(TP, TP), given=(0,), gradients=("w",)),
+        Evidence(lanes=(DP,), gradients=("w",)),
+    ]
+    assert origins(found) == (1,) and verdict(found).ranks == (1,)
+
+
+def test_a_wrong_message_makes_its_receiver_a_victim():
+    found = [Evidence(lanes=(FORWARD, BACK), given=(0,)), Evidence(lanes=(FORWARD, BACK), given=(1,))]
+    assert origins(found) == (0,)
+
+
+def test_a_message_back_makes_the_first_stage_the_victim():
+    found = [
+        Evidence(lanes=(FORWARD, BACK, DP), given=(2,)),
+        Evidence(lanes=(FORWARD, BACK), given=(1,)),
+        Evidence(lanes=(DP,)),
+    ]
+    assert origins(found) == (1,)
+
+
+def test_a_rank_with_a_wrong_sum_of_its_own_is_the_origin():
+    assert origins([Evidence(lanes=(TP,)), Evidence(lanes=(TP,), gradients=("w",))]) == (1,)
+
+
+def test_two_ranks_that_are_wrong_by_themselves_are_both_named():
+    assert origins([Evidence(lanes=(TP,), gradients=("w",)), Evidence(lanes=(TP,), given=(0,))]) == (1,)
+    both = [Evidence(gradients=("w",)), Evidence(gradients=("w",))]
+    assert origins(both) == (0, 1)
+
+
+def test_memory_that_changed_comes_before_what_it_led_to():
+    found = [Evidence(gradients=("w",)), Evidence(at_rest=((4, "w"),), gradients=("w",))]
+    assert verdict(found).ranks == (1,) and "step 4" in verdict(found).what
+
+
+def replicas(*digests):
+    return [Evidence(replicas={"w": ("tp=0", digest)}) for digest in digests]
+
+
+def test_of_three_replicas_the_odd_one_is_wrong():
+    assert verdict(replicas(5, 7, 5)).ranks == (1,)
+
+
+def test_of_two_replicas_neither_is_named():
+    judged = verdict(replicas(5, 7))
+    assert judged.ranks == () and judged.among == (0, 1)
+
+
+def test_the_repetition_names_the_replica_whose_bits_have_changed():
+    assert verdict([Evidence(), Evidence(repeated=("w",))]).ranks == (1,)
+
+
+def test_replicas_of_other_shards_are_not_compared():
+    found = [Evidence(replicas={"w": (f"tp={rank // 2}", rank // 2)}) for rank in range(4)]
+    assert verdict(found).ranks == () and verdict(found).among == ()
+
+
+def test_evidence_survives_json():
+    import json
+
+    one = Evidence("h", ((4, "w"),), (TP, FORWARD), (1,), ("g",), {"w": ("tp=0", -5)}, ("x",))
+    again = Evidence.of(json.loads(json.dumps(one.document())))
+    assert (again.lanes, again.at_rest, again.replicas) == (one.lanes, one.at_rest, one.replicas)
+    assert tuple(again.given) == one.given and again.is_any
