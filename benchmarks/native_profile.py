@@ -86,7 +86,9 @@ def no_communication() -> Iterator[None]:
     def nothing(self: SharedMemoryGroup, *_: Any, **__: Any) -> SharedMemoryWork:
         return SharedMemoryWork(self._engine, (), 1.0, [])
 
-    operations = {name: nothing for name, method in vars(SharedMemoryGroup).items() if is_operation(method)}
+    operations: dict[str, Any] = {
+        name: nothing for name, method in vars(SharedMemoryGroup).items() if is_operation(method)
+    }
     with mock.patch.multiple(SharedMemoryGroup, **operations):
         yield
 
