@@ -41,15 +41,15 @@ SIZES = {"1M": 2**20, "4M": 2**22, "16M": 2**24, "64M": 2**26}
 REPEATED = {"1M": 9, "4M": 9, "16M": 7, "64M": 5}
 NAMED = "emulated.json"
 # 6.3 million weights in few products, so that most of a step is communication
-MODEL = "model=gpt dataset=synthetic model.layers=2 model.hidden=512 model.heads=8 model.seq=16 global_batch=4 steps=7"
+MODEL = "model=gpt dataset=synthetic model.layers=2 model.hidden=512 model.heads=8 model.seq=16 steps=7"
 STEPS = {
-    "ddp": "strategy=ddp dp=4",
-    "ring": "strategy=ring dp=4",
-    "parameter server": "strategy=ps servers=1 world=5",
+    "ddp": "strategy=ddp dp=4 global_batch=4",
+    "ring": "strategy=ring dp=4 global_batch=4",
+    "parameter server": "strategy=ps servers=1 world=5 global_batch=4",
     "hierarchical": "strategy=ring strategy.data.algorithm=hierarchical dp=8 cluster.gpus_per_node=2 global_batch=8",
     "flat ring": "strategy=ring strategy.data.algorithm=ring dp=8 cluster.gpus_per_node=2 global_batch=8",
-    "1D": "strategy=tp tp=4",
-    "2D": "strategy=tp2d tp=4",
+    "1D": "strategy=tp tp=4 global_batch=4",
+    "2D": "strategy=tp2d tp=4 global_batch=4",
 }
 SMALL = "model=gpt dataset=synthetic model.layers=2 model.hidden=32 model.heads=2 model.seq=16 strategy=ddp dp=4"
 
@@ -118,10 +118,11 @@ def _steps(cluster: str) -> list[dict[str, Any]]:
 
 
 def _predicted(config: Config, plan: Plan, rank: int) -> float:
-    """Seconds of what a rank sends in a step."""
+    """Seconds of what a rank sends in a step. A server sends as much again as it has received before."""
     cluster, rates = _links(config, plan)
     rows = [row for row in prediction.collectives(plan, rank) if row.operation != "recv"]
-    return sum(collective_s(row, plan, cluster, rates) or 0.0 for row in rows)
+    seconds = sum(collective_s(row, plan, cluster, rates) or 0.0 for row in rows)
+    return 2 * seconds if plan.role(rank) == "server" else seconds
 
 
 def _row(case: str, name: str, cluster: str, measured_s: float, predicted_s: float) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class WorkerContext:
     save_failed(step): report in status.json that the checkpoint of that step could not be written, and continue.
     rank_died(rank): report that `rank` has died and the run continues without it. Exactly one other rank calls this.
     console_owner: whether this rank writes to the terminal (rank 0 only); other ranks write to their logs.
+    memory: a folder in the memory of the host, for checkpoints from which the launcher may restart the ranks.
     """
 
     rank: int
@@ -35,3 +36,4 @@ class WorkerContext:
     save_failed: Callable[[int], None]
     console_owner: bool
     rank_died: Callable[[int], None] = lambda rank: None
+    memory: Path | None = None

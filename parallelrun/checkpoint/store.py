@@ -135,31 +135,46 @@ def load(
     another model or optimizer, all ranks raise CheckpointError before any weight is changed.
     """
     reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks)
-    group, as_part = mesh.group("dp"), partial(_part, mesh=mesh)
     states: list[tuple[LocalParameter, dict[str, Tensor]]] = []
 
     def wanted() -> Iterator[LocalPart]:
         """Yield the parts that this rank needs, once the index has been read."""
         check_model(reader.index, plan, reader.path)
-        tensors = reader.index.tensors
-        for parameter in parameters:
-            parts, state = parts_to_load(parameter, reader.index, as_part)
-            states.append((parameter, state))
-            for part in parts:
-                own = replica_key(group.index, group.size, part.key)
-                use_own = replicas_differ(plan) and own in tensors  # else the mean over replicas
-                yield replace(part, key=own) if use_own else part
-        for kind, others in kept.items():
-            parts = [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in others]
-            yield from (part for part in parts if part.key in tensors)
+        parts, found = parts_wanted(reader.index, parameters, plan, mesh, kept)
+        states.extend(found)
+        yield from parts
 
     read_parts(reader, PartLoadPlanner(wanted()), mesh.rank, alone=mesh.shape.num_ranks == 1)
     for parameter, state in states:
-        if state:
-            optimizer.load_state(parameter.name, state)
+        optimizer.load_state(parameter.name, state)
     if mesh.rank == 0 and (note := reshard_note(reader.index, plan)):
         print(note, flush=True)
     return dict(reader.index.extra)
+
+
+def parts_wanted(
+    index: Index,
+    parameters: Sequence[LocalParameter],
+    plan: Plan,
+    mesh: Mesh,
+    kept: Mapping[str, Sequence[LocalParameter]],
+) -> tuple[list[LocalPart], list[tuple[LocalParameter, dict[str, Tensor]]]]:
+    """Return the parts that this rank fills from what `index` describes, and the new state of each parameter that has
+    one, whose tensors some of the parts are."""
+    group, as_part = mesh.group("dp"), partial(_part, mesh=mesh)
+    wanted, states = [], []
+    for parameter in parameters:
+        parts, state = parts_to_load(parameter, index, as_part)
+        if state:
+            states.append((parameter, state))
+        for part in parts:
+            own = replica_key(group.index, group.size, part.key)
+            use_own = replicas_differ(plan) and own in index.tensors  # else the mean over replicas
+            wanted.append(replace(part, key=own) if use_own else part)
+    for kind, others in kept.items():
+        parts = [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in others]
+        wanted += [part for part in parts if part.key in index.tensors]
+    return wanted, states
 
 
 def _owned(parameters: Sequence[LocalParameter], mesh: Mesh, coordinate: Mapping[str, int]) -> list[LocalParameter]:

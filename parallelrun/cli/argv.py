@@ -30,6 +30,7 @@ from parallelrun.config.overrides import Override
 from parallelrun.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
+_HOSTS = ("ranks", "hosts", "hostfile")  # names of VALUED
 _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
 
@@ -89,7 +90,7 @@ def read(argv: list[str]) -> CommandLine:
         else:
             problems += _bare(word, words, argv)
     multirun = any(flag in ("-m", "--multirun") for flag in flags) or "hydra.mode=MULTIRUN" in given
-    host_ranks = _host_ranks(valued.pop("ranks", None), valued.pop("hosts", None), multirun, problems)
+    host_ranks = _host_ranks(valued, multirun, problems)
     ssh = SshOptions(**valued)
     problems += ssh.problems()
     if valued and not host_list.has_others(host_ranks):
@@ -178,13 +179,15 @@ def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
     return [Problem(what, COMMAND_LINE, " or ".join(close[:3]), "parallelrun --help")]
 
 
-def _host_ranks(ranks: str | None, hosts: str | None, multirun: bool, problems: list[Problem]) -> tuple[HostRanks, ...]:
-    """The hosts and ranks of horovodrun's -np and -H, or () with the mistakes appended to `problems`."""
+def _host_ranks(valued: dict[str, str], multirun: bool, problems: list[Problem]) -> tuple[HostRanks, ...]:
+    """The hosts and ranks of horovodrun's -np, -H and --hostfile, or () with the mistakes appended to `problems`."""
+    given = [valued.pop(name, None) for name in _HOSTS]
     try:
-        found = host_list.read(ranks, hosts)
+        found = host_list.read(*given)
     except ConfigError as error:
         problems += error.problems
         return ()
     if multirun and host_list.has_others(found):
-        problems.append(Problem(f"-H {hosts}: a sweep (-m) runs on this host only", COMMAND_LINE, "-H localhost:4"))
+        what = f"a sweep (-m) runs on this host only, and others are given: {found[-1].name}"
+        problems.append(Problem(what, COMMAND_LINE, "-H localhost:4"))
     return found

@@ -23,10 +23,13 @@ TOOLS = {
     "recipes": "recipes ls, cp, validate: list, copy and check recipes",
     "schema": "print a JSON schema of the configuration, for editors: schema [recipe | GROUP]",
     "runs": "runs ls, show, rerun, gc: list, show, repeat and clean up run directories",
+    "reshape": "change the plan of a live run: reshape RUN dp=2 tp=2",
     "compare": "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI",
     "report": "write one HTML page about runs or a sweep, readable without a network",
     "plot": "draw one result over a key for a paper: --x world --y tokens_per_s --by strategy --to FILE.pdf",
     "slurm": "print a batch file of Slurm for a run: slurm KEY=VALUE ... nodes= gpus_per_node= time= [--submit]",
+    "k8s": "print a TrainJob of Kubernetes for a run: k8s KEY=VALUE ... nodes= gpus_per_node= image= claim=",
+    "sky": "print a task of SkyPilot for a run: sky KEY=VALUE ... nodes= accelerator= gpus_per_node= bucket=",
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "calibrate": "measure this machine; write cluster=mine, by which plan predicts the time of a step",
     "tokenize": "write Megatron .bin/.idx token files from text, jsonl, parquet or arrow, by any tokenizer.json",
@@ -50,8 +53,8 @@ TRACKERS = "trackers"  # no configuration group: several at once
 KEYS = "keys"  # listed only on request: there are many
 # Our flags and the names of their values in `argv.read`: switches, and flags that a value follows.
 SWITCHES = {"--json": "json", "-v": "verbose", "--verbose": "verbose", "--trust": "trust"}
-VALUED = {"-np": "ranks", "-H": "hosts", "--ssh-port": "port", "--ssh-identity-file": "identity_file",
-          "--ssh-config": "config"}  # fmt: skip
+VALUED = {"-np": "ranks", "-H": "hosts", "--hostfile": "hostfile", "-hostfile": "hostfile",
+          "--ssh-port": "port", "--ssh-identity-file": "identity_file", "--ssh-config": "config"}  # fmt: skip
 OUR_FLAGS = (*SWITCHES, *VALUED, "--version", "--help")
 # Hydra's flags, and whether a value follows (None: it may).
 HYDRA_FLAGS = {
@@ -87,6 +90,7 @@ _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separate
   -v, --verbose         show tracebacks
   --trust               let a recipe name code and write anywhere
   -np N, -H h1:4,h2:4   as in horovodrun: N ranks in the slots of these hosts, in order; other hosts by ssh
+  --hostfile FILE       the hosts from a file: `h1 slots=4` or `h1:4` on each line
   --ssh-port P, --ssh-identity-file F, --ssh-config F
                         how ssh reaches the other hosts, if its own configuration does not say
   --cfg job, --info, -p, --config-dir, -sc install=bash, ...

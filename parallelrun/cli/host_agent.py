@@ -12,8 +12,6 @@ import json
 import os
 import queue
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -32,7 +30,6 @@ SERVE = "serve"  # argument: this host has rank 0, so open a listening socket
 LOCAL = "local"  # argument: this is the launcher's own host
 GRACE_S = 10.0  # after a rank has failed: time for the others to notice and report it
 _TICK_S = 0.1
-_SIOCGIFADDR = 0x8915  # Linux
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,14 @@ class Hello:
 class Order:
     """The ranks that an agent must start, each as `parallelrun <words>` with the variables `environ`.
 
-    environ: the launcher's and those of torchrun that the ranks of a host share; address: this host as the others see
-    it, to choose the network interface; listener: the descriptor of rank 0's socket, if the launcher has opened it.
+    environ: the launcher's and those of torchrun that the ranks of a host share; listener: the descriptor of rank 0's
+    socket, if the launcher has opened it.
     """
 
     words: list[str]
     first_rank: int
     num_ranks: int
     environ: dict[str, str]
-    address: str = ""
     listener: int | None = None
 
 
@@ -96,20 +92,6 @@ def addresses(environ: Mapping[str, str]) -> tuple[str, str]:
     """(the launcher's address as this host sees it, this host's as the launcher sees it), from sshd's variables."""
     client, _, server, _ = environ.get("SSH_CONNECTION", f"- - {os.uname().nodename} -").split()
     return client.strip("-"), server
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface with the IPv4 `address` (Linux), or None."""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                found = socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
-                if found == address:
-                    return name
-    return None
 
 
 class Ranks:
@@ -182,8 +164,6 @@ def variables(order: Order, local_rank: int, host: Mapping[str, str], listener: 
     found = {**without_launchers(host), **order.environ}
     paths = [path for environ in (order.environ, host) for path in environ.get("PATH", "").split(os.pathsep) if path]
     found["PATH"] = os.pathsep.join(dict.fromkeys(paths))
-    if order.address and (interface := interface_of(order.address)):
-        found.setdefault("GLOO_SOCKET_IFNAME", interface)
     found.update(RANK=str(order.first_rank + local_rank), LOCAL_RANK=str(local_rank))
     if listener is not None:
         found[LISTENER] = str(listener)

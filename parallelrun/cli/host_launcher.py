@@ -187,7 +187,6 @@ class HostLauncher:
                 first_rank=agent.ranks.first_rank,
                 num_ranks=agent.ranks.num_ranks,
                 environ={**environ, "LOCAL_WORLD_SIZE": str(agent.ranks.num_ranks)},
-                address=agent.hello.address if agent.hello else own_address,
                 listener=listener.fileno() if listener and not agent.hello else None,
             )
             agent.send(json.dumps(asdict(order)))

@@ -1,4 +1,5 @@
-"""horovodrun's `-np N -H h1:4,h2:4`: the ranks of each host, which `cli/host_launcher.py` starts. No torch.
+"""horovodrun's `-np N -H h1:4,h2:4` or `--hostfile FILE`: the ranks of each host, which `cli/host_launcher.py` starts.
+No torch.
 
 Slots are filled in the order in which hosts are listed; remaining slots stay idle.
 """
@@ -15,6 +16,7 @@ from parallelrun.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
 _ENTRY = re.compile(r"(?P<name>\[[0-9a-fA-F:]+\]|[A-Za-z0-9][A-Za-z0-9._-]*)(:(?P<slots>[1-9][0-9]{0,6}))?")
+_LINE = re.compile(r"(?P<name>\S+?)(?:(?::| slots=)(?P<slots>[1-9][0-9]{0,6}))?(?: max[_-]slots=[0-9]+)?")
 _NUMBER = re.compile(r"[1-9][0-9]{0,6}")
 
 
@@ -65,11 +67,16 @@ class HostRanks:
         return f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank} to {last}"
 
 
-def read(ranks: str | None, hosts: str | None) -> tuple[HostRanks, ...]:
-    """The ranks of `-np ranks -H hosts`, () if neither is given. Raises ConfigError with horovodrun's message.
+def read(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> tuple[HostRanks, ...]:
+    """The ranks of `-np ranks -H hosts`, () if none is given. Raises ConfigError with horovodrun's message.
 
-    Without -np all slots are used; without -H all ranks run on this host. Hosts that get no rank are left out.
+    Without -np all slots are used; without hosts all ranks run on this one. Hosts that get no rank are left out.
+    hostfile: a file with a host on each line, instead of -H.
     """
+    if hostfile is not None:
+        if hosts is not None:
+            raise ConfigError(Problem("the hosts are given twice, by -H and by --hostfile", COMMAND_LINE))
+        hosts = _listed(Path(hostfile))
     if ranks is None and hosts is None:
         return ()
     if ranks is not None and not _NUMBER.fullmatch(ranks):
@@ -87,6 +94,28 @@ def read(ranks: str | None, hosts: str | None) -> tuple[HostRanks, ...]:
             out.append(HostRanks(name, first, here))
             first += here
     return tuple(out)
+
+
+def _listed(file: Path) -> str:
+    """The hosts of a file as in -H: `name`, `name:8` (Horovod) or `name slots=8` (OpenMPI, DeepSpeed) on each line."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(f"--hostfile {file}: cannot be read ({error})", COMMAND_LINE)) from error
+    found, problems = [], []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        match = _LINE.fullmatch(" ".join(words))
+        if match is not None:
+            found.append(match["name"] + (f":{match['slots']}" if match["slots"] else ""))
+        elif words:
+            what = f"{file}, line {number}: {line.strip()!r} is not a host with slots"
+            problems.append(Problem(what, "--hostfile", "worker-1 slots=8"))
+    if not found and not problems:
+        problems.append(Problem(f"{file} names no host", "--hostfile", "worker-1 slots=8"))
+    if problems:
+        raise ConfigError(*problems)
+    return ",".join(found)
 
 
 def _slots(text: str) -> dict[str, int | None]:

@@ -25,12 +25,15 @@ _TOOLS = {  # module and function of each tool: `cli.help.TOOLS` says what they 
     "import": ("cli.exchange", "import_weights"),
     "import-flags": ("cli.import_flags", "main"),
     "slurm": ("cli.slurm", "main"),
+    "k8s": ("cli.k8s", "main"),
+    "sky": ("cli.sky", "main"),
     "generate": ("cli.inference", "generate"),
     "eval": ("cli.inference", "evaluate"),
     "doctor": ("cli.doctor", "main"),
     "calibrate": ("cli.calibrate", "main"),
     "runs": ("cli.runs", "main"),
     "plot": ("cli.plot", "main"),
+    "reshape": ("cli.reshape", "main"),
     "report": ("cli.report", "main"),
     "compare": ("cli.compare", "main"),
     "recipes": ("cli.gallery", "main"),
@@ -99,9 +102,10 @@ def _route(words: list[str]) -> int:
     if "--version" in words:
         print(f"parallelrun {__version__}")
         return EXIT_OK
-    from parallelrun.cli import verbs
+    from parallelrun.cli import node, verbs
 
-    return verbs.run(words)
+    code = node.run(words)
+    return verbs.run(words) if code is None else code
 
 
 def _tool(tool: str, words: list[str]) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun.cli import argv as command_lines
 from parallelrun.cli import completion, hosts, workdir
 from parallelrun.cli.argv import CommandLine
+from parallelrun.cli.restarted import restarted_plan
 from parallelrun.config import presets
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.launch.environment import Attached, detect, visible_gpus
@@ -159,6 +160,8 @@ def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) 
     from parallelrun.plan.resolve import resolve
 
     world = attached.world if attached is not None else None
+    if found := restarted_plan(composed, world):
+        return found
     if chosen.is_open(composed.config, composed.given):
         from parallelrun.cli import search
 

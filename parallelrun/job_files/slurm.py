@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallelrun.errors import EXIT_PREEMPTED, Problem
 
@@ -48,6 +48,14 @@ class SlurmJob:
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    def named(self, name: str) -> SlurmJob:
+        """This job with the name of a run."""
+        return replace(self, job_name=name)
+
+    def words(self) -> list[str]:
+        """The words that the run needs in this place: none."""
+        return []
 
     def problems(self) -> list[Problem]:
         """Every setting that Slurm would refuse, and those without which no job can be written."""
@@ -123,7 +131,7 @@ trap 'kill -USR1 $ranks 2>/dev/null' USR1
 
 # The ranks find each other by Slurm's variables: rank 0 listens on the first node, and answers who knows this secret,
 # which srun hands to the ranks only.
-PARALLELRUN_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+PARALLELRUN_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export PARALLELRUN_TOKEN
 
 # With resume=auto the first start is a fresh one, and a later one goes on from the newest checkpoint.

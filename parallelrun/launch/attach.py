@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EnvironmentProblem, ParallelrunError, Problem
-from parallelrun.launch import environment, failure, output, preflight, rank, rendezvous, stores
+from parallelrun.launch import environment, failure, interfaces, output, preflight, rank, rendezvous, stores
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import GRACE_S, TIMED_OUT, ConsoleOptions, Failure
@@ -63,7 +63,7 @@ def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
     status = Status(job.directory)
     status.running()
     run: dict[str, Any] = {
-        "config": (job.directory / "config.yaml").read_text(),
+        "config": job.config_file.read_text(),
         "directory": str(job.directory),
         "worker": job.worker,
         "source": job.config.model.source,
@@ -147,6 +147,8 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     hosts = [member.host for member in members]
     if len(set(hosts)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", environment.loopback_interface())
+    else:
+        os.environ.update(interfaces.chosen(os.environ, attached.master_addr))
     # mpirun and srun may bind each rank to cores of its own
     sharing = 1 if environment.num_cores() < environment.host_cores() else hosts.count(hosts[attached.rank])
     threads = environment.threads_per_rank(os.environ, sharing)
@@ -186,7 +188,11 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
     """
 
     def report(own: Failure) -> int:
-        own = replace(own, lost=peers.lost())
+        code = tell(replace(own, lost=peers.lost()))
+        peers.end_stopped()
+        return code
+
+    def tell(own: Failure) -> int:
         if attached.rank:
             if own.order < TIMED_OUT:
                 print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)
@@ -196,6 +202,8 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
                 return own.exit_code
         elif own.order:
             time.sleep(2 * GRACE_S if own.exit_code == EXIT_HANG else GRACE_S)
+        if is_recorded(job.directory):
+            return own.exit_code
         cause = failure.explained(peers.cause(own), job.directory)
         conclude(Outcome(cause.exit_code, cause), job, terminal)
         return own.exit_code if attached.rank else cause.exit_code

@@ -33,7 +33,7 @@ from parallelrun.launch.environment import num_cores
 from parallelrun.launch.prometheus import exposition
 from parallelrun.plan.structure import Plan
 from parallelrun.records import redact, write_json, write_text
-from parallelrun.run_records import attempts
+from parallelrun.run_records import attempts, reshapes
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 STATUS_EVERY_S = 2.0
@@ -223,7 +223,7 @@ class Status:
         }
         if self.failed_save_step:
             fields["failed_save_step"] = self.failed_save_step
-        fields |= attempts.status(self.directory)
+        fields |= attempts.status(self.directory) | reshapes.status(self.directory)
         write_json(self.directory / "status.json", fields)
         with contextlib.suppress(OSError):  # status.json is what counts
             write_text(self.directory / "status.prom", exposition(fields, "/".join(self.directory.parts[-2:])))

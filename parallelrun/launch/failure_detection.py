@@ -9,11 +9,13 @@ they write before they exit (`errors/`), in the process table of a shared host, 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import linecache
 import os
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -121,7 +123,8 @@ class Watchdog:
         """Look at the heartbeat every _WATCH_S seconds until `done` is set or the rank hangs."""
         while not self.done.wait(_WATCH_S):
             heartbeat = self.heartbeats.read(self.rank)
-            if self.status is not None:
+            # a rank that was stopped goes on when its launcher ends the job: others have reported it
+            if self.status is not None and not is_recorded(self.status.directory):
                 self.status.update(heartbeat.step, self.heartbeats.failed_save())
             if heartbeat.age_s > self.timeout_s:
                 self.on_hang(self._failure(heartbeat))
@@ -246,6 +249,20 @@ class Peers:
         except OSError:  # a full disk: rather twice than never
             return True
         return not is_recorded(self.folder)
+
+    def end_stopped(self) -> None:
+        """Kill the stopped ranks of this host as soon as the end of the run is recorded.
+
+        They cannot end by themselves, and their launcher would wait for them: torchrun for 30 s, Slurm for KillWait.
+        """
+        stopped = [self.members[rank] for rank in self.visible - {self.rank} if is_stopped(self.members[rank].pid)]
+        deadline = time.monotonic() + SURVIVORS_S
+        while stopped and not is_recorded(self.folder) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        for member in stopped:
+            if start_time(member.pid) == member.born:
+                with contextlib.suppress(OSError):
+                    os.kill(member.pid, signal.SIGKILL)
 
     def watch_leader(self, heartbeats: HeartbeatFile, report: Callable[[Failure], object]) -> None:
         """Start a thread that calls `report` if rank 0 exits, this rank must report it, and its worker is blocked."""

@@ -45,7 +45,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announce
 @dataclass(frozen=True)
 class Job:
     """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; options: how to
-    talk to the user; attempt: from 1, higher after a restart."""
+    talk to the user; attempt: from 1, higher after a restart; memory: a folder for checkpoints in the host's memory."""
 
     config: Config
     plan: Plan
@@ -53,6 +53,7 @@ class Job:
     worker: str = WORKER
     options: ConsoleOptions = field(default_factory=ConsoleOptions)
     attempt: int = 1
+    memory: Path | None = None
 
     @property
     def config_file(self) -> Path:
@@ -118,6 +119,7 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
         save_failed=heartbeats.set_failed_save,
         console_owner=rank == 0,
         rank_died=partial(_leave_for, store, world),
+        memory=job.memory,
     )
     code: int = find_worker(job.worker)(job.config, job.plan, context)
     if store is not None:
@@ -239,7 +241,15 @@ def _watch_parent(parent: int) -> None:
 
 
 def main(
-    config_file: str, folder: str, worker: str, rank: int, world: int, parent: int, heartbeats: int, store: str
+    config_file: str,
+    folder: str,
+    worker: str,
+    rank: int,
+    world: int,
+    parent: int,
+    heartbeats: int,
+    store: str,
+    memory: str | None,
 ) -> NoReturn:
     """Run an exec'd rank. heartbeats: an inherited descriptor; store: the path of the store's file."""
     leave_with_parent(parent)
@@ -250,7 +260,7 @@ def main(
     from parallelrun.plan.resolve import resolve
 
     config = load_frozen(Path(config_file).read_text())
-    job = Job(config, resolve(config), Path(folder), worker)
+    job = Job(config, resolve(config), Path(folder), worker, memory=Path(memory) if memory else None)
     if job.plan.world != world:
         what = f"{config_file} describes {job.plan.world} ranks, but the launcher started {world}"
         raise EnvironmentProblem(Problem(what, "config.yaml"))

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from parallelrun.checkpoint.find import STEP, complete_steps
+from parallelrun.checkpoint.find import STEP, complete_steps, recover
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch import failure, restart_policy, supervisor
@@ -23,10 +23,11 @@ from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.rank import STOP_SIGNALS, Job
 from parallelrun.launch.restart_policy import Decision
 from parallelrun.plan import elastic
-from parallelrun.plan.freeze import freeze
+from parallelrun.plan.freeze import freeze, load_frozen
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json, write_text
-from parallelrun.run_records import attempts
+from parallelrun.run_records import attempts, reshapes
 from parallelrun.run_records.attempts import Attempt
 from parallelrun.run_records.read import METRICS
 from parallelrun.run_records.rows import last_row
@@ -37,7 +38,7 @@ DAMAGED = "damaged_"  # before the name of a checkpoint that could not be loaded
 
 def notes(config: Config) -> list[str]:
     """Return what the user should know about restarts before the run begins."""
-    if not config.restarts or config.checkpoint.every:
+    if not config.restarts or config.checkpoint.every or config.checkpoint.memory_every:
         return []
     return [
         f"restarts={config.restarts} without checkpoint.every: after a failure the run begins again with its first step"
@@ -64,7 +65,7 @@ def supervise(job: Job, asked: Config) -> Outcome:
             if not decision.restart:
                 return stopped(outcome, decision, job.config.restarts)
             plan, job = job.plan, prepared(job, asked, history, decision)
-            _announce(outcome, plan, history, job)
+            announce(outcome, plan, history, job, job.config.restarts + 1)
 
 
 def attempt_of(job: Job, number: int) -> Attempt:
@@ -99,26 +100,39 @@ def stopped(outcome: Outcome, decision: Decision, most: int) -> Outcome:
     return replace(outcome, exit_code=decision.exit_code or outcome.exit_code, why_not=decision.why)
 
 
-def prepared(job: Job, asked: Config, history: list[Attempt], decision: Decision) -> Job:
+def prepared(job: Job, asked: Config | None, history: list[Attempt], decision: Decision) -> Job:
     """Return the job of the next attempt; append its record to `history`, and rewind the run's rows to its checkpoint.
 
-    Its configuration is in `attempts/<n>/`, with the plan if that has changed.
+    asked: None if the plan of `job` is already for the ranks that are left. The attempt's configuration is in
+    `attempts/<n>/`, with the plan if that has changed.
     """
     last = history[-1]
     if decision.bad_checkpoint and last.checkpoint:
         _set_aside(Path(last.checkpoint))
-    found = list(complete_steps(job.directory).values())
-    resume = os.fspath(found[-1]) if found else None
+    found = recover(job.directory, job.memory)
+    resume = os.fspath(found) if found else None
     config, plan = replace(job.config, resume=resume), job.plan
-    if decision.without is not None and asked.elastic:
+    if asked is not None:
+        config, plan = reshaped(job, config) or (config, plan)
+    if decision.without is not None and asked is not None and asked.elastic:
         config, plan = shrunk(asked, config, plan, plan.world - 1) or (config, plan)
     after = replace(job, config=config, plan=plan, attempt=last.number + 1)
     beginning = attempt_of(after, after.attempt)
     lost_s = attempts.rewind(job.directory, beginning.resumed_step, last.number)
     history[-1] = replace(last, repeated_s=lost_s)
     history.append(beginning)
-    describe(after, changed=plan is not job.plan)
+    describe(after, changed=(plan.world, plan.degrees) != (last.world, last.degrees))
     return after
+
+
+def reshaped(job: Job, config: Config) -> tuple[Config, Plan] | None:
+    """Return the configuration and plan to which `parallelrun reshape` has changed the job's; None if it has not."""
+    file = reshapes.config_file(job.directory)
+    if file is None:
+        return None
+    found = replace(load_frozen(file.read_text()), resume=config.resume)
+    plan = resolve(found)
+    return (found, plan) if plan.world == job.plan.world else None  # the run has become smaller since
 
 
 def shrunk(asked: Config, saved: Config, plan: Plan, most: int, exact: bool = False) -> tuple[Config, Plan] | None:
@@ -156,13 +170,14 @@ def _set_aside(checkpoint: Path) -> None:
     print(f"warning: {checkpoint} is damaged: an older checkpoint is used", file=sys.stderr)
 
 
-def _announce(outcome: Outcome, plan: Plan, history: Sequence[Attempt], job: Job) -> None:
-    """Print why the last attempt, of `plan`, ended, and where the next one, `job`, begins."""
-    before, now, most = history[-2], history[-1], job.config.restarts + 1
-    lines = failure.headline(outcome.cause, plan) if outcome.cause else [f"exit code {outcome.exit_code}"]
+def announce(outcome: Outcome, plan: Plan, history: Sequence[Attempt], job: Job, most: int) -> None:
+    """Print why the last attempt, of `plan`, ended, and where the next one, `job`, begins. most: attempts allowed."""
+    before, now = history[-2], history[-1]
+    lines = failure.headline(outcome.cause, plan) if outcome.cause else []
     start = f"the checkpoint of step {now.resumed_step}" if now.checkpoint else "step 0: nothing was saved"
     again = f"; {counted(before.step - now.resumed_step, 'step')} again" if before.step > now.resumed_step else ""
-    lines.append(f"attempt {before.number} of {most} has failed; attempt {now.number} goes on from {start}{again}")
+    why = "" if outcome.cause else f" ({before.error})"
+    lines.append(f"attempt {before.number} of {most} has failed{why}; attempt {now.number} goes on from {start}{again}")
     screen = sys.stderr
     with suppress(OSError):
         print(("\n" if screen.isatty() else "") + "\n".join(lines), file=screen, flush=True)

@@ -22,6 +22,7 @@ from parallelrun.launch import (
     output,
     preflight,
     rank,
+    reattach,
     restarts,
     supervisor,
     tf_config,
@@ -31,6 +32,8 @@ from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
+from parallelrun.launch.memory_folder import check as check_memory_folder
+from parallelrun.launch.memory_folder import memory_folder
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.rank import STOP_SIGNALS, Job, RankSettings
 from parallelrun.launch.supervisor import signal_handlers
@@ -67,7 +70,10 @@ def start(
         created(job.directory)
     names = job.config.tracker.use if job.config.verb == "run" else []
     with following(job.directory, names, job.config.tracker.timeout_s):
-        return attach.lead(attached, job, argv) if attached else _launch(job, config, run_root)
+        if attached:
+            return attach.lead(attached, job, argv)
+        with memory_folder(job.config) as memory:
+            return _launch(replace(job, memory=memory), config, run_root)
 
 
 def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
@@ -100,8 +106,12 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     config, plan = job.config, job.plan
     if attached is None:
         tf_config.refuse_other_hosts(config, argv, os.uname().nodename)
+    if attached is not None and (before := reattach.earlier(Path(config.runs).expanduser())) is not None:
+        print(starting(plan.world, None), file=sys.stderr, flush=True)
+        return reattach.continued(replace(job, config=filled(config, plan)), before)
     name = directory.name_of(config, plan)
     notes = preflight.check(config, plan, attached) + restarts.notes(config)
+    notes += check_memory_folder(config, plan, attached)
     trackers.check(config.tracker.use)
     has_dataset = not definitions.model(config).is_lesson
     print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
@@ -131,7 +141,10 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
     directory.describe(folder, config, plan, argv, job.options.overrides, resumed)
-    return replace(job, config=filled(config, plan), directory=folder)
+    job = replace(job, config=filled(config, plan), directory=folder)
+    if attached is not None:
+        reattach.remember(job)
+    return job
 
 
 def _is_finished(found: Chosen, config: Config) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
-from parallelrun.launch import store_server
+from parallelrun.launch import interfaces, store_server
 from parallelrun.launch.environment import LISTENER, TOKEN, Attached
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.store_file import file_store
@@ -38,10 +38,12 @@ _ADDRESS = "MASTER_ADDR, MASTER_PORT"
 def connect(attached: Attached, timeout_s: float = CONNECT_S) -> Store:
     """Return the job's store; rank 0 makes it, unless it is torchrun's. Keep it while a process group uses it.
 
-    Raises EnvironmentProblem if the address or the ports cannot be used, or rank 0 does not come.
+    Raises EnvironmentProblem if the address, the ports or the interface cannot be used, or rank 0 does not come.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
+    if what := interfaces.missing(os.environ):
+        raise EnvironmentProblem(Problem(what, "GLOO_SOCKET_IFNAME", command="unset GLOO_SOCKET_IFNAME"))
     prefix = f"parallelrun/{attached.job}"
     if attached.master_port == 0:
         return PrefixStore(prefix, file_store(f"/proc/self/fd/{_shared_file(attached, timeout_s)}"))

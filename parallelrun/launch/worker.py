@@ -37,12 +37,19 @@ def _train(training: Training, context: WorkerContext) -> int:
     from parallelrun.report import run as report
     from parallelrun.train.loop import train
     from parallelrun.train.recorder import Recorder
+    from parallelrun.train.reshape import reshaped
 
-    try:
-        code = train(training, context, Recorder(training, context))
-    finally:
-        training.data.end_run()
-        training.close()
+    before = None
+    while True:
+        try:
+            outcome = train(training, context, Recorder(training, context), before)
+            after = training if isinstance(outcome, int) else reshaped(training, outcome, context)
+        finally:
+            training.data.end_run()
+            training.close()
+        if isinstance(outcome, int):
+            break
+        training, before = after, outcome
     if context.console_owner:
         report.show(context.directory)
-    return code
+    return outcome

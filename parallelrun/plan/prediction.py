@@ -171,9 +171,14 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 
 def copied_bytes(config: Config, plan: Plan) -> int:
-    """Bytes of host memory, over all ranks, that copies of a checkpoint take while they are written beside training."""
-    periodic = 0 < config.checkpoint.every < config.steps
-    return checkpoint_bytes(plan) if config.checkpoint.asynchronous and periodic and not plan.servers else 0
+    """Bytes of host memory, over all ranks, of checkpoints that are written beside training or kept in memory.
+
+    A writer works on copies; beside its own, `checkpoint.memory_every` has the newest checkpoint and the next one.
+    """
+    asked = config.checkpoint
+    beside = asked.asynchronous and 0 < asked.every < config.steps
+    copies = beside + (3 if 0 < asked.memory_every < config.steps else 0)
+    return 0 if plan.servers else copies * checkpoint_bytes(plan)
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:

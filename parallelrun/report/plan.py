@@ -243,8 +243,7 @@ def _memory_by_kind(found: Facts) -> str:
 
 
 def _copies(num_bytes: int) -> str:
-    beside = f"besides {bytes_text(num_bytes)} of host memory, over all ranks, from which checkpoints are written"
-    return f"{beside} (checkpoint.asynchronous)"
+    return f"besides {bytes_text(num_bytes)} of host memory, over all ranks, for checkpoints (copies that are written)"
 
 
 def _servers(plan: Plan) -> str:

@@ -126,7 +126,8 @@ def lines(attempts: Sequence[Attempt], most: int | None = None) -> list[str]:
         shown = f"attempt {one.number}{of}: {one.world} ranks{f' ({degrees})' if degrees else ''}"
         shown += f", steps {one.resumed_step + 1} to {one.step}" if one.step > one.resumed_step else ", no step"
         if one.error:
-            who = f"rank {one.rank} on {one.host} " if one.rank is not None else ""
+            host = f" on {one.host}" if one.host else ""
+            who = f"rank {one.rank}{host} " if one.rank is not None else ""
             shown += f", ended by {who}({one.error})"
         out.append(shown)
     return out

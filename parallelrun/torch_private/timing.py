@@ -94,12 +94,17 @@ def _in_stream(watch: _Watch) -> Iterator[None]:
 
 
 def timed(wait: Callable[[], T], is_message: Callable[[], bool] = lambda: False) -> T:
-    """Return `wait()`, timed as `Work.wait` is."""
+    """Return `wait()`, timed as `Work.wait` is. A wait inside it, such as gloo's for a message to another host, is a
+    part of it."""
     watch = _watch()
     if watch is None:
         return wait()
     began = watch.mark()
-    result = wait()
+    inner = _WAITED.set(None)
+    try:
+        result = wait()
+    finally:
+        _WAITED.reset(inner)
     watch.waited(is_message(), began, watch.mark())
     return result
 

@@ -23,13 +23,13 @@ class WandbTracker(Tracker):
 
     def __init__(self, run: TrackedRun):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        wandb: Any = import_module("wandb")
+        self._wandb: Any = import_module("wandb")
 
-        quiet = wandb.Settings(
+        quiet = self._wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, disable_job_creation=True,
             x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True, x_save_requirements=False,
         )  # fmt: skip
-        self._run = wandb.init(
+        self._run = self._wandb.init(
             id=run.identity["id"] if run.identity else None, resume="allow",
             mode=os.environ.get("WANDB_MODE") or OFFLINE,
             dir=str(run.directory), project=run.project, name=run.name, group=run.group, tags=run.tags,
@@ -49,6 +49,7 @@ class WandbTracker(Tracker):
         if state == INTERRUPTED:
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if state == FINISHED else summary.get("exit_code") or 1)
+        self._wandb.teardown()  # `finish` may return before the file is written
 
 
 TRACKER = WandbTracker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import SaveFailed
 from parallelrun.train.build import Training
+from parallelrun.train.memory_checkpoints import MemoryCheckpoints
 from parallelrun.train.schedules import LossScaler
 
 MAX_FAILED_SAVES = 2  # in a row, then the training stops: it would be lost
@@ -35,11 +37,18 @@ class Checkpoints:
         self._failed_steps: list[int] = []
         self._failed_in_a_row = 0
         self._times = SaveTimes()
+        self._fatal: BaseException | None = None  # the outcome of a save beside training that ends the run
+        self._pending_step = 0
+        self.go_on(training, 0)
+
+    def go_on(self, training: Training, start: int) -> int:
+        """Save `training`, whose plan may be another, from now on; return `start`, the last step that was taken."""
         config = training.config
+        self._training, self._start = training, start
         writer = BackgroundWriter(training.plan, training.mesh, config.timeout_s)
         self._beside = writer if config.checkpoint.asynchronous else None
-        self._start = self._pending_step = 0
-        self._fatal: BaseException | None = None  # the outcome of a save beside training that ends the run
+        self._memory = MemoryCheckpoints(training, self._context)
+        return start
 
     def resume(self) -> int:
         """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
@@ -68,6 +77,8 @@ class Checkpoints:
         if self._beside and step == self._start + 1 and config.checkpoint.every > 1 and not is_last:
             self._beside.prepare(_parts(self._training))
         if not is_due and not is_last:
+            saved = partial(_parts, self._training), partial(_extra, self._training, self._scaler, step)
+            self._memory.after_step(step, *saved)
             return
         began = time.perf_counter()
         self._context.heartbeat(step, "save")
@@ -85,6 +96,7 @@ class Checkpoints:
 
     def before_update(self, training: Training) -> None:
         """Wait until the weights and the state may change. Called in every step, when the gradients are final."""
+        self._memory.before_update()
         if self._beside and self._beside.is_pending:
             began = time.perf_counter()
             self._beside.wait_for_copies()
@@ -92,6 +104,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the save beside training, if there is one, and raise the error with which the run must end."""
+        self._memory.finish()
         if self._beside and self._beside.is_pending:
             self._collect()
         if self._fatal is not None:
@@ -144,6 +157,7 @@ class Checkpoints:
         before, now = self._resumed.get("dataset"), self._training.dataset.fingerprint
         return {
             **self._times.facts(),
+            "memory_saves": self._memory.num_saved,
             "failed_saves": len(self._failed_steps),
             "failed_save_step": self._failed_steps[-1] if self._failed_steps else None,
             "resumed_step": self._resumed.get("step"),
@@ -175,6 +189,12 @@ def due(config: Config, step: int, stopping: bool) -> bool:
         return True
     every = config.checkpoint.every
     return (every > 0 and step % every == 0) or (step == config.steps and keeps_last_state(config))
+
+
+def saves_after(config: Config, step: int, stopping: bool) -> bool:
+    """Return whether the state after this step is saved, on the disk or in memory."""
+    every = config.checkpoint.memory_every
+    return due(config, step, stopping) or (every > 0 and step % every == 0)
 
 
 def _next_save(config: Config, step: int) -> str:

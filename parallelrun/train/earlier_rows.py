@@ -1,4 +1,4 @@
-"""What earlier attempts of a restarted run have written to metrics.jsonl: their part of the summary. Torch-free."""
+"""What earlier attempts of a run, or its earlier plans, have written to metrics.jsonl. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelrun.run_records import attempts
+from parallelrun.run_records import attempts, reshapes
 from parallelrun.run_records.read import METRICS, read_rows
 
 
 @dataclass(frozen=True)
 class EarlierRows:
-    """The rows of the steps before this process; none in a run that was not restarted."""
+    """The rows of the steps before this attempt and plan; none in a run that had no others."""
 
     rows: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def of(cls, directory: Path) -> EarlierRows:
         """Read those of a run directory. Raises ParallelrunError for a broken file."""
-        return cls(read_rows(directory / METRICS)) if len(attempts.read(directory)) > 1 else cls()
+        went_on = len(attempts.read(directory)) > 1 or reshapes.status(directory)
+        return cls(read_rows(directory / METRICS)) if went_on else cls()
 
     def values(self, key: str) -> list[float]:
         """Return the values of a key, in the order of the steps."""

@@ -7,13 +7,15 @@ from math import isfinite
 
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
-from parallelrun.run_records import attempts
+from parallelrun.run_records import attempts, reshapes
+from parallelrun.train import reshape
 from parallelrun.train.build import Training
-from parallelrun.train.checkpointing import Checkpoints, due
+from parallelrun.train.checkpointing import Checkpoints, saves_after
 from parallelrun.train.corruption.watch import watch_of
 from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import Recorder
+from parallelrun.train.reshape import Agreed, NextPlan
 from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import Evaluation, StepResult, measure, train_step
 from parallelrun.train.step_record import StepRecord
@@ -22,12 +24,17 @@ from parallelrun.train.timing import StepClock
 MAX_SKIPS = 20
 
 
-def train(training: Training, context: WorkerContext, recorder: Recorder) -> int:
-    """Train from the resumed step to `config.steps`. Returns the exit code; raises NumericsError."""
+def train(
+    training: Training, context: WorkerContext, recorder: Recorder, before: NextPlan | None = None
+) -> int | NextPlan:
+    """Train from the resumed step to `config.steps`, or until the plan changes. Raises NumericsError.
+
+    before: the change of plan after which `training` goes on. Returns the exit code or the next plan.
+    """
     config = training.config
-    scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
-    checkpoints = Checkpoints(training, scaler, context)
-    start = checkpoints.resume()
+    scaler = before.scaler if before else LossScaler(config.precision, scaled=training.plan.precision.scaled)
+    checkpoints = before.checkpoints if before else Checkpoints(training, scaler, context)
+    start = checkpoints.go_on(training, before.step) if before else checkpoints.resume()
     training.data.begin_run(training, context, start)
     first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
     clock, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
@@ -48,7 +55,8 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         watch.before_step(step)
         with first_steps.watch(step), profiler.watch(step), watch.recorded(), clock:
             stop = context.stop_requested() or checkpoints.have_failed()
-            result = train_step(training, step, lr, scaler, stop, before_update, clock)
+            asks = stop or (context.rank == 0 and reshapes.is_asked(context.directory))
+            result = train_step(training, step, lr, scaler, asks, before_update, clock)
         watch.after_update()
         try:
             skips = check_finite(training, result, scaler, step, skips)
@@ -65,17 +73,23 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
                        time.perf_counter() - began, evaluation.loss if evaluation else None, scaler.scale, clock.times,
                        evaluation.top1 if evaluation else None)
         )  # fmt: skip
-        if (back := watch.check(step, saves=due(config, step, result.stop))) < step:
+        if (back := watch.check(step, saves=saves_after(config, step, result.stop))) < step:
             step = recorder.undo(back)
             continue
+        agreed = reshape.agree(training, context, stop) if result.stop else Agreed(stops=False)
         try:
-            checkpoints.after_step(step, result.stop)
+            checkpoints.after_step(step, agreed.stops)
         except SaveFailed:  # on all ranks alike; the records are complete all the same
             recorder.finish(first_steps.counted, "failed", {**checkpoints.facts(), **watch.facts()})
             raise
-        if result.stop:
+        if agreed.stops:
             recorder.finish(first_steps.counted, "preempted", {**checkpoints.facts(), **watch.facts()})
             return EXIT_PREEMPTED
+        wanted = reshape.check(agreed.request, training, context, step) if agreed.request else None
+        if wanted is not None:
+            checkpoints.finish()
+            recorder.close()
+            return NextPlan(wanted, step, scaler, checkpoints)
     recorder.finish(first_steps.counted, "done", {**checkpoints.facts(), **watch.facts()})
     return EXIT_OK
 

@@ -19,7 +19,7 @@ from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
-from parallelrun.run_records import attempts
+from parallelrun.run_records import attempts, reshapes
 from parallelrun.train import attention_work, summary
 from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
@@ -190,12 +190,19 @@ class Recorder:
                 routing_report.write(self._directory)
         self._progress.close()
 
+    def close(self) -> None:
+        """Leave the files to the recorder of the next plan."""
+        with contextlib.suppress(OSError):  # a full disk: rows are lost, as at the end of a run
+            self._rows.flush()
+            self._routing.flush()
+        self._progress.close()
+
     def _summary(self, everyone: list[dict[str, Any]], rows: list[dict[str, Any]], state: str) -> dict[str, Any]:
         """Return the document of summary.json, with the samples that each part of a mixture has given."""
         steps = self._records[-1].step if self._records else self._earlier.last_step
         read = self._parts_read(steps) if steps else []
         mixture = [dict(label=label, samples=count, epochs=epochs) for label, count, epochs in read] or None
-        more = {**self._routing.summary(), **attempts.summary(self._directory)}
+        more = {**self._routing.summary(), **attempts.summary(self._directory), **reshapes.summary(self._directory)}
         found = summary.document(self._training, self._records, self._earlier, everyone, rows, state, more)
         return {**found, "mixture": mixture}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ from parallelrun.checkpoint.find import latest
 from parallelrun.errors import EXIT_NO_PROGRESS
 from parallelrun.run_records import attempts
 from tests.checkpoints import read_whole, same
-from tests.cli.launcher import Launched, run_launcher, survivors, wait_for
+from tests.cli.launcher import Launched, run_launcher, run_torchrun, survivors, wait_for
 from tests.matrix import FULL
 
 STEPS = 12
@@ -93,6 +94,34 @@ def test_a_rank_that_cannot_be_replaced_is_left_out_and_the_plan_shrinks(tmp_pat
     assert [loss for loss, _, _ in found.values()] == pytest.approx([one[0] for one in expected.values()], rel=1e-12)
 
 
+def in_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("parallelrun-*")}
+
+
+def test_a_lost_rank_goes_on_from_memory_alone(tmp_path):
+    """Nothing is on the disk when rank 1 dies. The checkpoint of step 4 may not be complete yet: then it is step 2."""
+    before = in_memory()
+    plan, every = {"dp": 2, "strategy.data.kind": "zero1"}, {"checkpoint.every": 0, "checkpoint.memory_every": 2}
+    whole = train(tmp_path / "a", plan)
+    failing = train(tmp_path / "b", plan, [Fault("kill", 1, 6, 1)], **every)
+    assert (whole.wait(), failing.wait()) == (0, 0), failing.stderr
+    assert losses(whole) == losses(failing) and same(weights(whole), weights(failing))
+    first, second = attempts.read(failing.directory)
+    assert first.saved == 0 and second.resumed_step in (2, 4) and second.checkpoint.startswith("/dev/shm/")
+    assert json.loads((failing.directory / "summary.json").read_text())["memory_saves"] > 0
+    assert in_memory() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_memory_is_free_again_however_the_launcher_ends(tmp_path, number):
+    before = in_memory()
+    run = train(tmp_path, TWO, steps=100_000, **{"checkpoint.memory_every": 1})
+    wait_for(lambda: any(Path("/dev/shm", name, "step_2").exists() for name in in_memory() - before), "a checkpoint")
+    os.kill(run.pid, number)
+    run.wait()
+    wait_for(lambda: in_memory() <= before, "the end of the guard")
+
+
 def test_a_rank_that_hangs_is_replaced(tmp_path):
     run = train(tmp_path, TWO, [Fault("stop", 1, 5)], timeout_s=4.0, **{"eval.every": 0})
     assert run.wait() == 0, run.stderr
@@ -132,3 +161,14 @@ def test_a_signal_ends_a_restarted_run_as_any_other(tmp_path):
     assert run.wait() == 75, run.stderr
     assert run.status["state"] == "preempted" and "resume with:" in run.stderr
     assert not survivors([run.pid], 5)
+
+
+@pytest.mark.skipif(not FULL, reason="two starts of two programs: --matrix=full")
+def test_what_torchrun_starts_again_goes_on_with_the_same_bits(tmp_path):
+    wanted = {"overrides": {**SMALL, **TWO}, "runs": str(tmp_path / "b" / "runs"), "worker": WORKER}
+    words = ("--max-restarts", "2", "-m", "tests.cli.attached", json.dumps(wanted))
+    whole = train(tmp_path / "a", TWO)
+    run = run_torchrun(tmp_path / "b" / "process", *words, **variable([Fault("kill", 1, 8)]))
+    assert (whole.wait(), run.wait()) == (0, 0), run.stderr
+    assert losses(whole) == losses(run) and same(weights(whole), weights(run))
+    assert [one.rank for one in attempts.read(run.directory)] == [1, None]

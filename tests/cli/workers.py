@@ -72,6 +72,8 @@ def misbehave(how: str) -> None:
             ctypes.PyDLL(None).sleep(1000)
     if how == "segfault":
         ctypes.string_at(0)
+    if how in ("SIGKILL", "SIGSTOP"):
+        os.kill(os.getpid(), getattr(signal, how))
     if how == "abort":
         os.abort()
     if how == "shape":

@@ -28,6 +28,7 @@ DENSE = {
     "tp2_pp2": {"tp": 2, "pp": 2},
     "zero1_tp2": {"dp": 2, "tp": 2, "strategy.data.kind": "zero1"},
     "fsdp_tp2_pp2": {"dp": 2, "tp": 2, "pp": 2, "strategy.data.kind": "fsdp"},
+    "cp2_fsdp": {"cp": 2, "dp": 2, "strategy.data.kind": "fsdp"},
     "grid": {"layout": "2d", "tp": 4},
     "grid_zero1": {"layout": "2d", "tp": 4, "dp": 2, "strategy.data.kind": "zero1"},
     "deep": {"layout": "2.5d", "tp": 8, "depth": 2},

@@ -33,6 +33,8 @@ EXPERTS = {"model.experts": 6, "model.expert_period": 2, "model.router.bias_rate
 # three experts a rank for two copies, so that each is split inside
 SPREAD = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "fsdp"}
 PACKED = {"dp": 2, "pp": 2, "dataset.pack": True, "model.seq": 16}
+CONTEXT = {"cp": 2, "dp": 2, "strategy.data.kind": "fsdp"}
+ULYSSES = {"cp": 2, "tp": 2, "strategy.context.kind": "ulysses"}
 IMAGES = {**RESNET, "dp": 2, "dropout": 0.0}  # running statistics change without a gradient
 
 
@@ -56,7 +58,7 @@ def world(overrides):
 
 @pytest.mark.parametrize(
     "plan",
-    [ONE, ZERO1, ZERO2, FSDP, PIPELINE, LOCAL_SGD, DILOCO, IMAGES, SPREAD, PACKED],
+    [ONE, ZERO1, ZERO2, FSDP, PIPELINE, LOCAL_SGD, DILOCO, IMAGES, SPREAD, PACKED, CONTEXT],
     ids=[
         "one",
         "zero1",
@@ -68,6 +70,7 @@ def world(overrides):
         "batch_norm",
         "experts",
         "packed",
+        "cp2_fsdp",
     ],
 )
 def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_path, run_ranks):
@@ -125,9 +128,10 @@ def test_the_mean_over_replicas_is_over_all_of_them(size, run_ranks):
     [
         ({}, ONE, (PIPELINE, ZERO1, FSDP)),
         ({"optimizer.name": "adagrad", "optimizer.eps": 1e-2}, ZERO1, (PIPELINE, FSDP)),
+        ({"dataset.pack": True, "model.seq": 16}, CONTEXT, (ONE, ULYSSES)),
         (EXPERTS, {"dp": 2, "ep": 2}, ({**ZERO2, "dp": 4, "ep": 2, "microbatches": 1}, SPREAD, ONE)),
     ],
-    ids=["dense", "adagrad", "experts"],
+    ids=["dense", "adagrad", "packed, cp", "experts"],
 )
 def test_going_on_under_another_plan_gives_the_same_losses(model, first, others, tmp_path, run_ranks):
     """fp64, so that only a wrong weight, state, sample or dropout mask could make a difference."""

@@ -30,7 +30,7 @@ AXES = ("pp", "dp", "cp", "tp")
 # What is tried only where the user has given it: tensor parallel groups over more hosts (their communication in every
 # layer leaves the host) and microbatches of more tokens (kernels get no faster: `batch.EFFICIENT_TOKENS`).
 MOST_HOSTS, MOST_TOKENS = 8, 4 * EFFICIENT_TOKENS
-LEAST_SEQ = 8192  # tokens of a sequence that a cp rank holds, at least, where the user gives no cp
+LEAST_SEQ = 4096  # tokens of a sequence that a cp rank holds, at least, where the user gives no cp
 # Short names of keys of the strategy section that a candidate sets: they are said in its overrides.
 SHORT = {"strategy.pipeline.kind": "schedule", "strategy.pipeline.virtual_stages": "virtual_stages"}
 
@@ -112,7 +112,7 @@ class Space:
         """As given; else those that leave a rank LEAST_SEQ tokens of a sequence."""
         if self.folded.cp is not None:
             return [self.folded.cp] if self.world % self.folded.cp == 0 else []
-        whole = spec.kind != "tokens" or not spec.heads or spec.packed
+        whole = spec.kind != "tokens" or not spec.heads
         return [1] + [n for n in divisors(self.world)[1:] if not whole and spec.seq // n >= LEAST_SEQ]
 
     def _degrees(self, spec: ModelSpec, ranks: int) -> Iterator[tuple[int, int, int]]:

@@ -12,7 +12,7 @@ import torch
 
 from parallelrun.cli import argv, host_agent, host_launcher, hosts
 from parallelrun.errors import ConfigError
-from parallelrun.launch.environment import for_other_hosts, loopback_interface
+from parallelrun.launch.environment import for_other_hosts
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.traffic import traffic_of
@@ -202,13 +202,6 @@ def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_o
     }
 
 
-def test_gloo_uses_the_interface_by_which_the_host_was_reached():
-    order = host_agent.Order([], 0, 1, {}, address="127.0.0.1")
-    assert host_agent.variables(order, 0, {}, 7)["GLOO_SOCKET_IFNAME"] == loopback_interface()
-    assert host_agent.variables(order, 0, {"GLOO_SOCKET_IFNAME": "eth5"}, 7)["GLOO_SOCKET_IFNAME"] == "eth5"
-    assert host_agent.interface_of("203.0.113.9") is None
-
-
 @pytest.mark.parametrize(
     ("codes", "signals", "expected"),
     [
@@ -338,3 +331,20 @@ def test_plan_can_show_it(settings):
 
     config = tiny_config({"dp": 4, "cluster.inter_gb_s": 3.0, "cluster.intra_gb_s": 3.0, **HOROVOD, **data(**settings)})
     assert facts(resolve(config), config)
+
+
+def test_hosts_of_a_file_in_the_ways_of_horovod_openmpi_and_deepspeed(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# our machines\nworker-1 slots=2\nworker-2:3  # new\n\nworker-3 slots=1 max_slots=4\n")
+    found = [(one.name, one.first_rank, one.num_ranks) for one in hosts.read(None, None, str(file))]
+    assert found == [("worker-1", 0, 2), ("worker-2", 2, 3), ("worker-3", 5, 1)]
+    file.write_text("worker-1 slots=two\nworker-2 gpus=8\n")
+    with pytest.raises(ConfigError) as caught:
+        hosts.read("2", None, str(file))
+    assert [problem.what.partition(": ")[0] for problem in caught.value.problems] == [
+        f"{file}, line 1",
+        f"{file}, line 2",
+    ]
+    for given in ((None, "a:2", str(file)), (None, None, str(tmp_path / "none")), (None, None, "/dev/null")):
+        with pytest.raises(ConfigError):
+            hosts.read(*given)

@@ -1,0 +1,54 @@
+"""This node's ranks of a job whose nodes Kubernetes or SkyPilot has started, each with the same command. No torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parallelrun.launch.nodes import Node
+
+_VERBS = ("run", "verify", "bench")  # that have ranks
+
+
+def run(words: Sequence[str]) -> int | None:
+    """Start the ranks of this node, as torchrun would, and wait for them. Return their exit code; None if this process
+    is no node of such a job, or `words` ask for no ranks."""
+    if not (os.environ.get("PET_NNODES") or os.environ.get("SKYPILOT_NUM_NODES")):
+        return None
+    from parallelrun.cli import argv, help
+    from parallelrun.launch import nodes
+    from parallelrun.launch.environment import visible_gpus
+
+    has_verb = words[:1] and words[0] in help.VERBS
+    asks = argv.starts_ranks(list(words)) and (not has_verb or words[0] in _VERBS)
+    node = nodes.detect(os.environ, visible_gpus()) if asks else None
+    return None if node is None else _start(node, words)
+
+
+def _start(node: Node, words: Sequence[str]) -> int:
+    from parallelrun.cli.host_agent import Order, Ranks
+    from parallelrun.launch.rank import STOP_SIGNALS
+    from parallelrun.launch.supervisor import signal_handlers
+    from parallelrun.wording import counted
+
+    environ = {
+        "WORLD_SIZE": str(node.world),
+        "MASTER_ADDR": node.address,
+        "MASTER_PORT": str(node.port),
+        "LOCAL_WORLD_SIZE": str(node.ranks_per_node),
+    }
+    place = f"node {node.index} of {node.num_nodes} ({node.source})"
+    print(f"{place}: starting {counted(node.ranks_per_node, 'rank')}", file=sys.stderr, flush=True)
+    signals: SimpleQueue[str] = SimpleQueue()
+
+    def forward(number: int, _: object) -> None:
+        signals.put(signal.Signals(number).name)
+
+    with signal_handlers((signal.SIGINT, *STOP_SIGNALS), forward):
+        ranks = Ranks(Order(list(words), node.first_rank, node.ranks_per_node, environ), None)
+        return ranks.watch(signals)

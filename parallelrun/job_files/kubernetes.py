@@ -1,0 +1,148 @@
+"""A TrainJob of Kubeflow Trainer (v2) for Kubernetes: it starts a run on every node, and starts it again when it ends
+early.
+
+Source: the fields of trainer.kubeflow.org/v1alpha1 as the package kubeflow-trainer-api has them (2.3). The runtime
+`torch-distributed` gives each node its place in the variables PET_*, which `cli/nodes.py` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parallelrun.errors import EXIT_PREEMPTED, Problem
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")  # of a pod's host, with the suffixes that are added
+MOUNT = "/runs"
+
+
+@dataclass(frozen=True)
+class KubernetesJob:
+    """What a TrainJob asks for.
+
+    nodes; gpus_per_node: 0 for a job on CPUs; ranks_per_node: of a job on CPUs; image: with parallelrun in it; claim: a
+    PersistentVolumeClaim that all nodes can write (ReadWriteMany), where the run's directory is; runtime: a
+    ClusterTrainingRuntime.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int = 0
+    tasks_per_node: int = 0
+    image: str = ""
+    claim: str = ""
+    namespace: str = "default"
+    runtime: str = "torch-distributed"
+    job_name: str = ""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tasks_per_node or self.gpus_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def words(self) -> list[str]:
+        """The words that the run needs in this place: where all nodes see its directory."""
+        return [f"runs={MOUNT}"]
+
+    def named(self, name: str) -> KubernetesJob:
+        """This job with the name of a run."""
+        return replace(self, job_name=fitting(name))
+
+    def problems(self) -> list[Problem]:
+        """Every setting that Kubernetes would refuse, and those without which no job can be written."""
+        found = []
+        if self.nodes < 1:
+            found.append(Problem(f"nodes={self.nodes}: a job needs a node", "nodes", "nodes=1"))
+        if self.ranks_per_node < 1:
+            what = "the number of ranks on a node is not known"
+            found.append(Problem(what, "gpus_per_node", "gpus_per_node=8, or tasks_per_node=4 for a job on CPUs"))
+        if not self.image:
+            found.append(Problem("the job has no container image", "image", "image=<registry>/<name>:<tag>"))
+        if not self.claim:
+            what = "all nodes must write to one volume, and none is given"
+            found.append(Problem(what, "claim", "claim=<a PersistentVolumeClaim that is ReadWriteMany>"))
+        for name in ("claim", "namespace", "runtime", "job_name"):
+            value = getattr(self, name)
+            if value and not _NAME.fullmatch(value):
+                what = f"{name}={value!r}: small letters, digits and dashes, at most 50"
+                found.append(Problem(what, name, f"{name}={fitting(value)}"))
+        return found
+
+    def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str:
+        """The file for kubectl. command: of `python -m parallelrun`; title: the plan; written_by: for readers."""
+        words = "\n".join(f"      - {json.dumps(word)}" for word in (python, "-m", "parallelrun", *command))
+        gpus = f"\n    resourcesPerNode:\n      limits:\n        nvidia.com/gpu: {self.gpus_per_node}"
+        return _BODY.format(
+            title=title, written_by=written_by, name=self.job_name, namespace=self.namespace, runtime=self.runtime,
+            image=json.dumps(self.image), words=words, nodes=self.nodes, ranks=self.ranks_per_node,
+            resources=gpus if self.gpus_per_node else "", token=secrets.token_hex(16), claim=self.claim, mount=MOUNT,
+            preempted=EXIT_PREEMPTED,
+        )  # fmt: skip
+
+
+def fitting(name: str) -> str:
+    """A name for Kubernetes that is like this one."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "run"
+
+
+_BODY = """\
+# {title}
+# Written by: {written_by}
+# Change what you like, and start it with: kubectl apply -f FILE
+# Kubeflow Trainer 2.1 or newer must be installed in the cluster.
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {name}-token
+  namespace: {namespace}
+stringData:
+  token: {token} # the ranks meet at rank 0, which answers who knows this
+---
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata:
+  name: {name}
+  namespace: {namespace}
+spec:
+  runtimeRef:
+    name: {runtime} # gives each node its place in the variables PET_*
+  trainer:
+    image: {image}
+    # With resume=auto the first start is a fresh one. A pod that is told to end saves its step and exits with
+    # {preempted}; the job starts again as often as the runtime's failurePolicy allows, and goes on from there.
+    command:
+{words}
+    numNodes: {nodes}
+    numProcPerNode: {ranks}{resources}
+    env:
+      - name: PARALLELRUN_TOKEN
+        valueFrom:
+          secretKeyRef:
+            name: {name}-token
+            key: token
+  runtimePatches:
+    - manager: parallelrun.dev/job
+      trainingRuntimeSpec:
+        template:
+          spec:
+            replicatedJobs:
+              - name: node
+                template:
+                  spec:
+                    template:
+                      spec:
+                        volumes: # the run's directory, which all nodes must see
+                          - name: runs
+                            persistentVolumeClaim:
+                              claimName: {claim}
+                        containers:
+                          - name: node
+                            volumeMounts:
+                              - name: runs
+                                mountPath: {mount}
+"""

@@ -1,0 +1,53 @@
+"""The network interface that reaches the other hosts: gloo and NCCL are told to use it. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Mapping
+
+_SIOCGIFADDR = 0x8915  # Linux
+_ANY_PORT = 9
+
+
+def towards(host: str) -> str | None:
+    """Return the interface from which this host sends to `host` (Linux, IPv4); None if it is not known."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _ANY_PORT))  # sends nothing
+        return _with_address(probe.getsockname()[0])
+    return None
+
+
+def chosen(environ: Mapping[str, str], host: str) -> dict[str, str]:
+    """Return the variables that make gloo and NCCL use the interface towards `host`, but for those that are set.
+
+    Left alone, gloo binds to what the host's own name resolves to, which is often 127.0.1.1, and NCCL takes the first
+    interface that looks like a network.
+    """
+    name = towards(host)
+    found = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {key: value for key, value in found.items() if not environ.get(key)}
+
+
+def missing(environ: Mapping[str, str]) -> str:
+    """Return which of the interfaces that gloo is told to use this host does not have; empty if it has all."""
+    present = {name for _, name in socket.if_nameindex()}
+    asked = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    absent = [name for name in asked if name not in present]
+    has = ", ".join(sorted(present))
+    return f"GLOO_SOCKET_IFNAME={','.join(asked)}, and this host has only {has}" if absent else ""
+
+
+def _with_address(address: str) -> str | None:
+    """Return the interface with this IPv4 address."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                found = socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
+                if found == address:
+                    return name
+    return None

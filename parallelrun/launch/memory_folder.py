@@ -1,0 +1,95 @@
+"""A private folder in the memory of the host, for checkpoints that outlive the ranks of an attempt.
+
+It is on tmpfs, so that what finds, checks and reads checkpoints on a disk does so here too. Nothing of it outlives the
+launcher: a guard process removes it if the launcher is killed, and the next launcher of the user if both were killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.launch.environment import Attached
+from parallelrun.launch.processes import start_time
+from parallelrun.plan import prediction
+from parallelrun.plan.structure import Plan
+from parallelrun.report.figures import bytes_text
+
+PARENT = Path("/dev/shm")
+KEPT = 2  # checkpoints: the newest, and the one that is being written
+_KEY = "checkpoint.memory_every"
+_NAME = re.compile(r"parallelrun-(\d+)-([0-9]+)-.*")  # pid and start time of the launcher
+
+
+def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
+    """Return notes on checkpoints in memory. Raises ConfigError or EnvironmentProblem if they are impossible."""
+    if not config.checkpoint.memory_every:
+        return []
+    if plan.servers:
+        what = "the servers of strategy.data.kind=ps save their own state, and only to the disk"
+        raise ConfigError(Problem(what, _KEY, f"{_KEY}=0", kind="unread"))
+    if attached is not None:
+        what = "checkpoints in memory are kept by parallelrun's own launcher, and another one has started these ranks"
+        raise EnvironmentProblem(Problem(what, _KEY, f"{_KEY}=0"))
+    if not os.access(PARENT, os.W_OK):
+        raise EnvironmentProblem(Problem(f"{PARENT}, the memory in which checkpoints are kept, is absent", _KEY))
+    need, free = KEPT * prediction.checkpoint_bytes(plan), shutil.disk_usage(PARENT).free
+    if need <= free:
+        return []
+    return [f"{_KEY} needs {bytes_text(need)} in {PARENT}, and {bytes_text(free)} are free"]
+
+
+@contextlib.contextmanager
+def memory_folder(config: Config) -> Iterator[Path | None]:
+    """Provide the folder while a run lasts, if it keeps checkpoints in memory. Call it before threads are started."""
+    if not config.checkpoint.memory_every:
+        yield None
+        return
+    _remove_abandoned()
+    owner = f"parallelrun-{os.getpid()}-{start_time(os.getpid())}-"
+    folder = Path(tempfile.mkdtemp(prefix=owner, dir=PARENT))
+    guard = _guard(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.kill(guard, signal.SIGKILL)
+        os.waitpid(guard, 0)
+
+
+def _guard(folder: Path) -> int:
+    """Start a process that removes the folder when this process ends; return its pid."""
+    parent = os.pidfd_open(os.getpid())
+    guard = os.fork()
+    if guard:
+        os.close(parent)
+        return guard
+    try:
+        os.setsid()  # Ctrl-C and a scheduler's signals to the launcher's group do not reach it
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        with open(os.devnull, "r+") as nothing:
+            for stream in (0, 1, 2):  # whoever reads the launcher's output must not wait for this process
+                os.dup2(nothing.fileno(), stream)
+        select.select([parent], [], [])
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of this user's launchers that have ended with their guards."""
+    with contextlib.suppress(OSError):
+        for path in PARENT.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and path.stat().st_uid == os.getuid() and start_time(int(match[1])) != match[2]:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,121 @@
+"""Runs that torchrun starts again (`--max-restarts`, or other nodes): the same directory, from the last checkpoint.
+
+torchrun ends all ranks and starts new ones; how often is its own business. Rank 0 of the new ones finds the run that
+the same torchrun has started before, and goes on with its plan, or with one for the ranks that came back. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import EXIT_RANK_DIED, ParallelrunError, Problem
+from parallelrun.launch import failure, restart_policy, restarts
+from parallelrun.launch.directory import Status
+from parallelrun.launch.outcome import Outcome
+from parallelrun.launch.processes import start_time
+from parallelrun.launch.rank import Job
+from parallelrun.plan.freeze import load_frozen
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+from parallelrun.records import write_json
+from parallelrun.run_records import attempts, find
+from parallelrun.run_records.attempts import Attempt
+from parallelrun.run_records.read import read_object
+
+FILE = "launcher.json"
+_UNNAMED = ("", "none")  # torchrun's run ids that jobs share
+_SEARCHED = 50  # newest runs
+_BY_TORCHRUN = "ended by torchrun, and no rank has told why: a rank was killed, or a host was lost"
+
+
+def remember(job: Job) -> None:
+    """Note which torchrun has started a run, and its first attempt, if it may start the run again."""
+    if most_restarts(os.environ):
+        write_json(job.directory / FILE, _identity())
+        attempts.write(job.directory, [restarts.attempt_of(job, 1)])
+
+
+def most_restarts(environ: Mapping[str, str]) -> int:
+    """Return how often torchrun may restart the ranks; 0 under other launchers."""
+    text = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def _identity() -> dict[str, str]:
+    """The job's name, and this host's torchrun: the parent of all ranks that it starts."""
+    agent = os.getppid()
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return {"run_id": name, "agent": f"{socket.gethostname()} {agent} {start_time(agent)}"}
+
+
+def earlier(runs: Path) -> Path | None:
+    """Return the directory of the run that this torchrun has started before; None if this is its first start."""
+    if not most_restarts(os.environ):
+        return None
+    own = _identity()
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and own["run_id"] not in _UNNAMED
+    for directory in find.all_runs(runs)[:_SEARCHED]:
+        found = read_object(directory / FILE)
+        if found.get("agent") == own["agent"] or (restarted and found.get("run_id") == own["run_id"]):
+            return directory if read_object(directory / find.STATUS).get("state") != "done" else None
+    return None
+
+
+def planned(asked: Config, world: int) -> tuple[Config, Plan] | None:
+    """Return the configuration and plan with which a restarted run goes on; None if that is for `resolve` to say.
+
+    The plan is that of the last attempt. For another number of ranks it is resolved again: `elastic=true` changes the
+    degrees that were asked for.
+    """
+    directory = earlier(Path(asked.runs).expanduser())
+    history = attempts.read(directory) if directory else []
+    if directory is None or not history:
+        return None
+    saved = load_frozen(attempts.config_file(directory, history[-1].number).read_text())
+    plan = resolve(saved)
+    if plan.world == world:
+        return saved, plan
+    return restarts.shrunk(asked, saved, plan, world, exact=True) if asked.elastic else None
+
+
+def continued(job: Job, directory: Path) -> Job:
+    """Return the job of the next attempt of the run in `directory`, from its last checkpoint.
+
+    Raises ParallelrunError with the code of the last attempt, or that of no progress, if it must not be restarted.
+    """
+    history = attempts.read(directory)
+    outcome = _outcome(directory, history[-1])
+    history[-1] = restarts.ended(history, outcome, directory)
+    attempts.write(directory, history)
+    most = most_restarts(os.environ)
+    decision = restart_policy.decide(history, max(most, len(history)))  # torchrun counts
+    if not decision.restart:
+        code = decision.exit_code or outcome.exit_code
+        Status(directory, history[-1].step).ended(code, f"{history[-1].error}; {decision.why}", history[-1].rank)
+        what = f"not restarted: {decision.why} (attempt {history[-1].number}: {history[-1].error}); {directory}"
+        raise ParallelrunError(Problem(what), exit_code=code)
+    after = restarts.prepared(replace(job, directory=directory), None, history, decision)
+    attempts.write(directory, history)
+    restarts.announce(replace(outcome, cause=None), job.plan, history, after, most + 1)  # its ranks have told the cause
+    return after
+
+
+def _outcome(directory: Path, last: Attempt) -> Outcome:
+    """Return how the last attempt ended, from what its ranks have written before torchrun has ended them."""
+    status = read_object(directory / find.STATUS)
+    written = [one for rank in range(last.world) if (one := failure.read(directory, rank))]
+    cause = failure.root_cause(written) if written else None
+    code, rank = status.get("exit_code"), status.get("failed_rank")
+    if isinstance(code, int) and code:
+        if cause is None or cause.rank != rank:
+            told = str(status.get("error") or _BY_TORCHRUN)
+            hosts = read_object(directory / find.MANIFEST).get("hosts", [])
+            host = hosts[0] if len(hosts) == 1 else ""
+            cause = failure.Failure(rank, told, code, host=host) if isinstance(rank, int) else None
+        return Outcome(code, cause, str(status.get("error") or ""))
+    return Outcome(cause.exit_code if cause else EXIT_RANK_DIED, cause, _BY_TORCHRUN)

@@ -1,0 +1,82 @@
+"""Jobs over two hosts, started by the real launchers: torchrun on each host, mpirun over ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.cli.launcher import ROOT, read, wait_for
+from tests.hosts.network import Network
+
+PORT = "29500"
+PATIENCE_S = 240.0
+
+
+@dataclass
+class Job:
+    """A running job of the processes of a launcher. folder: its working directory; output: what all hosts printed."""
+
+    folder: Path
+    processes: Sequence[subprocess.Popen[bytes]]
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def output(self) -> str:
+        return read(self.folder / "output")
+
+    @property
+    def run(self) -> Path:
+        """The run directory, once it is there."""
+        found = wait_for(lambda: next(self.folder.glob("runs/*/*/config.yaml"), None), self.output, PATIENCE_S)
+        return Path(found).parent
+
+    @property
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run / "status.json").read_text())
+        return found
+
+    def wait(self) -> list[int]:
+        """The exit codes of the launcher's processes."""
+        deadline = time.monotonic() + PATIENCE_S
+        return [one.wait(max(1.0, deadline - time.monotonic())) for one in self.processes]
+
+
+def environ(**more: str) -> dict[str, str]:
+    """The variables of a job: one thread a rank, and this source."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "GLOO_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def by_torchrun(network: Network, folder: Path, words: Sequence[str], per_host: int = 2, **more: str) -> Job:
+    """A torchrun on each host."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(network.names)),
+                "--nproc-per-node", str(per_host),
+                "--master-addr", network.names[0], "--master-port", PORT]  # fmt: skip
+    return Job(folder, [
+        network.popen(name, *torchrun, "--node-rank", str(number), *words, output=folder / "output", cwd=folder,
+                      env=environ(**more))
+        for number, name in enumerate(network.names)
+    ])  # fmt: skip
+
+
+def by_mpirun(
+    network: Network, folder: Path, words: Sequence[str], ssh_config: Path, per_host: int = 2, **more: str
+) -> Job:
+    """OpenMPI's mpirun on the first host, which reaches the other by ssh."""
+    hosts = ",".join(f"{name}:{per_host}" for name in network.names)
+    handed = {"MASTER_ADDR": network.names[0], "MASTER_PORT": PORT, "PARALLELRUN_TOKEN": "secret", **more}
+    names = [word for name in (*handed, "PYTHONPATH", "OMP_NUM_THREADS", "PATH") for word in ("-x", name)]
+    command = ["mpirun", "--allow-run-as-root", "--host", hosts, "--mca", "plm_rsh_args", f"-F {ssh_config}",
+               "--bind-to", "none", "--wdir", str(folder), *names, sys.executable, *words]  # fmt: skip
+    settings = environ(**handed)
+    return Job(folder, [network.popen(network.names[0], *command, output=folder / "output", cwd=folder, env=settings)])
+
+
+Launcher = Callable[..., Job]

@@ -1,0 +1,97 @@
+"""Runs that torchrun starts again: found by the torchrun that started them, continued or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallelrun.errors import EXIT_NO_PROGRESS, ParallelrunError
+from parallelrun.launch import reattach
+from parallelrun.launch.directory import Status
+from parallelrun.launch.rank import Job
+from parallelrun.plan.freeze import filled, freeze
+from parallelrun.plan.resolve import resolve
+from parallelrun.run_records import attempts
+from tests.plans import tiny_config
+
+
+@pytest.fixture(autouse=True)
+def under_torchrun(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def a_run(runs: Path, name="20261123T000000Z-aaaaaa", **overrides) -> Job:
+    """A run whose ranks have just been ended, after 7 steps."""
+    config = tiny_config({"dp": 4, "runs": str(runs), "steps": 9, **overrides})
+    plan = resolve(config)
+    directory = runs / "gpt" / name
+    (directory / "logs").mkdir(parents=True)
+    job = Job(filled(config, plan), plan, directory)
+    job.config_file.write_text(freeze(config, plan))
+    (directory / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 8)))
+    Status(directory).running()
+    reattach.remember(job)
+    return job
+
+
+def test_the_run_of_the_same_torchrun_goes_on(tmp_path):
+    job = a_run(tmp_path)
+    Status(job.directory, 7).ended(6, "died: SIGKILL", 2)
+    assert reattach.earlier(tmp_path) == job.directory
+    after = reattach.continued(replace(job, directory=Path()), job.directory)
+    assert (after.directory, after.attempt, after.config.resume) == (job.directory, 2, None)
+    first, second = attempts.read(job.directory)
+    assert (first.rank, first.error, first.exit_code, first.step) == (2, "died: SIGKILL", 6, 7)
+    assert (second.number, second.world, second.resumed_step) == (2, 4, 0)
+    assert after.config_file.exists() and not (job.directory / "metrics.jsonl").read_text()
+
+
+def test_runs_of_others_and_finished_ones_are_not_continued(tmp_path, monkeypatch):
+    job = a_run(tmp_path)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert reattach.earlier(tmp_path) is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert reattach.earlier(tmp_path) is None  # all jobs without a name have the same one
+    (job.directory / reattach.FILE).write_text(json.dumps({"run_id": "mine", "agent": "elsewhere"}))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    assert reattach.earlier(tmp_path) == job.directory  # another node of the job
+    Status(job.directory).ended(0)
+    assert reattach.earlier(tmp_path) is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert reattach.earlier(tmp_path) is None
+
+
+def test_what_must_not_be_restarted_ends_with_its_code(tmp_path):
+    job = a_run(tmp_path)
+    Status(job.directory, 7).ended(5, "loss is nan", 0)
+    with pytest.raises(ParallelrunError, match="same numbers") as caught:
+        reattach.continued(job, job.directory)
+    assert caught.value.exit_code == 5
+
+
+def test_no_progress_ends_with_its_code_under_torchrun_too(tmp_path):
+    job = a_run(tmp_path)
+    history = [replace(attempts.read(job.directory)[0], number=n, step=7, exit_code=6, rank=n % 2) for n in range(1, 5)]
+    attempts.write(job.directory, history)
+    with pytest.raises(ParallelrunError) as caught:
+        reattach.continued(job, job.directory)
+    assert caught.value.exit_code == EXIT_NO_PROGRESS
+
+
+def test_fewer_ranks_get_a_plan_that_fits_if_the_run_is_elastic(tmp_path):
+    more = {"restarts": 1, "elastic": True}
+    job = a_run(tmp_path, **more)
+    asked = tiny_config({"dp": 4, "runs": str(tmp_path), "steps": 9, **more})
+    same = reattach.planned(asked, 4)
+    assert same is not None and same[1].degrees == job.plan.degrees
+    smaller = reattach.planned(asked, 2)
+    assert smaller is not None and smaller[1].degrees["dp"] == 2
+    assert smaller[1].batch.global_batch == job.plan.batch.global_batch
+    assert reattach.planned(replace(asked, elastic=False), 2) is None
+    assert reattach.planned(replace(asked, runs=str(tmp_path / "none")), 4) is None
