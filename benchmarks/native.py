@@ -164,15 +164,19 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": held, "weight_decay": WEIGHT_DECAY * decays} for (decays, _), held in kinds.items()]
 
 
-def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
-    """One rank: build both sides, alternate, check that both have learnt the same."""
-    sizes = SIZES[size]
+def make_sides(case: str, sizes: Sizes) -> tuple[Training, Peer]:
+    """Return both sides of a case on this rank: the same weights and samples."""
     optimizer = {"optimizer.lr": LR, "optimizer.schedule": "constant", "optimizer.clip": CLIP}
     pipelined = {"microbatches": sizes.microbatches} if case == "pp" else {"microbatches": 1}
     config = tiny_config({**sizes.overrides, **optimizer, **pipelined, **CASES[case]["overrides"]})
     training = build(config, resolve(config), torch.device("cpu"))
-    scaler = LossScaler(config.precision, scaled=False)
-    peer = Peer(case, sizes, training)
+    return training, Peer(case, sizes, training)
+
+
+def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
+    """One rank: build both sides, alternate, check that both have learnt the same."""
+    training, peer = make_sides(case, SIZES[size])
+    scaler = LossScaler(training.config.precision, scaled=False)
     state: dict[str, Any] = {"step": 0, "loss": 0.0}
 
     def ours() -> None:

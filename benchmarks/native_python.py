@@ -86,7 +86,7 @@ def count_calls(step: Callable[[], object], files: tuple[str, ...] = OURS) -> Co
     return found
 
 
-def _shares(step: Callable[[], object], steps: int) -> dict[str, float]:
+def shares(step: Callable[[], object], steps: int) -> dict[str, float]:
     """Profile `steps` steps: seconds of a step by kind."""
     profile = cProfile.Profile()
     profile.enable()
@@ -131,7 +131,7 @@ def _run(case: str, size: str, steps: int) -> dict[str, Any]:
     with HostReads() as reads:
         step()
     calls = count_calls(step)
-    seconds = _shares(step, steps)
+    seconds = shares(step, steps)
     return {
         "case": case,
         "size": size,
@@ -154,11 +154,11 @@ def main() -> None:
             rows.append(row)
             seconds = row["seconds"]
             busy = sum(seconds.values()) - seconds.get("waiting", 0.0)
-            shares = {kind: seconds.get(kind, 0.0) / busy for kind in ("ours", "torch", "reading")}
-            row["shares"] = shares
+            found = {kind: seconds.get(kind, 0.0) / busy for kind in ("ours", "torch", "reading")}
+            row["shares"] = found
             collectives = ", ".join(f"{count} {name}" for name, count in row["collectives"].items())
             print(
-                f"{case:9}{busy * 1e3:7.1f}{shares['ours']:8.1%}{shares['torch']:8.1%}{shares['reading']:9.1%}"
+                f"{case:9}{busy * 1e3:7.1f}{found['ours']:8.1%}{found['torch']:8.1%}{found['reading']:9.1%}"
                 f"{row['calls']:7}{sum(row['host_reads'].values()):7}  {collectives}",
                 flush=True,
             )

@@ -42,16 +42,29 @@ class PeakBytes(TorchDispatchMode):
         super().__exit__(*problem)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for given in tensors_in((args, kwargs)):
-            self._see(given)
+        self._see_in(args)
+        if kwargs:
+            self._see_in(tuple(kwargs.values()))
         result = function(*args, **(kwargs or {}))
-        for made in tensors_in(result):
-            self._see(made)
+        self._see_in((result,))
         return result
 
     def restart(self) -> None:
         """Measure the peak from now on."""
         self.peak = self.now
+
+    def _see_in(self, values: tuple[Any, ...] | list[Any]) -> None:
+        """See every tensor of an operation's arguments or results. Not by `tensors_in`: this takes half the time."""
+        for value in values:
+            kind = type(value)
+            if kind is Tensor or kind is torch.nn.Parameter:
+                if id(value.untyped_storage()) not in self._held:
+                    self._see(value)
+            elif kind is list or kind is tuple:
+                self._see_in(value)
+            elif isinstance(value, (Tensor, dict, list, tuple)):
+                for tensor in tensors_in(value):
+                    self._see(tensor)
 
     def _see(self, value: Tensor) -> None:
         if isinstance(value, DTensor) or value.device.type != self._device:

@@ -152,15 +152,22 @@ def run_torchrun(folder: Path, *words: str, **environ: str) -> Launched:
 
 
 def run_to_end(
-    *words: str, cwd: Path, site: Path | None = None, limit: int | None = None, timeout: float = 120.0, **environ: str
+    *words: str,
+    cwd: Path,
+    site: Path | None = None,
+    limit: int | None = None,
+    timeout: float = 120.0,
+    function: str = "tests.cli.launcher:program_in",
+    **environ: str,
 ) -> subprocess.CompletedProcess[str]:
     """`parallelrun <words>`, typed in `cwd`, in a warm process: a call that need not prove that the program starts.
 
-    site: a folder of installed plug-ins. limit: the most bytes that a file may have.
+    site: a folder of installed plug-ins. limit: the most bytes that a file may have. function: what calls the program.
+    Its ranks are forked, where a test that calls `main` itself, beside threads, has each of them import torch.
     """
     call = {"words": words, "cwd": str(cwd), "site": str(site) if site else None, "limit": limit}
     with tempfile.TemporaryDirectory(prefix="parallelrun-call-") as folder:
-        _send("tests.cli.launcher:program_in", Path(folder), call, environ)
+        _send(function, Path(folder), call, environ)
         code = wait_for(lambda: read(Path(folder) / "code"), f"end of {' '.join(words)}", timeout)
         output = [read(Path(folder) / name) for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(words, int(code), *output)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from typing import Any
 
 import pytest
 
@@ -11,44 +13,43 @@ from parallelrun.calibrate.measurements import CPU
 from parallelrun.cli import calibrate
 from parallelrun.cli.main import main
 from parallelrun.errors import ConfigError, EnvironmentProblem
+from tests.cli.launcher import program_in, run_to_end
 
 TRAINING = ("two ranks", ("model=gpt", "model.hidden=16", "model.layers=2", "model.seq=16", "strategy=ddp", "dp=2",
                           "global_batch=4"))  # fmt: skip
 TIMED = ("bench.warmup=1", "bench.steps=3", "dataset=synthetic")
 
 
-@pytest.fixture
-def quick(monkeypatch, tmp_path):
-    """A calibration of one training, in a folder of its own."""
-    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path / "config"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "STEPS", (TRAINING,))
-    monkeypatch.setattr(training, "TIMED_STEPS", TIMED)
-    monkeypatch.setattr(session, "MEASUREMENT_S", 0.005)
-    monkeypatch.setattr(session, "ALLOWED_S", 1.0)
+def quickly(call: dict[str, Any]) -> int:
+    """The program in a process of its own, which calibrates with one training."""
+    training.STEPS, training.TIMED_STEPS = (TRAINING,), TIMED
+    session.MEASUREMENT_S, session.ALLOWED_S = 0.005, 1.0
     # Of everything that is timed as many, but smaller: what is fitted to the times is not looked at.
     for name, small in {"REPEATS": 2, "HIDDEN": (16, 32, 64), "MISALIGNED": ((25, 26, 27),) * 3, "PEAK_SIZES": (96, 96),
                         "COPIED": (2**12, 2**14), "EXCHANGED": (2**10, 2**12, 2**14, 2**16)}.items():  # fmt: skip
-        monkeypatch.setattr(devices, name, small)
-    return tmp_path / "config" / "cluster" / "mine.yaml"
+        setattr(devices, name, small)
+    return program_in(call)
 
 
-def test_a_calibration_writes_a_cluster_and_takes_runs_later(quick, capfd):
-    assert main(["calibrate", "cluster=mine", "seconds=60"]) == 0
-    out, said = capfd.readouterr()
-    assert "measuring: training: two ranks" in said and str(quick) in out.replace("\n", "")
-    text = quick.read_text()
+def test_a_calibration_writes_a_cluster_and_takes_runs_later(tmp_path):
+    def program(*words: str) -> subprocess.CompletedProcess[str]:
+        done = run_to_end(
+            *words, cwd=tmp_path, function=f"{__name__}:quickly", PARALLELRUN_CONFIG=str(tmp_path / "config")
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    file = tmp_path / "config" / "cluster" / "mine.yaml"
+    first = program("calibrate", "cluster=mine", "seconds=60")
+    assert "measuring: training: two ranks" in first.stderr and str(file) in first.stdout.replace("\n", "")
+    text = file.read_text()
     assert "cores:" in text and "Fitted to 42 products, " in text and " 1 trainings" in text
-    assert main(["plan", "model=gpt", "strategy=ddp", "dp=2", "cluster=mine", "--json"]) == 0
-    parts = json.loads(capfd.readouterr().out)["time"]
+    parts = json.loads(program("plan", "model=gpt", "strategy=ddp", "dp=2", "cluster=mine", "--json").stdout)["time"]
     assert parts["step_s"] > 0 and sum(parts["parts"].values()) == pytest.approx(parts["step_s"])
-    bench = ["bench", *TRAINING[1], *TIMED, "name=run", "runs=runs"]
-    assert main([*bench]) == 0
-    assert main(["calibrate", "from=runs/latest", "--json"]) == 0
-    document = json.loads(capfd.readouterr().out[-20_000:].partition("\n{")[2].join(["{", ""]))
-    (added,) = document["added"]
+    program("bench", *TRAINING[1], *TIMED, "name=run", "runs=runs")
+    (added,) = json.loads(program("calibrate", "from=runs/latest", "--json").stdout)["added"]
     assert added["source"] == "runs/latest" and abs(added["after"] - 1) <= abs(added["before"] - 1) + 0.01
-    assert "Added: runs/latest" in quick.read_text()
+    assert "Added: runs/latest" in file.read_text()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from parallelrun.cli import main as program
 from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
+from tests.cli.launcher import run_to_end
 
 MODEL = ("model=gpt2_124m", "cluster=a100_dgx", "precision=bf16", "global_batch=16", "micro_batch=4")
 HELD = (*MODEL, "recompute=none", "layout=1d", "strategy.data.kind=ddp", "pp=1")  # a space of a few plans, for auto
@@ -171,19 +172,17 @@ def test_auto_in_a_recipe_and_in_a_sweep(run, monkeypatch):
     assert code == 0 and auto["step_time_predicted_s"] <= ddp["step_time_predicted_s"]
 
 
-def test_a_run_of_auto_is_frozen_without_a_search(tmp_path, capsys, monkeypatch):
+def test_a_run_of_auto_is_frozen_without_a_search(tmp_path):
     """With real ranks: config.yaml holds plain degrees and a plain strategy, and repeats the run."""
-    monkeypatch.chdir(tmp_path)
     rates = ["cluster=laptop", "cluster.memory_gb_s=10", "strategy=auto", "world=2", "micro_batch=4", "recompute=none"]
     tiny = ["model.layers=2", "model.hidden=32", "model.seq=16", "global_batch=8", "steps=1", "eval.batches=1"]
-    assert program.main(["model=gpt", *rates, *tiny]) == 0, capsys.readouterr().err
+    done = run_to_end("model=gpt", *rates, *tiny, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     frozen = (tmp_path / "runs" / "latest" / "config.yaml").read_text()
     assert "searches: false" in frozen and "name: auto" not in frozen
     config = load_frozen(frozen)
     assert resolve(config).world == 2 and None not in (config.dp, config.tp, config.pp)
-    capsys.readouterr()
-    assert program.main(["plan", "--json", "recipe=runs/latest/config.yaml"]) == 0
-    again = json.loads(capsys.readouterr().out)
+    again = json.loads(run_to_end("plan", "--json", "recipe=runs/latest/config.yaml", cwd=tmp_path).stdout)
     assert again["degrees"]["dp"] == config.dp and again["degrees"]["pp"] == config.pp
 
 

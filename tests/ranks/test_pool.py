@@ -221,7 +221,7 @@ def test_a_call_finds_the_process_as_the_first_one_did():
 
 
 def test_no_rank_survives_the_session():
-    code = "from tests.ranks.test_pool import own_pid\nfrom tests.pool import run_ranks\nprint(*run_ranks(2, own_pid))"
+    code = "from os import getpid\nfrom tests.pool import run_ranks\nprint(*run_ranks(2, getpid))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     pids = done.stdout.split()
     assert len(pids) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from parallelrun.exchange.export import export
 from parallelrun.inference.generate import Generator, Sampling, choose
 from parallelrun.models import functions
 from parallelrun.models.layers import PositionEmbedding
+from tests.cli.launcher import run_to_end
 from tests.exchange import CASES, SEQ, make, network_of
 from tests.extras import needs
 
@@ -135,13 +137,12 @@ def test_bad_words_are_exit_2(words, said, bytes_model, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_the_command_on_two_ranks_gives_the_tokens_of_one(bytes_model, capfd):
-    found = []
-    for tp in ("tp=1", "tp=2"):
-        assert main(["generate", bytes_model, "tokens=[97,61,98]", "max_tokens=6", "temperature=0", tp, "--json"]) == 0
-        found.append(json.loads(capfd.readouterr().out)["tokens"])
+def test_the_command_on_two_ranks_gives_the_tokens_of_one(bytes_model, tmp_path):
+    def program(*words: str, tokens: str = "tokens=[97,61,98]") -> subprocess.CompletedProcess[str]:
+        return run_to_end("generate", bytes_model, tokens, "max_tokens=6", "temperature=0", *words, cwd=tmp_path)
+
+    found = [json.loads(program(tp, "--json").stdout)["tokens"] for tp in ("tp=1", "tp=2")]
     assert found[0] == found[1] and len(found[0]) == 6
-    assert main(["generate", bytes_model, "tokens=[97,61,98]", "max_tokens=6", "temperature=0", "tp=2"]) == 0
-    assert capfd.readouterr().out == " ".join(map(str, [97, 61, 98, *found[0]])) + "\n"
-    assert main(["generate", bytes_model, "tokens=[97]", "tp=3"]) == 2
-    assert "does not divide by tp=3" in capfd.readouterr().err
+    assert program("tp=2").stdout == " ".join(map(str, [97, 61, 98, *found[0]])) + "\n"
+    refused = program("tp=3", tokens="tokens=[97]")
+    assert refused.returncode == 2 and "does not divide by tp=3" in refused.stderr
