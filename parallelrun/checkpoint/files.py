@@ -66,8 +66,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def sync_directory(path: Path) -> None:
-    """Wait until the file names in a directory are on the disk. Raises OSError."""
+def sync(path: Path) -> None:
+    """Wait until a file, or the file names in a directory, are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

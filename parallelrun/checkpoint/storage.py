@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from parallelrun.checkpoint.files import Entry, sync_directory, write_bytes, write_safetensors
+from parallelrun.checkpoint.files import Entry, sync, write_bytes, write_safetensors
 from parallelrun.checkpoint.find import refuse_pickle, step_name
 from parallelrun.checkpoint.index import (
     DTYPES,
@@ -118,7 +118,7 @@ class SafetensorsWriter(StorageWriter):
                 Problem(f"{wrong[0]}: checkpoints must be on a file system that all hosts share", where="runs")
             )
         write_bytes(self._aside / INDEX_FILE, encode(index))
-        sync_directory(self._aside)
+        sync(self._aside)
         self._publish(self._aside)
 
     def _publish(self, aside: Path) -> None:
@@ -127,7 +127,7 @@ class SafetensorsWriter(StorageWriter):
             replaced = self.directory / f".{self.target.name}.old-{secrets.token_hex(4)}"
             os.rename(self.target, replaced)
         os.rename(aside, self.target)
-        sync_directory(self.directory)
+        sync(self.directory)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 

@@ -17,6 +17,13 @@ CONFUSED = {
 }
 
 
+def plausible_range(key: Key) -> str:
+    """A clause with the plausible range of a key that has one, and what the key means."""
+    assert key.plausible is not None, "asked only of keys that have a range"
+    low, high = key.plausible
+    return f"{low:g} to {high:g} {key.unit} are plausible ({key.help})"
+
+
 def implausible(key: Key, name: str, value: float) -> list[Problem]:
     """The violation of the plausible range of `key` (called `name` in the message) by `value`, with the likely fix."""
     if key.plausible is None:
@@ -24,7 +31,7 @@ def implausible(key: Key, name: str, value: float) -> list[Problem]:
     low, high = key.plausible
     if low <= value <= high or (value == 0 and key.least == 0):
         return []
-    what = f"{name}={value:g}: {low:g} to {high:g} {key.unit} are plausible ({key.help})"
+    what = f"{name}={value:g}: {plausible_range(key)}"
     for unit, size in CONFUSED.get(key.unit, ()):
         right = float(f"{value * size:.4g}")
         if low <= right <= high:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun.checkpoint.files import Entry, sync_directory, write_bytes, write_safetensors
+from parallelrun.checkpoint.files import Entry, sync, write_bytes, write_safetensors
 from parallelrun.checkpoint.index import DTYPES
 from parallelrun.checkpoint.resume import CONFIG_FILE
 from parallelrun.checkpoint.storage import dtype_name, tensor_bytes
@@ -170,9 +170,9 @@ def written_aside(out: Path) -> Iterator[Path]:
     try:
         aside.mkdir(parents=True)
         yield aside
-        sync_directory(aside)
+        sync(aside)
         os.rename(aside, out)
-        sync_directory(out.parent)
+        sync(out.parent)
     except OSError as error:
         raise EnvironmentProblem(Problem(f"cannot write {out}: {error.strerror or error}", str(out))) from error
     finally:

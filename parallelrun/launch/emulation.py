@@ -26,7 +26,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.shared_memory.process import HOST_VARIABLE
 from parallelrun.wording import counted
 
-INTERFACE, _BRIDGE = "eth0", "bridge"
+INTERFACE, _BRIDGE, _NAME = "eth0", "bridge", "host{}"
 CARRIED_BYTES_S = 0.5e9  # that the ports of all hosts carry together beside training on two cores
 _NEW_NAMES, _NEW_NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET of <linux/sched.h>
 _BURST_S = 0.0005  # a port may be late by this much: timers and cores are shared
@@ -86,6 +86,13 @@ def _round_up(slowdown: float) -> float:
             if number * power >= slowdown:
                 return number * power
         power *= 10
+
+
+def host_name(config: Config, plan: Plan, rank: int) -> str:
+    """Return the name of the host of a rank that this process has started."""
+    if not config.emulate:
+        return socket.gethostname()
+    return _NAME.format(rank // ranks_per_node(config.cluster, plan.world))
 
 
 def check(config: Config, plan: Plan) -> list[str]:
@@ -162,7 +169,7 @@ class Namespaces:
     def _create(self) -> None:
         for number in range(self.network.num_hosts):
             _unshare(_NEW_NETWORK | _NEW_NAMES)
-            socket.sethostname(f"host{number}")
+            socket.sethostname(_NAME.format(number))
             self._hosts.append((self._kept("net"), self._kept("uts")))
         _unshare(_NEW_NETWORK)
         self._kept("net")
@@ -186,7 +193,7 @@ class Namespaces:
 
     def variables(self, rank: int) -> dict[str, str]:
         """Return the environment variables that tell a rank its host."""
-        return {"GLOO_SOCKET_IFNAME": INTERFACE, HOST_VARIABLE: f"host{self.network.host_of(rank)} "}
+        return {"GLOO_SOCKET_IFNAME": INTERFACE, HOST_VARIABLE: _NAME.format(self.network.host_of(rank)) + " "}
 
     def enter(self, rank: int) -> None:
         """Move the calling thread to the host of `rank`; a process that has one thread moves with it."""

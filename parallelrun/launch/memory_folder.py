@@ -12,10 +12,12 @@ import re
 import select
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from parallelrun.checkpoint.resume import keep_on_disk
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import Attached
@@ -46,6 +48,15 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
     if need <= free:
         return []
     return [f"{_KEY} needs {bytes_text(need)} in {PARENT}, and {bytes_text(free)} are free"]
+
+
+def keep(memory: Path | None, run_directory: Path) -> None:
+    """Save on the disk what a run that has failed has only in memory. If that fails, too, print a warning."""
+    try:
+        if memory is not None and (saved := keep_on_disk(run_directory, memory)) is not None:
+            print(f"the checkpoint in memory is kept as {saved}", file=sys.stderr)
+    except OSError as error:
+        print(f"warning: the checkpoint in memory cannot be kept: {error}", file=sys.stderr)
 
 
 @contextlib.contextmanager

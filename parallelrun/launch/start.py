@@ -33,7 +33,7 @@ from parallelrun.launch.failure import ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.memory_folder import check as check_memory_folder
-from parallelrun.launch.memory_folder import memory_folder
+from parallelrun.launch.memory_folder import keep, memory_folder
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.rank import STOP_SIGNALS, Job, RankSettings
 from parallelrun.launch.supervisor import signal_handlers
@@ -91,6 +91,8 @@ def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
     except BaseException as error:
         status.ended(EXIT_RUN_FAILED, f"{type(error).__name__}: {error}")
         raise
+    if outcome.exit_code != EXIT_OK:
+        keep(job.memory, job.directory)
     conclude(outcome, job)
     return outcome.exit_code
 
@@ -110,7 +112,8 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
         print(starting(plan.world, None), file=sys.stderr, flush=True)
         return reattach.continued(replace(job, config=filled(config, plan)), before)
     name = directory.name_of(config, plan)
-    notes = preflight.check(config, plan, attached) + restarts.notes(config)
+    only_once = attached.source if attached and not reattach.most_restarts(os.environ) else ""
+    notes = preflight.check(config, plan, attached) + restarts.notes(config, only_once)
     notes += check_memory_folder(config, plan, attached)
     trackers.check(config.tracker.use)
     has_dataset = not definitions.model(config).is_lesson

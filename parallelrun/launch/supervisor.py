@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing import connection
 
 from parallelrun import sequences
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
-from parallelrun.launch import failure, failure_detection, processes
+from parallelrun.launch import emulation, failure, failure_detection, processes
 from parallelrun.launch.directory import Status
 from parallelrun.launch.failure import GRACE_S, Failure
 from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
@@ -194,7 +195,7 @@ class Supervisor:
                 self._deadline = 0.0
         if now >= self._deadline:
             self._kill_all()
-        self._status.update(self._step(), self._heartbeats.failed_save())
+        self._status.update(self._step(), self._heartbeats.failed_save(), partial(self._heartbeats.rows, self._alive))
 
     def _hang(self) -> Failure | None:
         """Return the Failure of the rank that blocks the others, if a rank has been silent for `timeout_s`."""
@@ -247,7 +248,8 @@ class Supervisor:
             return self._verdict
         if self._failures:
             cause = failure.explained(failure.root_cause(self._failures), self._job.directory)
-            return Outcome(cause.exit_code, cause)
+            host = emulation.host_name(self._job.config, self._job.plan, cause.rank)
+            return Outcome(cause.exit_code, replace(cause, host=host))
         codes = {code for code in self._codes.values() if code not in (EXIT_OK, EXIT_PREEMPTED)}
         assert NOT_RETURNED not in codes, "a rank that did not return has failed"
         return Outcome(min(codes, default=max(self._codes.values())))

@@ -13,6 +13,7 @@ from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import Config, StrategyConfig
 from parallelrun.config.strategy_keys import completed
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.plan import rules
 from parallelrun.plan.cluster_cost import peak_flops
 from parallelrun.plan.step_time.rates import absent, missing
 from parallelrun.plan.suggest import parsed, with_value
@@ -97,7 +98,9 @@ def faster_precision(config: Config, given: frozenset[str]) -> str:
 
 
 def check_rates(config: Config, world: int) -> None:
-    """Raise ConfigError naming the `cluster` keys without which plans cannot be compared."""
+    """Raise ConfigError for `cluster` keys that no machine has, or those without which plans cannot be compared."""
+    if problems := rules.out_of_bounds(config, "cluster."):
+        raise ConfigError(*problems)
     lacking = absent(config.cluster, config.precision.name, world)
     if lacking:
         keys = ", ".join(f"cluster.{key}" for key in lacking)

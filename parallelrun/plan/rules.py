@@ -13,7 +13,7 @@ from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.keys import Key, known_keys
 from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import completed
-from parallelrun.config.units import implausible
+from parallelrun.config.units import implausible, plausible_range
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.cluster_cost import peak_flops
@@ -195,6 +195,10 @@ def _outside(key: Key, name: str, value: Any) -> list[Problem]:
         return implausible(key, name, value)
     inside = key.least if key.least is not None else 1.0 if key.below is None and key.most is None else 0.5
     what = f"{name}={value} is not a finite number {' and '.join(f'{word} {bound}' for word, _, bound in limits)}"
+    if key.plausible:
+        what += f": {plausible_range(key)}"
+        if is_number and not implausible(key, name, -value):
+            inside = -value
     if key.most == 1 and is_number and 1 < value <= 100:
         return [Problem(f"{what}; {value:g} % are {value / 100:g}", name, f"{name}={value / 100:g}")]
     return [Problem(what, name, f"{name}={_default(name, inside)}")]

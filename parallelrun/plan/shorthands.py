@@ -122,6 +122,7 @@ def unread(config: Config, given: frozenset[str], pp: int, cp: int = 1) -> list[
     problems = []
     data, tensor, pipeline = config.strategy.data.kind, config.strategy.tensor.kind, config.strategy.pipeline.kind
     strategies = f"data={data} tensor={tensor} pipeline={pipeline if pp > 1 else 'none'}"
+    strategies += f" context={config.strategy.context.kind}" if cp > 1 else ""
 
     def complain(key: str, value: object, fix: str) -> None:
         problems.append(

@@ -24,7 +24,7 @@ def test_ranks_run_on_their_hosts_and_a_killed_one_is_blamed_there(tmp_path):
     os.kill(pids[2], signal.SIGKILL)
     assert run.wait() == 6, run.stderr
     assert "emulated network: 2 hosts of 2 ranks, ports of 200 MB/s" in run.stderr, run.stderr
-    assert "rank 2 (dp=2" in run.stderr
+    assert "rank 2 (dp=2 tp=0 pp=0, host1," in run.stderr
 
 
 @needs_namespaces

@@ -13,6 +13,7 @@ from parallelrun.cli.main import main
 from parallelrun.launch.rank import WORKER
 from parallelrun.run_records import attempts, reshapes
 from tests.cli.launcher import run_launcher, wait_for
+from tests.matrix import FULL
 
 LIVE = {"dp": 2, "steps": 100_000, "eval.every": 0, "precision.name": "fp64", "checkpoint.every": 5}
 REFUSED = [
@@ -21,7 +22,6 @@ REFUSED = [
     (["tp=2", "model.hidden=64"], "model.hidden would make it another training"),
     (["servers=1", "dp=1", "strategy=ps"], "parameter servers"),
     ([], "no key says how the plan changes"),
-    (["tpp=2"], "tpp"),
 ]
 
 
@@ -60,6 +60,7 @@ def test_without_a_run_there_is_nothing_to_change(words, tmp_path, monkeypatch, 
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not FULL, reason="--matrix=full")
 def test_a_restart_goes_on_under_the_new_plan(tmp_path):
     run = run_launcher(tmp_path, overrides={**LIVE, "restarts": 3}, worker=WORKER)
     wait_for(lambda: (run.directory / "metrics.jsonl").exists() and steps_of(run.directory), "the first step")

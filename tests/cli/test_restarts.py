@@ -94,6 +94,16 @@ def test_a_rank_that_cannot_be_replaced_is_left_out_and_the_plan_shrinks(tmp_pat
     assert [loss for loss, _, _ in found.values()] == pytest.approx([one[0] for one in expected.values()], rel=1e-12)
 
 
+@pytest.mark.skipif(not FULL, reason="--matrix=full")
+def test_what_only_the_memory_has_is_saved_when_a_run_fails_for_good(tmp_path):
+    faults = [Fault("kill", 1, 8, attempt) for attempt in (1, 2)]
+    run = train(tmp_path, TWO, faults, restarts=1, **{"checkpoint.every": 0, "checkpoint.memory_every": 2})
+    assert run.wait() == 6, run.stderr
+    saved = latest(run.directory)
+    assert saved is not None and saved.name in ("step_4", "step_6") and read_whole(saved)
+    assert f"last good checkpoint: step {saved.name[5:]}" in run.stderr
+
+
 def in_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("parallelrun-*")}
 
@@ -112,7 +122,7 @@ def test_a_lost_rank_goes_on_from_memory_alone(tmp_path):
     assert in_memory() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM] if FULL else [signal.SIGKILL])
 def test_the_memory_is_free_again_however_the_launcher_ends(tmp_path, number):
     before = in_memory()
     run = train(tmp_path, TWO, steps=100_000, **{"checkpoint.memory_every": 1})

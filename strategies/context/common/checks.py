@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import lcm
+from math import gcd, lcm
 
 from parallelrun.errors import Problem
 from parallelrun.plan.context_order import CONTIGUOUS, ORDERS
 from parallelrun.plan.load import tensor_strategy
 from parallelrun.plan.request import Request
 from parallelrun.wording import divisors, either, nearest
+
+ULYSSES = "strategy.context.ulysses"
 
 
 def order_of(asked: str | None, request: Request, head_ranks: int) -> str:
@@ -40,10 +42,10 @@ def check(request: Request, head_ranks: int, order: str | None) -> list[Problem]
         what = f"cp={request.cp}: model={spec.name} has no attention over a sequence to divide"
         return [Problem(what, "cp", f"cp=1 dp={request.dp * request.cp} or model=gpt", kind="undefined")]
     if head_ranks < 1 or request.cp % head_ranks:
-        key = "strategy.context.ulysses"
-        what = f"{key}={head_ranks} does not divide cp={request.cp}; divisors: {_listed(request.cp)}"
-        return [Problem(what, key, either(key, nearest(head_ranks, divisors(request.cp))), kind="arithmetic")]
-    return _sequence(request, head_ranks, order_of(order, request, head_ranks)) + _heads(request, head_ranks)
+        what = f"{ULYSSES}={head_ranks} does not divide cp={request.cp}; divisors: {_listed(request.cp)}"
+        return [Problem(what, ULYSSES, either(ULYSSES, nearest(head_ranks, divisors(request.cp))), kind="arithmetic")]
+    order = order_of(order, request, head_ranks)
+    return _sequence(request, head_ranks, order) + _heads(request, head_ranks, order)
 
 
 def _listed(number: int) -> str:
@@ -66,13 +68,17 @@ def _sequence(request: Request, head_ranks: int, order: str) -> list[Problem]:
         cut = f"{number} x {cut} parts (order={order})"
     if needed != parts(replace(request, tp=1), head_ranks, order):
         cut += f" of tp={request.tp} slices each (sequence_parallel)"
-    legal = [
-        n for n in divisors(seq) if n > 1 and n % head_ranks == 0 and seq % parts(request, head_ranks, order, n) == 0
-    ]
+    legal = [n for n in divisors(seq)[1:] if _divides(n, head_ranks, order, request)]
     around = [n for n in (seq // needed * needed, (seq // needed + 1) * needed) if n]
     fixes = [either("cp", nearest(request.cp, legal)), either("model.seq", around)]
     what = f"model.seq={seq} does not divide into {cut}"
     return [Problem(what, "cp", " or ".join(filter(None, fixes)), kind="arithmetic")]
+
+
+def _divides(cp: int, head_ranks: int, order: str, request: Request) -> bool:
+    """Whether another cp divides the sequence. All of its ranks exchange heads where all of the asked one do."""
+    inner = cp if head_ranks == request.cp else head_ranks
+    return cp % inner == 0 and request.spec.seq % parts(request, inner, order, cp) == 0
 
 
 def head_parts(request: Request) -> int:
@@ -80,22 +86,26 @@ def head_parts(request: Request) -> int:
     return tensor_strategy(request.config.strategy.tensor.kind).head_parts(request)
 
 
-def _heads(request: Request, head_ranks: int) -> list[Problem]:
+def _heads(request: Request, head_ranks: int, order: str) -> list[Problem]:
     """Heads on a tp rank are exchanged in equal parts; of keys and values equal parts, or copies of fewer."""
     if head_ranks == 1:
         return []
-    spec, found, parts = request.spec, [], head_parts(request)
-    heads, kv_heads = spec.heads, spec.kv_heads or spec.heads
+    spec, parts = request.spec, head_parts(request)
+    kv_heads, each = spec.kv_heads or spec.heads, spec.heads // parts
     of = f"{head_ranks} ranks that exchange heads"
     if parts > 1:
-        of = f"tp={request.tp} x {of}" if parts == request.tp else f"{parts} of tp={request.tp} x {of}"
-    fix = "strategy.context.kind=ring"
-    if heads % (parts * head_ranks):
-        legal = [n for n in divisors(request.cp) if n > 1 and heads % (parts * n) == 0]
-        fixes = [either("cp", nearest(request.cp, legal)), fix]
-        what = f"model.heads={heads} does not divide by {of}"
-        found.append(Problem(what, "cp", " or ".join(filter(None, fixes)), kind="arithmetic"))
-    elif (own := max(1, kv_heads // parts)) % head_ranks and head_ranks % own:
+        layout = tensor_strategy(request.config.strategy.tensor.kind).layout_name
+        of = f"tp={request.tp} x {of}" if parts == request.tp else f"{parts} parts (layout={layout}) x {of}"
+    key, others = ULYSSES, divisors(gcd(request.cp, each))
+    if head_ranks == request.cp:
+        key, others = "cp", [n for n in divisors(each)[1:] if _divides(n, head_ranks, order, request)]
+    own = max(1, kv_heads // parts)
+    if spec.heads % (parts * head_ranks):
+        what = f"model.heads={spec.heads} does not divide by {of}"
+    elif own % head_ranks and head_ranks % own:
         what = f"model.kv_heads={kv_heads} does not divide by {of}, nor they by it (each held by some ranks)"
-        found.append(Problem(what, "cp", fix, kind="arithmetic"))
-    return found
+    else:
+        return []
+    legal = [n for n in others if own % n == 0 or n % own == 0]
+    fixes = [either(key, nearest(head_ranks, legal)), "strategy.context.kind=ring"]
+    return [Problem(what, key, " or ".join(filter(None, fixes)), kind="arithmetic")]

@@ -90,6 +90,7 @@ def test_no_rate_may_be_negative_and_those_that_divide_may_not_be_zero(key):
     for value in (-1.0, float("nan"), float("inf"), *((0.0,) if key.above == 0 else ())):
         (problem,) = problems({key.name: value})
         assert problem.where == key.name and problem.suggestion
+        assert not key.plausible or "are plausible" in problem.what
     assert key.above == 0 or key.least == 0
     if key.least == 0:
         tiny_plan({key.name: 0.0})
@@ -101,3 +102,8 @@ def test_a_plausible_range_has_a_unit_and_is_shown(key, capsys):
     assert low < high and key.unit in CONFUSED
     assert main(["ls", "keys"]) == 0
     assert f"{low:g} to {high:g} {key.unit}" in capsys.readouterr().out
+
+
+def test_a_negative_rate_is_likely_meant_without_its_sign():
+    (problem,) = problems({"cluster.memory_gb_s": -2039.0})
+    assert problem.suggestion == "cluster.memory_gb_s=2039.0" and "0.1 to 30000 GB/s are plausible" in problem.what

@@ -124,6 +124,12 @@ def test_rates_that_a_search_lacks_are_named(words, keys):
     assert problem.what.endswith(", ".join(f"cluster.{key}" for key in keys)) and caught.value.exit_code == 2
 
 
+def test_a_rate_of_zero_is_refused_and_not_called_missing():
+    config = composed(*SMALL, "cluster.inter_gb_s=0").config
+    with pytest.raises(ConfigError, match="150 GB/s are plausible"):
+        searches.searched(config, frozenset(), 16)
+
+
 def test_a_faster_precision_is_named_unless_one_was_chosen():
     words = ("model=gpt2_124m", "cluster=a100_dgx")
     default, chosen_one, laptop = composed(*words), composed(*words, "precision=fp32"), composed("cluster=laptop")

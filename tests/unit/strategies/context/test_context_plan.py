@@ -79,7 +79,10 @@ def test_cp_takes_part_in_the_world():
         ({"cp": 2, KIND: "ulysses", "model.heads": 6, "model.hidden": 24, "model.kv_heads": 3}, "model.kv_heads=3"),
         ({"cp": 4, KIND: "usp", ULYSSES: 3}, "strategy.context.ulysses=3 does not divide cp=4"),
         ({"cp": 2, "model.name": "mlp", "dataset.name": "digits"}, "no attention"),
-        ({"cp": 4, "tp": 4, "layout": "2d", KIND: "ulysses"}, "model.heads=4 does not divide by 2 of tp=4 x 4 ranks"),
+        (
+            {"cp": 4, "tp": 4, "layout": "2d", KIND: "ulysses"},
+            "heads=4 does not divide by 2 parts (layout=2d) x 4 ranks",
+        ),
         ({"cp": 2, "strategy.data.kind": "local_sgd"}, "strategy.data.kind=local_sgd does not sum gradients"),
         ({"cp": 2, "dp": 2, "strategy.data.compression": "fp16"}, "the reference of compressed sums"),
     ],
@@ -92,6 +95,23 @@ def test_what_is_refused_says_why_and_what_to_type(changed, said):
         for key, value in pairs(suggestion) if kind == "arithmetic" and "seq" in what else ():
             fixed = {**changed, key: int(value)}
             assert tiny_plan(fixed).context is not None  # what is suggested is legal
+
+
+@pytest.mark.parametrize(
+    "changed, key",
+    [
+        ({"cp": 3, KIND: "ulysses"}, "cp"),
+        ({"cp": 6, KIND: "usp", ULYSSES: 3, "model.seq": 12}, ULYSSES),
+        ({"cp": 4, "tp": 4, "layout": "2d", KIND: "ulysses"}, "cp"),
+        ({"cp": 8, KIND: "ulysses", "model.seq": 24, "model.heads": 6, "model.hidden": 24, "model.kv_heads": 3}, "cp"),
+    ],
+)
+def test_the_nearest_numbers_of_ranks_that_divide_the_heads_are_legal(changed, key):
+    (suggestion,) = (fix for what, fix, _ in problems(changed) if "heads=" in what)
+    asked = [int(value) for name, value in pairs(suggestion) if name == key]
+    assert asked
+    for value in asked:
+        assert tiny_plan({**changed, key: value}).context is not None
 
 
 def test_several_violations_are_said_at_once():
