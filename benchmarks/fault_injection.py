@@ -30,6 +30,7 @@ from parallelrun.run_records import attempts
 
 VARIABLE = "PARALLELRUN_FAULTS"
 WORKER = f"{__name__}:run"
+IN_TURN = 0
 SLOW_STEPS, SLOW_S = 5, 0.05
 SLOW, LATE = "slow rank", "late kill"
 SAVES = ("full disk",)  # faults that happen in a save; `late kill` happens after the last; all others in a step
@@ -37,7 +38,10 @@ SAVES = ("full disk",)  # faults that happen in a save; `late kill` happens afte
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: a key of FAULTS. It happens on `rank` in `attempt`, `delay_s` after the beginning of `step`."""
+    """kind: a key of FAULTS. It happens on `rank` in `attempt`, `delay_s` after the beginning of `step`.
+
+    In the attempt IN_TURN it happens in any attempt, but after the faults that are planted before it.
+    """
 
     kind: str
     rank: int
@@ -54,24 +58,39 @@ def variable(faults: Iterable[Fault]) -> dict[str, str]:
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     """Run the real worker; at each heartbeat, let the faults of this rank happen whose time has come."""
     attempt = max((one.number for one in attempts.read(context.directory)), default=1)
-    mine = [Fault(**fields) for fields in json.loads(os.environ.get(VARIABLE, "[]"))]
-    waiting = [one for one in mine if (one.rank, one.attempt) == (context.rank, attempt)]
+    planted = [Fault(**fields) for fields in json.loads(os.environ.get(VARIABLE, "[]"))]
+    waiting = {
+        number: one
+        for number, one in enumerate(planted)
+        if one.rank == context.rank and one.attempt in (attempt, IN_TURN) and not _marker(context, number).exists()
+    }
+
+    def is_due(number: int, fault: Fault, step: int, phase: str) -> bool:
+        where = ("save",) if fault.kind in SAVES else ("step", "serve")
+        if fault.kind == LATE or phase not in where or step < fault.step:
+            return False
+        return not (fault.attempt == IN_TURN and number) or _marker(context, number - 1).exists()
 
     def heartbeat(step: int, phase: str) -> None:
         context.heartbeat(step, phase)
-        for fault in list(waiting):
-            where = ("save",) if fault.kind in SAVES else ("step", "serve")
-            if fault.kind == LATE or phase not in where or step < fault.step:
+        for number, fault in list(waiting.items()):
+            if not is_due(number, fault, step, phase):
                 continue
             if fault.kind != SLOW or step >= fault.step + SLOW_STEPS:
-                waiting.remove(fault)
+                del waiting[number]
+            _marker(context, number).touch()
             act = partial(FAULTS[fault.kind], context.directory)
             later(fault.delay_s, act) if fault.delay_s else act()
 
     code = worker.run(config, plan, replace(context, heartbeat=heartbeat))
-    if any(fault.kind == LATE for fault in waiting):
+    if any(fault.kind == LATE for fault in waiting.values()):
         _kill(context.directory)
     return code
+
+
+def _marker(context: WorkerContext, number: int) -> Path:
+    """The file that says that a fault has happened."""
+    return context.directory / f"fault_{number}"
 
 
 def later(delay_s: float, act: Callable[[], object]) -> None:

@@ -17,14 +17,16 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.corruption import BASE, PLANS, Case, Outcome, Result, draw, judge, run
+from tests.corruption import BASE, PLANS, Case, Outcome, Result, draw, judge, run, run_all
 from tests.plans import tiny_plan
 from tests.pool import run_ranks
 
+TOGETHER = 12  # cases in the same processes: to start them takes longer than a case
 COSTS = {
     "ddp dp=2": ["strategy=ddp", "dp=2"],
     "fsdp dp=2": ["strategy=fsdp", "dp=2"],
@@ -51,15 +53,21 @@ def main() -> None:
 def plant(cases: int, seed: int, to: Path | None) -> None:
     """Run seeds until `cases` faults had an effect; print how many were found, named, undone, by kind and place."""
     rows: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
-    while sum(map(len, rows.values())) < cases:
-        case = draw(seed, [*PLANS])
-        result, outcomes = result_of(case)
-        if result.acted:
-            rows[_row(case)].append(result)
-        if to is not None:
-            note(to, seed, case, result, outcomes)
-        seed += 1
-    print(f"{'fault':28} {'looked for':26} {'cases':>5} {'found':>6} {'named':>6} {'ended right':>12}")
+    while (missing := cases - sum(map(len, rows.values()))) > 0:
+        drawn: dict[str, list[tuple[int, Case]]] = defaultdict(list)
+        for number in range(seed, seed + max(missing, TOGETHER)):
+            case = draw(number, [*PLANS])
+            drawn[case.plan].append((number, case))
+        seed += max(missing, TOGETHER)
+        for plan, of_plan in sorted(drawn.items()):
+            for start in range(0, len(of_plan), TOGETHER):
+                for number, case, outcomes in outcomes_of(plan, of_plan[start : start + TOGETHER]):
+                    result = judge(case, clean(plan), outcomes)
+                    if result.acted:
+                        rows[_row(case)].append(result)
+                    if to is not None:
+                        note(to, number, case, result, outcomes)
+    print(f"{'fault':22} {'looked for':20} {'cases':>5} {'found':>6} {'named':>6} {'ended right':>12}")
     for (kind, place, how), found in sorted(rows.items()):
         show(f"{kind}, {place}", how, found)
     show("all", "", [result for found in rows.values() for result in found])
@@ -72,15 +80,16 @@ def _row(case: Case) -> tuple[str, str, str]:
 
 def show(fault: str, how: str, found: list[Result]) -> None:
     named, ended = sum(one.named for one in found), sum(one.ended for one in found)
-    print(f"{fault:28} {how:26} {len(found):5} {sum(one.found for one in found):6} {named:6} {ended:12}")
+    print(f"{fault:22} {how:20} {len(found):5} {sum(one.found for one in found):6} {named:6} {ended:12}")
 
 
-def result_of(case: Case) -> tuple[Result, list[Outcome]]:
-    """Run a case and the same run without its fault."""
-    world = tiny_plan({**BASE, **case.overrides}).world
+def outcomes_of(plan: str, drawn: list[tuple[int, Case]]) -> Iterator[tuple[int, Case, list[Outcome]]]:
+    """Run cases of one plan in the same processes; yield each with the outcomes of its ranks."""
+    world = tiny_plan({**BASE, **PLANS[plan]}).world
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = run_ranks(world, run, case.all_overrides, case.fault, Path(folder))
-    return judge(case, clean(case.plan), outcomes), outcomes
+        found = run_ranks(world, run_all, [case for _, case in drawn], Path(folder), timeout=600)
+    for (number, case), *ranks in zip(drawn, *found):
+        yield number, case, ranks
 
 
 @cache

@@ -14,6 +14,21 @@ ASKED = "asked.json"  # in the directory of a task (launch.task): what its ranks
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How a rank fares: seconds of its last step, of which computing and waiting (for ranks and data), bytes of memory.
+
+    slow: how many times as long as its like it has computed, if it is slow, else 0.
+    """
+
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    waiting_s: float = 0.0
+    memory_bytes: float = 0.0
+    tokens_per_s: float = 0.0
+    slow: float = 0.0
+
+
+@dataclass(frozen=True)
 class WorkerContext:
     """One rank's coordinates in the run, and its connection to the launcher.
 
@@ -22,6 +37,7 @@ class WorkerContext:
     it at different steps, so the training loop must agree on it (sum it over all ranks) before it acts.
     save_failed(step): report in status.json that the checkpoint of that step could not be written, and continue.
     rank_died(rank): report that `rank` has died and the run continues without it. Exactly one other rank calls this.
+    report_pace(pace): report how the rank fares, for those who watch the run.
     console_owner: whether this rank writes to the terminal (rank 0 only); other ranks write to their logs.
     memory: a folder in the memory of the host, for checkpoints from which the launcher may restart the ranks.
     """
@@ -36,4 +52,5 @@ class WorkerContext:
     save_failed: Callable[[int], None]
     console_owner: bool
     rank_died: Callable[[int], None] = lambda rank: None
+    report_pace: Callable[[Pace], None] = lambda pace: None
     memory: Path | None = None

@@ -69,25 +69,21 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The order in which files are handed out to workers; without workers it stays as it was asked for.
 
-    Files of `tests/cli`, which wait for processes, alternate with those of `tests/ranks`, which compute, so that two
-    workers do not wait at the same time. Unit tests follow.
+    The files of each folder are spread over the whole run: those of `tests/cli`, which wait for processes, then stand
+    beside others, which compute, and two workers seldom wait at the same time.
     """
     if not hasattr(config, "workerinput"):
         return
-    files = list(dict.fromkeys(item.path for item in items))
     by_folder: dict[str, list[Path]] = {}
-    for file in files:
-        by_folder.setdefault(file.relative_to(config.rootpath).parts[1], []).append(file)
+    for file in dict.fromkeys(item.path for item in items):
+        by_folder.setdefault(_folder(config, file), []).append(file)
+    shares = {file: at / len(files) for files in by_folder.values() for at, file in enumerate(files)}
+    items.sort(key=lambda item: (item.nodeid.startswith(CELL_BY_CELL), shares[item.path]))
 
-    def place(item: pytest.Item) -> tuple[int, float]:
-        if item.nodeid.startswith(CELL_BY_CELL):
-            return 2, 0.0
-        folder = item.path.relative_to(config.rootpath).parts[1]
-        if folder not in ("cli", "ranks"):
-            return 1, float(files.index(item.path))
-        return 0, by_folder[folder].index(item.path) / len(by_folder[folder])
 
-    items.sort(key=place)
+def _folder(config: pytest.Config, file: Path) -> str:
+    """cli, ranks, unit, ..."""
+    return file.relative_to(config.rootpath).parts[1]
 
 
 @pytest.hookimpl(optionalhook=True)

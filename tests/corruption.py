@@ -36,7 +36,8 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True)
 class Fault:
     """kind: flip, several, stuck; place: weights (at rest), gradients (of a module's output, in backward), sums (final
-    gradients of the rank), activations (a module's output); step: of the first wrong bit; seed: of all other choices.
+    gradients of the rank), activations (a module's output); step: of the first wrong bit; seed: of all other choices;
+    bit: of a word, None: any.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Fault:
     rank: int
     step: int
     seed: int
+    bit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Bits:
         else:
             for _ in range(1 if self._fault.kind == FLIP else self._random.randint(2, 8)):
                 index = self._random.randrange(words.numel())
-                words[index] ^= _bit(self._random.randrange(bits), bits)
+                bit = self._random.randrange(bits) if self._fault.bit is None else self._fault.bit
+                words[index] ^= _bit(bit, bits)
         self.wrong += not torch.equal(before, words)
 
     def _hold(self, words: Tensor, bits: int) -> None:
@@ -227,6 +230,16 @@ def run(overrides: dict[str, Any], fault: Fault | None, directory: Path) -> Outc
     state = {name: int(digest(tensor)) for name, tensor in state_of(training).items()}
     steps = planted.steps if planted else []
     return Outcome(steps, _rows(directory / EVENTS), _losses(directory), state, error)
+
+
+def run_all(cases: list[Case], directory: Path) -> list[Outcome]:
+    """`run` several cases one after another, as this rank; a body of `run_ranks`."""
+    outcomes = []
+    for number, case in enumerate(cases):
+        folder = directory / str(number)
+        folder.mkdir(exist_ok=True)
+        outcomes.append(run(case.all_overrides, case.fault, folder))
+    return outcomes
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ TOOLS = {
     "recipes": "recipes ls, cp, validate: list, copy and check recipes",
     "schema": "print a JSON schema of the configuration, for editors: schema [recipe | GROUP]",
     "runs": "runs ls, show, rerun, gc: list, show, repeat and clean up run directories",
+    "top": "watch a run: its ranks, steps, rate, memory and waiting, until it ends: top [RUN] [--once] [--json]",
     "reshape": "change the plan of a live run: reshape RUN dp=2 tp=2",
     "compare": "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI",
     "report": "write one HTML page about runs or a sweep, readable without a network",

@@ -32,6 +32,7 @@ _TOOLS = {  # module and function of each tool: `cli.help.TOOLS` says what they 
     "doctor": ("cli.doctor", "main"),
     "calibrate": ("cli.calibrate", "main"),
     "runs": ("cli.runs", "main"),
+    "top": ("cli.top", "main"),
     "plot": ("cli.plot", "main"),
     "reshape": ("cli.reshape", "main"),
     "report": ("cli.report", "main"),

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -188,17 +188,17 @@ class Status:
     failed_save_step: int = 0
     next_update: float = 0.0
 
-    def update(self, step: int, failed_save_step: int) -> None:
-        """Record progress, at most every STATUS_EVERY_S seconds."""
+    def update(self, step: int, failed_save_step: int, ranks: Callable[[], list[dict[str, Any]]] = list) -> None:
+        """Record progress, at most every STATUS_EVERY_S seconds. ranks: returns a row for each rank that is seen."""
         if time.monotonic() >= self.next_update:
             self.next_update = time.monotonic() + STATUS_EVERY_S
-            self.running(step, failed_save_step)
+            self.running(step, failed_save_step, ranks())
 
-    def running(self, step: int = 0, failed_save_step: int = 0) -> None:
+    def running(self, step: int = 0, failed_save_step: int = 0, ranks: Sequence[dict[str, Any]] = ()) -> None:
         """Record that the run has reached `step`. A full disk must not end a run because of this."""
         self.step, self.failed_save_step = step, failed_save_step
         with contextlib.suppress(OSError):
-            self._write("running")
+            self._write("running", ranks=ranks)
 
     def ended(self, exit_code: int, error: str | None = None, failed_rank: int | None = None) -> None:
         """Record the end of the run. error: one line; failed_rank: the rank that failed first."""
@@ -209,7 +209,12 @@ class Status:
         reserve.release(self.directory)
 
     def _write(
-        self, state: str, exit_code: int | None = None, error: str | None = None, failed_rank: int | None = None
+        self,
+        state: str,
+        exit_code: int | None = None,
+        error: str | None = None,
+        failed_rank: int | None = None,
+        ranks: Sequence[dict[str, Any]] = (),
     ) -> None:
         fields: dict[str, Any] = {
             "state": state,
@@ -223,6 +228,8 @@ class Status:
         }
         if self.failed_save_step:
             fields["failed_save_step"] = self.failed_save_step
+        if ranks:
+            fields["ranks"] = ranks
         fields |= attempts.status(self.directory) | reshapes.status(self.directory)
         write_json(self.directory / "status.json", fields)
         with contextlib.suppress(OSError):  # status.json is what counts

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -125,7 +126,8 @@ class Watchdog:
             heartbeat = self.heartbeats.read(self.rank)
             # a rank that was stopped goes on when its launcher ends the job: others have reported it
             if self.status is not None and not is_recorded(self.status.directory):
-                self.status.update(heartbeat.step, self.heartbeats.failed_save())
+                rows = partial(self.heartbeats.rows, {self.rank: os.getpid()})
+                self.status.update(heartbeat.step, self.heartbeats.failed_save(), rows)
             if heartbeat.age_s > self.timeout_s:
                 self.on_hang(self._failure(heartbeat))
                 os._exit(EXIT_HANG)

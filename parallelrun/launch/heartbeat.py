@@ -5,9 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import socket
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, fields
+from typing import Any
+
+from parallelrun.context import Pace
 
 NOT_RETURNED = -1
 
@@ -30,6 +35,7 @@ class _Slot(ctypes.Structure):
         ("time_ns", ctypes.c_int64),
         ("step", ctypes.c_int64),
         ("phase", ctypes.c_char * 32),
+        ("pace", ctypes.c_double * len(fields(Pace))),
         ("returned", ctypes.c_int64),
         ("exit_code", ctypes.c_int64),  # of a reported failure, else 0
         ("order", ctypes.c_int64),
@@ -69,6 +75,20 @@ class HeartbeatFile:
         """Return the last heartbeat of `rank`."""
         slot = self._slots[rank]
         return Heartbeat(slot.time_ns, slot.step, slot.phase.decode(errors="replace"))
+
+    def set_pace(self, rank: int, pace: Pace) -> None:
+        """Record how `rank` fares."""
+        self._slots[rank].pace[:] = astuple(pace)
+
+    def rows(self, pids: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Return what each rank of `pids` last reported, as rows of status.json, by rank."""
+        found = []
+        for rank, pid in sorted(pids.items()):
+            heartbeat = self.read(rank)
+            row = {"rank": rank, "pid": pid, "host": socket.gethostname(), "step": heartbeat.step}
+            row |= {"phase": heartbeat.phase, "silent_s": round(heartbeat.age_s, 3)}
+            found.append({**row, **asdict(Pace(*self._slots[rank].pace))})
+        return found
 
     def set_returned(self, rank: int, code: int) -> None:
         """Record that the worker of `rank` has returned `code`, so that its process may exit."""

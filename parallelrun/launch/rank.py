@@ -119,6 +119,7 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
         save_failed=heartbeats.set_failed_save,
         console_owner=rank == 0,
         rank_died=partial(_leave_for, store, world),
+        report_pace=partial(heartbeats.set_pace, rank),
         memory=job.memory,
     )
     code: int = find_worker(job.worker)(job.config, job.plan, context)

@@ -36,13 +36,17 @@ from parallelrun.wording import counted
 DAMAGED = "damaged_"  # before the name of a checkpoint that could not be loaded
 
 
-def notes(config: Config) -> list[str]:
-    """Return what the user should know about restarts before the run begins."""
-    if not config.restarts or config.checkpoint.every or config.checkpoint.memory_every:
+def notes(config: Config, only_once: str = "") -> list[str]:
+    """Return what the user should know about restarts before the run begins.
+
+    only_once: the launcher that has started the ranks, if it does not start them again.
+    """
+    most = config.restarts
+    if most and only_once:
+        return [f"restarts={most}: {only_once} does not start ranks again; resume=auto goes on in a new job"]
+    if not most or config.checkpoint.every or config.checkpoint.memory_every:
         return []
-    return [
-        f"restarts={config.restarts} without checkpoint.every: after a failure the run begins again with its first step"
-    ]
+    return [f"restarts={most} without checkpoint.every: after a failure the run begins again with its first step"]
 
 
 def supervise(job: Job, asked: Config) -> Outcome:
@@ -110,7 +114,8 @@ def prepared(job: Job, asked: Config | None, history: list[Attempt], decision: D
     if decision.bad_checkpoint and last.checkpoint:
         _set_aside(Path(last.checkpoint))
     found = recover(job.directory, job.memory)
-    resume = os.fspath(found) if found else None
+    # a run that has resumed another one never begins from nothing, even if that one's checkpoint could not be linked
+    resume = os.fspath(found) if found else history[0].checkpoint
     config, plan = replace(job.config, resume=resume), job.plan
     if asked is not None:
         config, plan = reshaped(job, config) or (config, plan)

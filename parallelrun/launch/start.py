@@ -112,7 +112,8 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
         print(starting(plan.world, None), file=sys.stderr, flush=True)
         return reattach.continued(replace(job, config=filled(config, plan)), before)
     name = directory.name_of(config, plan)
-    notes = preflight.check(config, plan, attached) + restarts.notes(config)
+    only_once = attached.source if attached and not reattach.most_restarts(os.environ) else ""
+    notes = preflight.check(config, plan, attached) + restarts.notes(config, only_once)
     notes += check_memory_folder(config, plan, attached)
     trackers.check(config.tracker.use)
     has_dataset = not definitions.model(config).is_lesson

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing import connection
 
 from parallelrun import sequences
@@ -194,7 +195,7 @@ class Supervisor:
                 self._deadline = 0.0
         if now >= self._deadline:
             self._kill_all()
-        self._status.update(self._step(), self._heartbeats.failed_save())
+        self._status.update(self._step(), self._heartbeats.failed_save(), partial(self._heartbeats.rows, self._alive))
 
     def _hang(self) -> Failure | None:
         """Return the Failure of the rank that blocks the others, if a rank has been silent for `timeout_s`."""

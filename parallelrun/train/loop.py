@@ -13,6 +13,7 @@ from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints, saves_after
 from parallelrun.train.corruption.watch import watch_of
 from parallelrun.train.first_steps import FirstSteps
+from parallelrun.train.pace import PaceWatch
 from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import Recorder
 from parallelrun.train.reshape import Agreed, NextPlan
@@ -38,7 +39,7 @@ def train(
     training.data.begin_run(training, context, start)
     first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
     clock, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
-    watch = watch_of(training, scaler, context, start)
+    watch, pace = watch_of(training, scaler, context, start), PaceWatch(training, context)
 
     def before_update(training: Training) -> None:
         checkpoints.before_update(training)
@@ -58,7 +59,9 @@ def train(
             asks = stop or (context.rank == 0 and reshapes.is_asked(context.directory))
             result = train_step(training, step, lr, scaler, asks, before_update, clock)
         watch.after_update()
+        pace.step(step, clock)
         try:
+            watch.agree(result.applied)
             skips = check_finite(training, result, scaler, step, skips)
         except NumericsError:
             checkpoints.finish()

@@ -64,5 +64,11 @@ def test_a_run_without_faults_has_the_same_bits_and_no_alarm(tmp_path, run_ranks
     assert not watched[0].events and [one.state for one in plain] == [one.state for one in watched]
 
 
+def test_a_gradient_that_is_huge_on_one_rank_does_not_part_the_ranks(tmp_path, run_ranks):
+    """Ranks that measure the norm alone do not agree on whether it is finite: the highest bit of an exponent."""
+    found = run_ranks(2, run, {**BASE, "dp": 2, "sdc.every": 3}, Fault(FLIP, SUMS, 1, 4, 7, bit=30), tmp_path)
+    assert found[1].planted[:1] == [4] and found[0].events and not any(one.error for one in found)
+
+
 def test_a_broken_device_has_an_exit_code_of_its_own():
     assert CorruptionError("x").exit_code == EXIT_CORRUPTION == 9

@@ -17,7 +17,7 @@ import torch
 
 from parallelrun import comm
 from parallelrun.context import WorkerContext
-from parallelrun.errors import CorruptionError, Problem
+from parallelrun.errors import CorruptionError, NumericsError, Problem
 from parallelrun.plan.structure import WORLD
 from parallelrun.records import append_jsonl
 from parallelrun.run_records.find import EVENTS
@@ -53,6 +53,12 @@ class CorruptionWatch:
 
     def after_update(self) -> None:
         """Called when the step has ended: nothing writes to the weights until the next update."""
+
+    def agree(self, applied: bool) -> None:
+        """Called with whether this rank has updated its weights. Collective where each rank decides that alone.
+
+        Raises NumericsError on all ranks if only some of them have.
+        """
 
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
         """Return the step after which training continues: `step`, or an earlier one to whose state it has returned.
@@ -138,6 +144,15 @@ class _Watch(CorruptionWatch):
 
     def after_update(self) -> None:
         self._at_rest.begin()
+
+    def agree(self, applied: bool) -> None:
+        training = self._training
+        if not training.gradients.norm_is_local:
+            return
+        seen = torch.tensor([int(applied), int(not applied)], device=training.mesh.device)
+        comm.all_reduce(seen, training.mesh.group(WORLD), "control", op="max")
+        if bool(seen.all()):
+            raise NumericsError(Problem(f"step {self._step}: gradients are finite on some ranks only"))
 
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
         is_last = step == self._training.config.steps

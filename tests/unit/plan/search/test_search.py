@@ -41,6 +41,10 @@ SPACES = {
     "bert, layers that do not divide": (6, (*BERT, "tp=1", "pp=3", "recompute=none")),
     "experts": (4, (*MOE, "tp=1", "pp=1")),
     "experts, a pipeline": (4, (*MOE, "pp=2", "schedule=1f1b", "recompute=none")),
+    "dense layers, then experts": (
+        8, ("model=deepseek_v2_lite", "model.layers=6", "model.dense_layers=3", "cluster=h100_dgx", "precision=bf16",
+            "global_batch=16", "pp=4", "tp=1", "micro_batch=1", "recompute=none"),
+    ),
     "llama, long sequences": (
         4, (*LLAMA, "model.seq=32768", "pp=1", "recompute=selective"),
     ),
@@ -120,7 +124,10 @@ def test_what_the_user_has_given_holds_for_all_plans():
     assert changed and not changed & {"tp", "schedule", "strategy.data.kind"}
 
 
-@pytest.mark.parametrize("name", ["gpt, layouts", "gpt, one schedule", "llama, pipeline of shards", "experts"])
+NAMES = ["gpt, layouts", "gpt, one schedule", "llama, pipeline of shards", "experts", "dense layers, then experts"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_no_bound_exceeds_what_it_bounds(name):
     world, words = SPACES[name]
     config, given = composed(*words).config, composed(*words).given
@@ -137,3 +144,4 @@ def test_no_bound_exceeds_what_it_bounds(name):
             exact = step_time(plan, config.cluster).step_s * (1 + ROUNDING)
             assert row.least_s <= least_s({}, plan, config.cluster) * (1 + ROUNDING) <= exact * (1 + 1e-9)
     assert closest > 0.4
+    assert name != NAMES[-1] or {found.survey.bounds.fullest(row.group)[0] for row in found.survey.rows} != {0}

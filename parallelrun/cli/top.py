@@ -1,0 +1,51 @@
+"""`parallelrun top RUN`: watches a run: its ranks, steps, rate, memory and waiting, from its records. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from parallelrun.cli.compare import RUNS_HELP
+from parallelrun.cli.verbs import print_json
+from parallelrun.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.run_records import find
+
+EVERY_S = 1.0
+
+
+def main(words: list[str]) -> int:
+    """Draw the run until it has ended, or once. Raises ConfigError (exit 2), ParallelrunError (4) for broken files."""
+    parser = argparse.ArgumentParser("parallelrun top", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", nargs="?", default=find.LATEST, help=f"{RUNS_HELP} (default: latest)")
+    parser.add_argument("--runs", default="runs", help="the folder of run directories (default: runs)")
+    parser.add_argument("--once", action="store_true", help="print once, as without a terminal")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    arguments = parser.parse_args(words)
+    found = find.resolve([arguments.run], Path(arguments.runs).expanduser())
+    if len(found) > 1:
+        what = f"{arguments.run} is a sweep of {len(found)} points; one run is needed"
+        raise ConfigError(Problem(what, arguments.run, str(found[0])))
+    from parallelrun.run_records.live import read_live
+
+    if arguments.json:
+        print_json(read_live(found[0]).document())
+        return EXIT_OK
+    from rich.live import Live
+
+    from parallelrun.report import top as report
+    from parallelrun.report.screen import open_console
+
+    console = open_console(emoji=False)
+    now = read_live(found[0])
+    if arguments.once or not console.is_terminal or not now.is_live:
+        console.print(report.drawing(now, console.width, console.height))
+        return EXIT_OK
+    with Live(report.drawing(now, console.width, console.height), console=console, auto_refresh=False) as screen:
+        while now.is_live:
+            time.sleep(EVERY_S)
+            now = read_live(found[0])
+            screen.update(report.drawing(now, console.width, console.height), refresh=True)
+    sys.stdout.flush()
+    return EXIT_OK

@@ -1,0 +1,92 @@
+"""What a run reports while it trains: status.json, the last row of metrics.jsonl and its events. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from parallelrun.run_records.find import CONFIG, EVENTS, STATUS
+from parallelrun.run_records.read import METRICS, read_object, read_yaml
+from parallelrun.run_records.rows import RUNNING, STARTING, last_row, read_row
+
+_EVENTS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run at one moment.
+
+    state: as of `rows.RunRow`; steps: of the whole run, 0 if unknown; ranks: rows of status.json; row: the last one of
+    metrics.jsonl; events: the last ones; age_s: since status.json was written.
+    """
+
+    directory: Path
+    state: str
+    status: Mapping[str, Any]
+    steps: int
+    ranks: Sequence[Mapping[str, Any]]
+    row: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]
+    age_s: float | None
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in (RUNNING, STARTING)
+
+    @property
+    def step(self) -> int:
+        """The last step that any rank has begun, or that was recorded."""
+        begun = [int(rank.get("step") or 0) for rank in self.ranks]
+        return max([*begun, int(self.status.get("step") or 0), int(self.row.get("step") or 0)])
+
+    def document(self) -> dict[str, Any]:
+        """Return the run for --json."""
+        return {
+            "directory": self.directory,
+            "state": self.state,
+            "step": self.step,
+            "steps": self.steps or None,
+            "status": self.status,
+            "metrics": self.row,
+            "events": self.events,
+            "age_s": self.age_s,
+        }
+
+
+def read_live(directory: Path) -> LiveRun:
+    """Return a run as it is now. Raises ParallelrunError (exit 4) for broken files."""
+    status = read_object(directory / STATUS)
+    ranks = [one for one in status.get("ranks") or () if isinstance(one, dict) and isinstance(one.get("rank"), int)]
+    steps = read_yaml(directory / CONFIG).get("steps")
+    return LiveRun(
+        directory,
+        read_row(directory).state,
+        status,
+        steps if isinstance(steps, int) else 0,
+        ranks,
+        last_row(directory / METRICS),
+        _events(directory / EVENTS),
+        _age_s(status.get("updated_utc")),
+    )
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    found = []
+    with suppress(OSError, ValueError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-_EVENTS_SHOWN:]:
+            with suppress(ValueError):
+                row = json.loads(line)
+                found += [row] if isinstance(row, dict) else []
+    return found
+
+
+def _age_s(updated: object) -> float | None:
+    with suppress(ValueError, TypeError):
+        written = datetime.fromisoformat(str(updated).replace("Z", "+00:00"))
+        return max(0.0, (datetime.now(timezone.utc) - written).total_seconds())
+    return None
