@@ -43,6 +43,10 @@ def run(case: Case, folder: Path, timeout_s: float, reference: Mapping[str, Any]
     found = planned(case.strategy, PER_RUN)
     folder.mkdir(parents=True)
     code = _launch(found, folder / "a", case.faults, timeout_s, None)
+    if not list((folder / "a" / "runs").glob("*/*/config.yaml")):
+        case.results = dict.fromkeys(CHECKS, False)
+        case.told = f"exit {code} before the run began; {(folder / 'a' / 'stderr').read_text()[-1500:]}"
+        return
     directories = [_directory(folder / "a")]
     lost = case.faults[-1].kind == LOST and code < 0
     orphans = _survivors(folder / "a")

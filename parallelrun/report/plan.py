@@ -243,7 +243,7 @@ def _memory_by_kind(found: Facts) -> str:
 
 
 def _copies(num_bytes: int) -> str:
-    return f"besides {bytes_text(num_bytes)} of host memory, over all ranks, for checkpoints (copies that are written)"
+    return f"besides {bytes_text(num_bytes)} of host memory, over all ranks, for copies of checkpoints"
 
 
 def _servers(plan: Plan) -> str:
