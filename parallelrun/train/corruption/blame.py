@@ -23,7 +23,7 @@ class Evidence:
     at_rest: (step, tensor) of weights that changed between two updates. lanes, given, gradients: of a pass whose bits
     are not what they were: the lanes of its contributions, the numbers of those that differ, the parameters whose
     gradient differs. replicas: of tensors that differ between replicas, (its replicas, digest) by name. repeated: the
-    tensors that a repetition of the same steps has left with other bits.
+    first step after which a repetition has left this rank's weights with other bits; 0: there is none.
     """
 
     host: str = ""
@@ -32,7 +32,7 @@ class Evidence:
     given: Sequence[int] = ()
     gradients: Sequence[str] = ()
     replicas: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    repeated: Sequence[str] = ()
+    repeated: int = 0
 
     @property
     def is_any(self) -> bool:
@@ -78,9 +78,10 @@ def verdict(found: Sequence[Evidence]) -> Verdict:
         what = f"computation: the same samples and weights gave other bits ({names})"
         return Verdict(ranks, what, in_computing=True)
     repeated = {rank: one.repeated for rank, one in enumerate(found) if one.repeated}
-    if repeated:
-        names = _list(name for one in repeated.values() for name in one)
-        return Verdict(tuple(repeated), f"replicas differed, and the same steps gave other bits of {names}")
+    if repeated:  # later, its wrong weights have made those of the others wrong
+        first = min(repeated.values())
+        what = f"replicas differed, and a repetition of step {first} left other weights"
+        return Verdict(tuple(rank for rank, step in repeated.items() if step == first), what)
     return _minority(found)
 
 

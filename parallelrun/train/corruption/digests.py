@@ -66,6 +66,11 @@ class AtRest:
         """Take the checksums: from now on the tensors rest."""
         self._before = [row_sums(*words) for words in self._words]
 
+    @property
+    def digest(self) -> int:
+        """One checksum of all tensors as they were at `begin`."""
+        return int(_combined(torch.cat(self._before))) if self._before else 0
+
     @torch.no_grad()
     def changed(self) -> list[str]:
         """Return the names of the tensors that have changed since `begin`; none before the first one."""

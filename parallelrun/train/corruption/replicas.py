@@ -49,12 +49,6 @@ class Replicas:
             found |= {name: (alike.key, value) for name, value, wrong in zip(alike.names, values, differs) if wrong}
         return found
 
-    def digests(self) -> dict[str, int]:
-        """Return the digest of every replicated tensor, by name."""
-        return {
-            name: value for alike in self._sets() for name, value in zip(alike.names, digests(alike.tensors).tolist())
-        }
-
     def _sets(self) -> list[_Alike]:
         """The tensors by their replicas, in the same order on all ranks of a set."""
         by_dims: dict[tuple[str, ...], list[tuple[str, Tensor]]] = {}

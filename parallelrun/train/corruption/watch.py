@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,11 +80,14 @@ def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, sta
 
 @dataclass(frozen=True)
 class _Undone:
-    """Steps that were undone. step: of the check that found the fault; digests: of replicas, if none stands out."""
+    """Steps that were undone. step: of the check that found the fault.
+
+    history: digests of the weights after each of them, if it is not known who was wrong.
+    """
 
     step: int
     judged: Verdict
-    digests: dict[str, int] | None = None
+    history: dict[int, int] = field(default_factory=dict)
     in_a_row: int = 1
 
 
@@ -106,6 +109,7 @@ class _Watch(CorruptionWatch):
         self._lanes: tuple[Lane, ...] = ()
         self._step, self._is_cold = start, True
         self._undone: _Undone | None = None
+        self._history: dict[int, int] = {}  # digests of the weights after each step since the last check
         self._num_checks = self._num_found = 0
 
     def before_step(self, step: int) -> None:
@@ -144,6 +148,7 @@ class _Watch(CorruptionWatch):
 
     def after_update(self) -> None:
         self._at_rest.begin()
+        self._history[self._step] = self._at_rest.digest
 
     def agree(self, applied: bool) -> None:
         training = self._training
@@ -165,7 +170,7 @@ class _Watch(CorruptionWatch):
         mesh = self._training.mesh
         found = [Evidence.of(document) for document in comm.gather_json(own.document(), mesh)]
         judged = verdict(found) if any(one.is_any for one in found) else Verdict((), NOT_FINITE)
-        if finite and not any(replace(one, repeated=()).is_any for one in found):
+        if finite and not any(replace(one, repeated=0).is_any for one in found):
             self._report(step, judged, found, None)  # the repetition is right, and says who was wrong
             return self._passed(step)
         return self._undo(step, judged, found, finite)
@@ -209,12 +214,12 @@ class _Watch(CorruptionWatch):
                 return differing, bits.lanes
         return ([], []), ()
 
-    def _repeated(self, step: int) -> tuple[str, ...]:
-        """Return the replicated tensors whose bits are not those that led to the repetition of these steps."""
-        if self._undone is None or self._undone.digests is None or self._undone.step != step:
-            return ()
-        now = self._replicas.digests()
-        return tuple(name for name, value in self._undone.digests.items() if now.get(name) != value)
+    def _repeated(self, step: int) -> int:
+        """Return the first step after which the weights are not those that led to the repetition; 0: none."""
+        if self._undone is None or self._undone.step != step:
+            return 0
+        before = self._undone.history
+        return next((number for number in sorted(before) if self._history.get(number) != before[number]), 0)
 
     def _anyone(self, seen: bool) -> bool:
         """Return whether any rank has seen something. Collective."""
@@ -227,6 +232,7 @@ class _Watch(CorruptionWatch):
         if self._undone is not None and step >= self._undone.step:
             self._undone = None
         self._snapshot.take(step)
+        self._history = {}
         return step
 
     def _undo(self, step: int, judged: Verdict, found: list[Evidence], finite: bool) -> int:
@@ -238,8 +244,8 @@ class _Watch(CorruptionWatch):
         again = before is not None and (set(judged.ranks) & set(before.judged.ranks) or judged == before.judged)
         if again or in_a_row > MAX_UNDONE or self._is_lasting(judged):
             raise self._broken(step, judged, found)
-        digests = None if judged.ranks else self._replicas.digests()
-        self._undone = _Undone(step, judged, digests, in_a_row)
+        self._undone = _Undone(step, judged, {} if judged.ranks else self._history, in_a_row)
+        self._history = {}
         back = self._snapshot.restore()
         self._at_rest.begin()
         self._report(step, judged, found, back)

@@ -112,7 +112,11 @@ def test_of_two_replicas_neither_is_named():
 
 
 def test_the_repetition_names_the_replica_whose_bits_have_changed():
-    assert verdict([Evidence(), Evidence(repeated=("w",))]).ranks == (1,)
+    assert verdict([Evidence(), Evidence(repeated=4)]).ranks == (1,)
+
+
+def test_of_replicas_that_a_repetition_changes_the_first_is_wrong():
+    assert verdict([Evidence(repeated=5), Evidence(repeated=4), Evidence()]).ranks == (1,)
 
 
 def test_replicas_of_other_shards_are_not_compared():
@@ -123,7 +127,7 @@ def test_replicas_of_other_shards_are_not_compared():
 def test_evidence_survives_json():
     import json
 
-    one = Evidence("h", ((4, "w"),), (TP, FORWARD), (1,), ("g",), {"w": ("tp=0", -5)}, ("x",))
+    one = Evidence("h", ((4, "w"),), (TP, FORWARD), (1,), ("g",), {"w": ("tp=0", -5)}, 3)
     again = Evidence.of(json.loads(json.dumps(one.document())))
     assert (again.lanes, again.at_rest, again.replicas) == (one.lanes, one.at_rest, one.replicas)
     assert tuple(again.given) == one.given and again.is_any
