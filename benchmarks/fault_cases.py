@@ -24,7 +24,8 @@ STRATEGIES = {
     "ps": ("strategy=ps", "dp=2", "servers=1"),
 }
 WARMS = {"ring": "network cut"}  # faults that only ranks can have that exchange data over sockets
-HARMLESS = (SLOW, "full disk")  # that end no attempt
+FULL = "full disk"
+HARMLESS = (SLOW, FULL)  # that end no attempt
 LOST = "lost launcher"
 FATAL = tuple(kind for kind in FAULTS if kind not in (*HARMLESS, LOST, LATE, "network cut"))
 PER_RUN, APART, FIRST = 8, 3, 4  # faults, steps between them, the first one's step
@@ -65,14 +66,16 @@ def cases(num_faults: int, seed: int, strategies: Sequence[str]) -> Iterator[Cas
 def _faults(strategy: str, count: int, rng: random.Random) -> Iterator[Fault]:
     world = planned(strategy, PER_RUN).world
     workers = world - (1 if strategy == "ps" else 0)
+    disk_was_full = False  # since the last restart: a run whose saves fail twice in a row ends, as it should
     for number in range(count):
         step = FIRST + APART * number
         if number == count - 1 and rng.random() < 0.5:
             kind = LOST
         elif rng.random() < 0.25:
-            kind = rng.choice(HARMLESS)
+            kind = SLOW if disk_was_full else rng.choice(HARMLESS)
         else:
             kind = rng.choice((*FATAL, *([WARMS[strategy]] * 2 if strategy in WARMS else [])))
+        disk_was_full = kind == FULL or (disk_was_full and kind == SLOW)
         # a server of ps saves, and a worker may be slow
-        rank = workers if strategy == "ps" and kind == "full disk" else rng.randrange(workers)
+        rank = workers if strategy == "ps" and kind == FULL else rng.randrange(workers)
         yield Fault(kind, rank, step, IN_TURN, round(rng.random() * 0.02, 4) if kind in ("kill", "stop") else 0.0)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from parallelrun.cli import doctor_hosts
 from parallelrun.cli.verbs import print_json, screen_on_stderr
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
@@ -49,9 +50,14 @@ class DoctorCheck:
 
 
 def main(words: list[str]) -> int:
-    """`parallelrun doctor [--json]`."""
+    """`parallelrun doctor [--json]`, `parallelrun doctor --hosts ...`."""
+    if doctor_hosts.FLAG in words:
+        return doctor_hosts.main([word for word in words if word != doctor_hosts.FLAG])
     parser = argparse.ArgumentParser("parallelrun doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument(
+        doctor_hosts.FLAG, action="store_true", help="the bandwidth between hosts: -H a,b or --hostfile"
+    )
     arguments = parser.parse_args(words)
     with screen_on_stderr():  # the ranks of the all-reduce may print to stdout (NCCL_DEBUG=INFO)
         checks = examine()

@@ -1,7 +1,8 @@
 """A stranger: another user of this host, who attacks whatever runs find open while they start.
 
-Connects to every port that opens from now on, as a client of torch's store that deletes and overwrites each key that it
-can list, and as one who talks nonsense; opens every file without a name that it can see in /proc and writes into it.
+Connects to every port of the file `targets` that opens, as a client of torch's store that deletes and overwrites each
+key that it can list, and as one who talks nonsense; opens every file without a name that it can see in /proc, and
+writes into it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ ATTACK_S = 60.0
 
 
 def main(ready: str) -> int:
-    """Attack until somebody ends this process, ATTACK_S at the most. ready: a file to write when it begins."""
+    """Attack until somebody ends this process, ATTACK_S at the most. ready: a file to write when it begins; beside it
+    is `targets`, with the ports of the test's own runs."""
     import torch.distributed
 
     assert torch.distributed.is_available()
-    seen = open_ports()
+    seen: set[int] = set()
+    wanted = os.open(Path(ready).with_name("targets"), os.O_RDONLY | os.O_CREAT)
     Path(ready).write_text("yes")
     if os.geteuid() == 0:
         os.setgroups([])
@@ -31,7 +34,8 @@ def main(ready: str) -> int:
         os.setuid(NOBODY)
     deadline = time.monotonic() + ATTACK_S
     while time.monotonic() < deadline:
-        for port in open_ports() - seen:
+        targets = set(map(int, os.pread(wanted, 4096, 0).split()))
+        for port in (open_ports() & targets) - seen:
             seen.add(port)
             print(f"attacks {port}", flush=True)
             for attack in (use_store, talk_nonsense):

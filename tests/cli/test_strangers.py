@@ -33,7 +33,10 @@ def test_ranks_that_meet_over_a_network_do_not_mind(tmp_path, stranger, token):
     """Without a secret, too: this attacker knows torch's store, but not the name of the job."""
     for number in range(TRIES):
         with socket.create_server(("127.0.0.1", 0)) as taken:  # rank 0 has to take another port
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+            port = taken.getsockname()[1]
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            with (stranger.folder / "targets").open("a") as targets:
+                targets.write(" ".join(map(str, range(port + 1, port + 8))) + "\n")
             ranks = run_attached(tmp_path / str(number), environ={**place, "PARALLELRUN_TOKEN": token})
             assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
         assert ranks[0].status["state"] == "done"

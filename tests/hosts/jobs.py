@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,9 @@ def by_torchrun(network: Network, folder: Path, words: Sequence[str], per_host: 
     """A torchrun on each host."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(network.names)),
                 "--nproc-per-node", str(per_host),
-                "--master-addr", network.names[0], "--master-port", PORT]  # fmt: skip
+                "--master-addr", network.address(network.names[0]), "--master-port", PORT]  # fmt: skip
     return Job(folder, [
-        network.popen(name, *torchrun, "--node-rank", str(number), *words, output=folder / "output", cwd=folder,
+        network.popen(name, *torchrun, "--node-rank", str(number), *words, output=folder / "output",
                       env=environ(**more))
         for number, name in enumerate(network.names)
     ])  # fmt: skip
@@ -71,12 +71,14 @@ def by_mpirun(
 ) -> Job:
     """OpenMPI's mpirun on the first host, which reaches the other by ssh."""
     hosts = ",".join(f"{name}:{per_host}" for name in network.names)
-    handed = {"MASTER_ADDR": network.names[0], "MASTER_PORT": PORT, "PARALLELRUN_TOKEN": "secret", **more}
+    handed = {
+        "MASTER_ADDR": network.address(network.names[0]),
+        "MASTER_PORT": PORT,
+        "PARALLELRUN_TOKEN": "secret",
+        **more,
+    }
     names = [word for name in (*handed, "PYTHONPATH", "OMP_NUM_THREADS", "PATH") for word in ("-x", name)]
     command = ["mpirun", "--allow-run-as-root", "--host", hosts, "--mca", "plm_rsh_args", f"-F {ssh_config}",
                "--bind-to", "none", "--wdir", str(folder), *names, sys.executable, *words]  # fmt: skip
     settings = environ(**handed)
-    return Job(folder, [network.popen(network.names[0], *command, output=folder / "output", cwd=folder, env=settings)])
-
-
-Launcher = Callable[..., Job]
+    return Job(folder, [network.popen(network.names[0], *command, output=folder / "output", env=settings)])

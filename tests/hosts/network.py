@@ -14,7 +14,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.cli.launcher import read, wait_for
 
@@ -44,10 +43,15 @@ class Network:
     def start(self) -> None:
         """Make the hosts and the switch."""
         lines = [f"{self.address(name)} {name}" for name in self.names]
-        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        for name in self.names:  # as Debian sets a host up: its own name means an address that others cannot reach
+            own = ["127.0.0.1 localhost", f"127.0.1.1 {name}"]
+            others = [line for line in lines if not line.endswith(f" {name}")]
+            (self.folder / f"{name}.hosts").write_text("\n".join([*own, *others, ""]))
         self._keep("switch", "ip link add sw type bridge && ip link set sw up")
         for name in self.names:
-            self._keep(name, f"hostname {name} && mount --bind {self.folder}/hosts /etc/hosts && ip link set lo up")
+            self._keep(
+                name, f"hostname {name} && mount --bind {self.folder}/{name}.hosts /etc/hosts && ip link set lo up"
+            )
         for number, name in enumerate(self.names):
             keeper = self._keepers[name].pid
             port = f"port{number}"
@@ -74,10 +78,11 @@ class Network:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def popen(self, name: str, *words: str, output: Path, **options: Any) -> subprocess.Popen[bytes]:
-        """Start a command on a host, which writes stdout and stderr to a file."""
+    def popen(self, name: str, *words: str, output: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Start a command on a host, in the folder of its `output`, to which it writes stdout and stderr."""
+        inside = ("sh", "-c", 'cd "$0" && exec "$@"', str(output.parent), *words)  # nsenter changes to /
         with output.open("ab") as file:
-            return subprocess.Popen(self.command(name, *words), stdout=file, stderr=file, **options)
+            return subprocess.Popen(self.command(name, *inside), stdout=file, stderr=file, env=env)
 
     def serve_ssh(self) -> Path:
         """Start an sshd on every host; return a configuration for ssh with which each reaches each."""

@@ -14,8 +14,8 @@ BIAS = {"model.head_bias": True}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 CELLS = [
     {"dp": 2},
-    {"tp": 2, "model.vocab": 37, "model.label_smoothing": 0.1, **BIAS},
-    {"tp": 2, **SEQUENCE},
+    {"tp": 2, "model.vocab": 37, "model.label_smoothing": 0.1, "recompute": "full", **BIAS},
+    {"tp": 2, "recompute": "full", **SEQUENCE},
     {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 2},
     {"tp": 2, "pp": 2, "schedule": "zero_bubble", "virtual_stages": 1, "microbatches": 2, **SEQUENCE, **BIAS},
     {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp", **BIAS},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from random import Random
 from typing import Any
 
 import pytest
 
+from parallelrun.errors import ConfigError
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
+from tests.plans import tiny_plan
 from tests.tensor_cases import llama
 
 ORDER, KIND = "strategy.context.order", "strategy.context.kind"
@@ -73,6 +77,39 @@ MATRIX: dict[str, dict[str, Any]] = {
     "2d, fsdp": {"cp": 2, "tp": 4, "dp": 2, "layout": "2d", "strategy.data.kind": "fsdp"},
     "compiled": {"cp": 2, "compile": True, "model.layers": 1},
 }
+
+
+AXES: list[list[dict[str, Any]]] = [
+    [{"cp": 2}, {"cp": 2}, {"cp": 4}],
+    [{}, ALLGATHER, ULYSSES, USP],
+    [{}, {"tp": 2}, {"tp": 2, **SEQUENCE}, {"tp": 4, "layout": "2d"}],
+    [{}, {"pp": 2, "microbatches": 2}, {"pp": 2, "microbatches": 2, "schedule": "zero_bubble"}],
+    [{}, {"dp": 2}, *({"dp": 2, "strategy.data.kind": kind} for kind in ("fsdp", "zero1", "zero2", "ring"))],
+    [{}, llama(), llama(model__kv_heads=2), DROPOUT, BERT, {**DROPLESS, "ep": 1}, CAPACITY],
+    [{}, {"dataset.pack": True}, {"dataset.pack": True}],
+    [{}, {"recompute": "full"}, {"recompute": "selective"}],
+    [{}, {"precision.name": "bf16"}],
+    [{}, {ORDER: "contiguous"}, {ORDER: "zigzag"}, {ORDER: "striped"}],
+]
+
+
+def drawn(count: int) -> list[dict[str, Any]]:
+    """So many legal compositions of the axes, on at most 8 ranks, drawn by a fixed seed."""
+    random, found = Random(15), []
+    while len(found) < count:
+        cell = {"model.seq": 16}
+        for choices in AXES:
+            cell |= random.choice(choices)
+        with suppress(ConfigError):
+            if tiny_plan(cell).world <= 8 and cell not in found:
+                found.append(cell)
+    return found
+
+
+@pytest.mark.skipif(not FULL, reason="--matrix=full")
+@pytest.mark.parametrize("cell", drawn(24) if FULL else [], ids=str)
+def test_so_is_any_composition_that_is_drawn(cell):
+    assert_equal(parity(cell))
 
 
 @pytest.mark.parametrize("cell", [*CELLS, *(MATRIX if FULL else ())])

@@ -150,8 +150,11 @@ class Megatron1D(ProductStrategy):
 
     def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
         """Recomputation stops at the last tensor that backward needs. The last reduction is behind it, unless a dropout
-        mask comes after; a last gather (of a head in a recomputed block) is before the product that backward needs."""
-        return plan.dropout > 0 or not forward or forward[-1].operation == "all_gather"
+        mask comes after, or a norm (of a post-norm block); a last gather (of a head in a recomputed block) is before
+        the product that backward needs."""
+        last = next(layer for layer in reversed(block.layers) if layer.layer_role != "dropout")
+        reads_it = plan.dropout > 0 or last.layer_role == "norm"
+        return reads_it or not forward or forward[-1].operation == "all_gather"
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
         """Under sequence parallelism only a slice of the rank's part of the sequence."""
