@@ -1,8 +1,7 @@
 """Silent data corruption: are wrong bits found, the rank named, the steps undone, and what does looking cost?
 
 `python -m benchmarks.sdc --cases 500` plants faults of seeds 0, 1, ... in real trainings of one to four ranks, and
-prints a table. `python -m benchmarks.sdc --cost` alternates runs without and with `sdc.every=50`, and compares their
-processor time.
+prints a table. `python -m benchmarks.sdc --cost` measures the processor time of what `sdc.every=50` adds to a step.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -22,16 +18,28 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from parallelrun.context import WorkerContext
+from parallelrun.train.build import build
+from parallelrun.train.corruption.watch import watch_of
+from parallelrun.train.schedules import LossScaler
+from parallelrun.train.step import train_step
 from tests.corruption import BASE, PLANS, Case, Outcome, Result, draw, judge, run, run_all
-from tests.plans import tiny_plan
+from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 
 TOGETHER = 12  # cases in the same processes: to start them takes longer than a case
-COSTS = {
-    "ddp dp=2": ["strategy=ddp", "dp=2"],
-    "fsdp dp=2": ["strategy=fsdp", "dp=2"],
-    "tp=2": ["strategy=tp", "tp=2"],
-    "pp=2": ["strategy=1f1b", "pp=2"],
+EVERY = 50
+SIZE: dict[str, Any] = {  # the model that `parallelrun model=gpt` trains, and its batch
+    "model.layers": 4, "model.hidden": 64, "model.heads": 4, "model.seq": 64, "model.vocab": 256, "dataset.vocab": 256,
+    "global_batch": 48, "optimizer.name": "adamw", "steps": 10**6, "sdc.every": EVERY,
+}  # fmt: skip
+COSTS: dict[str, dict[str, Any]] = {
+    "ddp": {"dp": 2},
+    "fsdp": {"dp": 2, "strategy.data.kind": "fsdp"},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
 }
 
 
@@ -40,12 +48,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=500, help="the number of faults that have an effect")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--cost", action="store_true", help="measure what looking costs instead")
-    parser.add_argument("--pairs", type=int, default=10, help="pairs of runs of each plan for --cost")
-    parser.add_argument("--to", type=Path, help="append every case or pair to this file, as a line of JSON")
+    parser.add_argument("--rounds", type=int, default=20, help="steps and checks of each plan for --cost")
+    parser.add_argument("--to", type=Path, help="append every case or plan to this file, as a line of JSON")
     arguments = parser.parse_args()
     print(f"{time.strftime('%Y-%m-%d')}, {platform.node()}, Python {platform.python_version()}")
     if arguments.cost:
-        measure_cost(arguments.pairs, arguments.to)
+        measure_cost(arguments.rounds, arguments.to)
     else:
         plant(arguments.cases, arguments.first, arguments.to)
 
@@ -109,34 +117,49 @@ def note(to: Path, seed: int, case: Case, result: Result, outcomes: list[Outcome
         file.write(json.dumps(row) + "\n")
 
 
-def measure_cost(pairs: int, to: Path | None) -> None:
-    """Print the median ratio of processor times, with checks to without, of alternating runs of 100 steps."""
-    for name, words in COSTS.items():
-        ratios, again = [], []
-        for number in range(pairs):
-            plain, watched, other = seconds(words, 0), seconds(words, 50), seconds(words, 0)
-            ratios.append(2 * watched / (plain + other))
-            again.append(other / plain)
-            if to is not None:
-                with to.open("a") as file:
-                    file.write(json.dumps({"plan": name, "pair": number, "seconds": [plain, watched, other]}) + "\n")
-        low, high = sorted(ratios)[len(ratios) // 4], sorted(ratios)[-1 - len(ratios) // 4]
+def measure_cost(rounds: int, to: Path | None) -> None:
+    """Print the processor time of checks with `sdc.every=50` over that of training steps, on the slowest rank."""
+    for name, over in COSTS.items():
+        found = run_ranks(2, costs, over, rounds, timeout=600)
+        shares = [(rest + check / EVERY) / step for step, rest, check in found]
+        step, rest, check = found[shares.index(max(shares))]
         print(
-            f"{name:12} with / without {statistics.median(ratios):.4f} (middle half {low:.4f} to {high:.4f}), "
-            f"without / without {statistics.median(again):.4f}, {pairs} pairs",
+            f"{name:10} step {step * 1e3:.1f} ms, checksums {rest * 1e3:.2f} ms a step, a check {check * 1e3:.1f} ms: "
+            f"{max(shares):.2%} at N={EVERY}",
             flush=True,
         )
+        if to is not None:
+            with to.open("a") as file:
+                file.write(json.dumps({"plan": name, "step_s": step, "checksums_s": rest, "check_s": check}) + "\n")
 
 
-def seconds(words: list[str], every: int) -> float:
-    """Return the processor time of a run of 100 steps, start included."""
-    command = [sys.executable, "-m", "parallelrun", "model=gpt", *words, "steps=100", f"sdc.every={every}"]
-    command += ["eval.every=0", "checkpoint.last=false"]
+def costs(over: dict[str, Any], rounds: int) -> tuple[float, float, float]:
+    """Return medians of this rank's processor seconds: of a step, of its checksums, of a check. Measured in turns."""
+    config, plan = tiny_config({**SIZE, **over}), tiny_plan({**SIZE, **over})
+    training = build(config, plan, torch.device("cpu"))
+    scaler = LossScaler(config.precision, scaled=False)
     with tempfile.TemporaryDirectory() as folder:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*command, f"runs={folder}"], check=True, stdout=subprocess.DEVNULL)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        context = WorkerContext(
+            rank=training.mesh.rank, world=plan.world, local_rank=0, device=torch.device("cpu"), directory=Path(folder),
+            heartbeat=lambda step, phase: None, stop_requested=lambda: False, save_failed=lambda step: None,
+            console_owner=False,
+        )  # fmt: skip
+        watch = watch_of(training, scaler, context, 0)
+        times: dict[str, list[float]] = defaultdict(list)
+        for step in range(1, rounds + 3):
+            moments = [time.process_time()]
+            train_step(training, step, 1e-3, scaler)
+            moments.append(time.process_time())
+            watch.after_update()
+            watch.before_update(training)
+            watch.agree(True)
+            moments.append(time.process_time())
+            watch.check(EVERY * step, saves=False)
+            moments.append(time.process_time())
+            for name, began, ended in zip(("step", "checksums", "check"), moments, moments[1:]):
+                times[name].append(ended - began)
+    step_s, checksums_s, check_s = (statistics.median(times[name][2:]) for name in ("step", "checksums", "check"))
+    return step_s, checksums_s, check_s
 
 
 if __name__ == "__main__":
