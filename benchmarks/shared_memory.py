@@ -27,7 +27,7 @@ from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, wr
 from benchmarks.plain_gpt import SIZES
 from parallelrun import shared_memory
 from parallelrun.plan.resolve import resolve
-from parallelrun.shared_memory.process import HOST_VARIABLE
+from parallelrun.shared_memory.hosts import HOST_VARIABLE
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step

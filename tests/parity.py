@@ -26,7 +26,7 @@ from parallelrun.models.network import compile_blocks
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.shared_memory.process import HOST_VARIABLE
+from parallelrun.shared_memory.hosts import HOST_VARIABLE
 from parallelrun.train import build as train_build
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+HOST_VARIABLE = "PARALLELRUN_SIMULATED_HOST"  # ranks of a simulated host; tests and `emulate=true` set it
+
 
 class Hosts:
     """The ranks of a group by host, seen from one of them. Hosts are in the order of their lowest ranks.

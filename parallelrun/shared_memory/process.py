@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.shared_memory.arena import ALIGNMENT, Arena, MappedMemory, store_before_load
+from parallelrun.shared_memory.hosts import HOST_VARIABLE
 
 # Word of an arena, what its process sleeps for: ANY; collectives of the group whose block of words begins at this word;
 # messages of the process with minus this pid; AWAKE.
 AWAITED, AWAKE, ANY = 0, 0, 1
-HOST_VARIABLE = "PARALLELRUN_SIMULATED_HOST"  # ranks of a simulated host; tests and `emulate=true` set it
 
 
 class Peer:

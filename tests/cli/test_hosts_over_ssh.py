@@ -28,6 +28,7 @@ AGENT = "\0parallelrun.cli.host_agent"  # as a word of its own: ssh has it in th
 GONE_S = 10.0
 
 pytestmark = [
+    pytest.mark.hosts,
     pytest.mark.skipif(SSHD is None, reason="no sshd here (openssh-server)"),
     pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here (openssh-client)"),
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallelrun import shared_memory, torch_private
 from parallelrun.shared_memory import collectives, hierarchical
-from parallelrun.shared_memory.process import HOST_VARIABLE
+from parallelrun.shared_memory.hosts import HOST_VARIABLE
 from tests.matrix import FULL
 from tests.overlapping_groups import out_of_order
 from tests.pool import RanksFailed, run_ranks

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from parallelrun import shared_memory
 from parallelrun.shared_memory import channel, engine, messages
-from parallelrun.shared_memory.process import HOST_VARIABLE
+from parallelrun.shared_memory.hosts import HOST_VARIABLE
 from tests.overlapping_groups import out_of_order
 from tests.pool import RanksFailed, run_ranks
 

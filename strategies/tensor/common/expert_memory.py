@@ -48,7 +48,7 @@ def routing_bytes(plan: Plan) -> int:
     if router.score != "softmax" and router.aux_coefficient:
         kept += 2 * tokens * accurate  # sums over experts
     if router.aux_coefficient:
-        kept += num_groups(plan) * spec.experts * INDEX
+        kept += num_groups(plan) * spec.experts * accurate
     if router.z_coefficient:
         kept += tokens * accurate
     return kept + _choices(plan)

@@ -30,7 +30,7 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pr, "load", loaded)
     said = capsys.readouterr().out.splitlines()
     assert len(started) == 4 and started[1] == (("run", "model=gpt", "strategy=single", "steps=20"), True)
-    assert "[]" in said[2] and "skipped" in said[3] and "dp=8" in said[4]
+    assert "[]" in said[2] and "skipped" in said[3] and "strategy.data.kind=fsdp" in said[4]
     assert said[-1].count("'") == 6  # three violations
 
 
