@@ -69,10 +69,11 @@ def _progress(run: LiveRun) -> Text:
 
 def _ranks(run: LiveRun, most: int) -> RenderableType:
     """A line for each rank; where there is no room for all, those that are slow, silent or behind come first."""
-    shown = sorted(run.ranks, key=lambda one: (not _marks(one, run.step), one["rank"]))[:most]
+    first = max(int(_number(one, "step")) for one in run.ranks)  # metrics.jsonl may be newer than all these rows
+    shown = sorted(run.ranks, key=lambda one: (not _marks(one, first), one["rank"]))[:most]
     found = table(">rank", "host", ">step", "phase", ">tokens/s", ">step time", ">computing", ">waiting", ">memory", "")
     for one in sorted(shown, key=lambda row: int(row["rank"])):
-        marks = _marks(one, run.step)
+        marks = _marks(one, first)
         found.add_row(*(Text(text) for text in _cells(one)), Text(marks, "yellow"), style="yellow" if marks else "")
     left = len(run.ranks) - len(shown)
     return Group(found, Text(f"... and {left} more ranks, as expected", "dim")) if left else found
@@ -94,7 +95,7 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
 
 
 def _marks(one: Mapping[str, Any], step: int) -> str:
-    """What is unusual about a rank."""
+    """What is unusual about a rank. step: of the rank that is furthest."""
     silent, slow = _number(one, "silent_s"), _number(one, "slow")
     behind = step - int(_number(one, "step"))
     return ", ".join(

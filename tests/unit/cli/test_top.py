@@ -132,3 +132,9 @@ def test_status_json_has_the_ranks_that_the_launcher_sees(tmp_path):
     assert json.loads((tmp_path / "status.json").read_text())["ranks"][0]["rank"] == 0
     status.ended(0)
     assert "ranks" not in json.loads((tmp_path / "status.json").read_text())
+
+
+def test_ranks_are_behind_one_another_and_not_behind_newer_records(run):
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 60, "loss": 2.5}) + "\n")
+    write(run, ranks=[rank(0), rank(1)])
+    assert "behind" not in text(run)
