@@ -7,6 +7,7 @@ import signal
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,6 +111,19 @@ def test_sums_are_by_host_then_by_rank_and_16_bit_ones_are_rounded_once(
     for rank, (_, summed, mine) in enumerate(results):
         assert torch.equal(summed, total)
         assert torch.equal(mine, total.chunk(len(hosts))[rank])
+
+
+def sums_in_pieces(hosts: str, numel: int) -> list[Tensor]:
+    with mock.patch.object(hierarchical, "PIECE", 2**10):  # bytes: an all-reduce has many
+        return random_sums(hosts, numel, torch.float32)
+
+
+@pytest.mark.parametrize("hosts", [THREE, ALONE])
+def test_sums_that_are_sent_in_pieces_have_the_bits_of_whole_ones(hosts: str) -> None:
+    numel = 39_990  # for any of the groups; the last pieces and parts are shorter
+    whole = run_ranks(len(hosts), random_sums, hosts, numel, torch.float32)
+    pieces = run_ranks(len(hosts), sums_in_pieces, hosts, numel)
+    assert all(map(torch.equal, *([tensor for rank in found for tensor in rank] for found in (pieces, whole))))
 
 
 def uneven_parts(hosts: str) -> tuple[list[int], list[float], list[Any], list[Any]]:
