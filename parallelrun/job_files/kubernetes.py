@@ -14,36 +14,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parallelrun.errors import EXIT_PREEMPTED, Problem
+from parallelrun.job_files.nodes import JobOnNodes
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")  # of a pod's host, with the suffixes that are added
 MOUNT = "/runs"
 
 
 @dataclass(frozen=True)
-class KubernetesJob:
+class KubernetesJob(JobOnNodes):
     """What a TrainJob asks for.
 
-    nodes; gpus_per_node: 0 for a job on CPUs; ranks_per_node: of a job on CPUs; image: with parallelrun in it; claim: a
-    PersistentVolumeClaim that all nodes can write (ReadWriteMany), where the run's directory is; runtime: a
-    ClusterTrainingRuntime.
+    image: with parallelrun in it; claim: a PersistentVolumeClaim that all nodes can write (ReadWriteMany), where the
+    run's directory is; runtime: a ClusterTrainingRuntime.
     """
 
-    nodes: int = 1
-    gpus_per_node: int = 0
-    tasks_per_node: int = 0
     image: str = ""
     claim: str = ""
     namespace: str = "default"
     runtime: str = "torch-distributed"
     job_name: str = ""
-
-    @property
-    def ranks_per_node(self) -> int:
-        return self.tasks_per_node or self.gpus_per_node
-
-    @property
-    def num_ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
 
     def words(self) -> list[str]:
         """The words that the run needs in this place: where all nodes see its directory."""
@@ -55,12 +44,7 @@ class KubernetesJob:
 
     def problems(self) -> list[Problem]:
         """Every setting that Kubernetes would refuse, and those without which no job can be written."""
-        found = []
-        if self.nodes < 1:
-            found.append(Problem(f"nodes={self.nodes}: a job needs a node", "nodes", "nodes=1"))
-        if self.ranks_per_node < 1:
-            what = "the number of ranks on a node is not known"
-            found.append(Problem(what, "gpus_per_node", "gpus_per_node=8, or tasks_per_node=4 for a job on CPUs"))
+        found = self.problems_of_nodes()
         if not self.image:
             found.append(Problem("the job has no container image", "image", "image=<registry>/<name>:<tag>"))
         if not self.claim:

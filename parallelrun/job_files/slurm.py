@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parallelrun.errors import EXIT_PREEMPTED, Problem
+from parallelrun.job_files.nodes import JobOnNodes
 
 # Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED")
@@ -19,17 +20,13 @@ _COLUMN = 38
 
 
 @dataclass(frozen=True)
-class SlurmJob:
+class SlurmJob(JobOnNodes):
     """What a job asks of Slurm.
 
-    nodes; gpus_per_node: 0 for a job on CPUs; tasks_per_node: ranks on a node (0: one for each GPU); time: its limit in
-    one of Slurm's forms; save_s: seconds before the limit at which ranks are told to save; container: an image for the
-    plug-in pyxis; output: the file of the job's output (%x: its name, %j: its number).
+    time: its limit in one of Slurm's forms; save_s: seconds before the limit at which ranks are told to save;
+    container: an image for the plug-in pyxis; output: the file of the job's output (%x: its name, %j: its number).
     """
 
-    nodes: int = 1
-    gpus_per_node: int = 0
-    tasks_per_node: int = 0
     cpus_per_task: int = 0
     time: str = ""
     partition: str = ""
@@ -41,14 +38,6 @@ class SlurmJob:
     output: str = "%x-%j.out"
     save_s: int = 300
 
-    @property
-    def ranks_per_node(self) -> int:
-        return self.tasks_per_node or self.gpus_per_node
-
-    @property
-    def num_ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
-
     def named(self, name: str) -> SlurmJob:
         """This job with the name of a run."""
         return replace(self, job_name=name)
@@ -59,13 +48,8 @@ class SlurmJob:
 
     def problems(self) -> list[Problem]:
         """Every setting that Slurm would refuse, and those without which no job can be written."""
-        found = []
-        if self.nodes < 1:
-            found.append(Problem(f"nodes={self.nodes}: a job needs a node", "nodes", "nodes=1"))
-        if self.ranks_per_node < 1:
-            what = "the number of ranks on a node is not known"
-            found.append(Problem(what, "gpus_per_node", "gpus_per_node=8, or tasks_per_node=4 for a job on CPUs"))
-        elif self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
+        found = self.problems_of_nodes()
+        if 0 < self.gpus_per_node < self.ranks_per_node:
             what = f"{self.tasks_per_node} ranks on a node of {self.gpus_per_node} GPUs: each rank needs one of its own"
             found.append(Problem(what, "tasks_per_node", f"tasks_per_node={self.gpus_per_node}"))
         if not _TIME.fullmatch(self.time):

@@ -86,13 +86,7 @@ def route(
     rows = logits.flatten(0, 1)
     is_padding = None if is_token is None else ~is_token.flatten()
     log_shares = torch.log_softmax(rows, dim=-1)
-    if spec.score == "softmax":
-        scores = shares = log_shares.exp()
-        entropy = -(shares.detach() * log_shares.detach())
-    else:
-        scores = torch.sigmoid(rows)
-        shares = scores / scores.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
-        entropy = torch.special.entr(shares.detach())
+    scores, shares, entropy = _scores(rows, log_shares, spec)
     deciding = scores.detach() if decide is None else decide(scores.detach())
     ranking = deciding
     if selection_bias is not None:
@@ -119,6 +113,16 @@ def route(
     means = (aux.detach().view(1), z.detach().view(1), entropy)
     vector = torch.cat((chosen.load.sum(0), chosen.kept_load, *sizes, chosen.lost, *means))
     return Routing(*chosen.assignments, rows.size(0), num_groups, capacity, num_experts, auxiliary, vector)
+
+
+def _scores(rows: Tensor, log_shares: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, all (T, E): the scores of tokens for experts; each expert's share of a token; its part of the entropy."""
+    if spec.score == "softmax":
+        shares = log_shares.exp()
+        return shares, shares, -(shares.detach() * log_shares.detach())
+    scores = torch.sigmoid(rows)
+    shares = scores / scores.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
+    return scores, shares, torch.special.entr(shares.detach())
 
 
 def _balance_loss(counted: Tensor, shares: Tensor, is_token: Tensor | None) -> Tensor:
