@@ -36,7 +36,8 @@ PER_RUN, APART, FIRST = 8, 3, 4  # faults, steps between them, the first one's s
 class Case:
     """A run with its faults, and what was found.
 
-    results: by check; culprits: by the fault's number; load: of the machine when it ended.
+    results: by check; culprits: by the fault's number; unplanned: attempts that have failed without a fault, such as a
+    step that took longer than the timeout of a campaign on a busy machine; load: of the machine when the run ended.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Case:
     results: dict[str, bool] = field(default_factory=dict)
     culprits: dict[int, bool] = field(default_factory=dict)
     restart_s: list[float] = field(default_factory=list)
+    unplanned: list[str] = field(default_factory=list)
     told: str = ""
     wall_s: float = 0.0
     load: float = 0.0

@@ -54,6 +54,8 @@ def document(done: Sequence[Case], seed: int, timeout_s: float) -> dict[str, Any
         "load": {"median": median(loads), "highest": loads[-1]} if loads else None,
         "runs": len(done),
         "right_runs": sum(case.is_right for case in done),
+        "unplanned": sum(len(case.unplanned) for case in done),
+        "hangs": sum("hangs" in told for case in done for told in case.unplanned),
         "wall_s": sum(case.wall_s for case in done),
         "restarts": len(restart_s),
         "restart_s": {"median": median(restart_s), "longest": restart_s[-1]} if restart_s else None,
@@ -91,6 +93,11 @@ def show(found: Mapping[str, Any]) -> str:
     about = f"{found['right_runs']} of {found['runs']} runs are right in everything; {found['wall_s'] / 60:.0f} minutes"
     about += f" on {found['cores']} cores ({found['date'][:10]}, seed {found['seed']}"
     about += f"; load average {load['median']:.0f}, at most {load['highest']:.0f})." if load else ")."
+    if found["unplanned"]:
+        about += (
+            f" {found['unplanned']} more attempts failed without a fault, {found['hangs']} of them because a rank was"
+        )
+        about += f" silent for the {found['timeout_s']:g} s after which the campaign's ranks hang."
     if restart:
         about += f" {found['restarts']} restarts: from failure to next step {restart['median']:.1f} s at the median,"
         about += f" {restart['longest']:.1f} s at most."

@@ -31,10 +31,12 @@ from benchmarks.fault_injection import WORKER, Fault, variable
 from benchmarks.fault_report import CHECKS
 from parallelrun.api.results import PlannedRun
 from parallelrun.checkpoint.find import latest
+from parallelrun.errors import EXIT_MISMATCH
 from parallelrun.launch import processes
 from parallelrun.launch import rank as ranks
 from parallelrun.launch.rank import Job
 from parallelrun.run_records import attempts
+from parallelrun.run_records.attempts import Attempt
 
 GONE_S = 5.0  # for the processes of a run to end
 
@@ -64,16 +66,33 @@ def run(case: Case, folder: Path, timeout_s: float, reference: Mapping[str, Any]
         "no orphan": not orphans,
         "no lost sample": [row[0] for row in rows] == [row[0] for row in expected],
     }
-    failed = [one.rank for one in history if one.error and one.exit_code != 4]
-    fatal = [number for number, one in enumerate(case.faults) if one.kind not in (*HARMLESS, LOST)]
-    reached = fatal if code == 0 else fatal[: len(failed)]
-    named = [*failed, *[None] * len(fatal)]
-    case.culprits = {number: rank == case.faults[number].rank for number, rank in zip(reached, named)}
+    _blame(case, history, directories[0], code)
     case.restart_s = [
         after.stepping - before.ended for before, after in pairwise(history) if before.ended and after.stepping
     ]
-    if not case.is_right:
+    if not case.is_right or case.unplanned:
         case.told = f"exit {code}; {(folder / 'a' / 'stderr').read_text()[-1500:]}"
+
+
+def _blame(case: Case, history: Sequence[Attempt], directory: Path, code: int) -> None:
+    """Find for each fault that ends an attempt the rank that was named for it, and attempts that no fault has ended.
+
+    A fault belongs to the attempt in whose time it has happened. What follows a damaged checkpoint is no new fault.
+    """
+    happened: dict[int, int] = {}  # attempt -> fault
+    for number, one in enumerate(case.faults):
+        marker = directory / f"fault_{number}"
+        if one.kind in (*HARMLESS, LOST) or not marker.exists():
+            if one.kind not in (*HARMLESS, LOST) and code == 0:
+                case.culprits[number] = False
+            continue
+        attempt = max(each.number for each in history if each.began <= marker.stat().st_mtime)
+        happened[attempt] = number
+        case.culprits[number] = history[attempt - 1].rank == one.rank
+    others = [
+        each for each in history if each.error and each.number not in happened and each.exit_code != EXIT_MISMATCH
+    ]
+    case.unplanned = [f"attempt {each.number}: {each.error}" for each in others]
 
 
 def _launch(found: PlannedRun, folder: Path, faults: Sequence[Fault], timeout_s: float, resume: Path | None) -> int:
@@ -215,6 +234,7 @@ def _run_all(left: Sequence[Case], rows: Path, timeout_s: float) -> None:
         fault_report.append(rows, case)
         kinds = ", ".join(f"{one.kind} (rank {one.rank})" for one in case.faults)
         verdict = "ok" if case.is_right else f"{case.results} {case.culprits} {own}\n{case.told}".rstrip()
+        verdict += f" unplanned: {case.unplanned}\n{case.told}" if case.is_right and case.unplanned else ""
         print(f"{time.monotonic() - began:6.0f} s  {case.number} {case.strategy}: {kinds}: {verdict}", flush=True)
         if case.is_right:
             shutil.rmtree(own)

@@ -7,7 +7,6 @@ the run goes on with fewer ranks (`elastic=true`). Torch-free.
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import sys
@@ -52,7 +51,7 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, asked
             directory = reattach.earlier(Path(asked.runs).expanduser(), variables)
             if directory is None:  # it has failed before a run began
                 break
-            outcome, history, decision = reattach.judged(directory, asked.restarts)
+            outcome, history, decision = reattach.judged(directory, asked.restarts, _of_ranks(left))
             if not decision.restart:
                 print(f"  not restarted: {decision.why}", file=sys.stderr, flush=True)
                 return decision.exit_code or outcome.exit_code
@@ -82,21 +81,22 @@ def _slots_left(hosts: Sequence[HostRanks], ssh: SshOptions, signals: Sequence[i
     probes = [HostConnection(one, ssh, serves=False) for one in hosts if not one.is_here]
     try:
         gone = [one.name for one in await_hellos(probes, signals, RECONNECT_S)]
-        names = {one.name: one.hello.host for one in probes if one.hello}
     finally:
         for one in probes:
             one.hang_up()
-            if one.name in gone:
-                one.process.kill()
+            one.process.kill()  # an agent without an order ends with its connection
             one.process.wait()
     for name in gone:
         print(f"warning: {name} cannot be reached by ssh: it is left out", file=sys.stderr, flush=True)
-    here = os.uname().nodename
     slots = {one.name: one.slots for one in hosts if one.name not in gone}
-    for name in slots:
-        if without and names.get(name, here) == without:
-            slots[name] -= 1
+    if without in slots:
+        slots[without] -= 1
     return slots
+
+
+def _of_ranks(hosts: Sequence[HostRanks]) -> list[str]:
+    """The name of each rank's host."""
+    return [one.name for one in hosts for _ in range(one.num_ranks)]
 
 
 def _placed(asked: Config, directory: Path, last: Attempt, slots: Mapping[str, int]) -> tuple[HostRanks, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,15 +108,20 @@ def continued(job: Job, directory: Path) -> Job:
     return after
 
 
-def judged(directory: Path, most: int | None = None) -> tuple[Outcome, list[Attempt], Decision]:
+def judged(
+    directory: Path, most: int | None = None, hosts: Sequence[str] = ()
+) -> tuple[Outcome, list[Attempt], Decision]:
     """Return how the last attempt of a run ended, all attempts, and what follows; record it. Its ranks have ended.
 
-    most: how often the run may be restarted; None if its launcher counts.
+    most: how often the run may be restarted; None if its launcher counts. hosts: of each rank, if they are known.
     """
     history = attempts.read(directory)
     outcome = _outcome(directory, history[-1])
     if history[-1].ended is None:
-        history[-1] = restarts.ended(history, outcome, directory)
+        last = restarts.ended(history, outcome, directory)
+        if hosts and last.rank is not None:
+            last = replace(last, host=hosts[last.rank])
+        history[-1] = last
         attempts.write(directory, history)
     decision = restart_policy.decide(history, len(history) if most is None else most)
     if not decision.restart:

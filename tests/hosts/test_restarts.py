@@ -24,9 +24,9 @@ from tests.hosts.test_launchers import TINY
 from tests.matrix import FULL
 
 pytestmark = pytest.mark.hosts
-STEPS, AT_STEP = 300, 10
+STEPS, AT_STEP = 60, 8
 PROGRAM = ("-m", "parallelrun", *(word for word in TINY if not word.startswith("steps=")), f"steps={STEPS}",
-           "checkpoint.every=4", "checkpoint.keep=3", "timeout_s=15")  # fmt: skip
+           "checkpoint.every=4", "checkpoint.keep=3", "eval.every=0")  # fmt: skip
 BOTH = "worker-1:2,worker-2:2"
 
 
@@ -64,7 +64,7 @@ def train(network: Network, folder: Path, hosts: str, *words: str, at: str = "wo
     """A launcher on the host `at`, once its ranks have passed some steps."""
     ssh = ("--ssh-config", str(network.serve_ssh()))
     job = Job(folder, [
-        network.popen(at, sys.executable, *PROGRAM, "restarts=2", "-H", hosts, *ssh, *words,
+        network.popen(at, sys.executable, *PROGRAM, "restarts=2", "timeout_s=30", "-H", hosts, *ssh, *words,
                       output=folder / "output", env=environ())
     ])  # fmt: skip
     file = job.run / "metrics.jsonl"
