@@ -64,7 +64,7 @@ def train(network: Network, folder: Path, hosts: str, *words: str, at: str = "wo
     """A launcher on the host `at`, once its ranks have passed some steps."""
     ssh = ("--ssh-config", str(network.serve_ssh()))
     job = Job(folder, [
-        network.popen(at, sys.executable, *PROGRAM, "restarts=2", "timeout_s=30", "-H", hosts, *ssh, *words,
+        network.popen(at, sys.executable, *PROGRAM, "restarts=2", "-H", hosts, *ssh, *words,
                       output=folder / "output", env=environ())
     ])  # fmt: skip
     file = job.run / "metrics.jsonl"
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_on_another_host_is_replaced(own, tmp_path, expected):
     "how", ["killed", pytest.param("cut off", marks=[] if FULL else pytest.mark.skip("waits for timeout_s: FULL"))]
 )
 def test_without_a_host_an_elastic_run_goes_on_with_the_others(own, tmp_path, expected, how):
-    job = train(own, tmp_path, BOTH, "elastic=true")
+    job = train(own, tmp_path, BOTH, "elastic=true", f"timeout_s={60 if how == 'killed' else 20}")
     if how == "killed":
         kill(own, "worker-2")
     else:  # its ranks live on for a while, and must not write into the run that goes on
