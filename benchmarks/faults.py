@@ -66,7 +66,7 @@ def run(case: Case, folder: Path, timeout_s: float, reference: Mapping[str, Any]
         "no orphan": not orphans,
         "no lost sample": [row[0] for row in rows] == [row[0] for row in expected],
     }
-    _blame(case, history, directories[0], code)
+    blame(case, history, directories[0], code)
     case.restart_s = [
         after.stepping - before.ended for before, after in pairwise(history) if before.ended and after.stepping
     ]
@@ -74,7 +74,7 @@ def run(case: Case, folder: Path, timeout_s: float, reference: Mapping[str, Any]
         case.told = f"exit {code}; {(folder / 'a' / 'stderr').read_text()[-1500:]}"
 
 
-def _blame(case: Case, history: Sequence[Attempt], directory: Path, code: int) -> None:
+def blame(case: Case, history: Sequence[Attempt], directory: Path, code: int) -> None:
     """Find for each fault that ends an attempt the rank that was named for it, and attempts that no fault has ended.
 
     A fault belongs to the attempt in whose time it has happened. What follows a damaged checkpoint is no new fault.

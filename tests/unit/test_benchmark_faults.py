@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.fault_cases import HARMLESS, LOST, PER_RUN, cases
+import os
+
+from benchmarks.fault_cases import HARMLESS, LOST, PER_RUN, Case, cases
+from benchmarks.fault_injection import Fault
 from benchmarks.fault_report import CHECKS, append, document, known, show
+from benchmarks.faults import blame
+from parallelrun.run_records.attempts import Attempt
 
 
 def test_a_seed_chooses_the_same_faults_in_steps_that_all_are_reached():
@@ -37,3 +42,22 @@ def test_a_failed_check_is_in_the_tables(tmp_path):
     assert [row["of"] for row in found["strategies"]] == ["ptdp", "ring"]
     text = show(found)
     assert "| all | 16 | 16 | " in text and "0 of 2 runs are right" in text
+
+
+def test_a_fault_belongs_to_the_attempt_in_which_it_happened(tmp_path):
+    kinds = [("kill", 1), ("slow rank", 0), ("flipped bit", 2), ("stop", 3)]
+    case = Case(0, "ptdp", [Fault(kind, rank, 4 + number) for number, (kind, rank) in enumerate(kinds)])
+    ended = [(1, 6, "died"), (0, 7, "hangs"), (2, 6, "died"), (0, 4, "damaged"), (0, 7, "hangs"), (None, 0, "")]
+    history = [
+        Attempt(number, 4, {}, began=100.0 * number, error=error, rank=rank, exit_code=code)
+        for number, (rank, code, error) in enumerate(ended, 1)
+    ]
+    for number, when in enumerate((150, 250, 350, 550)):
+        (tmp_path / f"fault_{number}").touch()
+        os.utime(tmp_path / f"fault_{number}", (when, when))
+    blame(case, history, tmp_path, 0)
+    assert case.culprits == {0: True, 2: True, 3: False}  # rank 3 was stopped, and rank 0 was blamed
+    assert case.unplanned == ["attempt 2: hangs"]
+    (tmp_path / "fault_3").unlink()
+    blame(case, history, tmp_path, 0)
+    assert not case.culprits[3], "a fault that ended no attempt"
