@@ -1,4 +1,4 @@
-"""Compositions drawn by a seed: a model, a strategy for every axis, and settings of the run, as `resolve` accepts them."""
+"""Compositions drawn by a seed: a model, a strategy for every axis, and settings of the run, legal together."""
 
 from __future__ import annotations
 

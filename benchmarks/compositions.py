@@ -2,8 +2,8 @@
 
 `python -m benchmarks.compositions --draws 300` draws a model, a strategy for every axis and settings of the run by
 seeds 0, 1, ...; what `resolve` accepts is verified in fp64 (loss, gradients, norm, updates), and trained for two steps
-in its own precision and by its own optimizer, in which every rank counts the bytes that it sends and holds. A composition
-that crashes, differs or was predicted wrongly is shown and written with its seed; `--first SEED --draws 1` repeats it.
+in its own precision and by its own optimizer, in which every rank counts the bytes that it sends and holds. A composition that
+crashes, differs or was predicted wrongly is shown and written with its seed; `--first SEED --draws 1` repeats it.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _trained(overrides: Overrides, plan: Plan) -> dict[str, Any]:
 
 
 def trained(overrides: Overrides) -> tuple[int, int, list[str]]:
-    """Train as one rank; return the peak of the second step in bytes, the predicted one, and what was sent otherwise
-    than predicted."""
+    """Train as one rank; return the peak of the second step in bytes (of replicas that meet: of the first one from
+    then on in which they do), the predicted one, and what was sent otherwise than predicted."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # to look at what was there before would take as long as a step
@@ -133,23 +133,20 @@ def trained(overrides: Overrides) -> tuple[int, int, list[str]]:
     config = tiny_config(overrides)
     plan = resolve(config)
     try:
-        with PeakBytes() as live, mock.patch.object(
-            train_build, "compile_blocks", partial(compile_blocks, backend="aot_eager")
+        with (
+            PeakBytes() as live,
+            mock.patch.object(train_build, "compile_blocks", partial(compile_blocks, backend="aot_eager")),
         ):
             training = build(config, plan, torch.device("cpu"))
             scaler, counter = LossScaler(config.precision, plan.precision.scaled), CommunicationCounter(training.mesh)
             full = plan.data.full_step(2)
-            for step in range(1, max(full, 2) + 1):
-                gc.collect()
-                live.restart()
-                if step == full:
-                    with counter:
-                        train_step(training, step, 0.01, scaler)
-                else:
-                    train_step(training, step, 0.01, scaler)
-                peak = live.peak if step == 2 else peak if step > 2 else 0
-        predicted = prediction.memory(plan, training.mesh.rank).total
-        return peak, predicted, unforetold(training, counter)
+            for step in range(1, full):
+                train_step(training, step, 0.01, scaler)
+            gc.collect()
+            live.restart()
+            with counter:
+                train_step(training, full, 0.01, scaler)
+        return live.peak, prediction.memory(plan, training.mesh.rank).total, unforetold(training, counter)
     finally:
         gc.enable()
         gc.unfreeze()

@@ -20,9 +20,7 @@ class Worst:
     where: str
 
 
-def tensor_errors(
-    ours: dict[str, Tensor], reference: dict[str, Tensor], least_floor: float = 0.0
-) -> dict[str, float]:
+def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor], least_floor: float = 0.0) -> dict[str, float]:
     """Return max|a-b| / max(max|b|, floor) per tensor; infinite for NaN.
 
     The floor is 1e-3 x the largest max|b| of all tensors, but at least `least_floor`.
