@@ -2,8 +2,9 @@
 
 `python -m benchmarks.compositions --draws 300` draws a model, a strategy for every axis and settings of the run by
 seeds 0, 1, ...; what `resolve` accepts is verified in fp64 (loss, gradients, norm, updates), and trained for two steps
-in its own precision and by its own optimizer, in which every rank counts the bytes that it sends and holds. A composition that
-crashes, differs or was predicted wrongly is shown and written with its seed; `--first SEED --draws 1` repeats it.
+in its own precision and by its own optimizer, in which every rank counts the bytes that it sends and holds. A
+composition that crashes, differs or was predicted wrongly is shown and written with its seed; `--first SEED --draws 1`
+repeats it.
 """
 
 from __future__ import annotations
