@@ -14,7 +14,7 @@ from tests.matrix import FULL
 TIMEOUT_S = 20
 CODES = {"raise": 6, "segfault": 6, "SIGKILL": 6, "SIGSTOP": 7}
 RANKS = (0, 1, 2, 3)
-SLACK_S = 60  # of a machine that others use; less than one more of the waits of 30 s that launchers have, times two
+SLACK_S = 60  # of a machine that others use
 
 
 def cells(launcher: str, always: Sequence[tuple[str, int]]) -> list[Any]:

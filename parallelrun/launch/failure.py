@@ -24,7 +24,7 @@ from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, Pa
 from parallelrun.launch import position, stall
 from parallelrun.launch.heartbeat import Heartbeat, HeartbeatFile
 from parallelrun.launch.position import Position
-from parallelrun.launch.stall import Stall
+from parallelrun.launch.stall import StalledOperation
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
 
@@ -81,7 +81,7 @@ class Failure:
     lost: tuple[tuple[int, str], ...] = ()
     memory: bool = False
     position: Position | None = None
-    stall: Stall | None = None
+    stall: StalledOperation | None = None
 
     def at(self, heartbeat: Heartbeat, pid: int) -> Failure:
         """Return this failure with the step and phase of the rank's last heartbeat, and its pid."""

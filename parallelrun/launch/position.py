@@ -36,7 +36,7 @@ _BUSY = 0.02  # share of a core, of a rank that computes: others may use the sam
 
 
 @dataclass(frozen=True)
-class Collective:
+class PendingCollective:
     """An operation that has not ended: see `comm.waiting.Wait`. number: 0 for a message."""
 
     group: str
@@ -54,7 +54,7 @@ class Position:
 
     activity: str
     frames: tuple[str, ...] = ()
-    waits_for: Collective | None = None
+    waits_for: PendingCollective | None = None
     issued: dict[str, int] = field(default_factory=dict)
 
 
@@ -65,7 +65,7 @@ def from_json(fields: dict[str, Any] | None) -> Position | None:
     wait = fields["waits_for"]
     if wait is not None:
         missing = None if wait["missing"] is None else tuple(wait["missing"])
-        wait = Collective(**{**wait, "ranks": tuple(wait["ranks"]), "missing": missing})
+        wait = PendingCollective(**{**wait, "ranks": tuple(wait["ranks"]), "missing": missing})
     return Position(fields["activity"], tuple(fields["frames"]), wait, fields["issued"])
 
 
@@ -82,7 +82,7 @@ def own_position() -> Position:
         from parallelrun.comm import waiting
 
         found = waiting.current_wait(frame)
-        waits_for, issued = Collective(*found) if found else None, waiting.num_issued()
+        waits_for, issued = PendingCollective(*found) if found else None, waiting.num_issued()
     stack = user_code.of_stack(_frames(frame))
     if waits_for is not None:
         return Position(WAITS, stack, waits_for, issued)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.launch.output import log_path
-from parallelrun.launch.position import Collective, Position
+from parallelrun.launch.position import PendingCollective, Position
 from parallelrun.plan.mesh_shape import MeshShape
 
 _MOST_RANKS = 4  # whose frames a message shows
@@ -29,7 +29,7 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Stall:
+class StalledOperation:
     """An operation that does not end.
 
     axis: as the plan calls the ranks of its group; number: among the group's collectives, from 1, 0 for a message;
@@ -75,20 +75,24 @@ class Stall:
         return lines
 
 
-def from_json(fields: dict[str, Any] | None) -> Stall | None:
-    """Return the Stall whose fields were written as JSON; None for None."""
+def from_json(fields: dict[str, Any] | None) -> StalledOperation | None:
+    """Return the operation whose fields were written as JSON; None for None."""
     if fields is None:
         return None
     missing = tuple(Missing(**{**one, "frames": tuple(one["frames"])}) for one in fields["missing"])
-    return Stall(**{**fields, "ranks": tuple(fields["ranks"]), "arrived": tuple(fields["arrived"]), "missing": missing})
+    return StalledOperation(
+        **{**fields, "ranks": tuple(fields["ranks"]), "arrived": tuple(fields["arrived"]), "missing": missing}
+    )
 
 
-def document(stall: Stall | None) -> dict[str, Any] | None:
+def document(stall: StalledOperation | None) -> dict[str, Any] | None:
     """Return a stall for JSON."""
     return asdict(stall) if stall is not None else None
 
 
-def find(positions: Mapping[int, Position], mesh: MeshShape, directory: Path, hosts: Mapping[int, str]) -> Stall | None:
+def find(
+    positions: Mapping[int, Position], mesh: MeshShape, directory: Path, hosts: Mapping[int, str]
+) -> StalledOperation | None:
     """Return the operation for which ranks wait, and those that have not come; None if the positions do not tell.
 
     positions: of all ranks whose position is known, those without frames included; hosts: by rank. Of several
@@ -115,14 +119,14 @@ def find(positions: Mapping[int, Position], mesh: MeshShape, directory: Path, ho
 
 
 def _stall(
-    wait: Collective,
-    waits: Mapping[int, Collective],
+    wait: PendingCollective,
+    waits: Mapping[int, PendingCollective],
     guilty: Sequence[int],
     positions: Mapping[int, Position],
     mesh: MeshShape,
     directory: Path,
     hosts: Mapping[int, str],
-) -> Stall:
+) -> StalledOperation:
     arrived = tuple(rank for rank in sorted(waits) if _key(waits[rank]) == _key(wait))
     sites = [frame for rank in arrived for frame in positions[rank].frames[:1]]
     missing = []
@@ -134,14 +138,16 @@ def _stall(
                                str(log_path(directory, rank)), text))  # fmt: skip
     site = Counter(sites).most_common(1)[0][0] if sites else ""
     axis = axis_of(wait.ranks, mesh)
-    return Stall(wait.operation, axis, wait.ranks, wait.number, wait.num_bytes, site, arrived, tuple(missing))
+    return StalledOperation(
+        wait.operation, axis, wait.ranks, wait.number, wait.num_bytes, site, arrived, tuple(missing)
+    )
 
 
-def _key(wait: Collective) -> tuple[str, str, int]:
+def _key(wait: PendingCollective) -> tuple[str, str, int]:
     return wait.group, wait.operation, wait.number
 
 
-def _absent(wait: Collective, positions: Mapping[int, Position]) -> list[int]:
+def _absent(wait: PendingCollective, positions: Mapping[int, Position]) -> list[int]:
     """Return the ranks of an operation that have not come to it."""
     if not wait.number:
         return list(wait.missing or ())
@@ -167,7 +173,7 @@ def axis_of(ranks: Sequence[int], mesh: MeshShape) -> str:
     return "world" if len(ranks) == mesh.num_ranks else "other"
 
 
-def _name(wait: Collective, mesh: MeshShape) -> str:
+def _name(wait: PendingCollective, mesh: MeshShape) -> str:
     number = f" {wait.number}" if wait.number else ""
     return f"{wait.operation}{number} of axis {axis_of(wait.ranks, mesh)}"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallelrun.launch import position, stall
-from parallelrun.launch.position import SLEEPS, SPINS, STOPPED, WAITS, Collective, Position
+from parallelrun.launch.position import SLEEPS, SPINS, STOPPED, WAITS, PendingCollective, Position
 from parallelrun.plan.mesh_shape import MeshShape
 
 MESH = MeshShape((("pp", 1), ("dp", 2), ("tp", 2)))
@@ -21,17 +21,17 @@ SLEEPING = Position(SLEEPS, ("net.py:7 in forward: time.sleep(9)",), None, {"wor
 
 def waits(group: str, ranks: tuple[int, ...], number: int, operation: str = "all_reduce", **more) -> Position:
     """A rank that waits in a collective."""
-    wait = Collective(group, ranks, operation, number, 4096, **more)
+    wait = PendingCollective(group, ranks, operation, number, 4096, **more)
     return Position(WAITS, ("step.py:3 in add: f()",), wait, {group: number})
 
 
-def found(positions: dict[int, Position]) -> stall.Stall:
+def found(positions: dict[int, Position]) -> stall.StalledOperation:
     result = stall.find(positions, MESH, Path("/run"), dict.fromkeys(ALL, "host"))
     assert result is not None and stall.from_json(json.loads(json.dumps(stall.document(result)))) == result
     return result
 
 
-def missing(result: stall.Stall) -> list[int]:
+def missing(result: stall.StalledOperation) -> list[int]:
     return [one.rank for one in result.missing]
 
 
