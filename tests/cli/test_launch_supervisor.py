@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -147,6 +148,7 @@ def hanging(tmp_path_factory):
         "sleep": {**ENDLESS, "rank": 2, "do": "sleep"},
         "hold the GIL": {**ENDLESS, "rank": 2, "do": "hold the GIL"},
         "stopped": ENDLESS,
+        "elsewhere": {**ENDLESS, "rank": 2, "do": "elsewhere"},
         # rank 1 leaves step 4's all-reduce out, and so meets the others one step further on, up to the run's last one
         "skipped": {"steps": 6, "skips": [1, 4]},
     }
@@ -164,6 +166,15 @@ def test_a_hang_names_the_rank_that_does_not_come_and_keeps_all_stacks(hanging, 
     assert (run.status["exit_code"], run.status["failed_rank"], run.status["step"]) == (7, 2, 3)
     assert "hangs: no progress for 4 s" in run.stderr
     assert 4 < run.noticed_after(2) < 20  # 4 s by its clock (tests/unit/launch/test_times.py), and a slow machine
+    stalled = run.status["stall"]
+    assert (stalled["operation"], stalled["number"], stalled["num_bytes"]) == ("all_reduce", 3, 4)
+    assert (stalled["arrived"], stalled["site"].partition(" in ")[2]) == ([0, 1, 3], "train: dist.all_reduce(stop)")
+    (missing,) = stalled["missing"]
+    does = {"sleep": "sleeps", "hold the GIL": "holds Python's lock in native code"}[do]
+    assert (missing["rank"], missing["activity"]) == (2, does) and "in misbehave: " in missing["frames"][0]
+    assert Path(missing["log"]).samefile(run.directory / "logs" / "rank_2.log")
+    assert "  stalled: all_reduce 3 of axis world (ranks 0, 1, 2, 3), 4 bytes, called at " in run.stderr
+    assert f"  rank 2 ({socket.gethostname()}) {does}; log: " in run.stderr and "    in: " in run.stderr
     assert "in misbehave" in run.log(2)
     assert all("in all_reduce" in run.log(rank) for rank in (0, 1, 3))
     assert not survivors(run.rank_pids(), GONE_S)
@@ -173,7 +184,14 @@ def test_a_stopped_rank_is_the_one_that_hangs(hanging):
     run = hanging["stopped"]
     assert run.wait() == 7, run.stderr
     assert run.status["failed_rank"] == 1
-    assert "stopped (SIGSTOP)" in run.stderr
+    assert "hangs: no progress for 4 s; is stopped (SIGSTOP), so that no stack can be had, and has not" in run.stderr
+
+
+def test_a_rank_in_another_collective_is_told_with_both(hanging):
+    run = hanging["elsewhere"]
+    assert run.wait() == 7, run.stderr
+    assert run.status["failed_rank"] == 2
+    assert "; rank 2 in all_gather 1 of axis tp, ranks 0, 1, 3 in all_reduce 3 of axis world; stacks of" in run.stderr
 
 
 def test_a_skipped_collective_names_the_rank_that_is_out_of_step(hanging):

@@ -41,6 +41,7 @@ RESNET: dict[str, Any] = {
     "micro_batch": 16,
 }  # fmt: skip
 ALEXNET, VGG = RESNET | {"model.name": "alexnet"}, RESNET | {"model.name": "vgg"}
+FEW = GPT | {"global_batch": 2, "micro_batch": 1, "model.seq": 16, "recompute": "full"}
 FP64, FP16, BF16 = ({"precision.name": name} for name in ("fp64", "fp16", "bf16"))
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
@@ -110,6 +111,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp, reduced once": LLAMA | data("fsdp", reduce_each_microbatch=False),
     "local sgd": GPT | data("local_sgd"),
     "diloco": GPT | data("diloco"),
+    "local sgd, highest when replicas meet": FEW | data("local_sgd", sync_every=2),
+    "diloco, highest when replicas meet, two buckets": FEW | data("diloco", sync_every=2, bucket_mb=0.1),
     "mlp ddp": MLP | data("ddp"),
     "bert zero1": BERT | data("zero1") | {"model.head_bias": True},
     "moe ep": MOE | data("ddp") | {"ep": 2},

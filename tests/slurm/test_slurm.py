@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -130,27 +128,6 @@ def test_a_job_goes_on_without_the_node_that_died(slurm, tmp_path):
     assert (status(first)["state"], status(first)["failed_rank"]) == ("failed", 1), status(first)
     assert "n1" not in json.loads((second / "manifest.json").read_text())["hosts"]
     assert min(losses(second)) > 100 and status(second)["step"] == 1500
-
-
-@pytest.mark.parametrize(
-    ("culprit", "number", "code"),
-    [
-        (3, signal.SIGKILL, 6),
-        pytest.param(0, signal.SIGKILL, 6, marks=slow),
-        pytest.param(0, signal.SIGSTOP, 7, marks=slow),
-    ],
-)
-def test_the_right_rank_and_host_are_blamed_and_the_job_ends(slurm, tmp_path, culprit, number, code):
-    """Two ranks on each of two nodes; rank 0 cannot see the processes of the second one."""
-    job = submit(slurm, tmp_path, "steps=1000000", "dp=4", "nodes=2", "tasks_per_node=2", "time=20:00", "timeout_s=20")
-    (run,) = wait(lambda: runs(tmp_path), "the run", state=lambda: printed(tmp_path))
-    wait(lambda: status(run)["step"] > 5, "some steps", state=lambda: printed(tmp_path))
-    node = f"n{culprit // 2}"
-    os.kill(slurm.ranks(node)[culprit], number)
-    assert slurm.ended(job)["JobState"] == "FAILED", printed(tmp_path)
-    found = status(run)
-    assert (found["state"], found["failed_rank"], found["exit_code"]) == ("failed", culprit, code), printed(tmp_path)
-    assert f"error: rank {culprit} (dp={culprit} tp=0 pp=0, {node}, pid " in printed(tmp_path)
 
 
 @needs("hydra_plugins.hydra_submitit_launcher")
