@@ -102,7 +102,8 @@ def test_fewer_ranks_get_a_plan_that_fits_if_the_run_is_elastic(tmp_path):
 
 def test_a_rank_that_was_cut_off_writes_nothing_into_the_run_that_goes_on(tmp_path):
     job, screen = a_run(tmp_path), io.StringIO()
-    peers = SimpleNamespace(lost=tuple, must_report=lambda own: True, cause=lambda own: own, end_stopped=lambda: None)
+    peers = SimpleNamespace(lost=tuple, must_report=lambda own: True, cause=lambda own: own, end_stopped=lambda: None,
+                            members=(), positions=lambda own: {})  # fmt: skip
     attached = Attached(1, 4, 1, "127.0.0.1", 1, "torchrun", "job")
     own = failure.Failure(1, "lost a peer", 6)
     (first,) = attempts.read(job.directory)
