@@ -3,7 +3,7 @@
 from parallelrun.torch_private.attention import fused_attention, fused_attention_backward, has_fused_attention
 from parallelrun.torch_private.compiler import before_compiling, keep_compiled_buffers
 from parallelrun.torch_private.fsdp import fsdp_initialise, fsdp_reduce
-from parallelrun.torch_private.groups import default_store, gloo_group
+from parallelrun.torch_private.groups import default_store, gloo_group, num_collectives, process_groups
 from parallelrun.torch_private.observers import (
     current_dispatch_modes,
     dispatch_modes,
@@ -19,6 +19,7 @@ from parallelrun.torch_private.pipelines import (
     start_messages,
     trust_metadata,
 )
+from parallelrun.torch_private.products import torchs_own_products, use_fast_products
 from parallelrun.torch_private.tensors import (
     add_all,
     copy_all,
@@ -52,14 +53,18 @@ __all__ = [
     "keep_compiled_buffers",
     "multiply",
     "norms",
+    "num_collectives",
     "observe",
     "observed",
     "observers",
     "phase",
+    "process_groups",
     "receive_on_demand",
     "set_messages",
     "start_messages",
     "timed",
     "timed_waits",
+    "torchs_own_products",
     "trust_metadata",
+    "use_fast_products",
 ]
