@@ -35,6 +35,7 @@ from parallelrun.launch.rendezvous import Member
 from parallelrun.plan.freeze import digest, load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.records import write_json
+from parallelrun.run_records import attempts
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -68,6 +69,7 @@ def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
         "config": job.config_file.read_text(),
         "directory": str(job.directory),
         "worker": job.worker,
+        "attempt": job.attempt,
         "source": job.config.model.source,
         "num_gpus": job.plan.num_workers if job.plan.device == "cuda" else 0,  # the first ranks use one each
         "options": asdict(job.options),  # any rank may print how to resume
@@ -120,7 +122,8 @@ def follow(argv: Sequence[str]) -> int:
             Status(directory).ended(EXIT_HANG, "rank 0 exited before the run began", 0)
         return int(go["failed"]) if go else EXIT_HANG
     config = load_frozen(run["config"])
-    job = Job(config, resolve(config), directory, run["worker"], ConsoleOptions(**run["options"]))
+    options = ConsoleOptions(**run["options"])
+    job = Job(config, resolve(config), directory, run["worker"], options, attempt=run["attempt"])
     return _serve(attached, job, store, [Member(**fields) for fields in go["members"]])
 
 
@@ -193,6 +196,9 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
     """
 
     def report(own: Failure) -> int:
+        history = attempts.read(job.directory)
+        if history and history[-1].number > job.attempt:  # this host was cut off, and the run goes on without it
+            return own.exit_code
         code = tell(replace(own, lost=peers.lost()))
         peers.end_stopped()
         return code

@@ -31,8 +31,8 @@ STOPPED = "is stopped (SIGSTOP), so that no stack can be had"
 LOCKED = "holds Python's lock in native code"
 SILENT = "does not answer"
 _FRAME = re.compile(r'(?m)^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
-_APART_S = 0.2  # between two looks
-_BUSY = 0.02  # share of a core, of a rank that computes: others may use the same one
+_APART_S, _MOST_LOOKS = 0.2, 5  # looks at a thread: one that computes may wait for a core that others use
+_BUSY_S = 0.004  # of processor time between them, of a rank that computes
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,30 @@ def own_position() -> Position:
     """Return what the main thread of this process does. Called in another thread; it takes a moment."""
     main = threading.main_thread().ident
     assert main is not None
-    first, before, began = _instruction(main), _cpu_s(main), time.perf_counter()
-    time.sleep(_APART_S)
-    frame = sys._current_frames().get(main)
-    used = (_cpu_s(main) - before) / (time.perf_counter() - began)
-    waits_for, issued = None, {}
-    if "torch.distributed" in sys.modules:
-        from parallelrun.comm import waiting
-
-        found = waiting.current_wait(frame)
-        waits_for, issued = PendingCollective(*found) if found else None, waiting.num_issued()
+    first, before = _instruction(main), _cpu_s(main)
+    for _ in range(_MOST_LOOKS):
+        time.sleep(_APART_S)
+        frame, used_s = sys._current_frames().get(main), _cpu_s(main) - before
+        waits_for, issued = _communication(frame)
+        if waits_for is not None or used_s > _BUSY_S:
+            break
     stack = user_code.of_stack(_frames(frame))
     if waits_for is not None:
         return Position(WAITS, stack, waits_for, issued)
-    if used < _BUSY:
+    if used_s < _BUSY_S:
         return Position(SLEEPS, stack, None, issued)
     in_call = frame is not None and _instruction(main) == first and _is_call(frame)
     return Position(COMPUTES if in_call else SPINS, stack, None, issued)
+
+
+def _communication(frame: FrameType | None) -> tuple[PendingCollective | None, dict[str, int]]:
+    """Return what the process waits for, and how many collectives it has issued, by group."""
+    if "torch.distributed" not in sys.modules:
+        return None, {}
+    from parallelrun.comm import waiting
+
+    found = waiting.current_wait(frame)
+    return PendingCollective(*found) if found else None, waiting.num_issued()
 
 
 def _instruction(thread: int) -> tuple[int, int] | None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import is_running, run_launcher, survivors, wait_for
+from tests.cli.launcher import PATIENCE_S, is_running, read, run_launcher, survivors, wait_for
+from tests.matrix import FULL
 
 ENDLESS = {"steps": 100_000}
 GONE_S = 5.0
@@ -51,7 +52,7 @@ def test_a_run_ends_well_and_leaves_its_files(tmp_path):
     assert not survivors(run.rank_pids(), 0)
 
 
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("victim", range(4 if FULL else 2))  # 1 tells its coordinates apart; 2 and 3 fail below
 def test_the_rank_that_is_killed_is_named_and_nobody_survives(tmp_path, victim):
     run = run_launcher(tmp_path, ENDLESS)
     run.reaches(3)
@@ -99,7 +100,7 @@ def test_however_a_rank_fails_it_is_the_one_that_is_named(tmp_path, do, code, wo
         ("ValueError", 0, 6, "ValueError: injected into save"),
         ("OSError without a number", 1, 6, "OSError: injected into save"),
         ("AssertionError", 2, 6, "AssertionError: injected into save"),
-        ("ValueError", 3, 6, "ValueError: injected into save"),
+        *([("ValueError", 3, 6, "ValueError: injected into save")] if FULL else []),
         ("full disk", 1, 3, "step 1 could not be written to .*: rank 1: No space left on device"),
     ],
 )
@@ -245,14 +246,22 @@ def test_a_second_sigterm_ends_at_once(tmp_path):
     assert not survivors(run.rank_pids(), 1.0)
 
 
+def children(run) -> list[int]:
+    """The launcher's ranks, as soon as both are there."""
+    found = [int(pid) for pid in read(Path(f"/proc/{run.pid}/task/{run.pid}/children")).split()]
+    return found if len(found) == 2 else []
+
+
 @pytest.mark.parametrize("method", ["fork", "exec"])
 def test_a_killed_launcher_leaves_no_orphan(tmp_path, method):
+    """exec: while the ranks still import torch; a rank that did not end would train on for ever."""
     run = run_launcher(tmp_path, ENDLESS, method=method, overrides={"dp": 2})
-    run.reaches(1)
-    pids = run.rank_pids()
+    if method == "fork":
+        run.reaches(1)
+    pids = wait_for(lambda: children(run), "both ranks")
     assert all(is_running(pid) for pid in pids)
     os.kill(run.pid, signal.SIGKILL)
-    assert not survivors(pids, 2.0)
+    assert not survivors(pids, 2.0 if method == "fork" else PATIENCE_S)
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("auto", set()), ("gloo", {"0100007F"})])

@@ -87,6 +87,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "moe": MOE,
     "bert": BERT,
     "mlp": MLP,
+    # A small model and batch: the peak lies where backward has the gradient of a large weight in bf16 and in fp32.
+    "gradient of the largest weight": MLP
+    | BF16
+    | {
+        "model.layers": 1,
+        "global_batch": 2,
+        "micro_batch": 1,
+        "optimizer.name": "sgd",
+    },
     "resnet": RESNET,
     "ddp": GPT | data("ddp"),
     "ddp bf16": GPT | data("ddp") | BF16,
@@ -198,7 +207,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "3d bf16, gathered again": GPT | GRID | {"tp": 8, "layout": "3d", "strategy.tensor.save_gathered": False} | BF16,
     "zero1 x tp sequence x 1f1b bf16": GPT
     | data("zero1")
-    | {"tp": 2, "global_batch": 32}
+    | {"tp": 2, "global_batch": 24}
     | SEQUENCE
     | pipeline("1f1b")
     | BF16,
@@ -219,7 +228,8 @@ FULL_MATRIX = (
     "cp of four, long, bf16", "cp of four, long, usp", "cp of four, long, all-gather", "cp, long, full",
     "gpipe", "latent full", "latent selective bf16", "latent tp sequence", "latent zero bubble", "latent dropout",
     "gpt selective", "gpt fp64", "fsdp bf16", "latent tp", "zero bubble", "horovod ring", "moe ep full", "ddp x 1f1b",
-    "2d llama selective",
+    "2d llama selective", "zero2 x 1f1b", "latent fsdp x 1f1b", "hsdp llama bf16", "packed pipeline full",
+    "tp sequence llama full",
 )  # fmt: skip
 if not FULL_RUN:  # of four microbatches without a pipeline, the last two only repeat the second
     PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if name not in FULL_MATRIX}
@@ -284,6 +294,6 @@ def test_the_predicted_peak_is_within_three_percent_of_what_was_alive(world):
 
 def test_in_shared_memory_no_more_is_alive_than_predicted():
     """A reduce-scatter reads from the other ranks' memory what it receives in a buffer over gloo."""
-    errors = peak_errors(2, "shm", ("ddp", "zero1", "zero2", "fsdp", "moe ep", "tp sequence", "1f1b"))
+    errors = peak_errors(2, "shm", ("zero1", "zero2", "fsdp", "moe ep", "tp sequence"))
     assert not {where: f"{error:+.1%}" for where, error in errors.items() if error < -BOUND}
     assert max(errors.values()) > BOUND

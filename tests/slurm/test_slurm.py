@@ -131,9 +131,11 @@ def test_a_job_goes_on_without_the_node_that_died(slurm, tmp_path):
 
 
 @needs("hydra_plugins.hydra_submitit_launcher")
-def test_each_point_of_a_sweep_is_a_job_whose_tasks_join(slurm, tmp_path):
-    """Two legal points and an illegal one, each on two nodes: what cannot begin must not keep its other task."""
-    words = ("-m", "hydra/launcher=slurm", "hydra.launcher.nodes=2", "hydra.launcher.mem_gb=1", "world=2", "steps=3")
+@pytest.mark.parametrize(("nodes", "tasks"), [(2, 1), pytest.param(1, 2, marks=slow)])
+def test_each_point_of_a_sweep_is_a_job_whose_tasks_join(slurm, tmp_path, nodes, tasks):
+    """Two legal points and an illegal one, each of two tasks: what cannot begin must not keep its other task."""
+    place = (f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={tasks}", "hydra.launcher.mem_gb=1")
+    words = ("-m", "hydra/launcher=slurm", *place, "world=2", "steps=3")
     done = subprocess.run(
         [sys.executable, "-m", "parallelrun", *words, "strategy=ddp,ring,single", *TINY[2:]], cwd=tmp_path,
         env=slurm.environ, capture_output=True, text=True, timeout=300,
@@ -144,5 +146,5 @@ def test_each_point_of_a_sweep_is_a_job_whose_tasks_join(slurm, tmp_path):
     assert [row["state"] for row in rows] == ["done", "done", "skipped"]
     for row in rows[:2]:
         manifest = json.loads((directory / row["directory"] / "manifest.json").read_text())
-        assert len(manifest["hosts"]) == 2 and row["communication_as_predicted"]
+        assert len(manifest["hosts"]) == nodes and row["communication_as_predicted"]
     wait(lambda: slurm.run("squeue", "-h") == "", "the end of all jobs", 60)

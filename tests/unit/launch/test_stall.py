@@ -91,7 +91,7 @@ def spin() -> None:
         pass
 
 
-@pytest.mark.parametrize(("does", "expected"), [(spin, SPINS), (lambda: time.sleep(0.6), SLEEPS)])
+@pytest.mark.parametrize(("does", "expected"), [(spin, SPINS), (lambda: time.sleep(1.5), SLEEPS)])
 def test_a_rank_says_what_it_does_and_where(does, expected):
     told: list[Position] = []
 
