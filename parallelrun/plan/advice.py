@@ -9,7 +9,7 @@ from typing import Any
 
 from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import kinds
-from parallelrun.plan import cluster_cost, prediction, simulate
+from parallelrun.plan import cluster_cost, partition, prediction, simulate
 from parallelrun.plan.batch import in_whole_rounds
 from parallelrun.plan.draft import REFERENCE_SCHEDULE
 from parallelrun.plan.facts import Facts
@@ -24,6 +24,7 @@ from parallelrun.wording import counted, divisors, gib
 Change = dict[str, Any]  # key -> the value to type
 MOST_CHANGES = 8  # applied one after the other
 LARGEST_BUBBLE = 0.15  # of a step's time; a larger one is warned about
+MOST_SIMULATED = 20_000  # stages by microbatches of a schedule that is tried: a tenth of a second
 
 
 def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
@@ -50,6 +51,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
         crowd = f"{counted(plan.world, 'rank')} on {counted(cores, 'core')} of this host"
         texts.append(f"{crowd}: step time is no scaling measurement")
     texts += _bubble_warnings(plan, config, found.simulation)
+    texts += _schedule_warnings(plan, config, found.simulation.bubble_of_total)
     if config.model.attention_dropout > 0:
         texts.append("attention_dropout > 0: attention is computed explicitly, with s x s scores kept per head")
     return texts
@@ -140,6 +142,32 @@ def _bubble_warnings(plan: Plan, config: Config, simulation: Simulation) -> list
         if left <= LARGEST_BUBBLE and _planned(plan, config, {**schedule, **change}):
             return [f"{said}: {_typed({**schedule, **change})} makes it {left:.0%}"]
     return [f"{said}: {enough} microbatches or more make it at most {limit}"]
+
+
+def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:
+    """The schedule with the smallest bubble of the same batch, if smaller by a quarter, that fits where this one does."""
+    pp = plan.mesh.size("pp")
+    if pp == 1 or bubble <= LARGEST_BUBBLE:
+        return []
+    fits = _fits(plan, config)
+    found: list[tuple[float, Change, Plan]] = []
+    size = plan.batch.global_batch
+    batch = {} if config.local_batch or config.global_batch == size else {"global_batch": size}  # filled
+    for kind in kinds("pipeline"):
+        schedule = pipeline_schedule(kind)
+        for number in schedule.choices(pp, partition.num_cuttable(plan.spec)):
+            if pp * number * plan.batch.microbatches > MOST_SIMULATED:
+                continue
+            change: Change = {"schedule": kind, **({"virtual_stages": number} if number > 1 else {}), **batch}
+            other = _planned(plan, config, change)
+            if other and other.batch == plan.batch:
+                found.append((simulate.of_plan(other).bubble_of_total, change, other))
+    for left, change, other in sorted(found, key=lambda one: one[0]):
+        if left > 0.75 * bubble:
+            break
+        if _fits(other, config) or not fits:
+            return [f"with the same batch, {_typed(change)} makes the bubble {left:.0%}"]
+    return []
 
 
 def _enough_microbatches(plan: Plan) -> int | None:

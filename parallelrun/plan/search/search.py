@@ -109,7 +109,7 @@ class _Searched:
         self.limit = _most_bytes(cluster)
         self.survey = Survey(legal, Bounds(legal, cluster, self.known), self.limit)
         self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
-        self.fitting = Kept(keep)
+        self._keep, self.fitting = keep, Kept(keep)
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
         self.num_unpriced: Counter[str] = Counter()
@@ -259,7 +259,7 @@ class _Searched:
             Removed(rule, number, examples[rule].what, examples[rule].suggestion)
             for rule, number in self.legal.removed.items()
         ]
-        nearest = self._nearest(best[0] if best else None)
+        nearest = None if best and self._keep == 1 else self._nearest(best[0] if best else None)
         if heavy := considered - fitting:
             removed.append(Removed(MEMORY, heavy, " ".join(nearest.overrides) if nearest else ""))
         return Search(
