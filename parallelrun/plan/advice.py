@@ -145,7 +145,7 @@ def _bubble_warnings(plan: Plan, config: Config, simulation: Simulation) -> list
 
 
 def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:
-    """The schedule with the smallest bubble of the same batch, if smaller by a quarter, that fits where this one does."""
+    """The schedule with the smallest bubble of the same batch that fits, or does not where this one does not either."""
     pp = plan.mesh.size("pp")
     if pp == 1 or bubble <= LARGEST_BUBBLE:
         return []

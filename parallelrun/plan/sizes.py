@@ -138,4 +138,7 @@ def _too_slow(config: Config, sizes: Sequence[Size], most: int) -> Size:
     what = (
         f"{config.tokens:g} tokens take {days}, the fastest of {len(sizes)} sizes up to {most:,}; days={config.days:g}"
     )
-    raise ConfigError(Problem(what, "days", f"days={ceil(fastest.training.days)}"))
+    assert config.days is not None, "every size is fast enough"
+    least = ceil(fastest.devices * fastest.training.days / config.days)  # were a step shorter by as many devices
+    fix = f"days={ceil(fastest.training.days)}, or a larger gpus: at least {least:,}"
+    raise ConfigError(Problem(what, "days", fix))

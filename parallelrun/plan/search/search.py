@@ -275,7 +275,8 @@ class _Searched:
         known = 1 + sum(one.time.step_s < against for one in ordered if one.time)
         if self.is_counted:
             return known, known
-        return known, 1 + sum(row.fitting for row in self.survey.rows if row.least_s < against)
+        may_be_faster = sum(row.fitting for row in self.survey.rows if row.least_s < against)
+        return known, max(known, min(1 + may_be_faster, self.survey.may_fit))  # one of those that fit, if it does
 
 
 def _is_fit(found: Found, cluster: ClusterConfig) -> bool:
