@@ -158,7 +158,11 @@ def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:
         for number in schedule.choices(pp, partition.num_cuttable(plan.spec)):
             if pp * number * plan.batch.microbatches > MOST_SIMULATED:
                 continue
-            change: Change = {"schedule": kind, **({"virtual_stages": number} if number > 1 else {}), **batch}
+            change: Change = {
+                "schedule": kind,
+                **({"virtual_stages": number} if schedule.takes_virtual_stages else {}),
+                **batch,
+            }
             other = _planned(plan, config, change)
             if other and other.batch == plan.batch:
                 found.append((simulate.of_plan(other).bubble_of_total, change, other))
