@@ -187,9 +187,13 @@ def _enough_microbatches(plan: Plan) -> int | None:
     if gained <= 0:
         return None
     enough = pp * max(1, ceil(((1 - LARGEST_BUBBLE) * few.makespan - 4 * round_time) / gained - 1e-9))
-    while simulate.of_plan(plan, enough).bubble_of_total > LARGEST_BUBBLE:
+    for _ in range(MOST_CHANGES):
+        if enough * len(plan.stages) > 10 * MOST_SIMULATED:
+            break  # so many that nobody trains with them
+        if simulate.of_plan(plan, enough).bubble_of_total <= LARGEST_BUBBLE:
+            return enough
         enough += pp
-    return enough
+    return None
 
 
 def _batch_changes(plan: Plan, config: Config, enough: int) -> list[tuple[Change, int]]:
