@@ -18,14 +18,12 @@ with depth > 1 it computes a wrong weight gradient.
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.machinery
 import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.pairs import beyond, on_ranks, peers_on_gloo, read_arguments, summarise, time_pairs, waited, write
+from benchmarks.stand_ins import StandIns
 from parallelrun import comm
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh, build_mesh
@@ -178,26 +177,6 @@ def _sum_bias(bias: nn.Parameter, product: Product, mesh: Mesh) -> None:
         comm.all_reduce(bias.grad, mesh.group(axis), "partial")
 
 
-class _Empty(ModuleType):
-    """A package of which every name is an empty class."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        known = name.partition(".")[0] in ABSENT
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Empty(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None: ...
-
-
 @contextlib.contextmanager
 def _no_seed(mode: Any) -> Iterator[None]:
     yield
@@ -207,7 +186,7 @@ def theirs(case: Case, peer: str) -> Side:
     """Colossal-AI's layer of that mode, in process groups of its own making on the ranks that are up."""
     warnings.filterwarnings("ignore")
     sys.path.append(peer)
-    sys.meta_path.append(_StandIns())
+    sys.meta_path.append(StandIns(ABSENT))
     import colossalai.legacy.context as context
 
     context.seed = context.random.seed = _no_seed

@@ -5,7 +5,9 @@
 Every run has several faults, one after the other, and as many restarts. Its ranks are forked from a launcher that is
 itself forked from this process, which has imported torch. After each run is checked: it ended with exit code 0; the
 failing rank of each attempt is the one with the fault; losses, norms and final weights have the bits of the run without
-faults; `metrics.jsonl` has every step once; no process is left. The table is printed and written to `results/`.
+faults; `metrics.jsonl` has every step once; no process is left. Each run's result is written as the run ends: the same
+command with the same `--rows FILE` goes on where another one stopped, and shards (`--from`, `--runs`) may share a file.
+The tables are printed, and written to `results/` once all runs are there (`docs/failures.py` puts them on the page).
 """
 
 from __future__ import annotations
@@ -17,25 +19,26 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import fault_report
 from benchmarks.fault_cases import HARMLESS, LOST, PER_RUN, STRATEGIES, Case, cases, planned
 from benchmarks.fault_injection import WORKER, Fault, variable
+from benchmarks.fault_report import CHECKS
 from parallelrun.api.results import PlannedRun
 from parallelrun.checkpoint.find import latest
+from parallelrun.errors import EXIT_MISMATCH
 from parallelrun.launch import processes
 from parallelrun.launch import rank as ranks
 from parallelrun.launch.rank import Job
 from parallelrun.run_records import attempts
+from parallelrun.run_records.attempts import Attempt
 
 GONE_S = 5.0  # for the processes of a run to end
-CHECKS = ("survived", "culprit", "same bits", "no orphan", "no lost sample")
 
 
 def run(case: Case, folder: Path, timeout_s: float, reference: Mapping[str, Any]) -> None:
@@ -63,14 +66,33 @@ def run(case: Case, folder: Path, timeout_s: float, reference: Mapping[str, Any]
         "no orphan": not orphans,
         "no lost sample": [row[0] for row in rows] == [row[0] for row in expected],
     }
-    failed = [one.rank for one in history if one.error and one.exit_code != 4]
-    fatal = [number for number, one in enumerate(case.faults) if one.kind not in (*HARMLESS, LOST)]
-    case.culprits = {number: rank == case.faults[number].rank for number, rank in zip(fatal, failed)}
+    blame(case, history, directories[0], code)
     case.restart_s = [
         after.stepping - before.ended for before, after in pairwise(history) if before.ended and after.stepping
     ]
-    if not all(case.results.values()):
+    if not case.is_right or case.unplanned:
         case.told = f"exit {code}; {(folder / 'a' / 'stderr').read_text()[-1500:]}"
+
+
+def blame(case: Case, history: Sequence[Attempt], directory: Path, code: int) -> None:
+    """Find for each fault that ends an attempt the rank that was named for it, and attempts that no fault has ended.
+
+    A fault belongs to the attempt in whose time it has happened. What follows a damaged checkpoint is no new fault.
+    """
+    happened: dict[int, int] = {}  # attempt -> fault
+    for number, one in enumerate(case.faults):
+        marker = directory / f"fault_{number}"
+        if one.kind in (*HARMLESS, LOST) or not marker.exists():
+            if one.kind not in (*HARMLESS, LOST) and code == 0:
+                case.culprits[number] = False
+            continue
+        attempt = max(each.number for each in history if each.began <= marker.stat().st_mtime)
+        happened[attempt] = number
+        case.culprits[number] = history[attempt - 1].rank == one.rank
+    others = [
+        each for each in history if each.error and each.number not in happened and each.exit_code != EXIT_MISMATCH
+    ]
+    case.unplanned = [f"attempt {each.number}: {each.error}" for each in others]
 
 
 def _launch(found: PlannedRun, folder: Path, faults: Sequence[Fault], timeout_s: float, resume: Path | None) -> int:
@@ -162,88 +184,62 @@ def references(strategies: Sequence[str], folder: Path) -> dict[str, dict[str, A
     return out
 
 
-def table(done: Sequence[Case]) -> list[dict[str, Any]]:
-    """A row for each kind of fault: how many were planted, and of how many each check holds."""
-    totals: dict[str, Counter[str]] = {}
-    for case in done:
-        for number, fault in enumerate(case.faults):
-            row = totals.setdefault(fault.kind, Counter())
-            row["faults"] += 1
-            row.update(check for check in CHECKS if case.results.get(check))
-            if number in case.culprits:
-                row["named"] += 1
-                row["culprit"] += case.culprits[number]
-    names = ("faults", *CHECKS, "named")
-    return [{"kind": kind, **{name: row[name] for name in names}} for kind, row in totals.items()]
-
-
-def show(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table as Markdown."""
-    lines = ["| fault | planted | survived | right rank named | same bits | no process left | every sample once |"]
-    lines.append("|" + "---|" * 7)
-    for row in rows:
-        named = f"{row['culprit']} of {row['named']}" if row["named"] else "-"
-        counts = [row["survived"], named, row["same bits"], row["no orphan"], row["no lost sample"]]
-        lines.append(f"| {row['kind']} | {row['faults']} | {' | '.join(map(str, counts))} |")
-    return "\n".join(lines)
-
-
 def main() -> int:
-    """Run the campaign. Return 1 if a check of any run fails."""
+    """Run the campaign, or what is left of it. Return 1 if a check of any run fails, or a wrong rank is named."""
+    arguments = _arguments()
+    names = arguments.strategies.split(",")
+    rows = arguments.rows or Path(tempfile.mkdtemp(prefix="parallelrun-faults-")) / "rows.jsonl"
+    planned_cases = list(cases(arguments.faults, arguments.seed, names))
+    known = fault_report.known(rows, planned_cases)
+    last = arguments.begin + arguments.runs if arguments.runs else len(planned_cases)
+    left = [case for case in planned_cases[arguments.begin : last] if case.number not in known]
+    if left:
+        print(f"{len(left)} runs; each is written to {rows} as it ends", flush=True)
+        _run_all(left, rows, arguments.timeout)
+    done = list(fault_report.known(rows, planned_cases).values())
+    document = fault_report.document(done, arguments.seed, arguments.timeout)
+    print(fault_report.show(document))
+    if arguments.name and len(done) == len(planned_cases):
+        file = Path(__file__).parent / "results" / f"{document['date'][:10]}-{arguments.name}.json"
+        file.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"written to {file}")
+    return 0 if all(case.is_right for case in done) else 1
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--timeout", type=float, default=4.0, help="seconds after which a rank hangs")
+    parser.add_argument("--from", dest="begin", type=int, default=0, help="the first run of this shard")
+    parser.add_argument("--runs", type=int, default=0, help="how many runs this shard has; 0: all that follow")
+    parser.add_argument("--rows", type=Path, help="a line for each run that has ended; those in it are not run again")
     parser.add_argument("--name", default="faults", help="results/<date>-NAME.json; empty: do not write")
-    arguments = parser.parse_args()
-    names = arguments.strategies.split(",")
+    return parser.parse_args()
+
+
+def _run_all(left: Sequence[Case], rows: Path, timeout_s: float) -> None:
+    """Run cases one after the other; keep the files of those that fail."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    first = planned(names[0], PER_RUN)
+    first = planned(left[0].strategy, PER_RUN)
     processes.preload(Job(first.config, first.plan, Path(), WORKER))
-    began, done = time.monotonic(), []
+    began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="parallelrun-faults-"))
-    try:
-        known = references(names, folder / "references")
-        for number, case in enumerate(cases(arguments.faults, arguments.seed, names)):
-            run(case, folder / str(number), arguments.timeout, known[case.strategy])
-            done.append(case)
-            kinds = ", ".join(f"{one.kind} (rank {one.rank})" for one in case.faults)
-            is_right = all([*case.results.values(), *case.culprits.values()])
-            verdict = "ok" if is_right else f"{case.results} {case.culprits}\n{case.told}".rstrip()
-            print(f"{time.monotonic() - began:6.0f} s  {case.strategy}: {kinds}: {verdict}", flush=True)
-            if not case.told:
-                shutil.rmtree(folder / str(number))
-    finally:
-        if all(not case.told for case in done):
-            shutil.rmtree(folder, ignore_errors=True)
-    rows = table(done)
-    print(show(rows))
-    restart_s = sorted(seconds for case in done for seconds in case.restart_s)
-    median = restart_s[len(restart_s) // 2] if restart_s else None
-    print(f"{len(restart_s)} restarts, failure to next step: median {median} s, longest {max(restart_s, default=0)} s")
-    if arguments.name:
-        write(arguments, rows, restart_s, time.monotonic() - began)
-    return 0 if all(all(case.results.values()) for case in done) else 1
-
-
-def write(
-    arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], restart_s: Sequence[float], wall_s: float
-) -> None:
-    """Write the results with what is needed to judge them."""
-    now = datetime.now(timezone.utc)
-    document = {
-        "date": now.isoformat(timespec="seconds"),
-        "seed": arguments.seed,
-        "timeout_s": arguments.timeout,
-        "cores": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg()[0],
-        "wall_s": wall_s,
-        "restart_s": {"median": restart_s[len(restart_s) // 2], "longest": restart_s[-1]} if restart_s else None,
-        "rows": list(rows),
-    }
-    file = Path(__file__).parent / "results" / f"{now:%Y-%m-%d}-{arguments.name}.json"
-    file.write_text(json.dumps(document, indent=2) + "\n")
+    known = references(list(dict.fromkeys(case.strategy for case in left)), folder / "references")
+    for case in left:
+        case_began, own = time.monotonic(), folder / str(case.number)
+        run(case, own, timeout_s, known[case.strategy])
+        case.wall_s, case.load = time.monotonic() - case_began, os.getloadavg()[0]
+        fault_report.append(rows, case)
+        kinds = ", ".join(f"{one.kind} (rank {one.rank})" for one in case.faults)
+        verdict = "ok" if case.is_right else f"{case.results} {case.culprits} {own}\n{case.told}".rstrip()
+        verdict += f" unplanned: {case.unplanned}\n{case.told}" if case.is_right and case.unplanned else ""
+        print(f"{time.monotonic() - began:6.0f} s  {case.number} {case.strategy}: {kinds}: {verdict}", flush=True)
+        if case.is_right:
+            shutil.rmtree(own)
+    if all(case.is_right for case in left):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

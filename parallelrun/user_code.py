@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
 from parallelrun.errors import cause_chain
 
 MOST_FRAMES = 6
+_BENEATH = ("comm", "launch", "shared_memory", "torch_private")  # packages of ours that say little of where a rank is
 
 
 def frames(error: BaseException) -> list[str]:
@@ -26,6 +29,26 @@ def frames(error: BaseException) -> list[str]:
             found = [_shown(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in own]
             break
     return found if len(found) <= MOST_FRAMES else [*found[:2], "...", *found[3 - MOST_FRAMES :]]
+
+
+def of_stack(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[str, ...]:
+    """Return the frames of a stack in the user's files and in ours, innermost first, without those that communicate.
+
+    frames: (file, line, function), innermost first. If none is left, they are the innermost ones of any file.
+    """
+    shown = [(file, line, name) for file, line, name in frames]
+    own = [one for one in shown if _is_telling(one[0])] or shown
+    return tuple(_shown(file, line, name, linecache.getline(file, line)) for file, line, name in own[:most])
+
+
+def _is_telling(file: str) -> bool:
+    here = Path(__file__).resolve().parent
+    if file.startswith("<"):
+        return False
+    path = os.path.realpath(file)
+    if any(path.startswith(f"{folder}{os.sep}") for folder in (here, here.parent / "strategies")):
+        return Path(path).relative_to(here.parent).parts[1] not in _BENEATH
+    return _is_users(file)
 
 
 def _shown(file: str, line: int, function: str, text: str) -> str:

@@ -6,6 +6,7 @@ The one-device reference is computed once per setting in the test process and re
 
 from __future__ import annotations
 
+import ast
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ def parity(
     if smaller := _smaller(config, plan, overrides):
         return parity({**overrides, **smaller}, mutant, timeout, fault, backend, hosts)
     replayed = plan.equivalence.kind == "replay"
-    settings = tuple(sorted(overrides.items())) if replayed else _settings(overrides)
+    settings = repr(sorted(overrides.items()) if replayed else _settings(overrides))
     reference = "" if decisions_are_held(config, plan) else str(_reference(settings))
     cell = (overrides, reference, mutant, fault, hosts)
     return run_ranks(plan.world, _cell, *cell, timeout=timeout, backend=backend, fresh=bool(hosts))[0]
@@ -91,15 +92,15 @@ def assert_equal(document: dict[str, Any]) -> None:
     assert not document["surprises"], "\n".join(sorted(document["surprises"]))
 
 
-def _settings(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The overrides that change the one-device training, as a key."""
-    return tuple(sorted((k, v) for k, v in overrides.items() if k not in _PLACEMENT and not k.startswith("strategy.")))
+def _settings(overrides: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The overrides that change the one-device training."""
+    return sorted((k, v) for k, v in overrides.items() if k not in _PLACEMENT and not k.startswith("strategy."))
 
 
 @cache
-def _reference(settings: tuple[tuple[str, Any], ...]) -> Path:
+def _reference(settings: str) -> Path:
     """The trace that a cell is compared with; of a way that is replayed, `settings` are all of the cell's overrides."""
-    config = checked_config(tiny_config(dict(settings)))
+    config = checked_config(tiny_config(dict(ast.literal_eval(settings))))
     plan, cpu = resolve(config), torch.device("cpu")
     if plan.equivalence.kind == "replay":
         trace = record_replay(config, plan, cpu)
@@ -138,7 +139,7 @@ def _cell(
     surprises = (
         []
         if mutant or fault
-        else [text for texts in gather_json(_surprises(training, counter), training.mesh) for text in texts]
+        else [text for texts in gather_json(unforetold(training, counter), training.mesh) for text in texts]
     )
     if plan.world > 1 and dist.get_rank() != 0:
         return None
@@ -188,7 +189,7 @@ def _counted_step(training: Training) -> Iterator[CommunicationCounter]:
         counted(training, full, 0.0, LossScaler(training.config.precision, scaled=False))
 
 
-def _surprises(training: Training, counter: CommunicationCounter) -> list[str]:
+def unforetold(training: Training, counter: CommunicationCounter) -> list[str]:
     """Where what this rank sends in a steady step differs from the plan's prediction, in calls or to the byte (beyond
     the bound, where bytes depend on the data)."""
     plan, mesh = training.plan, training.mesh

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TextIO
@@ -54,13 +54,9 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions) -> in
 
     Raises EnvironmentProblem when a host cannot be reached or has no parallelrun.
     """
-    launcher = HostLauncher(hosts, words, ssh)
-    with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: launcher.signals.append(number)):
-        try:
-            launcher.start()
-            return launcher.watch()
-        finally:
-            launcher.end_all()
+    signals: list[int] = []
+    with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
+        return HostLauncher(hosts, words, ssh, signals).run()
 
 
 class HostConnection:
@@ -144,19 +140,47 @@ def remote_command(name: str, ssh: SshOptions, serves: bool) -> list[str]:
     return [*_SSH, *ssh.words(), name.strip("[]"), for_login_shell]
 
 
-class HostLauncher:
-    """The state of one start over several hosts."""
+def await_hellos(agents: Sequence[HostConnection], signals: Sequence[int], timeout_s: float) -> list[HostConnection]:
+    """Wait until all agents on other hosts have greeted. Return those that have not. A signal raises
+    KeyboardInterrupt."""
+    deadline = time.monotonic() + timeout_s
+    while waiting := [agent for agent in agents if agent.hello is None]:
+        if signals:
+            raise KeyboardInterrupt
+        if time.monotonic() > deadline or all(agent.process.poll() is not None for agent in waiting):
+            break
+        time.sleep(_TICK_S)
+    return waiting
 
-    def __init__(self, hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions):
-        self._hosts = hosts
+
+class HostLauncher:
+    """The state of one start over several hosts.
+
+    signals: gets those that arrive; more: variables for all ranks.
+    """
+
+    def __init__(
+        self, hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions,
+        signals: list[int] | None = None, more: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        self._hosts = [one for one in hosts if one.num_ranks]
         self._words = list(words)
         self._ssh = ssh
         self._agents: list[HostConnection] = []
-        self.signals: list[int] = []
+        self.signals = [] if signals is None else signals
+        self._more = dict(more or {})
         self._forwarded = 0
         self._deadline = float("inf")
         self._codes: dict[str, int] = {}  # by host, in the order in which they ended
         self._ended_by_us: set[str] = set()  # hosts whose exit codes do not tell the cause
+
+    def run(self) -> int:
+        """Start the ranks, and wait until all have ended. Return the exit code. No process outlives this call."""
+        try:
+            self.start()
+            return self.watch()
+        finally:
+            self.end_all()
 
     def start(self) -> None:
         """Connect to all hosts, decide where rank 0 listens, and order every agent to start its ranks."""
@@ -180,7 +204,11 @@ class HostLauncher:
         print(f"starting {where}", file=sys.stderr, flush=True)
         world = sum(one.num_ranks for one in self._hosts)
         environ = {"WORLD_SIZE": str(world), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        environ |= {TOKEN: secrets.token_hex(16), **for_other_hosts(os.environ)}  # sent through ssh, on no command line
+        environ |= {
+            TOKEN: secrets.token_hex(16),
+            **for_other_hosts(os.environ),
+            **self._more,
+        }  # sent through ssh, on no command line
         for agent in self._agents:
             order = Order(
                 words=self._words,
@@ -220,13 +248,8 @@ class HostLauncher:
 
     def _await_hellos(self) -> None:
         """Wait until all agents have greeted. Raises EnvironmentProblem naming every host that has not."""
-        deadline = time.monotonic() + CONNECT_S
-        while waiting := [agent for agent in self._agents if agent.hello is None]:
-            if self.signals:
-                raise KeyboardInterrupt
-            if time.monotonic() > deadline or all(agent.process.poll() is not None for agent in waiting):
-                raise EnvironmentProblem(*(agent.unreachable(self._ssh) for agent in waiting))
-            time.sleep(_TICK_S)
+        if silent := await_hellos(self._agents, self.signals, CONNECT_S):
+            raise EnvironmentProblem(*(agent.unreachable(self._ssh) for agent in silent))
 
     def _pass_signals(self) -> None:
         """Forward signals. The first Ctrl-C unwinds; the first SIGTERM ends after a step and a save; a second kills."""

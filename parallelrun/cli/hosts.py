@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,11 +48,12 @@ class SshOptions:
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of the host `name`: `num_ranks` ranks from `first_rank` on."""
+    """The ranks of the host `name`: `num_ranks` ranks from `first_rank` on; none on a spare host. slots: the most."""
 
     name: str
     first_rank: int
     num_ranks: int
+    slots: int
 
     @property
     def is_here(self) -> bool:
@@ -70,7 +71,7 @@ class HostRanks:
 def read(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> tuple[HostRanks, ...]:
     """The ranks of `-np ranks -H hosts`, () if none is given. Raises ConfigError with horovodrun's message.
 
-    Without -np all slots are used; without hosts all ranks run on this one. Hosts that get no rank are left out.
+    Without -np all slots are used; without hosts all ranks run on this one. Hosts that get no rank come last.
     hostfile: a file with a host on each line, instead of -H.
     """
     if hostfile is not None:
@@ -87,12 +88,16 @@ def read(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> t
     if asked > available:
         what = f"Requested more processes ({asked}) than there are available slots ({available})"
         raise ConfigError(Problem(what, f"-H {hosts}", f"-np {available}"))
+    return placed({name: asked if count is None else count for name, count in slots.items()}, asked)
+
+
+def placed(slots: Mapping[str, int], num_ranks: int) -> tuple[HostRanks, ...]:
+    """Fill the slots of the hosts, in their order, with so many ranks."""
     out, first = [], 0
     for name, count in slots.items():
-        here = min(asked - first, asked if count is None else count)
-        if here > 0:
-            out.append(HostRanks(name, first, here))
-            first += here
+        here = min(num_ranks - first, count)
+        out.append(HostRanks(name, first, here, count))
+        first += here
     return tuple(out)
 
 
@@ -133,4 +138,4 @@ def _slots(text: str) -> dict[str, int | None]:
 
 def has_others(hosts: Sequence[HostRanks]) -> bool:
     """Whether some ranks run on other hosts."""
-    return any(not one.is_here for one in hosts)
+    return any(one.num_ranks and not one.is_here for one in hosts)

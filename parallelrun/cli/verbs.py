@@ -75,6 +75,10 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     gc.enable()
     workdir.check(composed.changes_directory, attached)
     if hosts.has_others(line.host_ranks) and attached is None:
+        if composed.config.restarts and line.verb == "run":
+            from parallelrun.cli import host_restarts
+
+            return host_restarts.run(line.host_ranks, words, line.ssh, composed.config)
         from parallelrun.cli import host_launcher
 
         return host_launcher.run(line.host_ranks, words, line.ssh)

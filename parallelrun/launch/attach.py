@@ -20,19 +20,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EnvironmentProblem, ParallelrunError, Problem
-from parallelrun.launch import environment, failure, interfaces, output, preflight, rank, rendezvous, stores
+from parallelrun.launch import environment, failure, hang, interfaces, output, preflight, rank, rendezvous, stores
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import GRACE_S, TIMED_OUT, ConsoleOptions, Failure
-from parallelrun.launch.failure_detection import Peers, Watchdog, is_recorded
+from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
+from parallelrun.launch.live import GatheredStatus, LiveFile
 from parallelrun.launch.outcome import Outcome, conclude
+from parallelrun.launch.peers import Peers, is_recorded
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.rank import STOP_SIGNALS, Job
 from parallelrun.launch.rendezvous import Member
 from parallelrun.plan.freeze import digest, load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.records import write_json
+from parallelrun.run_records import attempts
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -66,6 +69,7 @@ def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
         "config": job.config_file.read_text(),
         "directory": str(job.directory),
         "worker": job.worker,
+        "attempt": job.attempt,
         "source": job.config.model.source,
         "num_gpus": job.plan.num_workers if job.plan.device == "cuda" else 0,  # the first ranks use one each
         "options": asdict(job.options),  # any rank may print how to resume
@@ -118,7 +122,8 @@ def follow(argv: Sequence[str]) -> int:
             Status(directory).ended(EXIT_HANG, "rank 0 exited before the run began", 0)
         return int(go["failed"]) if go else EXIT_HANG
     config = load_frozen(run["config"])
-    job = Job(config, resolve(config), directory, run["worker"], ConsoleOptions(**run["options"]))
+    options = ConsoleOptions(**run["options"])
+    job = Job(config, resolve(config), directory, run["worker"], options, attempt=run["attempt"])
     return _serve(attached, job, store, [Member(**fields) for fields in go["members"]])
 
 
@@ -159,12 +164,15 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     rank.take_signals(heartbeats, [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN])
     peers = Peers.of(attached.rank, job.directory, members)
     report = _reporter(attached, job, terminal, peers)
-    status = Status(job.directory) if attached.rank == 0 else None
+    status: GatheredStatus | LiveFile = LiveFile(job.directory, attached.rank, attached.world)
+    if attached.rank == 0:
+        status = GatheredStatus(job.directory, members=members)
     if attached.rank:
         peers.watch_leader(heartbeats, report)
     settings = rank.RankSettings(attached.rank, attached.local_rank, threads=threads)
     with Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status):
         code = rank.serve(job, settings, heartbeats, lambda: store)
+    status.remove()
     for number in STOP_SIGNALS:  # `srun --kill-on-bad-exit` sends SIGTERM as soon as the first rank exits with 75
         signal.signal(number, signal.SIG_IGN)
     cause = failure.recorded(job.directory, heartbeats, attached.rank, os.getpid())
@@ -188,13 +196,16 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
     """
 
     def report(own: Failure) -> int:
+        history = attempts.read(job.directory)
+        if history and history[-1].number > job.attempt:  # this host was cut off, and the run goes on without it
+            return own.exit_code
         code = tell(replace(own, lost=peers.lost()))
         peers.end_stopped()
         return code
 
     def tell(own: Failure) -> int:
         if attached.rank:
-            if own.order < TIMED_OUT:
+            if own.order < TIMED_OUT and own.exit_code != EXIT_HANG:  # whoever records a hang knows more
                 print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)
             with contextlib.suppress(OSError):  # a full disk
                 failure.write(job.directory, own)
@@ -204,7 +215,7 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
             time.sleep(2 * GRACE_S if own.exit_code == EXIT_HANG else GRACE_S)
         if is_recorded(job.directory):
             return own.exit_code
-        cause = failure.explained(peers.cause(own), job.directory)
+        cause = hang.explained(failure.explained(peers.cause(own), job.directory), own, peers, job)
         conclude(Outcome(cause.exit_code, cause), job, terminal)
         return own.exit_code if attached.rank else cause.exit_code
 

@@ -200,10 +200,17 @@ class Status:
         with contextlib.suppress(OSError):
             self._write("running", ranks=ranks)
 
-    def ended(self, exit_code: int, error: str | None = None, failed_rank: int | None = None) -> None:
-        """Record the end of the run. error: one line; failed_rank: the rank that failed first."""
+    def ended(
+        self,
+        exit_code: int,
+        error: str | None = None,
+        failed_rank: int | None = None,
+        stalled: dict[str, Any] | None = None,
+    ) -> None:
+        """Record the end of the run. error: one line; failed_rank: the rank that failed first; stalled: the operation
+        that did not end, and where the ranks were that had not come to it."""
         state = {EXIT_OK: "done", EXIT_PREEMPTED: "preempted"}.get(exit_code, "failed")
-        write = partial(self._write, state, exit_code, error, failed_rank)
+        write = partial(self._write, state, exit_code, error, failed_rank, stalled=stalled)
         with contextlib.suppress(OSError):
             reserve.insist(self.directory, reserve.STATUS, write)
         reserve.release(self.directory)
@@ -215,6 +222,7 @@ class Status:
         error: str | None = None,
         failed_rank: int | None = None,
         ranks: Sequence[dict[str, Any]] = (),
+        stalled: dict[str, Any] | None = None,
     ) -> None:
         fields: dict[str, Any] = {
             "state": state,
@@ -230,6 +238,8 @@ class Status:
             fields["failed_save_step"] = self.failed_save_step
         if ranks:
             fields["ranks"] = ranks
+        if stalled:
+            fields["stall"] = stalled
         fields |= attempts.status(self.directory) | reshapes.status(self.directory)
         write_json(self.directory / "status.json", fields)
         with contextlib.suppress(OSError):  # status.json is what counts

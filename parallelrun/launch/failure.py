@@ -21,7 +21,10 @@ from typing import Any
 
 from parallelrun import reserve, sequences, user_code
 from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, ParallelrunError, Problem, cause_chain
+from parallelrun.launch import position, stall
 from parallelrun.launch.heartbeat import Heartbeat, HeartbeatFile
+from parallelrun.launch.position import Position
+from parallelrun.launch.stall import StalledOperation
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
 
@@ -60,7 +63,7 @@ class Failure:
     """How one rank failed. `what` is one line; `time_ns` is CLOCK_MONOTONIC; frames: of the user's own code.
 
     host: of the rank that failed; lost: ranks that the writer has seen exit or stop without a message, and what it saw;
-    memory: there was too little of it.
+    memory: there was too little of it; position: of the rank, if it hangs; stall: the operation that does not end.
     """
 
     rank: int
@@ -77,6 +80,8 @@ class Failure:
     host: str = field(default_factory=socket.gethostname)
     lost: tuple[tuple[int, str], ...] = ()
     memory: bool = False
+    position: Position | None = None
+    stall: StalledOperation | None = None
 
     def at(self, heartbeat: Heartbeat, pid: int) -> Failure:
         """Return this failure with the step and phase of the rank's last heartbeat, and its pid."""
@@ -153,7 +158,9 @@ def read(directory: Path, rank: int) -> Failure | None:
     fields = {name: fields[name] for name in Failure.__dataclass_fields__}
     problems = tuple(Problem(**problem) for problem in fields["problems"])
     lost = tuple((rank, what) for rank, what in fields["lost"])
-    return Failure(**{**fields, "problems": problems, "frames": tuple(fields["frames"]), "lost": lost})
+    own, stalled = position.from_json(fields["position"]), stall.from_json(fields["stall"])
+    read = {"problems": problems, "frames": tuple(fields["frames"]), "lost": lost, "position": own, "stall": stalled}
+    return Failure(**{**fields, **read})
 
 
 def record(directory: Path, heartbeats: HeartbeatFile, failure: Failure) -> None:
@@ -192,6 +199,7 @@ def headline(failure: Failure, plan: Plan) -> list[str]:
         process = f"{coordinate(plan, rank)}, {failure.host}" + (f", pid {failure.pid}" if failure.pid else "")
         lines = [f"error: rank {rank} ({process}){separator}{failure.what}"]
     phase = f", phase {failure.phase}" if failure.phase else ""
+    lines += failure.stall.lines() if failure.stall else []
     return [*lines, f"  at: rank {rank}, step {failure.step}{phase}", *(f"  in: {frame}" for frame in failure.frames)]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from parallelrun.errors import EXIT_PREEMPTED
-from parallelrun.launch import failure
+from parallelrun.launch import failure, stall
 from parallelrun.launch.directory import Status
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.rank import Job
@@ -35,7 +35,8 @@ def conclude(outcome: Outcome, job: Job, terminal: TextIO | None = None) -> None
     cause, screen = outcome.cause, terminal or sys.stderr
     status = Status(job.directory, max(outcome.step, cause.step if cause else 0), outcome.failed_save_step)
     error = "; ".join(filter(None, (cause.what if cause else outcome.note, outcome.why_not)))
-    status.ended(outcome.exit_code, error or None, cause.rank if cause else None)
+    stalled = stall.document(cause.stall) if cause else None
+    status.ended(outcome.exit_code, error or None, cause.rank if cause else None, stalled)
     lines = []
     if cause:
         lines = failure.message(cause, job.plan, job.directory, job.options)

@@ -115,7 +115,7 @@ def redirect(directory: Path, rank: int) -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     faulthandler.enable(file=2, all_threads=True)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch import emulation
 from parallelrun.launch.environment import Attached, host_cores, num_cores
-from parallelrun.plan import prediction
+from parallelrun.plan import prediction, sample_sets
 from parallelrun.plan.structure import Plan
 from parallelrun.routing_log import NUMBERS_WRITTEN
 from parallelrun.wording import counted, gib
@@ -24,8 +24,10 @@ _NUMBER_BYTES = 6  # in routing.jsonl, which has two numbers per expert, layer a
 
 
 def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
-    """Return notes for the user. Raises ConfigError if the launcher started another number of ranks than the plan has,
-    EnvironmentProblem (with numbers) if the run does not fit on this machine."""
+    """Return notes for the user. Raises ConfigError if the launcher started another number of ranks than the plan has
+    or `verify` cannot replay the plan, EnvironmentProblem (with numbers) if the run does not fit on this machine."""
+    if config.verb == "verify":
+        sample_sets.check_replay(plan)
     if attached and attached.world != plan.world:
         what = f"{attached.source} started {attached.world} ranks, the plan has {plan.world}"
         fix = f"degrees whose product is {attached.world}, or {plan.world} ranks"

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from parallelrun import registry
-from parallelrun.launch import emulation
+from parallelrun.launch import emulation, position
 from parallelrun.launch import rank as ranks
 from parallelrun.launch.emulation import Namespaces
 from parallelrun.launch.environment import for_rank, num_cores, threads_per_rank
@@ -144,6 +144,7 @@ def _fork(
         for number in (signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         take_turns(world)
+        position.tell_when_asked(job.directory, rank)
         redirect(job.directory, rank)
         ranks.take_signals(heartbeats)
         unblock_signals()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem
-from parallelrun.launch import failure, preflight
+from parallelrun.launch import failure, position, preflight
 from parallelrun.launch.failure import ConsoleOptions
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import redirect
@@ -256,6 +256,7 @@ def main(
     leave_with_parent(parent)
     heartbeat_file = HeartbeatFile(world, heartbeats)
     take_signals(heartbeat_file)
+    position.tell_when_asked(Path(folder), rank)
     redirect(Path(folder), rank)
     from parallelrun.plan.freeze import load_frozen
     from parallelrun.plan.resolve import resolve

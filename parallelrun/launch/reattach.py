@@ -1,14 +1,15 @@
-"""Runs that torchrun starts again (`--max-restarts`, or other nodes): the same directory, from the last checkpoint.
+"""Runs whose ranks are started again: by torchrun (`--max-restarts`, or other nodes), or by us over several hosts.
 
-torchrun ends all ranks and starts new ones; how often is its own business. Rank 0 of the new ones finds the run that
-the same torchrun has started before, and goes on with its plan, or with one for the ranks that came back. Torch-free.
+torchrun ends all ranks and starts new ones; how often is its own business. Our launcher over several hosts does the
+same, with torchrun's variables (`cli/host_restarts.py`). Rank 0 of the new ones finds the run that the same launcher
+has started before, and goes on with its plan, or with one for the ranks that came back. Torch-free.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from parallelrun.launch.directory import Status
 from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.rank import Job
+from parallelrun.launch.restart_policy import Decision
 from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
@@ -30,13 +32,13 @@ from parallelrun.run_records.read import read_object
 FILE = "launcher.json"
 _UNNAMED = ("", "none")  # torchrun's run ids that jobs share
 _SEARCHED = 50  # newest runs
-_BY_TORCHRUN = "ended by torchrun, and no rank has told why: a rank was killed, or a host was lost"
+_UNTOLD = "ended by its launcher, and no rank has told why: a rank was killed, or a host was lost"
 
 
 def remember(job: Job) -> None:
     """Note which torchrun has started a run, and its first attempt, if it may start the run again."""
     if most_restarts(os.environ):
-        write_json(job.directory / FILE, _identity())
+        write_json(job.directory / FILE, _identity(os.environ))
         attempts.write(job.directory, [restarts.attempt_of(job, 1)])
 
 
@@ -46,19 +48,25 @@ def most_restarts(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _identity() -> dict[str, str]:
+def variables(name: str, most: int, number: int) -> dict[str, str]:
+    """Return the variables that tell ranks that they may be started again. name: of the job; number: of restarts."""
+    count = {"TORCHELASTIC_MAX_RESTARTS": str(most), "TORCHELASTIC_RESTART_COUNT": str(number)}
+    return {"TORCHELASTIC_RUN_ID": name, **count}
+
+
+def _identity(environ: Mapping[str, str]) -> dict[str, str]:
     """The job's name, and this host's torchrun: the parent of all ranks that it starts."""
     agent = os.getppid()
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    name = environ.get("TORCHELASTIC_RUN_ID", "")
     return {"run_id": name, "agent": f"{socket.gethostname()} {agent} {start_time(agent)}"}
 
 
-def earlier(runs: Path) -> Path | None:
-    """Return the directory of the run that this torchrun has started before; None if this is its first start."""
-    if not most_restarts(os.environ):
+def earlier(runs: Path, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the directory of the run that this launcher has started before; None if this is its first start."""
+    if not most_restarts(environ):
         return None
-    own = _identity()
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and own["run_id"] not in _UNNAMED
+    own = _identity(environ)
+    restarted = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and own["run_id"] not in _UNNAMED
     for directory in find.all_runs(runs)[:_SEARCHED]:
         found = read_object(directory / FILE)
         if found.get("agent") == own["agent"] or (restarted and found.get("run_id") == own["run_id"]):
@@ -88,21 +96,39 @@ def continued(job: Job, directory: Path) -> Job:
 
     Raises ParallelrunError with the code of the last attempt, or that of no progress, if it must not be restarted.
     """
-    history = attempts.read(directory)
-    outcome = _outcome(directory, history[-1])
-    history[-1] = restarts.ended(history, outcome, directory)
-    attempts.write(directory, history)
     most = most_restarts(os.environ)
-    decision = restart_policy.decide(history, max(most, len(history)))  # torchrun counts
+    outcome, history, decision = judged(directory)
     if not decision.restart:
-        code = decision.exit_code or outcome.exit_code
-        Status(directory, history[-1].step).ended(code, f"{history[-1].error}; {decision.why}", history[-1].rank)
-        what = f"not restarted: {decision.why} (attempt {history[-1].number}: {history[-1].error}); {directory}"
-        raise ParallelrunError(Problem(what), exit_code=code)
+        last = history[-1]
+        what = f"not restarted: {decision.why} (attempt {last.number}: {last.error}); {directory}"
+        raise ParallelrunError(Problem(what), exit_code=decision.exit_code or outcome.exit_code)
     after = restarts.prepared(replace(job, directory=directory), None, history, decision)
     attempts.write(directory, history)
     restarts.announce(replace(outcome, cause=None), job.plan, history, after, most + 1)  # its ranks have told the cause
     return after
+
+
+def judged(
+    directory: Path, most: int | None = None, hosts: Sequence[str] = ()
+) -> tuple[Outcome, list[Attempt], Decision]:
+    """Return how the last attempt of a run ended, all attempts, and what follows; record it. Its ranks have ended.
+
+    most: how often the run may be restarted; None if its launcher counts. hosts: of each rank, if they are known.
+    """
+    history = attempts.read(directory)
+    outcome = _outcome(directory, history[-1])
+    if history[-1].ended is None:
+        last = restarts.ended(history, outcome, directory)
+        if hosts and last.rank is not None:
+            last = replace(last, host=hosts[last.rank])
+        history[-1] = last
+        attempts.write(directory, history)
+    decision = restart_policy.decide(history, len(history) if most is None else most)
+    if not decision.restart:
+        last = history[-1]
+        code = decision.exit_code or outcome.exit_code
+        Status(directory, last.step).ended(code, f"{last.error}; {decision.why}", last.rank)
+    return outcome, history, decision
 
 
 def _outcome(directory: Path, last: Attempt) -> Outcome:
@@ -113,9 +139,9 @@ def _outcome(directory: Path, last: Attempt) -> Outcome:
     code, rank = status.get("exit_code"), status.get("failed_rank")
     if isinstance(code, int) and code:
         if cause is None or cause.rank != rank:
-            told = str(status.get("error") or _BY_TORCHRUN)
+            told = str(status.get("error") or _UNTOLD)
             hosts = read_object(directory / find.MANIFEST).get("hosts", [])
             host = hosts[0] if len(hosts) == 1 else ""
             cause = failure.Failure(rank, told, code, host=host) if isinstance(rank, int) else None
         return Outcome(code, cause, str(status.get("error") or ""))
-    return Outcome(cause.exit_code if cause else EXIT_RANK_DIED, cause, _BY_TORCHRUN)
+    return Outcome(cause.exit_code if cause else EXIT_RANK_DIED, cause, _UNTOLD)

@@ -33,6 +33,10 @@ from parallelrun.run_records.read import METRICS
 from parallelrun.run_records.rows import last_row
 from parallelrun.wording import counted
 
+_INSTEAD = {
+    "srun": "Slurm queues the job again after preemption or the loss of a node (parallelrun slurm ... prints it)",
+    "torchrun": "torchrun --max-restarts N does",
+}
 DAMAGED = "damaged_"  # before the name of a checkpoint that could not be loaded
 
 
@@ -43,7 +47,8 @@ def notes(config: Config, only_once: str = "") -> list[str]:
     """
     most = config.restarts
     if most and only_once:
-        return [f"restarts={most}: {only_once} does not start ranks again; resume=auto goes on in a new job"]
+        others = _INSTEAD.get(only_once, "our own launcher does (-H for several hosts)")
+        return [f"restarts={most}: {only_once} does not start ranks again: {others}; resume=auto goes on in a new job"]
     if not most or config.checkpoint.every or config.checkpoint.memory_every:
         return []
     return [f"restarts={most} without checkpoint.every: after a failure the run begins again with its first step"]

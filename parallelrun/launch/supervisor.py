@@ -19,20 +19,18 @@ from functools import partial
 from multiprocessing import connection
 
 from parallelrun import sequences
-from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
-from parallelrun.launch import emulation, failure, failure_detection, processes
+from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
+from parallelrun.launch import emulation, failure, hang, processes
 from parallelrun.launch.directory import Status
 from parallelrun.launch.failure import GRACE_S, Failure
 from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
 from parallelrun.launch.outcome import Outcome
-from parallelrun.launch.output import log_path
 from parallelrun.launch.rank import STOP_SIGNALS, Job
 
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
 TICK_S = 0.1
 LOOK_S = 2.0  # of silence, after which the ranks' first collectives are compared
 LATEST_LOOK_S = 20.0  # after which they are, though some ranks still issue more: reading all takes a crowded core away
-DUMP_S = 0.5  # time for faulthandler to write
 SYNCHRONOUS = ("start", "build", "finish")  # phases in which every rank waits for every other
 
 
@@ -189,28 +187,13 @@ class Supervisor:
     def _tick(self) -> None:
         now = time.monotonic()
         if self._alive and not self._failures and self._verdict is None:
-            found = self._hang() or self._mismatch(now)
+            found = hang.find(self._job, self._heartbeats, self._alive) or self._mismatch(now)
             if found is not None:
                 self._failures.append(found.at(self._heartbeats.read(found.rank), self._pids[found.rank]))
                 self._deadline = 0.0
         if now >= self._deadline:
             self._kill_all()
         self._status.update(self._step(), self._heartbeats.failed_save(), partial(self._heartbeats.rows, self._alive))
-
-    def _hang(self) -> Failure | None:
-        """Return the Failure of the rank that blocks the others, if a rank has been silent for `timeout_s`."""
-        limit = self._job.config.timeout_s
-        silent = [rank for rank in self._alive if self._heartbeats.read(rank).age_s > limit]
-        if not silent:
-            return None
-        stopped = {rank for rank, pid in self._alive.items() if processes.is_stopped(pid)}
-        dumps = self._dump_stacks(stopped)
-        states = {r: failure_detection.rank_state(self._heartbeats.read(r).step, dumps[r], r in stopped) for r in dumps}
-        guilty, why = failure_detection.suspects(states)
-        others = f" (with {', '.join(f'rank {r}' for r in guilty[1:4])})" if len(guilty) > 1 else ""
-        why = why or "no rank stands out: compare the stacks in logs/"
-        what = f"hangs: no progress for {limit:g} s; {why}{others}; stacks of all ranks are in the logs"
-        return Failure((guilty or silent)[0], what, EXIT_HANG)
 
     def _mismatch(self, now: float) -> Failure | None:
         """Return the Failure of a rank that issued different collectives, if a rank has been silent for LOOK_S and no
@@ -225,20 +208,6 @@ class Supervisor:
             return None
         self._next_look, self._latest_look = now + LOOK_S, now + LATEST_LOOK_S
         return failure.of_mismatch(self._job.directory)
-
-    def _dump_stacks(self, stopped: set[int]) -> dict[int, str]:
-        """Let every rank write its threads' stacks to its log. Return the texts by rank."""
-        logs = {rank: log_path(self._job.directory, rank) for rank in self._alive}
-        before = {rank: path.stat().st_size if path.exists() else 0 for rank, path in logs.items()}
-        for rank in self._alive.keys() - stopped:
-            processes.kill(self._alive[rank], signal.SIGUSR1)
-        time.sleep(DUMP_S)
-        dumps = {}
-        for rank, path in logs.items():
-            with open(path, errors="replace") as file:
-                file.seek(before[rank])
-                dumps[rank] = file.read()
-        return dumps
 
     def _step(self) -> int:
         return max(self._heartbeats.read(rank).step for rank in range(self._job.plan.world))

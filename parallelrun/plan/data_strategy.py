@@ -250,7 +250,7 @@ class DataStrategy(AxisStrategy):
         return None
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Bytes of buffers while the last gradients are exchanged after the schedule."""
+        """Bytes of buffers while the last gradients are exchanged after the schedule, or weights at a step's end."""
         return 0
 
     # Server ranks (`has_servers`)

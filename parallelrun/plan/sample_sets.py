@@ -6,7 +6,7 @@ stored as a number, so that the single-device reference has the same sets.
 
 from __future__ import annotations
 
-from parallelrun.errors import Problem
+from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec
 from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.request import Request
@@ -49,6 +49,14 @@ def resolve(request: Request, data: DataStrategy) -> tuple[SampleSets | None, li
         )
         return sets, [Problem(what, KEY, fix, kind="undefined")]
     return sets, []
+
+
+def check_replay(plan: Plan) -> None:
+    """Raise ConfigError if a set spans several replicas of a plan whose replay trains them one after the other."""
+    sets, in_turn = plan.sample_sets, plan.equivalence.kind == "replay" and not plan.data.has_servers
+    if in_turn and sets is not None and sets.spread and plan.mesh.size("dp") > 1:
+        what = f"verify runs the replicas of {plan.data.kind} in turn, so no sample set of BatchNorm may span several"
+        raise ConfigError(Problem(what, KEY, f"{KEY}={LOCAL}"))
 
 
 def filled(config_value: str | None, sets: SampleSets | None) -> tuple[str, ...]:

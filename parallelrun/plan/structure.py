@@ -74,12 +74,13 @@ class Equivalence:
 
     kind: `exact`, `exact_when` (under the condition in `detail`) or `replay` (equals a single-process replay of the
     algorithm in `detail`). bound: the largest error of a replay if the backend chooses the order of low-precision
-    sums; None: the usual bound.
+    sums; None: the usual bound. floor: the magnitude below which these sums have no relative precision.
     """
 
     kind: str
     detail: str = ""
     bound: float | None = None
+    floor: float = 0.0
 
 
 def once(cache: dict[object, Any], key: object, compute: Callable[[], Value]) -> Value:

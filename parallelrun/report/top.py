@@ -96,6 +96,8 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
 
 def _marks(one: Mapping[str, Any], step: int) -> str:
     """What is unusual about a rank. step: of the rank that is furthest."""
+    if one.get("seen") is False:
+        return "not seen: nothing of it in the run directory (does its host share the disk?)"
     silent, slow = _number(one, "silent_s"), _number(one, "slow")
     behind = step - int(_number(one, "step"))
     return ", ".join(

@@ -22,7 +22,8 @@ from parallelrun.run_records.find import CONFIG
 FILE, FOLDER = "attempts.json", "attempts"
 _ROWS = ("metrics.jsonl", "routing.jsonl", "apply_log.jsonl")
 _FAILURES = "errors"
-_SEQUENCES = "collectives_rank_*.txt"  # in logs/: the first collectives of ranks that have not passed two steps
+# in logs/: the first collectives of ranks that have not passed two steps, and where ranks were in a hang
+_OF_ATTEMPT = ("collectives_rank_*.txt", "position_rank_*.json")
 
 
 @dataclass(frozen=True)
@@ -136,15 +137,17 @@ def lines(attempts: Sequence[Attempt], most: int | None = None) -> list[str]:
 def rewind(directory: Path, step: int, number: int) -> float:
     """Remove what came after `step` from the run's rows; return the seconds that its steps took.
 
-    The removed rows, the failures and the unfinished sequences of collectives go to `attempts/<number>/`, the attempt
-    that wrote them. No rank may be alive. A reader sees the old file or the complete new one. Raises OSError.
+    The removed rows, the failures, the unfinished sequences of collectives and the positions of ranks go to
+    `attempts/<number>/`, the attempt that wrote them. No rank may be alive. A reader sees the old file or the complete
+    new one. Raises OSError.
     """
     aside = directory / FOLDER / str(number)
     aside.mkdir(mode=0o700, parents=True, exist_ok=True)
     removed_s = 0.0
     for name in _ROWS:
         removed_s += _split(directory / name, step, aside / name)
-    for path in [directory / _FAILURES, *(directory / "logs").glob(_SEQUENCES)]:
+    logs = [path for pattern in _OF_ATTEMPT for path in (directory / "logs").glob(pattern)]
+    for path in [directory / _FAILURES, *logs]:
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, aside / path.name)
     return removed_s

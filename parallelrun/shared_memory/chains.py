@@ -134,6 +134,7 @@ class Chain:
 
     def __init__(self, name: str, num_bytes: int, stages: Iterable[Stage]):
         self.name, self.num_bytes = name, num_bytes
+        self.number = 0  # among the collectives of its group, from 1
         self.done = False
         self.error: Exception | None = None
         self._stages = deque(stages)
@@ -192,11 +193,14 @@ class ChainQueue:
     def __init__(self, engine: Engine, channels: Sequence[CollectiveChannel], links: Sequence[GlooLink]):
         self._engine, self._channels, self._links = engine, channels, links
         self._queue: deque[Chain] = deque()
+        self.num_issued = 0
         self._failed: Exception | None = None
         self._is_advancing = False
 
     def issue(self, chain: Chain) -> None:
         """Issue the first stage of a collective, and what can follow at once."""
+        self.num_issued += 1
+        chain.number = self.num_issued
         self._queue.append(chain)
         if self._failed is None:
             self._guarded(chain.issue_next)
@@ -216,6 +220,10 @@ class ChainQueue:
     def is_owing(self) -> bool:
         """See `engine.OperationQueue`."""
         return bool(self._queue)
+
+    def outstanding(self, operation: PendingOperation) -> tuple[int, tuple[int, ...] | None] | None:
+        """See `CollectiveChannel.outstanding`."""
+        return next(((one.number, None) for one in tuple(self._queue) if one is operation), None)
 
     def missing(self) -> list[Peer]:
         """See `engine.OperationQueue`."""

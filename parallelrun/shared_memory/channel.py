@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from parallelrun.shared_memory.arena import fence, store_before_load
-from parallelrun.shared_memory.engine import Engine
+from parallelrun.shared_memory.engine import Engine, PendingOperation
 from parallelrun.shared_memory.process import GroupMember, Peer
 from parallelrun.shared_memory.shared_collective import (
     CollectiveStage,
@@ -44,14 +44,14 @@ class CollectiveChannel:
         self._others = tuple(number for number in range(len(members)) if number != rank)
         self._num_done = 0  # collectives with which all others are done, at least
         self._queue: deque[SharedCollective] = deque()
-        self._num_issued = 0
+        self.num_issued = 0
         self._failed: Exception | None = None
         self._held: deque[tuple[int, int]] = deque()  # (index, offset) of contributions that members may still read
 
     def issue(self, collective: SharedCollective) -> None:
         """Post a collective and begin it."""
-        collective.attach(self, self._num_issued)
-        self._num_issued += 1
+        collective.attach(self, self.num_issued)
+        self.num_issued += 1
         self._queue.append(collective)
         self._engine.submit(self)
 
@@ -228,6 +228,14 @@ class CollectiveChannel:
     def closed(self, peer: Peer) -> bool:
         """Return whether a peer has left the group."""
         return any(self._members[number].process is peer and self._members[number][CLOSED] for number in self._others)
+
+    def outstanding(self, operation: PendingOperation) -> tuple[int, tuple[int, ...] | None] | None:
+        """Return the number of a collective that has not ended, from 1, and the members that have not issued it (None:
+        not known); None if it is not of this group."""
+        for one in tuple(self._queue):
+            if one is operation:
+                return one.index + 1, tuple(n for n in self._others if self._members[n][POSTED] <= one.index)
+        return None
 
     def close(self) -> None:
         """Tell the members that this one has left."""

@@ -64,7 +64,7 @@ class Engine:
         self.lock = threading.Condition(threading.RLock())
         self._active: dict[OperationQueue, None] = {}
         self._sleeping = False
-        self._waiting = 0
+        self.awaited: list[PendingOperation] = []  # by each thread that waits
         self.num_cores = len(os.sched_getaffinity(0))
 
     def submit(self, queue: OperationQueue) -> None:
@@ -88,7 +88,7 @@ class Engine:
             return
         deadline = time.monotonic() + timeout_s
         with self.lock:
-            self._waiting += 1
+            self.awaited.append(operation)
             try:
                 if not self._spin(operation):
                     while not self._wait_once(operation, deadline):
@@ -96,7 +96,7 @@ class Engine:
                             what = f"[shared memory] Timed out waiting {round(timeout_s * 1e3)}ms for {operation}"
                             raise RuntimeError(what)
             finally:
-                self._waiting -= 1
+                self.awaited.remove(operation)
 
     def _spin(self, operation: PendingOperation) -> bool:
         """Try again for a moment, if no rank of this host needs the core meanwhile."""
@@ -120,7 +120,7 @@ class Engine:
                 self.lock.wait(SAFETY_S)
             return operation.done
         reason, seconds = operation.sleep()
-        is_alone = self._waiting == 1 and len(self._active) == 1
+        is_alone = len(self.awaited) == 1 and len(self._active) == 1
         self._sleeping = True
         try:
             process.sleep_for(reason if is_alone else ANY)
@@ -138,7 +138,7 @@ class Engine:
             process.awake()
             self._sleeping = False
         self.progress()
-        if self._waiting > 1:
+        if len(self.awaited) > 1:
             self.lock.notify_all()
         if not operation.done:
             self._look_for_ended_peers(operation)

@@ -11,6 +11,7 @@ from torch import Tensor
 from parallelrun.shared_memory.chains import BetweenHosts, GlooLink
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.hosts import Hosts
+from parallelrun.shared_memory.tensors import num_bytes_of
 
 if TYPE_CHECKING:
     from parallelrun.shared_memory.messages import Message, MessageChannel
@@ -21,10 +22,13 @@ _LOOK_S = 5e-4
 class GlooMessage(BetweenHosts):
     """One side of a message to or from another host. It ends in `wait` only: gloo has no notice of the end."""
 
-    def __init__(self, engine: Engine, work: Any, tensor: Tensor, peer: int):
-        self.done, self.peer = False, peer
+    def __init__(self, link: GlooLink, engine: Engine, tensor: Tensor, peer: int, tag: int, is_send: bool):
+        self.done, self.peer, self.is_send = False, peer, is_send
         self.error: Exception | None = None
-        self._engine, self._work, self._tensor = engine, work, tensor
+        self.num_bytes = num_bytes_of(tensor)
+        self.link, self._engine, self._tensor = link, engine, tensor
+        start = link.group.send if is_send else link.group.recv
+        self._work: Any = start([tensor], peer, tag)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the end. Meanwhile a thread advances what other ranks need of this one. Raises RuntimeError."""
@@ -34,12 +38,14 @@ class GlooMessage(BetweenHosts):
             self._engine.progress()
             is_owing = self._engine.is_owing()
         ended = threading.Event()
+        self._engine.awaited.append(self)
         if is_owing:
             threading.Thread(target=self._advance_until, args=(ended,), daemon=True).start()
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         finally:
             ended.set()
+            self._engine.awaited.remove(self)
         self.done = True
 
     def _advance_until(self, ended: threading.Event) -> None:
@@ -56,11 +62,15 @@ class HierarchicalMessages:
     def __init__(self, engine: Engine, hosts: Hosts, inside: MessageChannel, link: GlooLink):
         self._engine, self._local, self._inside, self._link = engine, frozenset(hosts.local), inside, link
 
+    def holds(self, message: object) -> bool:
+        """Return whether a message is one of this group."""
+        return message.link is self._link if isinstance(message, GlooMessage) else self._inside.holds(message)
+
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message | GlooMessage:
         """Begin to send."""
         if peer in self._local:
             return self._inside.send(tensor, peer, tag)
-        return GlooMessage(self._engine, self._link.group.send([tensor], peer, tag), tensor, peer)
+        return GlooMessage(self._link, self._engine, tensor, peer, tag, is_send=True)
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Message | GlooMessage:
         """Begin to receive. Raises RuntimeError if the sender may be any: it would have to wait in two places."""
@@ -69,4 +79,4 @@ class HierarchicalMessages:
             raise RuntimeError(f"[shared memory] {what}")
         if peer in self._local:
             return self._inside.receive(tensor, peer, tag)
-        return GlooMessage(self._engine, self._link.group.recv([tensor], peer, tag), tensor, peer)
+        return GlooMessage(self._link, self._engine, tensor, peer, tag, is_send=False)

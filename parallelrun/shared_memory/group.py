@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,25 @@ from parallelrun.shared_memory.chains import ChainQueue
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
+from parallelrun.shared_memory.gloo_messages import GlooMessage
 from parallelrun.shared_memory.hierarchical import HierarchicalCollectives
-from parallelrun.shared_memory.messages import MessageChannel
+from parallelrun.shared_memory.messages import Message, MessageChannel
 from parallelrun.shared_memory.named_group import NamedGroup, Place, observed
 from parallelrun.shared_memory.reductions import reduction_of
 from parallelrun.shared_memory.tensors import Outputs, as_list, plain
 from parallelrun.shared_memory.work import SharedMemoryWork
 
 _LEAVE_S = 10.0  # a group that is destroyed waits so long for operations that its peers may still need
+
+
+class Awaited(NamedTuple):
+    """An operation of a group that has not ended. number: among the group's collectives, from 1; 0: a message; missing:
+    the members without which it cannot end, None if that is not known."""
+
+    operation: str
+    num_bytes: int
+    number: int
+    missing: tuple[int, ...] | None
 
 
 class SharedMemoryGroup(NamedGroup):
@@ -66,6 +77,22 @@ class SharedMemoryGroup(NamedGroup):
             self._open = False
             with self._engine.lock:
                 self._collectives.close()
+
+    @property
+    def num_issued(self) -> int:
+        """Return how many collectives this member has issued."""
+        return int(self._collectives.num_issued)
+
+    def awaited(self) -> Awaited | None:
+        """Return what a thread of this process waits for in this group; None if none does."""
+        for operation in tuple(self._engine.awaited):
+            if isinstance(operation, (Message, GlooMessage)):
+                if self._messages.holds(operation):
+                    peers = None if operation.peer is None else (operation.peer,)
+                    return Awaited("send" if operation.is_send else "recv", operation.num_bytes, 0, peers)
+            elif found := self._collectives.outstanding(operation):
+                return Awaited(operation.name, operation.num_bytes, *found)  # type: ignore[attr-defined]
+        return None
 
     # collectives
 

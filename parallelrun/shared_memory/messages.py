@@ -97,6 +97,10 @@ class MessageChannel:
         process = self._members[number].process
         return process if isinstance(process, Peer) else None
 
+    def holds(self, message: object) -> bool:
+        """Return whether a message is one of this group."""
+        return isinstance(message, Message) and message._channel is self
+
     def has_left(self, number: int) -> bool:
         """Return whether a member has left the group and has sent nothing more than what was seen."""
         return bool(self._members[number][CLOSED])

@@ -3,7 +3,7 @@
 from parallelrun.torch_private.attention import fused_attention, fused_attention_backward, has_fused_attention
 from parallelrun.torch_private.compiler import before_compiling, keep_compiled_buffers
 from parallelrun.torch_private.fsdp import fsdp_initialise, fsdp_reduce
-from parallelrun.torch_private.groups import default_store, gloo_group
+from parallelrun.torch_private.groups import default_store, gloo_group, num_collectives, process_groups
 from parallelrun.torch_private.observers import (
     current_dispatch_modes,
     dispatch_modes,
@@ -52,10 +52,12 @@ __all__ = [
     "keep_compiled_buffers",
     "multiply",
     "norms",
+    "num_collectives",
     "observe",
     "observed",
     "observers",
     "phase",
+    "process_groups",
     "receive_on_demand",
     "set_messages",
     "start_messages",

@@ -13,6 +13,22 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def process_groups() -> list[tuple[Any, tuple[int, ...]]]:
+    """Return the process groups of which this rank is a member, with their ranks. torch lists them privately only."""
+    if not dist.is_initialized():
+        return []
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return [(group, tuple(dist.get_process_group_ranks(group))) for group in groups]
+
+
+def num_collectives(group: Any) -> int:
+    """Return how many collectives this rank has issued in a group of torch's own; 0 if its backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
+
+
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return gloo's implementation of a group, for a backend that uses it."""
     from torch.distributed import ProcessGroupGloo

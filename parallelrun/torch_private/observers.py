@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -35,7 +37,15 @@ class _Observers:
     def set(self, found: tuple[Any, ...]) -> None:
         with self._lock:
             self._num_threads += bool(found) - bool(self.get())
-            torch._C._stash_obj_in_tls(self._KEY, found)
+            _stash(self._KEY, (*found,))
+
+
+def _stash(key: str, value: tuple[Any, ...]) -> None:
+    """Keep a new tuple in torch's storage of this thread. torch 2.11 releases it later, but does not hold it before."""
+    references = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(key, value)
+    if value and sys.getrefcount(value) == references:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 observers = _Observers()

@@ -35,66 +35,119 @@ def train(
     config = training.config
     scaler = before.scaler if before else LossScaler(config.precision, scaled=training.plan.precision.scaled)
     checkpoints = before.checkpoints if before else Checkpoints(training, scaler, context)
-    start = checkpoints.go_on(training, before.step) if before else checkpoints.resume()
-    training.data.begin_run(training, context, start)
-    first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
-    clock, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
-    watch, pace = watch_of(training, scaler, context, start), PaceWatch(training, context)
-
-    def before_update(training: Training) -> None:
-        checkpoints.before_update(training)
-        watch.before_update(training)
-
-    skips, step = 0, start
+    step = checkpoints.go_on(training, before.step) if before else checkpoints.resume()
+    training.data.begin_run(training, context, step)
+    loop = _Loop(training, context, recorder, scaler, checkpoints, step)
     if context.rank == 0:
         attempts.first_step_begins(context.directory)
-    began = time.perf_counter()
     while step < config.steps:
         step += 1
+        result = loop.step(step)
+        if (good := loop.judge(step, result)) < step:
+            step = recorder.undo(good)
+        elif (end := loop.save_or_end(step, result)) is not None:
+            return end
+    loop.finish("done")
+    return EXIT_OK
+
+
+class _Loop:
+    """The steps of one plan on this rank, and what watches, records and saves them. start: the last step before."""
+
+    def __init__(
+        self,
+        training: Training,
+        context: WorkerContext,
+        recorder: Recorder,
+        scaler: LossScaler,
+        checkpoints: Checkpoints,
+        start: int,
+    ):
+        config, mesh = training.config, training.mesh
+        self._training, self._context, self._recorder = training, context, recorder
+        self._scaler, self._checkpoints = scaler, checkpoints
+        self._first_steps = FirstSteps(mesh, config, start, context.directory, training.plan.data.full_step)
+        self._clock, self._profiler = StepClock(training), StepProfiler(mesh, config, context.directory)
+        self._watch, self._pace = watch_of(training, scaler, context, start), PaceWatch(training, context)
+        self._skips, self._stops = 0, False
+        self._began = time.perf_counter()
+
+    def step(self, step: int) -> StepResult:
+        """Take one step of training. result.stop: some rank has been asked to stop, or for another plan."""
+        context, clock, watch = self._context, self._clock, self._watch
         context.heartbeat(step, "step")
-        lr = learning_rate(config.optimizer, step, config.steps)
         watch.before_step(step)
-        with first_steps.watch(step), profiler.watch(step), watch.recorded(), clock:
-            stop = context.stop_requested() or checkpoints.have_failed()
-            asks = stop or (context.rank == 0 and reshapes.is_asked(context.directory))
-            result = train_step(training, step, lr, scaler, asks, before_update, clock)
+        with self._first_steps.watch(step), self._profiler.watch(step), watch.recorded(), clock:
+            asks = self._is_to_stop() or (context.rank == 0 and reshapes.is_asked(context.directory))
+            result = train_step(
+                self._training, step, self._learning_rate(step), self._scaler, asks, self._before_update, clock
+            )
         watch.after_update()
-        pace.step(step, clock)
+        self._pace.step(step, clock)
+        return result
+
+    def judge(self, step: int, result: StepResult) -> int:
+        """Check the step and record it. Return its number, or that of the earlier step whose weights were restored.
+
+        Raises NumericsError if the loss or a gradient is not finite and no corruption is the reason.
+        """
+        watch, config = self._watch, self._training.config
         try:
             watch.agree(result.applied)
-            skips = check_finite(training, result, scaler, step, skips)
+            self._skips = check_finite(self._training, result, self._scaler, step, self._skips)
         except NumericsError:
-            checkpoints.finish()
+            self._checkpoints.finish()
             if (back := watch.check(step, saves=False, finite=False)) == step:
                 raise
-            step = recorder.undo(back)
-            continue
-        scaler.update(result.applied)
-        evaluation = _evaluate(training, context, step)
-        recorder.step(
-            StepRecord(step, result.loss, result.grad_norm, lr, result.applied, clock.seconds,
-                       time.perf_counter() - began, evaluation.loss if evaluation else None, scaler.scale, clock.times,
-                       evaluation.top1 if evaluation else None)
-        )  # fmt: skip
-        if (back := watch.check(step, saves=saves_after(config, step, result.stop))) < step:
-            step = recorder.undo(back)
-            continue
-        agreed = reshape.agree(training, context, stop) if result.stop else Agreed(stops=False)
+            return back
+        self._scaler.update(result.applied)
+        self._record(step, result)
+        return watch.check(step, saves=saves_after(config, step, result.stop))
+
+    def save_or_end(self, step: int, result: StepResult) -> int | NextPlan | None:
+        """Save what is due after the step. Return the exit code or the next plan if the loop ends here, else None."""
+        training, context, checkpoints = self._training, self._context, self._checkpoints
+        agreed = reshape.agree(training, context, self._stops) if result.stop else Agreed(stops=False)
         try:
             checkpoints.after_step(step, agreed.stops)
         except SaveFailed:  # on all ranks alike; the records are complete all the same
-            recorder.finish(first_steps.counted, "failed", {**checkpoints.facts(), **watch.facts()})
+            self.finish("failed")
             raise
         if agreed.stops:
-            recorder.finish(first_steps.counted, "preempted", {**checkpoints.facts(), **watch.facts()})
+            self.finish("preempted")
             return EXIT_PREEMPTED
         wanted = reshape.check(agreed.request, training, context, step) if agreed.request else None
-        if wanted is not None:
-            checkpoints.finish()
-            recorder.close()
-            return NextPlan(wanted, step, scaler, checkpoints)
-    recorder.finish(first_steps.counted, "done", {**checkpoints.facts(), **watch.facts()})
-    return EXIT_OK
+        if wanted is None:
+            return None
+        checkpoints.finish()
+        self._recorder.close()
+        return NextPlan(wanted, step, self._scaler, checkpoints)
+
+    def finish(self, status: str) -> None:
+        """Complete the records of the run."""
+        facts = {**self._checkpoints.facts(), **self._watch.facts()}
+        self._recorder.finish(self._first_steps.counted, status, facts)
+
+    def _is_to_stop(self) -> bool:
+        """Ask once a step, before it; `save_or_end` uses the same answer."""
+        self._stops = self._context.stop_requested() or self._checkpoints.have_failed()
+        return self._stops
+
+    def _learning_rate(self, step: int) -> float:
+        config = self._training.config
+        return learning_rate(config.optimizer, step, config.steps)
+
+    def _before_update(self, training: Training) -> None:
+        self._checkpoints.before_update(training)
+        self._watch.before_update(training)
+
+    def _record(self, step: int, result: StepResult) -> None:
+        evaluation, clock = _evaluate(self._training, self._context, step), self._clock
+        self._recorder.step(
+            StepRecord(step, result.loss, result.grad_norm, self._learning_rate(step), result.applied, clock.seconds,
+                       time.perf_counter() - self._began, evaluation.loss if evaluation else None, self._scaler.scale,
+                       clock.times, evaluation.top1 if evaluation else None)
+        )  # fmt: skip
 
 
 def _evaluate(training: Training, context: WorkerContext, step: int) -> Evaluation | None:

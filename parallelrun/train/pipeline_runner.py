@@ -16,7 +16,12 @@ from parallelrun.train.reader import Batch
 
 
 class PipelineRunner(ABC):
-    """Runs one data replica's batch through this rank's stages, microbatch by microbatch."""
+    """Runs one data replica's batch through this rank's stages, microbatch by microbatch.
+
+    loss_sum: what the last training step has returned.
+    """
+
+    loss_sum: Tensor | None = None
 
     @abstractmethod
     def train(self, batch: Batch, scale: float) -> Tensor:

@@ -132,6 +132,7 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
             loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
         else:
             loss_sum = training.runner.train(batch, training.plan.num_norms * loss_scale / everyone)
+        training.runner.loss_sum = loss_sum
         training.data.launch_gradients()
         training.routing.launch()
     return loss_sum, mine

@@ -20,10 +20,13 @@ class Worst:
     where: str
 
 
-def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Return max|a-b| / max(max|b|, 1e-3 x the largest max|b| of all tensors) per tensor; infinite for NaN."""
+def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor], least_floor: float = 0.0) -> dict[str, float]:
+    """Return max|a-b| / max(max|b|, floor) per tensor; infinite for NaN.
+
+    The floor is 1e-3 x the largest max|b| of all tensors, but at least `least_floor`.
+    """
     magnitude = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in reference.items()}
-    floor = FLOOR * max(magnitude.values(), default=0.0)
+    floor = max(FLOOR * max(magnitude.values(), default=0.0), least_floor)
     errors = {}
     for name, value in reference.items():
         difference = float((ours[name].to(value.dtype) - value).abs().max()) if value.numel() else 0.0
@@ -34,17 +37,17 @@ def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict
     return errors
 
 
-def compare(ours: Trace, reference: Trace) -> dict[str, Worst]:
+def compare(ours: Trace, reference: Trace, least_floor: float = 0.0) -> dict[str, Worst]:
     """Return the worst errors of initial weights, loss, grads, grad_norm, params (weight updates) and val_loss.
 
-    If routing decisions are held, also of router_scores.
+    If routing decisions are held, also of router_scores. least_floor: of gradients and updates (`tensor_errors`).
     """
     found = {
         "initial": _worst_tensor([(ours.initial, reference.initial)]),
         "loss": _worst_number(ours.losses, reference.losses),
-        "grads": _worst_tensor(list(zip(ours.gradients, reference.gradients))),
+        "grads": _worst_tensor(list(zip(ours.gradients, reference.gradients)), least_floor),
         "grad_norm": _worst_number(ours.grad_norms, reference.grad_norms),
-        "params": _worst_tensor([(ours.updates, reference.updates)]),
+        "params": _worst_tensor([(ours.updates, reference.updates)], least_floor),
         "val_loss": _worst_number([ours.val_loss], [reference.val_loss]),
     }
     if reference.router_scores:
@@ -52,11 +55,11 @@ def compare(ours: Trace, reference: Trace) -> dict[str, Worst]:
     return found
 
 
-def _worst_tensor(pairs: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> Worst:
+def _worst_tensor(pairs: list[tuple[dict[str, Tensor], dict[str, Tensor]]], least_floor: float = 0.0) -> Worst:
     found = [
         Worst(error, name if len(pairs) == 1 else f"{name} (step {step})")
         for step, (ours, reference) in enumerate(pairs, start=1)
-        for name, error in tensor_errors(ours, reference).items()
+        for name, error in tensor_errors(ours, reference, least_floor).items()
     ]
     return max(found, key=lambda worst: worst.error)
 

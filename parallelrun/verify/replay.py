@@ -15,8 +15,8 @@ from torch import Tensor
 
 from parallelrun import registry
 from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import SAMPLE_SET_ROLE
+from parallelrun.plan import sample_sets
 from parallelrun.plan.optimizers import with_lr_scale
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
@@ -63,9 +63,7 @@ def record_replay(
     first. Raises ConfigError if a BatchNorm's sample set spans several replicas, because they train one after the
     other. decisions: as for `trace.record`.
     """
-    if plan.sample_sets is not None and plan.sample_sets.spread and plan.mesh.size("dp") > 1:
-        what = f"verify runs the replicas of {plan.data.kind} in turn, so no sample set of BatchNorm may span several"
-        raise ConfigError(Problem(what, "model.norm_samples", "model.norm_samples=local"))
+    sample_sets.check_replay(plan)
     config = with_lr_scale(config, plan)
     rule: ReplayRule = registry.load("strategies", f"data.{plan.data.kind}", "reference").rule(config, plan)
     steps = config.verify.steps

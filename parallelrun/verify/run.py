@@ -76,7 +76,7 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
 def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[str, Any]:
     """Return the document of verify.json: the comparison, its bound, and the worst error of each kind."""
     tolerance = config.verify.tolerance or max(BOUNDS[config.precision.name], plan.equivalence.bound or 0.0)
-    errors = compare(trace, reference)
+    errors = compare(trace, reference, plan.equivalence.floor)
     reports_only = config.verify.optimizer == "same"
     passed = all(worst.error <= tolerance for worst in errors.values()) and not trace.disagreeing
     return {

@@ -146,7 +146,9 @@ def run_program(folder: Path, words: list[str], environ: dict[str, str], world: 
 
 
 def run_torchrun(folder: Path, *words: str, **environ: str) -> Launched:
-    """`torchrun --nproc-per-node 2 <words>` in a warm process; its two ranks are started by `python`, as ever."""
+    """`torchrun --nproc-per-node 2 <words>` in a warm process. Its two ranks are started by `python`, as ever; those of
+    `tests.cli.attached` are forked, and need not import torch.
+    """
     _send("tests.cli.launcher:torchrun", folder, ["--nproc-per-node", "2", *words], environ)
     return Launched(folder, 2, folder.parent / "runs")
 
@@ -287,14 +289,24 @@ def program(words: list[str]) -> int:
 
 def torchrun(words: list[str]) -> int:
     """`torchrun <words>`."""
-    from torch.distributed.run import main
+    from torch.distributed import run
 
+    if words[-2] == "tests.cli.attached":
+        launch = run.elastic_launch
+        run.elastic_launch = lambda config, entrypoint: launch(replace(config, start_method="fork"), _attached)
     try:
-        main(words)
+        run.main(words)
     except Exception:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _attached(*command: str) -> None:
+    """A rank that torchrun has forked."""
+    from tests.cli.attached import main
+
+    sys.exit(main(command[-1]))
 
 
 def program_in(call: dict[str, Any]) -> int:

@@ -82,12 +82,10 @@ def test_a_plug_in_is_verified_against_one_device(site, tmp_path, words):
 
 
 @pytest.mark.parametrize(
-    ("words", "cold"),
-    [(DATA, False), ((*MODEL, "strategy.data.kind=each_tensor"), True), (LAYOUT, False)],
-    ids=["data", "all", "layout"],
+    "words", [DATA, (*MODEL, "strategy.data.kind=each_tensor"), LAYOUT], ids=["data", "all", "layout"]
 )
-def test_a_plug_in_runs_and_sends_what_was_predicted(site, tmp_path, words, cold):
-    done = parallelrun(site, tmp_path, "run", *words, *SMALL, cold=cold)
+def test_a_plug_in_runs_and_sends_what_was_predicted(site, tmp_path, words):
+    done = parallelrun(site, tmp_path, "run", *words, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = [path for path in tmp_path.rglob("comm.json") if "latest" not in path.parts]
     rows = json.loads(found.read_text())["rows"]
@@ -97,7 +95,7 @@ def test_a_plug_in_runs_and_sends_what_was_predicted(site, tmp_path, words, cold
 
 
 def test_plug_ins_are_planned_listed_and_suggested(site, tmp_path):
-    planned = parallelrun(site, tmp_path, "plan", "--json", *DATA)
+    planned = parallelrun(site, tmp_path, "plan", "--json", *DATA, cold=True)
     assert planned.returncode == 0, planned.stderr
     document = json.loads(planned.stdout)
     assert document["data"]["kind"] == "each_tensor" and "torch" not in planned.stderr

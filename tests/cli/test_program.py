@@ -102,9 +102,10 @@ def test_mistakes_plans_and_completion_are_quick(name, tmp_path):
     raise AssertionError(f"(processor seconds of the command, of `import hydra`) {tried}")
 
 
-def test_ranks_share_the_memory_of_what_the_launcher_imported(tmp_path):
+def test_a_run_shares_memory_and_uses_the_directory_that_was_asked_for_and_no_other(tmp_path):
     """Only what a rank changes is its own: without `gc.freeze`, or with an import after the fork, it is far more."""
-    command = [sys.executable, "-m", "parallelrun", "tp=2", *TINY[:-2], "steps=40", TINY[-1]]
+    words = ["hydra.run.dir=out", *TINY[:-2], "steps=40", TINY[-1]]
+    command = [sys.executable, "-m", "parallelrun", "tp=2", *words]
     own, total = [0], [0]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while process.poll() is None:
@@ -117,6 +118,11 @@ def test_ranks_share_the_memory_of_what_the_launcher_imported(tmp_path):
                     total.append(sizes["Rss:"])
     assert process.returncode == 0 and max(total) > 200 * 1024
     assert max(own) < 64 * 1024, f"{max(own)} KiB of {max(total)} KiB"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / ".hydra").exists()
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "done"
+    again = run_to_end("strategy=single", *words, cwd=tmp_path)
+    assert again.returncode == 3 and "holds another run" in again.stderr
 
 
 def _processor_seconds(command: list[str], cwd: Path, environment: dict[str, str]) -> float:
@@ -139,16 +145,6 @@ def test_a_plan_prints_without_home_terminal_or_unicode(tmp_path):
         "plan", "tp=2", "pp=2", cwd=tmp_path, HOME="/nonexistent", TERM="dumb", LANG="C", PYTHONIOENCODING="ascii"
     )
     assert done.returncode == 0 and done.stderr == "" and "tp" in done.stdout
-
-
-def test_a_run_uses_the_directory_that_was_asked_for_and_no_other(tmp_path):
-    done = run("strategy=single", "hydra.run.dir=out", *TINY, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert not (tmp_path / "out" / ".hydra").exists()
-    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "done"
-    again = run_to_end("strategy=single", "hydra.run.dir=out", *TINY, cwd=tmp_path)
-    assert again.returncode == 3 and "holds another run" in again.stderr
 
 
 def test_a_sweep_with_real_ranks(tmp_path):

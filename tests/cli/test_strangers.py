@@ -11,7 +11,7 @@ import pytest
 from tests.cli.launcher import run_attached, run_launcher, run_stranger
 from tests.matrix import FULL
 
-TRIES = 6 if FULL else 2
+TRIES = 6 if FULL else 1
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.launcher import run_launcher, run_to_end
-from tests.cli.test_program import TINY, run
+from tests.cli.test_program import TINY
 
 
 def only_run(directory: Path) -> Path:
@@ -23,7 +23,7 @@ def read(path: Path) -> dict[str, Any]:
 def test_the_owners_command_runs_32_ranks_on_whatever_there_is(tmp_path: Path) -> None:
     small = ["model.layers=4", "model.hidden=32", "model.seq=16", "steps=2", "eval.batches=1"]
     small += ["global_batch=16", "microbatches=4"]
-    done = run("model=gpt", "strategy=ptdp", "tp=8", "pp=4", *small, cwd=tmp_path, timeout=300)
+    done = run_to_end("model=gpt", "strategy=ptdp", "tp=8", "pp=4", *small, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "as predicted, to the byte" in done.stdout and "32 ranks on" in done.stdout + done.stderr
     directory = only_run(tmp_path)

@@ -20,6 +20,8 @@ from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
 from parallelrun.plan.structure import Plan
 
+GROUPS: list = []  # of two ranks each, for `elsewhere`
+
 
 def wish() -> dict:
     """What the test asks for."""
@@ -31,6 +33,8 @@ def train(config: Config, plan: Plan, context: WorkerContext) -> int:
     wanted = {"steps": 5, "pause": 0.01, "rank": -1, "step": 3, **wish()}
     print(f"rank {context.rank} speaks")
     note(context, "started", os.getpid())
+    if wanted.get("do") == "elsewhere":
+        GROUPS[:] = [dist.new_group([rank, rank + 1]) for rank in range(0, context.world, 2)]
     for step in range(1, wanted["steps"] + 1):
         context.heartbeat(step, "step")
         note(context, "at", step)
@@ -63,6 +67,11 @@ def misbehave(how: str) -> None:
         raise SystemExit(0)
     if how == "sleep":
         time.sleep(1000)
+    if how == "spin":
+        while True:
+            pass
+    if how == "elsewhere":  # another collective, in the group of this rank and its neighbour
+        dist.all_gather(list(torch.zeros(2, 3).unbind()), torch.zeros(3), group=GROUPS[dist.get_rank() // 2])
     if how == "ignore signals":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

@@ -68,6 +68,10 @@ class Network:
     def address(self, name: str) -> str:
         return f"{SUBNET}.{1 + list(self.names).index(name)}"
 
+    def keeper(self, name: str) -> int:
+        """The process that keeps a host alive."""
+        return self._keepers[name].pid
+
     def command(self, name: str, *words: str) -> list[str]:
         """The command that runs `words` on a host."""
         return ["nsenter", "--target", str(self._keepers[name].pid), "--net", "--uts", "--mount", *words]

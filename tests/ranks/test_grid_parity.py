@@ -66,11 +66,11 @@ CELLS: dict[str, dict[str, Any]] = {
     "2d dp zero1": {**SQUARE, **data("zero1")},
     "2d dp fsdp": {**SQUARE, **data("fsdp")},
     "2d pp 1f1b": {**SQUARE, **schedule("1f1b")},
-    "2d pp zbv": {**SQUARE, **schedule("zbv"), **DROPS},
     "3d pp": {**CUBE, **schedule("zero_bubble")},
 }  # fmt: skip
 FULL_CELLS: dict[str, dict[str, Any]] = {
     "2d dp pp": {**SQUARE, **data("ddp"), **schedule("gpipe")},
+    "2d pp zbv": {**SQUARE, **schedule("zbv"), **DROPS},
     **{f"2d pp {name}": {**SQUARE, **schedule(name)} for name in ("naive", "gpipe", "interleaved", "zero_bubble")},
     **{f"2d {name} {kept}": {**SQUARE, **form(name), "strategy.tensor.save_gathered": kept}
        for name in ("stationary_x", "stationary_y", "stationary_w", "summa") for kept in (True, False)},

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from tests.overlapping_groups import out_of_order
 from tests.pool import RanksFailed, run_ranks
 from tests.ranks.test_shared_memory import CASES, OPERATIONS, SIZES, part, strided, without_strides
 
-# Layouts of hosts differ in the route of bytes, dtypes in their sums: every dtype on the first two, and few on all.
+# Layouts of hosts differ in the route of bytes, dtypes in their sums: every dtype on the first, and few on all.
 FEW = CASES if FULL else [(dtype, SIZES[at]) for dtype in (torch.float32, torch.bfloat16) for at in (2, 4)]
 EVEN, UNEVEN, MIXED, THREE, ALONE = "aabb", "aaab", "abba", "aabbc", "abc"  # the host of each rank
 
@@ -40,7 +41,7 @@ def beside_gloo(hosts: str) -> list[str]:
     group, gloo, found = over(hosts), dist.new_group(backend="gloo"), []
     assert SIZES[-2] * 8 < hierarchical.SMALL < SIZES[-1] * 2, "bytes: the sizes are on both sides of it"
     for name, (operation, arguments) in OPERATIONS.items():
-        for dtype, numel in CASES if hosts in (EVEN, UNEVEN) else FEW:
+        for dtype, numel in CASES if hosts == EVEN else FEW:
             mine = operation(group, dtype, numel, *arguments)
             theirs = (without_strides if operation is strided else operation)(gloo, dtype, numel, *arguments)
             if len(mine) != len(theirs) or not all(map(torch.equal, mine, theirs)):
@@ -87,8 +88,14 @@ def test_the_other_reductions(hosts: str) -> None:
         )
 
 
-def random_sums(hosts: str, numel: int, dtype: torch.dtype) -> list[Tensor]:
-    group, rank, world = over(hosts), dist.get_rank(), len(hosts)
+def random_sums(hosts: str, cells: list[tuple[int, torch.dtype]]) -> list[list[Tensor]]:
+    """[own numbers, their all-reduced sum, own part of their reduce-scattered one] of each (elements, dtype)."""
+    group = over(hosts)
+    return [random_sum(group, len(hosts), *cell) for cell in cells]
+
+
+def random_sum(group: Any, world: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    rank = dist.get_rank()
     numbers = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
     summed, mine = numbers.clone(), torch.zeros(numel // world, dtype=dtype)
     dist.all_reduce(summed, group=group)
@@ -96,34 +103,31 @@ def random_sums(hosts: str, numel: int, dtype: torch.dtype) -> list[Tensor]:
     return [numbers, summed, mine]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("numel", [20, 40_000])
 @pytest.mark.parametrize("hosts", [EVEN, UNEVEN, MIXED, THREE])
-def test_sums_are_by_host_then_by_rank_and_16_bit_ones_are_rounded_once(
-    hosts: str, numel: int, dtype: torch.dtype
-) -> None:
-    results = run_ranks(len(hosts), random_sums, hosts, numel, dtype)
-    of_hosts = []
-    for host in dict.fromkeys(hosts):
-        numbers = [result[0].float() for rank, result in enumerate(results) if hosts[rank] == host]
-        of_hosts.append(sum(numbers[1:], numbers[0]))
-    total = sum(of_hosts[1:], of_hosts[0]).to(dtype)
-    for rank, (_, summed, mine) in enumerate(results):
-        assert torch.equal(summed, total)
-        assert torch.equal(mine, total.chunk(len(hosts))[rank])
+def test_sums_are_by_host_then_by_rank_and_16_bit_ones_are_rounded_once(hosts: str) -> None:
+    cells = list(product([20, 40_000], [torch.float32, torch.bfloat16]))
+    for cell, results in zip(cells, zip(*run_ranks(len(hosts), random_sums, hosts, cells)), strict=True):
+        of_hosts = []
+        for host in dict.fromkeys(hosts):
+            numbers = [result[0].float() for rank, result in enumerate(results) if hosts[rank] == host]
+            of_hosts.append(sum(numbers[1:], numbers[0]))
+        total = sum(of_hosts[1:], of_hosts[0]).to(cell[1])
+        for rank, (_, summed, mine) in enumerate(results):
+            assert torch.equal(summed, total), cell
+            assert torch.equal(mine, total.chunk(len(hosts))[rank]), cell
 
 
-def sums_in_pieces(hosts: str, numel: int) -> list[Tensor]:
+def sums_in_pieces(hosts: str, cells: list[tuple[int, torch.dtype]]) -> list[list[Tensor]]:
     with mock.patch.object(hierarchical, "PIECE", 2**10):  # bytes: an all-reduce has many
-        return random_sums(hosts, numel, torch.float32)
+        return random_sums(hosts, cells)
 
 
 @pytest.mark.parametrize("hosts", [THREE, ALONE])
 def test_sums_that_are_sent_in_pieces_have_the_bits_of_whole_ones(hosts: str) -> None:
-    numel = 39_990  # for any of the groups; the last pieces and parts are shorter
-    whole = run_ranks(len(hosts), random_sums, hosts, numel, torch.float32)
-    pieces = run_ranks(len(hosts), sums_in_pieces, hosts, numel)
-    assert all(map(torch.equal, *([tensor for rank in found for tensor in rank] for found in (pieces, whole))))
+    cells = [(39_990, torch.float32)]  # for any of the groups; the last pieces and parts are shorter
+    whole = run_ranks(len(hosts), random_sums, hosts, cells)
+    pieces = run_ranks(len(hosts), sums_in_pieces, hosts, cells)
+    assert all(map(torch.equal, *([tensor for [rank] in found for tensor in rank] for found in (pieces, whole))))
 
 
 def uneven_parts(hosts: str) -> tuple[list[int], list[float], list[Any], list[Any]]:

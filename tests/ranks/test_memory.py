@@ -41,6 +41,7 @@ RESNET: dict[str, Any] = {
     "micro_batch": 16,
 }  # fmt: skip
 ALEXNET, VGG = RESNET | {"model.name": "alexnet"}, RESNET | {"model.name": "vgg"}
+FEW = GPT | {"global_batch": 2, "micro_batch": 1, "model.seq": 16, "recompute": "full"}
 FP64, FP16, BF16 = ({"precision.name": name} for name in ("fp64", "fp16", "bf16"))
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
@@ -86,6 +87,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "moe": MOE,
     "bert": BERT,
     "mlp": MLP,
+    # A small model and batch: the peak lies where backward has the gradient of a large weight in bf16 and in fp32.
+    "gradient of the largest weight": MLP
+    | BF16
+    | {
+        "model.layers": 1,
+        "global_batch": 2,
+        "micro_batch": 1,
+        "optimizer.name": "sgd",
+    },
     "resnet": RESNET,
     "ddp": GPT | data("ddp"),
     "ddp bf16": GPT | data("ddp") | BF16,
@@ -110,6 +120,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp, reduced once": LLAMA | data("fsdp", reduce_each_microbatch=False),
     "local sgd": GPT | data("local_sgd"),
     "diloco": GPT | data("diloco"),
+    "local sgd, highest when replicas meet": FEW | data("local_sgd", sync_every=2),
+    "diloco, highest when replicas meet, two buckets": FEW | data("diloco", sync_every=2, bucket_mb=0.1),
     "mlp ddp": MLP | data("ddp"),
     "bert zero1": BERT | data("zero1") | {"model.head_bias": True},
     "moe ep": MOE | data("ddp") | {"ep": 2},
@@ -190,7 +202,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "3d bf16, gathered again": GPT | GRID | {"tp": 8, "layout": "3d", "strategy.tensor.save_gathered": False} | BF16,
     "zero1 x tp sequence x 1f1b bf16": GPT
     | data("zero1")
-    | {"tp": 2, "global_batch": 32}
+    | {"tp": 2, "global_batch": 24}
     | SEQUENCE
     | pipeline("1f1b")
     | BF16,
@@ -200,6 +212,7 @@ PLANS: dict[str, dict[str, Any]] = {
 # Ranks of the last row and column of the grid need not receive the last panel: they hold less than is predicted.
 SUMMA = GPT | GRID | {"layout": "2d", "strategy.tensor.form": "summa"}
 UNEVEN = {"summa": SUMMA | {"tp": 4}, "summa full bf16": SUMMA | {"tp": 4} | FULL | BF16}
+UNEVEN = UNEVEN if FULL_RUN else {"summa": UNEVEN["summa"]}
 # Their parts are in other plans, too.
 FULL_MATRIX = (
     "gpt full bf16", "gpt sgd", "llama full", "ddp bf16", "zero1 full", "fsdp full", "fsdp llama", "mlp ddp",
@@ -211,7 +224,8 @@ FULL_MATRIX = (
     "cp of four, long, bf16", "cp of four, long, usp", "cp of four, long, all-gather", "cp, long, full",
     "gpipe", "latent full", "latent selective bf16", "latent tp sequence", "latent zero bubble", "latent dropout",
     "gpt selective", "gpt fp64", "fsdp bf16", "latent tp", "zero bubble", "horovod ring", "moe ep full", "ddp x 1f1b",
-    "2d llama selective",
+    "2d llama selective", "zero2 x 1f1b", "latent fsdp x 1f1b", "hsdp llama bf16", "packed pipeline full",
+    "tp sequence llama full",
 )  # fmt: skip
 if not FULL_RUN:  # of four microbatches without a pipeline, the last two only repeat the second
     PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if name not in FULL_MATRIX}
@@ -276,6 +290,6 @@ def test_the_predicted_peak_is_within_three_percent_of_what_was_alive(world):
 
 def test_in_shared_memory_no_more_is_alive_than_predicted():
     """A reduce-scatter reads from the other ranks' memory what it receives in a buffer over gloo."""
-    errors = peak_errors(2, "shm", ("ddp", "zero1", "zero2", "fsdp", "moe ep", "tp sequence", "1f1b"))
+    errors = peak_errors(2, "shm", ("zero1", "zero2", "fsdp", "moe ep", "tp sequence"))
     assert not {where: f"{error:+.1%}" for where, error in errors.items() if error < -BOUND}
     assert max(errors.values()) > BOUND

@@ -168,10 +168,10 @@ def _tokens_choose(
     weights = _normalised(chosen_scores) if early else chosen_scores
     experts = best.t().reshape(-1)
     tokens = torch.arange(num_tokens, device=scores.device).expand(choices, num_tokens).reshape(-1)
+    num_keys = num_groups * num_experts
     keys = experts
     if num_groups > 1:
         keys = experts + tokens.div(group_size, rounding_mode="floor") * num_experts
-    num_keys = num_groups * num_experts
     if is_padding is not None:  # counted behind all experts
         keys = torch.where(is_padding.expand(choices, num_tokens).reshape(-1), num_keys, keys)
     priorities = None
@@ -186,21 +186,27 @@ def _tokens_choose(
         kept_load = torch.zeros_like(experts[:1]).expand(num_experts).scatter_add(0, experts, kept.long())
     lost = torch.zeros_like(experts[:1]).expand(3)
     if capacity < group_size or draws is not None or is_padding is not None:
-        refused = ~kept.view(choices, num_tokens)
         weights = weights * kept.view(choices, num_tokens)
-        if is_padding is not None:
-            refused &= ~is_padding
-        lost = torch.stack((refused[0].sum(), refused[1:].sum(), refused.all(0).sum()))
+        lost = _lost(kept.view(choices, num_tokens), is_padding)
     if spec.renormalise == "after" and choices > 1:
         weights = _normalised(weights)
     if spec.scaling != 1.0:
         weights = weights * spec.scaling
-    counted = load
-    if spec.kind == "gshard":
-        first = keys[:num_tokens]
-        counted = load.new_zeros(num_keys + 1).scatter_add_(0, first, torch.ones_like(first))[:-1].view_as(load)
+    counted = _load_of(keys[:num_tokens], load) if spec.kind == "gshard" else load
     assignments = (tokens, experts, weights.reshape(-1), kept, slots)
     return _Chosen(assignments, load, counted, kept_load, lost)
+
+
+def _lost(kept: Tensor, is_padding: Tensor | None) -> Tensor:
+    """(3,): first choices and other choices that got no slot, and tokens without any expert. kept: (choices, T)."""
+    refused = ~kept if is_padding is None else ~(kept | is_padding)
+    return torch.stack((refused[0].sum(), refused[1:].sum(), refused.all(0).sum()))
+
+
+def _load_of(keys: Tensor, like: Tensor) -> Tensor:
+    """How many of the keys name each expert of each group, in the shape of `like`: (G, E). The key behind them is
+    padding's."""
+    return like.new_zeros(like.numel() + 1).scatter_add_(0, keys, torch.ones_like(keys))[:-1].view_as(like)
 
 
 def _within_best_groups(ranking: Tensor, spec: RouterSpec) -> Tensor:

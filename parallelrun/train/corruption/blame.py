@@ -20,9 +20,9 @@ _SHOWN = 3  # names in a message
 class Evidence:
     """What one rank has seen since the last check.
 
-    at_rest: (step, tensor) of weights that changed between two updates. lanes, given, gradients: of a pass whose bits
-    are not what they were: the lanes of its contributions, the numbers of those that differ, the parameters whose
-    gradient differs. replicas: of tensors that differ between replicas, (its replicas, digest) by name. repeated: the
+    at_rest: (step, tensor) of weights that changed between two updates. lanes, given, results: of a pass whose bits
+    are not what they were: the lanes of its contributions, the numbers of those that differ, the gradients and the loss
+    that differ. replicas: of tensors that differ between replicas, (its replicas, digest) by name. repeated: the
     first step after which a repetition has left this rank's weights with other bits; 0: there is none.
     """
 
@@ -30,14 +30,14 @@ class Evidence:
     at_rest: Sequence[tuple[int, str]] = ()
     lanes: Sequence[Lane] = ()
     given: Sequence[int] = ()
-    gradients: Sequence[str] = ()
+    results: Sequence[str] = ()
     replicas: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     repeated: int = 0
 
     @property
     def is_any(self) -> bool:
         """Whether the rank has seen anything."""
-        return bool(self.at_rest or self.given or self.gradients or self.replicas or self.repeated)
+        return bool(self.at_rest or self.given or self.results or self.replicas or self.repeated)
 
     def document(self) -> dict[str, Any]:
         """Return the evidence, JSON-ready."""
@@ -72,9 +72,9 @@ def verdict(found: Sequence[Evidence]) -> Verdict:
         step, _ = min(seen for one in changed.values() for seen in one)
         names = _list(name for one in changed.values() for _, name in one)
         return Verdict(tuple(changed), f"memory: {names} changed before the update of step {step}")
-    if any(one.given or one.gradients for one in found):
+    if any(one.given or one.results for one in found):
         ranks = origins(found)
-        names = _list(name for rank in ranks for name in found[rank].gradients) or "what it gives to other ranks"
+        names = _list(name for rank in ranks for name in found[rank].results) or "what it gives to other ranks"
         what = f"computation: the same samples and weights gave other bits ({names})"
         return Verdict(ranks, what, in_computing=True)
     repeated = {rank: one.repeated for rank, one in enumerate(found) if one.repeated}
@@ -104,7 +104,7 @@ def origins(found: Sequence[Evidence]) -> tuple[int, ...]:
         numbers.append(own)
     guilty = []
     for rank, one in enumerate(found):
-        if not (one.given or one.gradients):
+        if not (one.given or one.results):
             continue
         first = min(one.given, default=len(one.lanes))
         received = zip(one.lanes[:first], numbers[rank])

@@ -6,12 +6,15 @@ only in the same row, at the same bit of a word, in opposite directions. Sums of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from math import ceil
 
 import torch
 from torch import Tensor
 
 ROW = 256  # words
+PACKED = 128 * ROW  # words: smaller tensors are copied into one, whose rows are summed by one operation
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: its multiples are spread over all 64 bits
 
@@ -41,16 +44,51 @@ def digest(tensor: Tensor) -> Tensor:
 
 def digests(tensors: Iterable[Tensor]) -> Tensor:
     """Return the `digest` of each tensor: int64 (number of tensors,)."""
-    found = [digest(tensor) for tensor in tensors]
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
+    words = [words_of(tensor) for tensor in tensors]
+    if not words:
+        return torch.zeros(0, dtype=torch.int64)
+    sums, counts = _sums_of(words)
+    owners, factors = _places(counts, sums.device)
+    return torch.zeros(len(words), dtype=torch.int64, device=sums.device).index_add_(0, owners, _mixed(sums) * factors)
+
+
+def _sums_of(words: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the checksums of the rows of all tensors, one tensor after another, and how many rows each of them has."""
+    counts = tuple(ceil((rows.numel() + rest.numel()) / ROW) for rows, rest in words)
+    found: list[Tensor] = []
+    packed: list[Tensor] = []
+    for rows, rest in words:
+        if rows.numel() < PACKED:
+            packed += (rows.view(-1), rest, rest.new_zeros(-rest.numel() % ROW))
+            continue
+        found += [*_unpacked(packed), row_sums(rows, rest)]
+        packed = []
+    return torch.cat([*found, *_unpacked(packed)]), counts
+
+
+def _unpacked(packed: Sequence[Tensor]) -> Iterable[Tensor]:
+    """Return the checksums of the rows of small tensors, if there are any; each is filled up to whole rows."""
+    return [torch.cat(tuple(packed)).view(-1, ROW).sum(1, dtype=torch.int64)] if packed else []
+
+
+@lru_cache(maxsize=64)
+def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return, for each row of tensors with so many rows, the number of its tensor and its factor."""
+    numbers = torch.tensor(counts)
+    owners = torch.arange(len(counts)).repeat_interleave(numbers)
+    first = (numbers.cumsum(0) - numbers).repeat_interleave(numbers)
+    return owners.to(device), (2 * (torch.arange(owners.numel()) - first) + 1).to(device) * (_FACTOR - 2**64)
+
+
+def _mixed(sums: Tensor) -> Tensor:
+    """Invertible: it carries the high bits down, where a factor does not lose them."""
+    return sums ^ (sums >> 31)
 
 
 def _combined(sums: Tensor) -> Tensor:
     """Combine checksums of rows. Each has an odd factor, so that a difference in one row never disappears."""
-    wrapped = _FACTOR - 2**64
-    factors = torch.arange(1, 2 * sums.numel(), 2, device=sums.device) * wrapped
-    mixed = sums ^ (sums >> 31)  # invertible: it carries the high bits down, where a factor does not lose them
-    return (mixed * factors).sum()
+    factors = (2 * torch.arange(sums.numel(), device=sums.device) + 1) * (_FACTOR - 2**64)
+    return (_mixed(sums) * factors).sum()
 
 
 class AtRest:
@@ -59,25 +97,27 @@ class AtRest:
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._names = list(tensors)
         self._words = [words_of(tensor) for tensor in tensors.values()]
-        self._before: list[Tensor] = []
+        self._before: Tensor | None = None
+        self._counts: tuple[int, ...] = ()
 
     @torch.no_grad()
     def begin(self) -> None:
         """Take the checksums: from now on the tensors rest."""
-        self._before = [row_sums(*words) for words in self._words]
+        if self._words:
+            self._before, self._counts = _sums_of(self._words)
 
     @property
     def digest(self) -> int:
         """One checksum of all tensors as they were at `begin`."""
-        return int(_combined(torch.cat(self._before))) if self._before else 0
+        return int(_combined(self._before)) if self._before is not None else 0
 
     @torch.no_grad()
     def changed(self) -> list[str]:
         """Return the names of the tensors that have changed since `begin`; none before the first one."""
-        if not self._before:
+        if self._before is None:
             return []
-        now = torch.cat([row_sums(*words) for words in self._words])
-        if torch.equal(torch.cat(self._before), now):
+        now, _ = _sums_of(self._words)
+        if torch.equal(self._before, now):
             return []
-        parts = now.split([before.numel() for before in self._before])
-        return [name for name, old, new in zip(self._names, self._before, parts) if not torch.equal(old, new)]
+        parts = zip(self._names, self._before.split(self._counts), now.split(self._counts))
+        return [name for name, old, new in parts if not torch.equal(old, new)]

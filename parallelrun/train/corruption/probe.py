@@ -24,7 +24,11 @@ from parallelrun.train.reader import Batch, Reader
 from parallelrun.train.step import finish_gradients, forward_backward
 from parallelrun.wording import divisors
 
-NUM_BATCHES = 4  # a stuck bit that one batch happens to have anyway is seen in another
+# Factors of the loss, one for each batch: a bit that a number of one pass happens to have, another sign or exponent
+# likely has not, so that a stuck bit is seen.
+SCALES = (1.0, -(2.0**-5), 2.0**5, -1.0, 2.0**-3, -(2.0**3), 2.0**-7, -(2.0**7))
+NUM_BATCHES = len(SCALES)
+EACH_CHECK = 2  # batches, in turn
 
 
 class Probe:
@@ -51,7 +55,7 @@ class Probe:
         training = self._training
         with self._fixed_weights():
             with PassRecorder(training.mesh) as recorder:
-                forward_backward(training, number + 1)
+                forward_backward(training, number + 1, SCALES[number])
                 finish_gradients(training)
             bits = recorder.bits(training)
             training.statistics.finish_step(False)

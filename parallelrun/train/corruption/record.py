@@ -1,4 +1,4 @@
-"""The bits of one forward and backward pass on one rank: what it gave to other ranks, and its final gradients."""
+"""The bits of one forward and backward pass on one rank: what it gave to other ranks, its gradients and its loss."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from parallelrun.train.corruption.digests import digests
 
 @dataclass(frozen=True)
 class PassBits:
-    """lanes: of each contribution, in order; given: a digest of each contribution; gradients: of each parameter."""
+    """lanes: of each contribution, in order; given: a digest of each contribution; results: of each of `names`."""
 
     lanes: tuple[Lane, ...]
     given: Tensor
-    gradients: Tensor
+    names: tuple[str, ...]
+    results: Tensor
 
-    def differing(self, other: PassBits) -> tuple[list[int], list[int]]:
-        """Return the numbers of the contributions and of the parameters whose bits are not those of `other`.
+    def differing(self, other: PassBits) -> tuple[list[int], list[str]]:
+        """Return the numbers of the contributions and the names of the results whose bits are not those of `other`.
 
         The first contribution that only one of them has differs, and all after it.
         """
@@ -38,7 +39,8 @@ class PassBits:
         numbers = [number for number, is_same in enumerate(same) if not is_same]
         if len(self.lanes) != len(other.lanes):
             numbers += range(common, max(len(self.lanes), len(other.lanes)))
-        return numbers, (self.gradients != other.gradients).nonzero().flatten().tolist()
+        same_results = (self.results == other.results).tolist()
+        return numbers, [name for name, is_same in zip(self.names, same_results) if not is_same]
 
 
 class PassRecorder(Contributions):
@@ -51,9 +53,13 @@ class PassRecorder(Contributions):
     def bits(self, training: Training) -> PassBits:
         """Return the bits of the pass, in host memory."""
         given = [measured for _, measured in self.found]
-        gradients = [p.tensor.grad for p in training.parameters if p.tensor.grad is not None]
+        held = [(f"the gradient of {p.name}", p.tensor.grad) for p in training.parameters]
+        results = {name: gradient for name, gradient in held if gradient is not None}
+        if training.runner.loss_sum is not None:
+            results["the loss"] = training.runner.loss_sum
         stacked = torch.stack(given) if given else torch.zeros(0, dtype=torch.int64)
-        return PassBits(tuple(lane for lane, _ in self.found), stacked.cpu(), digests(gradients).cpu())
+        lanes = tuple(lane for lane, _ in self.found)
+        return PassBits(lanes, stacked.cpu(), tuple(results), digests(results.values()).cpu())
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
 from parallelrun.train.corruption.blame import Evidence, Verdict, verdict
 from parallelrun.train.corruption.digests import AtRest
-from parallelrun.train.corruption.probe import NUM_BATCHES, Probe
+from parallelrun.train.corruption.probe import EACH_CHECK, NUM_BATCHES, Probe
 from parallelrun.train.corruption.record import PassBits, PassRecorder
 from parallelrun.train.corruption.replicas import Replicas
 from parallelrun.train.corruption.state import Snapshot, weights_at_rest
@@ -105,7 +105,7 @@ class _Watch(CorruptionWatch):
         self._changed: list[tuple[int, str]] = []
         self._first: PassBits | None = None  # of the step that is computed twice
         self._recorder: PassRecorder | None = None
-        self._differing: tuple[list[int], list[int]] = ([], [])
+        self._differing: tuple[list[int], list[str]] = ([], [])
         self._lanes: tuple[Lane, ...] = ()
         self._step, self._is_cold = start, True
         self._undone: _Undone | None = None
@@ -182,27 +182,27 @@ class _Watch(CorruptionWatch):
         """Return what this rank has seen since the last check; collective."""
         self._changed += [(step, name) for name in self._at_rest.changed()]
         replicas = self._replicas.differing()
-        (given, gradients), lanes = self._differing, self._lanes
-        is_seen = self._anyone(bool(given or gradients))
+        (given, results), lanes = self._differing, self._lanes
+        is_seen = self._anyone(bool(given or results))
         if not is_seen:
             in_doubt = self._anyone(bool(replicas))
-            numbers = range(NUM_BATCHES) if in_doubt else [self._num_checks % NUM_BATCHES]
-            (given, gradients), lanes = self._asked_again(numbers)
+            first = EACH_CHECK * self._num_checks % NUM_BATCHES
+            numbers = range(NUM_BATCHES) if in_doubt else range(first, first + EACH_CHECK)
+            (given, results), lanes = self._asked_again(numbers)
             is_seen = bool(lanes)
-        names = [parameter.name for parameter in self._training.parameters]
         evidence = Evidence(
             host=socket.gethostname(),
             at_rest=tuple(self._changed),
             lanes=lanes if is_seen else (),
             given=tuple(given),
-            gradients=tuple(f"the gradient of {names[index]}" for index in gradients),
+            results=tuple(results),
             replicas=replicas,
             repeated=self._repeated(step),
         )
         self._changed, self._differing = [], ([], [])
         return evidence
 
-    def _asked_again(self, numbers: Iterable[int]) -> tuple[tuple[list[int], list[int]], tuple[Lane, ...]]:
+    def _asked_again(self, numbers: Iterable[int]) -> tuple[tuple[list[int], list[str]], tuple[Lane, ...]]:
         """Compute known answers again, up to the first one that is wrong anywhere.
 
         Return what differs on this rank, and the lanes of the pass; nothing if all are right. Collective.

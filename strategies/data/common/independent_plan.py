@@ -77,10 +77,19 @@ class IndependentReplicas(DataStrategy):
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Of a step that synchronises: one all-reduce per bucket of weights; of every step: what gradients need."""
-        found = buckets_of(pp_rank, coordinate, plan).parts
-        sent = BYTES[plan.precision.stored] * sum(prod(shape) for parts in found for _, shape in parts)
-        synchronisation = [Collective("dp", "all_reduce", SYNC, len(found), sent)] if found else []
+        found = self._bucket_bytes(pp_rank, coordinate, plan)
+        synchronisation = [Collective("dp", "all_reduce", SYNC, len(found), sum(found))] if found else []
         return synchronisation + final_collectives(pp_rank, coordinate, plan)
+
+    def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """Of a synchronisation, at the end of its step: two flat buckets at a time."""
+        found = self._bucket_bytes(pp_rank, coordinate, plan)
+        return max(map(sum, zip(found, [*found[1:], 0])), default=0)
+
+    @staticmethod
+    def _bucket_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
+        parts = buckets_of(pp_rank, coordinate, plan).parts
+        return [BYTES[plan.precision.stored] * sum(prod(shape) for _, shape in bucket) for bucket in parts]
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         return ExchangeForm(data_cost.RING)

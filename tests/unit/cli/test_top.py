@@ -6,6 +6,7 @@ import io
 import json
 import os
 import socket
+import time
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,8 @@ from rich.console import Console
 from parallelrun.cli import top
 from parallelrun.cli.main import main
 from parallelrun.launch.directory import Status, utc_now
+from parallelrun.launch.live import GatheredStatus, LiveFile
+from parallelrun.launch.rendezvous import Member
 from parallelrun.report.top import drawing
 from parallelrun.run_records.live import read_live
 
@@ -138,3 +141,22 @@ def test_ranks_are_behind_one_another_and_not_behind_newer_records(run):
     (run / "metrics.jsonl").write_text(json.dumps({"step": 60, "loss": 2.5}) + "\n")
     write(run, ranks=[rank(0), rank(1)])
     assert "behind" not in text(run)
+
+
+def test_every_rank_of_another_launcher_is_gathered_and_one_that_is_not_seen_is_named(run, monkeypatch):
+    members = [Member(number, f"node{number}", 10 + number, "", {}, {}, "", "", True) for number in range(3)]
+    (run / "logs").mkdir()
+    other = LiveFile(run, 1, 3)
+    other.update(40, 0, lambda: [rank(1)])
+    gathered = GatheredStatus(run, members=members)
+    gathered.update(40, 0, lambda: [rank(0)])
+    shown = text(run)
+    assert [one["rank"] for one in read_live(run).ranks] == [0, 1, 2]
+    (line,) = [line for line in shown.splitlines() if line.strip().startswith("2 ")]
+    assert "node2" in line and "not seen: nothing of it in the run directory" in line and "behind" not in shown
+    now = time.monotonic() + 31
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    gathered.update(41, 0, lambda: [rank(0)])  # rank 1 has written nothing since
+    assert "silent for 31 s" in text(run)
+    other.remove()
+    assert not list((run / "logs").iterdir())

@@ -31,6 +31,11 @@ def test_included_files_are_up_to_date() -> None:
         assert path.read_text() == content, f"run `python docs/included.py`: {path.name} shows an older file"
 
 
+def test_the_page_on_failures_has_the_newest_campaign() -> None:
+    text = (DOCS / "failures.md").read_text()
+    assert text == docs_module("failures").page(text), "run `PYTHONPATH=. python docs/failures.py`"
+
+
 def test_the_figure_of_layers_is_the_contract() -> None:
     contract = re.search(r"^layers = \[\n(.*?)^\]", (DOCS.parent / "pyproject.toml").read_text(), re.M | re.S)
     figure = re.search(r"<!-- layers -->\n```\n(.*?)```", (DOCS / "architecture.md").read_text(), re.S)

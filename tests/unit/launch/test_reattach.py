@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from parallelrun.errors import EXIT_NO_PROGRESS, ParallelrunError
-from parallelrun.launch import reattach
+from parallelrun.launch import attach, failure, reattach
 from parallelrun.launch.directory import Status
+from parallelrun.launch.environment import Attached
 from parallelrun.launch.rank import Job
 from parallelrun.plan.freeze import filled, freeze
 from parallelrun.plan.resolve import resolve
@@ -95,3 +98,18 @@ def test_fewer_ranks_get_a_plan_that_fits_if_the_run_is_elastic(tmp_path):
     assert smaller[1].batch.global_batch == job.plan.batch.global_batch
     assert reattach.planned(replace(asked, elastic=False), 2) is None
     assert reattach.planned(replace(asked, runs=str(tmp_path / "none")), 4) is None
+
+
+def test_a_rank_that_was_cut_off_writes_nothing_into_the_run_that_goes_on(tmp_path):
+    job, screen = a_run(tmp_path), io.StringIO()
+    peers = SimpleNamespace(lost=tuple, must_report=lambda own: True, cause=lambda own: own, end_stopped=lambda: None,
+                            members=(), positions=lambda own: {})  # fmt: skip
+    attached = Attached(1, 4, 1, "127.0.0.1", 1, "torchrun", "job")
+    own = failure.Failure(1, "lost a peer", 6)
+    (first,) = attempts.read(job.directory)
+    attempts.write(job.directory, [first, replace(first, number=2)])
+    assert attach._reporter(attached, job, screen, peers)(own) == 6
+    assert not screen.getvalue() and failure.read(job.directory, 1) is None
+    assert json.loads((job.directory / "status.json").read_text())["state"] == "running"
+    assert attach._reporter(attached, replace(job, attempt=2), screen, peers)(own) == 6
+    assert json.loads((job.directory / "status.json").read_text())["state"] == "failed"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from parallelrun.errors import ConfigError
-from parallelrun.plan import prediction
+from parallelrun.launch import preflight
+from parallelrun.plan import prediction, sample_sets
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import SampleSets
@@ -82,6 +83,16 @@ def test_replicas_that_go_their_own_ways_share_nothing() -> None:
     plan = tiny_plan({**RESNET, "dp": 2, "strategy.data.kind": "local_sgd", "model.norm_samples": "local"})
     assert plan.sample_sets == SampleSets(8, spread=False, exchanged=False)
     assert not [row for row in prediction.collectives(plan, 0) if row.purpose == "statistics"]
+
+
+def test_a_replay_of_replicas_in_turn_is_refused_before_anything_starts() -> None:
+    overrides = {**RESNET, "dp": 2, "strategy.data.compression": "fp16"}
+    config = tiny_config(overrides)
+    config.verb = "verify"
+    with pytest.raises(ConfigError, match="replicas of ddp in turn"):
+        preflight.check(config, tiny_plan(overrides), None)
+    sample_sets.check_replay(tiny_plan({**overrides, "model.norm_samples": "local"}))
+    sample_sets.check_replay(tiny_plan({**RESNET, "dp": 2}))
 
 
 @pytest.mark.parametrize(

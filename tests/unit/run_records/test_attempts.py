@@ -23,6 +23,7 @@ def test_rewinding_moves_what_came_after_the_checkpoint(tmp_path):
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "rank_1.json").write_text("{}")
     (tmp_path / "logs" / "collectives_rank_0.txt").write_text("step 1\n")
+    (tmp_path / "logs" / "position_rank_1.json").write_text("{}")
     metrics = [{"step": step, "loss": 1 / step, "step_time_s": 0.5} for step in range(1, 8)]
     write_rows(tmp_path / "metrics.jsonl", metrics)
     write_rows(tmp_path / "routing.jsonl", [{"step": 5}, {"step": 6}])

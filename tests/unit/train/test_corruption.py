@@ -7,7 +7,7 @@ import torch
 
 from parallelrun.sequences import Lane
 from parallelrun.train.corruption.blame import Evidence, origins, verdict
-from parallelrun.train.corruption.digests import ROW, AtRest, digest
+from parallelrun.train.corruption.digests import PACKED, ROW, AtRest, digest, digests
 
 
 def flip(tensor, index, bit):
@@ -51,6 +51,19 @@ def test_a_view_that_begins_at_an_odd_element_has_the_checksum_of_its_values():
     assert digest(shifted) != before
 
 
+def test_tensors_have_together_the_checksums_that_each_has_alone():
+    sizes = (1, 0, ROW + 3, 5, 2 * PACKED + 1, 2 * ROW, 7, 2 * PACKED, 3)
+    tensors = [torch.randn(size).to(dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
+    assert digests(tensors).tolist() == [int(digest(tensor)) for tensor in tensors]
+    rest = AtRest(dict(zip(map(str, range(len(tensors))), tensors)))
+    rest.begin()
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            flip(tensor, tensor.numel() - 1, 3)
+            assert rest.changed() == [str(number)]
+            flip(tensor, tensor.numel() - 1, 3)
+
+
 def test_nothing_is_compared_before_the_first_update():
     assert AtRest({"w": torch.zeros(3)}).changed() == []
 
@@ -62,9 +75,9 @@ FORWARD, BACK = Lane("pp", (0, 1), "activations"), Lane("pp", (1, 0), "gradients
 def test_a_rank_that_had_received_wrong_bits_is_a_victim():
     """Rank 1 gives wrong bits to tp; rank 0 passes them on to rank 2 over dp."""
     found = [
-        Evidence(lanes=(TP, TP, DP), given=(1, 2), gradients=("w",)),
-        Evidence(lanes=(TP, TP), given=(0,), gradients=("w",)),
-        Evidence(lanes=(DP,), gradients=("w",)),
+        Evidence(lanes=(TP, TP, DP), given=(1, 2), results=("w",)),
+        Evidence(lanes=(TP, TP), given=(0,), results=("w",)),
+        Evidence(lanes=(DP,), results=("w",)),
     ]
     assert origins(found) == (1,) and verdict(found).ranks == (1,)
 
@@ -84,17 +97,17 @@ def test_a_message_back_makes_the_first_stage_the_victim():
 
 
 def test_a_rank_with_a_wrong_sum_of_its_own_is_the_origin():
-    assert origins([Evidence(lanes=(TP,)), Evidence(lanes=(TP,), gradients=("w",))]) == (1,)
+    assert origins([Evidence(lanes=(TP,)), Evidence(lanes=(TP,), results=("w",))]) == (1,)
 
 
 def test_two_ranks_that_are_wrong_by_themselves_are_both_named():
-    assert origins([Evidence(lanes=(TP,), gradients=("w",)), Evidence(lanes=(TP,), given=(0,))]) == (1,)
-    both = [Evidence(gradients=("w",)), Evidence(gradients=("w",))]
+    assert origins([Evidence(lanes=(TP,), results=("w",)), Evidence(lanes=(TP,), given=(0,))]) == (1,)
+    both = [Evidence(results=("w",)), Evidence(results=("w",))]
     assert origins(both) == (0, 1)
 
 
 def test_memory_that_changed_comes_before_what_it_led_to():
-    found = [Evidence(gradients=("w",)), Evidence(at_rest=((4, "w"),), gradients=("w",))]
+    found = [Evidence(results=("w",)), Evidence(at_rest=((4, "w"),), results=("w",))]
     assert verdict(found).ranks == (1,) and "step 4" in verdict(found).what
 
 

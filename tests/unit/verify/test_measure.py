@@ -37,6 +37,17 @@ def test_a_gradient_of_pure_noise_is_measured_against_its_kind() -> None:
     assert tensor_errors(ours, reference)["key_bias"] < 1e-12
 
 
+def test_gradients_that_are_small_for_their_format_are_measured_against_its_smallest_normal_number() -> None:
+    ours, theirs = {"w": torch.tensor([2e-6])}, {"w": torch.tensor([1e-6])}
+    assert tensor_errors(ours, theirs)["w"] == pytest.approx(1.0)
+    assert tensor_errors(ours, theirs, least_floor=1e-4)["w"] == pytest.approx(0.01)
+    ours, theirs = trace(), trace()
+    theirs.gradients = [{name: 1e-6 * value for name, value in one.items()} for one in theirs.gradients]
+    ours.gradients = [{name: value + 2.0**-24 for name, value in one.items()} for one in theirs.gradients]
+    plan = tiny_plan({"dp": 4, "strategy.data.compression": "fp16"})
+    assert judge(ours, theirs, checked_config(tiny_config()), plan)["max_error"]["grads"] == pytest.approx(2.0**-10)
+
+
 def test_not_a_number_is_an_infinite_error() -> None:
     assert tensor_errors({"a": torch.tensor([float("nan")])}, {"a": torch.tensor([1.0])})["a"] == float("inf")
 

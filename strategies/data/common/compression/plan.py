@@ -95,6 +95,9 @@ class Compression:
         return Equivalence("exact")
 
 
+SMALLEST_NORMAL = 2.0**-14  # of fp16: smaller numbers are rounded to multiples of 2^-24
+
+
 @dataclass(frozen=True)
 class HalfPrecision(Compression):
     """Cast before the sum, back after."""
@@ -111,7 +114,8 @@ class HalfPrecision(Compression):
         if plan.num_data_ranks == 1:
             return super().equivalence(plan)
         bound = plan.num_data_ranks * 2.0**-8
-        return Equivalence("replay", "gradients rounded to fp16 before they are summed over dp", bound)
+        detail = "gradients rounded to fp16 before they are summed over dp"
+        return Equivalence("replay", detail, bound, floor=SMALLEST_NORMAL)
 
 
 @dataclass(frozen=True)

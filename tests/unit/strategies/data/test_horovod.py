@@ -125,7 +125,8 @@ def places(ranks, listed):
 
 def test_slots_are_filled_in_the_order_given_and_the_tail_stays_idle():
     assert places("5", "b:4,a:4") == [("b", 0, 4), ("a", 4, 1)]
-    assert places("4", "b:4,a:4") == [("b", 0, 4)]
+    assert places("4", "b:4,a:4") == [("b", 0, 4), ("a", 4, 0)]
+    assert not hosts.has_others(hosts.read("1", "localhost:1,a:4"))  # a spare host has no ranks yet
     assert places("8", "b:4,a:4") == [("b", 0, 4), ("a", 4, 4)]
 
 

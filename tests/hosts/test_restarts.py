@@ -1,0 +1,135 @@
+"""Our launcher over several hosts: a rank or a host that dies is replaced, or the run goes on without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parallelrun.checkpoint.find import latest
+from parallelrun.run_records import attempts
+from tests.checkpoints import read_whole, same
+from tests.cli.launcher import read, wait_for
+from tests.hosts.jobs import Job, environ
+from tests.hosts.network import Network, missing
+from tests.hosts.test_launchers import TINY
+from tests.matrix import FULL
+
+pytestmark = pytest.mark.hosts
+STEPS, AT_STEP = 60, 8
+PROGRAM = ("-m", "parallelrun", *(word for word in TINY if not word.startswith("steps=")), f"steps={STEPS}",
+           "checkpoint.every=4", "checkpoint.keep=3", "eval.every=0")  # fmt: skip
+BOTH = "worker-1:2,worker-2:2"
+
+
+@pytest.fixture
+def own() -> Iterator[Network]:
+    """Two hosts that a test may kill."""
+    if (reason := missing()) or shutil.which("sshd", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None:
+        pytest.skip(reason or "no sshd here (openssh-server)")
+    found = Network(Path(tempfile.mkdtemp(prefix="parallelrun-hosts-")))
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+        shutil.rmtree(found.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> Path:
+    """The run that never failed, on one host."""
+    folder = tmp_path_factory.mktemp("one host")
+    subprocess.run([sys.executable, *PROGRAM, "backend=gloo"], cwd=folder, env=environ(), check=True, timeout=400,
+                   capture_output=True)  # fmt: skip
+    return next(folder.glob("runs/*/*/config.yaml")).parent
+
+
+def rows(run: Path) -> dict[int, tuple[float, float]]:
+    """Loss and norm by step. No step is there twice."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in found}
+
+
+def train(network: Network, folder: Path, hosts: str, *words: str, at: str = "worker-1") -> Job:
+    """A launcher on the host `at`, once its ranks have passed some steps."""
+    ssh = ("--ssh-config", str(network.serve_ssh()))
+    job = Job(folder, [
+        network.popen(at, sys.executable, *PROGRAM, "restarts=2", "-H", hosts, *ssh, *words,
+                      output=folder / "output", env=environ())
+    ])  # fmt: skip
+    file = job.run / "metrics.jsonl"
+    wait_for(lambda: len(read(file).splitlines()) >= AT_STEP, f"a step\n{job.output}", 120.0)
+    return job
+
+
+def ranks(network: Network, name: str) -> list[int]:
+    """The ranks of a host: children of its agent."""
+    agents = [pid for pid in network.processes(name) if b"host_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    parents = {pid: int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1]) for pid in agents}
+    return [pid for pid in agents if parents[pid] in agents and b"env" not in Path(f"/proc/{pid}/comm").read_bytes()]
+
+
+def kill(network: Network, name: str) -> None:
+    """Kill all of a host but its network, sshd too."""
+    for pid in network.processes(name):
+        if pid != network.keeper(name):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_that_dies_on_another_host_is_replaced(own, tmp_path, expected):
+    job = train(own, tmp_path, BOTH)
+    os.kill(ranks(own, "worker-2")[-1], signal.SIGKILL)
+    assert job.wait() == [0], job.output
+    assert rows(job.run) == rows(expected)
+    assert same(read_whole(latest(job.run)), read_whole(latest(expected)))
+    first, second = attempts.read(job.run)
+    assert (first.rank in (2, 3), first.host, second.world) == (True, "worker-2", 4), job.output
+    assert "attempt 1 of 3 has failed" in job.output and second.resumed_step >= 4
+    print(f"failure to next step: {second.stepping - first.ended:.1f} s")
+
+
+@pytest.mark.parametrize(
+    "how", ["killed", pytest.param("cut off", marks=[] if FULL else pytest.mark.skip("waits for timeout_s: FULL"))]
+)
+def test_without_a_host_an_elastic_run_goes_on_with_the_others(own, tmp_path, expected, how):
+    job = train(own, tmp_path, BOTH, "elastic=true", f"timeout_s={60 if how == 'killed' else 20}")
+    if how == "killed":
+        kill(own, "worker-2")
+    else:  # its ranks live on for a while, and must not write into the run that goes on
+        own.check("worker-2", "ip", "link", "set", "eth0", "down")
+    assert job.wait() == [0], job.output
+    assert "warning: worker-2 cannot be reached by ssh: it is left out" in job.output
+    assert "elastic: the plan changes from 4 ranks" in job.output
+    assert [one.world for one in attempts.read(job.run)] == [4, 2], job.output
+    found, whole = rows(job.run), rows(expected)
+    assert [found[step][0] for step in found] == pytest.approx([whole[step][0] for step in found], rel=1e-4)
+    assert job.status["state"] == "done"
+
+
+def test_the_host_of_rank_0_is_replaced_by_free_slots(own, tmp_path, expected):
+    job = train(own, tmp_path, "worker-1:2,worker-2:4", "-np", "4", at="worker-2")
+    kill(own, "worker-1")
+    assert job.wait() == [0], job.output
+    assert rows(job.run) == rows(expected)
+    assert "starting ranks 0 to 3 on worker-2" in job.output
+    assert job.status["state"] == "done"
+
+
+def test_too_few_slots_end_the_run_and_say_what_would_go_on(own, tmp_path):
+    job = train(own, tmp_path, BOTH)
+    kill(own, "worker-2")
+    (code,) = job.wait()
+    assert code == 6, job.output
+    why = "2 slots left for 4 ranks without worker-2; elastic=true goes on with fewer"
+    assert f"  not restarted: {why}" in job.output
+    assert job.status["state"] == "failed" and why in job.status["error"]
