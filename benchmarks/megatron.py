@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.pairs import on_ranks, peers_on_gloo, read_arguments, summarise, time_pairs, waited, write
+from benchmarks.pairs import (
+    WithTorchsProducts,
+    on_ranks,
+    peers_on_gloo,
+    read_arguments,
+    summarise,
+    time_pairs,
+    waited,
+    write,
+)
 from benchmarks.plain_gpt import SIZES, Sizes
 from parallelrun.models.initialise import logical
 from parallelrun.plan.resolve import resolve
@@ -209,7 +218,7 @@ def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
     losses = torch.tensor([float(state["loss"]) / (sizes.batch * sizes.seq), peer.loss], dtype=torch.float64)
     dist.broadcast(losses, src=1)
     assert abs(losses[0] - losses[1]) < 1e-4 * losses[1], f"{case} {size}: the two sides differ: {losses.tolist()}"
-    times = time_pairs(ours, peer.step, pairs, warmup)
+    times = time_pairs(ours, WithTorchsProducts(peer.step), pairs, warmup)
     return {"case": case, "size": size, "first_losses": losses.tolist(), "ours_waits_s": waited(ours), "times": times}
 
 

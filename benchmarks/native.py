@@ -8,7 +8,8 @@ with loss_parallel, and raw `torch.distributed.pipelining` (1F1B). Rows where th
 
 A full step on both sides: the same samples read by the same reader, forward, backward, gradients summed over ranks,
 the global norm clipped, torch's fused AdamW (the fastest that each peer can use), one thread a rank. Ours communicates
-through shared memory, the peers through gloo: each side's default on CPUs. Only ours also
+through shared memory, the peers through gloo, and ours computes products by oneDNN where `torch_private.products` does,
+the peers as torch does: each side's default on CPUs. Only ours also
 has on every rank, in every step, the mean loss of the global batch, the agreement on a stop request and the check that
 loss and norm are finite, by one small all-reduce more (none more under pp, whose peer needs one for the norm); the
 peers read no loss while they are timed.
@@ -30,7 +31,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.pairs import on_ranks, peers_on_gloo, read_arguments, summarise, time_pairs, waited, write
+from benchmarks.pairs import (
+    WithTorchsProducts,
+    on_ranks,
+    peers_on_gloo,
+    read_arguments,
+    summarise,
+    time_pairs,
+    waited,
+    write,
+)
 from benchmarks.plain_gpt import SIZES, PlainGpt, Sizes, loss_of
 from parallelrun.models.initialise import logical
 from parallelrun.plan.resolve import resolve
@@ -191,7 +201,7 @@ def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
         losses["theirs"].append(_mean_loss(case, peer.loss))
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses["ours"], losses["theirs"]))
     assert worst < 1e-4, f"{case} {size}: the two sides do not train alike: {losses}"
-    times = time_pairs(ours, peer.step, pairs, warmup)
+    times = time_pairs(ours, WithTorchsProducts(peer.step), pairs, warmup)
     return {"case": case, "size": size, "first_losses": losses, "ours_waits_s": waited(ours), "times": times}
 
 

@@ -1,6 +1,7 @@
 """Paired timing on shared ranks: both sides alternate inside the same processes; ratios, medians, bootstrap bounds.
 
-Each side uses the backend that its user gets on CPUs of one host: ours shared memory, peers gloo.
+Each side uses what its user gets on CPUs of one host: ours shared memory and the products of
+`torch_private.use_fast_products`, peers gloo and torch's own products.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -47,6 +48,16 @@ def read_arguments(
     return parser.parse_args()
 
 
+@dataclass(frozen=True)
+class WithTorchsProducts:
+    """A step of a peer, timed with torch's own products; whatever was built for ours may have replaced them."""
+
+    step: Callable[[], Any]
+
+    def __call__(self) -> None:
+        self.step()
+
+
 def time_pairs(
     ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int, warmup: int, **beside: Callable[[], Any]
 ) -> dict[str, list[float]]:
@@ -67,10 +78,13 @@ def time_pairs(
             if not name:
                 ours()
                 continue
-            _barrier()
-            began, began_cpu = time.perf_counter(), time.process_time()
-            sides[name]()
-            took, took_cpu = time.perf_counter() - began, time.process_time() - began_cpu
+            step = sides[name]
+            is_peer = isinstance(step, WithTorchsProducts)
+            with torch_private.torchs_own_products() if is_peer else nullcontext():
+                _barrier()
+                began, began_cpu = time.perf_counter(), time.process_time()
+                step()
+                took, took_cpu = time.perf_counter() - began, time.process_time() - began_cpu
             if number >= warmup:
                 times[name].append(took)
                 cpu[name].append(took_cpu)

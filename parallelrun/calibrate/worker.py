@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from parallelrun import comm
+from parallelrun import comm, torch_private
 from parallelrun.calibrate import devices
 from parallelrun.calibrate.devices import PURPOSE, Clock
 from parallelrun.config.schema import Config
@@ -27,6 +27,7 @@ def measure(config: Config, plan: Plan, context: WorkerContext) -> int:
     asked = json.loads((context.directory / ASKED).read_text(encoding="utf-8"))
     if context.device.type == "cpu":
         torch.set_num_threads(1)
+        torch_private.use_fast_products()
     mesh = build_mesh(plan, context.device)
     clock = Clock(context.device, asked["seconds"])
 

@@ -19,6 +19,7 @@ from parallelrun.torch_private.pipelines import (
     start_messages,
     trust_metadata,
 )
+from parallelrun.torch_private.products import torchs_own_products, use_fast_products
 from parallelrun.torch_private.tensors import (
     add_all,
     copy_all,
@@ -63,5 +64,7 @@ __all__ = [
     "start_messages",
     "timed",
     "timed_waits",
+    "torchs_own_products",
     "trust_metadata",
+    "use_fast_products",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parallelrun import registry
+from parallelrun import registry, torch_private
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.data.order import make_sampler
@@ -134,6 +134,7 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     config = with_lr_scale(config, plan)
     if device.type == "cpu":
         keep_freed_memory()
+        torch_private.use_fast_products()
     mesh = build_mesh(plan, device)
     model_parts = build_model_parts(config, plan, mesh)
     runtime = data_runtime(plan)

@@ -217,6 +217,7 @@ PLANS: dict[str, dict[str, Any]] = {
 # Ranks of the last row and column of the grid need not receive the last panel: they hold less than is predicted.
 SUMMA = GPT | GRID | {"layout": "2d", "strategy.tensor.form": "summa"}
 UNEVEN = {"summa": SUMMA | {"tp": 4}, "summa full bf16": SUMMA | {"tp": 4} | FULL | BF16}
+UNEVEN = UNEVEN if FULL_RUN else {"summa": UNEVEN["summa"]}
 # Their parts are in other plans, too.
 FULL_MATRIX = (
     "gpt full bf16", "gpt sgd", "llama full", "ddp bf16", "zero1 full", "fsdp full", "fsdp llama", "mlp ddp",
