@@ -63,9 +63,8 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
         from parallelrun.report.training import goodput_text
 
         more.append(("goodput", goodput_text(useful, None)))
-    if faster := chosen.faster_precision(config, composed.given):
-        more.append(("precision", faster))
-    report.show(found, context, console, more)
+    faster = chosen.faster_precision(config, composed.given)
+    report.show(found, context, console, more, [("warning", faster)] if faster else [])
     if config.explain:
         _explain(composed, found, console)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import kinds
-from parallelrun.plan import cluster_cost, prediction, simulate
+from parallelrun.plan import cluster_cost, partition, prediction, simulate
 from parallelrun.plan.batch import in_whole_rounds
 from parallelrun.plan.draft import REFERENCE_SCHEDULE
 from parallelrun.plan.facts import Facts
@@ -24,6 +24,7 @@ from parallelrun.wording import counted, divisors, gib
 Change = dict[str, Any]  # key -> the value to type
 MOST_CHANGES = 8  # applied one after the other
 LARGEST_BUBBLE = 0.15  # of a step's time; a larger one is warned about
+MOST_SIMULATED = 20_000  # stages by microbatches of a schedule that is tried: a tenth of a second
 
 
 def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
@@ -50,6 +51,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
         crowd = f"{counted(plan.world, 'rank')} on {counted(cores, 'core')} of this host"
         texts.append(f"{crowd}: step time is no scaling measurement")
     texts += _bubble_warnings(plan, config, found.simulation)
+    texts += _schedule_warnings(plan, config, found.simulation.bubble_of_total)
     if config.model.attention_dropout > 0:
         texts.append("attention_dropout > 0: attention is computed explicitly, with s x s scores kept per head")
     return texts
@@ -142,6 +144,36 @@ def _bubble_warnings(plan: Plan, config: Config, simulation: Simulation) -> list
     return [f"{said}: {enough} microbatches or more make it at most {limit}"]
 
 
+def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:
+    """The schedule with the smallest bubble of the same batch that fits, or does not where this one does not either."""
+    pp = plan.mesh.size("pp")
+    if pp == 1 or bubble <= LARGEST_BUBBLE:
+        return []
+    fits = _fits(plan, config)
+    found: list[tuple[float, Change, Plan]] = []
+    size = plan.batch.global_batch
+    batch = {} if config.local_batch or config.global_batch == size else {"global_batch": size}  # filled
+    for kind in kinds("pipeline"):
+        schedule = pipeline_schedule(kind)
+        for number in schedule.choices(pp, partition.num_cuttable(plan.spec)):
+            if pp * number * plan.batch.microbatches > MOST_SIMULATED:
+                continue
+            change: Change = {
+                "schedule": kind,
+                **({"virtual_stages": number} if schedule.takes_virtual_stages else {}),
+                **batch,
+            }
+            other = _planned(plan, config, change)
+            if other and other.batch == plan.batch:
+                found.append((simulate.of_plan(other).bubble_of_total, change, other))
+    for left, change, other in sorted(found, key=lambda one: one[0]):
+        if left > 0.75 * bubble:
+            break
+        if _fits(other, config) or not fits:
+            return [f"with the same batch, {_typed(change)} makes the bubble {left:.0%}"]
+    return []
+
+
 def _enough_microbatches(plan: Plan) -> int | None:
     """The fewest microbatches, in rounds of pp, whose bubble is at most LARGEST_BUBBLE; None if no number is enough.
 
@@ -155,9 +187,13 @@ def _enough_microbatches(plan: Plan) -> int | None:
     if gained <= 0:
         return None
     enough = pp * max(1, ceil(((1 - LARGEST_BUBBLE) * few.makespan - 4 * round_time) / gained - 1e-9))
-    while simulate.of_plan(plan, enough).bubble_of_total > LARGEST_BUBBLE:
+    for _ in range(MOST_CHANGES):
+        if enough * len(plan.stages) > 10 * MOST_SIMULATED:
+            break  # so many that nobody trains with them
+        if simulate.of_plan(plan, enough).bubble_of_total <= LARGEST_BUBBLE:
+            return enough
         enough += pp
-    return enough
+    return None
 
 
 def _batch_changes(plan: Plan, config: Config, enough: int) -> list[tuple[Change, int]]:

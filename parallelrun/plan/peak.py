@@ -203,7 +203,9 @@ class Walk:
         return self._once("beyond", index, number, partial(self._compute_beyond, index, number))
 
     def _compute_beyond(self, index: int, number: int) -> int:
-        blocks, gradients, waiting = self._blocks[index], self._gradients[index], self._waits(index, number)
+        plan, blocks, gradients = self._plan, self._blocks[index], self._gradients[index]
+        waiting = self._waits(index, number)
+        closing = plan.data.closing_bytes(index, number, self._coordinate, plan) if waiting is not None else []
         accumulates = number == 0 or waiting is not None
         working = {id(block): block.working_bytes(accumulates) for block in {id(one): one for one in blocks}.values()}
         freed = produced = most = 0
@@ -211,6 +213,7 @@ class Walk:
             other = waiting[i] if waiting is not None else produced
             most = max(most, working[id(blocks[i])] + other - freed)
             freed += blocks[i].kept
+            most = max(most, closing[i] - freed) if closing else most
             produced += gradients[i] if accumulates else 0
         return most
 

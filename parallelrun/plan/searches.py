@@ -20,7 +20,7 @@ from parallelrun.plan.step_time.step import StepTime
 from parallelrun.plan.structure import Plan
 
 KEPT = 3
-MOST_RANKED = 60_000  # candidates, legal or not, which take about half a second
+MOST_RANKED = 120_000  # candidates, legal or not, which take about three quarters of a second
 MOST_RANKED_COUNTED = 60  # plans that are all priced in that time
 
 
@@ -40,7 +40,7 @@ def has_rank(plan: Plan, config: Config) -> bool:
 
 
 def is_ranked_soon(plan: Plan, config: Config) -> bool:
-    """Whether comparing a plan with all others takes about half a second at most."""
+    """Whether comparing a plan with all others takes less than a second."""
     return Space(opened(plan, config), frozenset(), plan.world).is_small(plan.spec, MOST_RANKED)
 
 

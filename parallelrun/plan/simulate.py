@@ -153,14 +153,18 @@ def run(plan: Plan, times: Times, microbatches: int | None = None) -> Simulation
 
     Of many microbatches, only some are simulated if a further round then takes the longest forward and the longest
     backward of any pp rank. No round takes longer, so all others take as long, and their times are added. A round is
-    one microbatch, or one per pp rank where a rank runs several stages.
+    one microbatch, or where a rank runs several stages one per pp rank, or more where they do not divide by pp (no
+    order is known of numbers that are not in whole rounds).
     """
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches if microbatches is None else microbatches
-    each = 1 if len(plan.stages) == pp else pp
-    first = pp + each + (count - pp) % each
+    each, begin = 1, pp
+    if len(plan.stages) > pp:
+        num_rounds = count // pp
+        each = begin = pp if not num_rounds or count % num_rounds else count // num_rounds
+    first = begin + each + (count - begin) % each
     if pp == 1 or 2 * count * len(plan.stages) <= FEW_ACTIONS:
         return _simulate_with(plan, count, times)
-    for rounds in (first, first + pp):
+    for rounds in (first, first + begin):
         if rounds + each >= count:
             break
         before, after = (_simulate_with(plan, some, times) for some in (rounds, rounds + each))

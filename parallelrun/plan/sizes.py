@@ -11,7 +11,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan import chosen
 from parallelrun.plan.cluster_cost import DAY
 from parallelrun.plan.search.result import Search
-from parallelrun.plan.search.search import search
+from parallelrun.plan.search.search import MOST_COUNTED, search
 
 TIME, COST, FEWEST = OBJECTIVES
 HOUR = 3600.0
@@ -80,10 +80,13 @@ def compared(config: Config, given: frozenset[str], keep: int) -> tuple[list[Siz
 
     def size(devices: int) -> Size | None:
         if devices not in tried:
-            found = search(replace(base, world=devices), held, devices, keep)
-            training = training_of(config, found)
-            tried[devices] = Size(devices, found, training) if training else None
+            tried[devices] = searched(devices, 1, 0)  # one that is not chosen shows its fastest plan alone
         return tried[devices]
+
+    def searched(devices: int, keep: int, most_counted: int) -> Size | None:
+        found = search(replace(base, world=devices), held, devices, keep, most_counted=most_counted)
+        training = training_of(config, found)
+        return Size(devices, found, training) if training else None
 
     _double(size, most, config.days if config.objective == FEWEST else None)
     best = _best(tried.values(), config)
@@ -91,7 +94,10 @@ def compared(config: Config, given: frozenset[str], keep: int) -> tuple[list[Siz
         if devices <= most:
             size(devices)
     sizes = sorted((one for one in tried.values() if one), key=lambda one: one.devices)
-    return sizes, _best(sizes, config) or _too_slow(config, sizes, most)
+    best = _best(sizes, config) or _too_slow(config, sizes, most)
+    whole = searched(best.devices, keep, MOST_COUNTED)
+    assert whole is not None, "found a moment ago"
+    return [whole if one is best else one for one in sizes], whole
 
 
 def _double(size: Callable[[int], Size | None], most: int, days: float | None) -> None:
@@ -132,4 +138,7 @@ def _too_slow(config: Config, sizes: Sequence[Size], most: int) -> Size:
     what = (
         f"{config.tokens:g} tokens take {days}, the fastest of {len(sizes)} sizes up to {most:,}; days={config.days:g}"
     )
-    raise ConfigError(Problem(what, "days", f"days={ceil(fastest.training.days)}"))
+    assert config.days is not None, "every size is fast enough"
+    least = ceil(fastest.devices * fastest.training.days / config.days)  # were a step shorter by as many devices
+    fix = f"days={ceil(fastest.training.days)}, or a larger gpus: at least {least:,}"
+    raise ConfigError(Problem(what, "days", fix))

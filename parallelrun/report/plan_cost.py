@@ -13,6 +13,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.report.figures import count_text, digits, flops_text, seconds_text
 
 MOST_PARTS = 4  # of the time of a step, the longest; --json has all
+ROUNDED = 5e-4  # of the longest part, which is printed with three digits
 
 
 def cost_text(plan: Plan, config: Config, found: Facts) -> str:
@@ -51,8 +52,9 @@ def time_text(plan: Plan, config: Config, found: Facts) -> str:
 
 
 def _sum_text(parts: Mapping[str, float]) -> str:
-    """The longest parts and the sum of the others."""
+    """The longest parts and the sum of the others, unless it is rounded away."""
     shown = sorted(parts.items(), key=lambda part: -part[1])
     if len(shown) > MOST_PARTS:
-        shown[MOST_PARTS:] = [("others", sum(seconds for _, seconds in shown[MOST_PARTS:]))]
+        others = sum(seconds for _, seconds in shown[MOST_PARTS:])
+        shown[MOST_PARTS:] = [("others", others)] if others > ROUNDED * shown[0][1] else []
     return " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in shown)

@@ -78,11 +78,17 @@ def timed(found: Found) -> StepTime:
     return found.time
 
 
-def show(found: Search, context: Context, console: Console, more: Sequence[tuple[str, RenderableType]] = ()) -> None:
-    """Print a search that has found a plan. more: labelled lines before the command."""
+def show(
+    found: Search,
+    context: Context,
+    console: Console,
+    more: Sequence[tuple[str, RenderableType]] = (),
+    first: Sequence[tuple[str, RenderableType]] = (),
+) -> None:
+    """Print a search that has found a plan. first, more: labelled lines before all others, and before the command."""
     config, shown = context.config, side_by_side(found.best)
     title = f"search: {config.model.preset} on {counted(found.world, 'device')} of {config.cluster.name}"
-    head = labelled([("searched", Text(_searched(found, config))), ("best", Text(_verdict(found)))])
+    head = labelled([*first, ("searched", Text(_searched(found, config))), ("best", Text(_verdict(found)))])
     reasons = [
         (f"{'why 1, not' if number == 2 else '      not'} {number}", Text(waterfall.why(timed(shown[0]), timed(other))))
         for number, other in enumerate(shown[1:], 2)

@@ -120,6 +120,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp, reduced once": LLAMA | data("fsdp", reduce_each_microbatch=False),
     "local sgd": GPT | data("local_sgd"),
     "diloco": GPT | data("diloco"),
+    "fsdp x 1f1b bf16, highest when a block is reduced": FEW
+    | data("fsdp")
+    | pipeline("1f1b")
+    | BF16
+    | {"global_batch": 8},
     "local sgd, highest when replicas meet": FEW | data("local_sgd", sync_every=2),
     "diloco, highest when replicas meet, two buckets": FEW | data("diloco", sync_every=2, bucket_mb=0.1),
     "mlp ddp": MLP | data("ddp"),

@@ -109,7 +109,7 @@ class _Searched:
         self.limit = _most_bytes(cluster)
         self.survey = Survey(legal, Bounds(legal, cluster, self.known), self.limit)
         self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
-        self.fitting = Kept(keep)
+        self._keep, self.fitting = keep, Kept(keep)
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
         self.num_unpriced: Counter[str] = Counter()
@@ -259,7 +259,7 @@ class _Searched:
             Removed(rule, number, examples[rule].what, examples[rule].suggestion)
             for rule, number in self.legal.removed.items()
         ]
-        nearest = self._nearest(best[0] if best else None)
+        nearest = None if best and self._keep == 1 else self._nearest(best[0] if best else None)
         if heavy := considered - fitting:
             removed.append(Removed(MEMORY, heavy, " ".join(nearest.overrides) if nearest else ""))
         return Search(
@@ -275,7 +275,8 @@ class _Searched:
         known = 1 + sum(one.time.step_s < against for one in ordered if one.time)
         if self.is_counted:
             return known, known
-        return known, 1 + sum(row.fitting for row in self.survey.rows if row.least_s < against)
+        may_be_faster = sum(row.fitting for row in self.survey.rows if row.least_s < against)
+        return known, max(known, min(1 + may_be_faster, self.survey.may_fit))  # one of those that fit, if it does
 
 
 def _is_fit(found: Found, cluster: ClusterConfig) -> bool:

@@ -20,12 +20,15 @@ PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
 )  # fmt: skip
 # The relative standard deviation of a part: little for products, whose rates are known, much for what depends on a host
 # or on a network, whose published rates differ by factors (dev_h100_efa_allreduce.csv: 12 to 194 GB/s in one cluster).
-# All were scaled together, so that four of five rows of the published sets lie between the bounds.
 DEVIATIONS = {
     PRODUCTS: 0.12, RECOMPUTE: 0.12, ATTENTION: 0.18, BUBBLE: 0.22, MEMORY_BOUND: 0.30, HOST: 0.45, OPTIMIZER: 0.45,
     FIXED: 0.45, TENSOR: 0.60, CONTEXT: 0.60, EXPERT: 0.60, STATISTICS: 0.60, DATA: 0.75, PIPELINE: 0.75,
 }  # fmt: skip
-OF_ALL = 0.06  # of a whole step, beside its parts
+# Of a whole step, beside its parts: what nobody publishes of a program and a machine. One plan of the 530 B GPT (tp=8,
+# pp=35, dp=8 on A100) ran at 159 TFLOP/s (Narayanan et al. 2021, table 2) and at 126 (Smith et al. 2022, MT-NLG), a
+# standard deviation of 0.16, of which their batches (2,240 and 1,920) explain 0.01; with dp=2 at 171 in the first, with
+# dp=1 at 177 in Korthikanti et al. 2022, table 5, one of 0.02. The mean of both variances is 0.12 squared.
+OF_ALL = 0.12
 P90 = 1.28  # standard deviations of a normal distribution
 
 

@@ -47,28 +47,37 @@ def digests(tensors: Iterable[Tensor]) -> Tensor:
     words = [words_of(tensor) for tensor in tensors]
     if not words:
         return torch.zeros(0, dtype=torch.int64)
-    sums, counts = _sums_of(words)
-    owners, factors = _places(counts, sums.device)
+    sums = _sums_of(_groups_of(words))
+    owners, factors = _places(_counts_of(words), sums.device)
     return torch.zeros(len(words), dtype=torch.int64, device=sums.device).index_add_(0, owners, _mixed(sums) * factors)
 
 
-def _sums_of(words: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the checksums of the rows of all tensors, one tensor after another, and how many rows each of them has."""
-    counts = tuple(ceil((rows.numel() + rest.numel()) / ROW) for rows, rest in words)
-    found: list[Tensor] = []
-    packed: list[Tensor] = []
+def _groups_of(words: Sequence[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
+    """Return parts of tensors whose rows are summed together: a large tensor's two, or those of the small tensors
+    between two large ones, each filled up to whole rows."""
+    groups: list[list[Tensor]] = [[]]
     for rows, rest in words:
-        if rows.numel() < PACKED:
-            packed += (rows.view(-1), rest, rest.new_zeros(-rest.numel() % ROW))
-            continue
-        found += [*_unpacked(packed), row_sums(rows, rest)]
-        packed = []
-    return torch.cat([*found, *_unpacked(packed)]), counts
+        if rows.numel() >= PACKED:
+            groups += [[rows, rest], []]
+        else:
+            filled = (rows.view(-1), rest, rest.new_zeros(-rest.numel() % ROW))
+            groups[-1] += [part for part in filled if part.numel()]
+    return [group for group in groups if group]
 
 
-def _unpacked(packed: Sequence[Tensor]) -> Iterable[Tensor]:
-    """Return the checksums of the rows of small tensors, if there are any; each is filled up to whole rows."""
-    return [torch.cat(tuple(packed)).view(-1, ROW).sum(1, dtype=torch.int64)] if packed else []
+def _sums_of(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the checksums of the rows of all tensors, one tensor after another."""
+    found = [row_sums(*group) if group[0].dim() == 2 else _packed_sums(group) for group in groups]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+
+
+def _packed_sums(group: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(group)).view(-1, ROW).sum(1, dtype=torch.int64)
+
+
+def _counts_of(words: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, ...]:
+    """Return how many rows each tensor has."""
+    return tuple(ceil((rows.numel() + rest.numel()) / ROW) for rows, rest in words)
 
 
 @lru_cache(maxsize=64)
@@ -96,15 +105,14 @@ class AtRest:
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._names = list(tensors)
-        self._words = [words_of(tensor) for tensor in tensors.values()]
+        words = [words_of(tensor) for tensor in tensors.values()]
+        self._groups, self._counts = _groups_of(words), _counts_of(words)
         self._before: Tensor | None = None
-        self._counts: tuple[int, ...] = ()
 
     @torch.no_grad()
     def begin(self) -> None:
         """Take the checksums: from now on the tensors rest."""
-        if self._words:
-            self._before, self._counts = _sums_of(self._words)
+        self._before = _sums_of(self._groups)
 
     @property
     def digest(self) -> int:
@@ -116,7 +124,7 @@ class AtRest:
         """Return the names of the tensors that have changed since `begin`; none before the first one."""
         if self._before is None:
             return []
-        now, _ = _sums_of(self._words)
+        now = _sums_of(self._groups)
         if torch.equal(self._before, now):
             return []
         parts = zip(self._names, self._before.split(self._counts), now.split(self._counts))

@@ -99,22 +99,33 @@ class FSDP(UnitSharding):
         """Of a block, the weights that are gathered for it and for the next one; in passes that reduce, the gradients
         of the block behind, on their way; and those of all blocks behind, reduced, unless they are counted for the
         whole step. Until a pass reduces, whole gradients are held (`gradient_layout`)."""
-        pp_rank, names = plan.stages[stage].pp_rank, plan.stages[stage].blocks
-        own = [unit for unit in self.units(plan, pp_rank) if unit.stage == stage]
+        sent, let_go = self._by_block(stage, number, coordinate, plan)
+        found, reduced = [], 0
+        for index in reversed(range(len(sent))):
+            behind = sent[index + 1] if index + 1 < len(sent) else 0
+            reduced += 0 if self.keeps_gradients(plan) else behind // self.shard
+            here = let_go[index]
+            found.append(behind + reduced + (here + let_go[index - 1] if here and index else here))
+        return found[::-1]
+
+    def closing_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
+        """Of a block, its whole gradients in the dtype of the sum (counted elsewhere if they stay until the last
+        pass), their flat copy, and this rank's part of the sum."""
+        copies = 2 if self.reduce_each_microbatch else 1
+        sent, _ = self._by_block(stage, number, coordinate, plan)
+        return [copies * flat + flat // self.shard for flat in sent]
+
+    def _by_block(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> tuple[list[int], list[int]]:
+        """Return, for each block of a stage, the bytes of gradients that backward pass `number` reduces, and of
+        gathered weights that are let go."""
+        names = plan.stages[stage].blocks
         reduces = self.reduce_each_microbatch or number == plan.batch.microbatches - 1
         sent, let_go = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-        for unit in own:
-            if unit.block and reduces:
-                sent[unit.block] += reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
-            if unit.block and unit.reshard:
-                let_go[unit.block] += _gathered_bytes(unit, coordinate, plan)
-        found, reduced = [], 0
-        for index in reversed(range(len(names))):
-            behind = sent[names[index + 1]] if index + 1 < len(names) else 0
-            reduced += 0 if self.keeps_gradients(plan) else behind // self.shard
-            here = let_go[names[index]]
-            found.append(behind + reduced + (here + let_go[names[index - 1]] if here and index else here))
-        return found[::-1]
+        for unit in self.units(plan, plan.stages[stage].pp_rank):
+            if unit.stage == stage and unit.block:
+                sent[unit.block] += reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan) if reduces else 0
+                let_go[unit.block] += _gathered_bytes(unit, coordinate, plan) if unit.reshard else 0
+        return [*sent.values()], [*let_go.values()]
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The reduced gradients, unless they are counted for the whole step."""

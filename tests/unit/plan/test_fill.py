@@ -201,6 +201,22 @@ def test_a_bubble_above_15_percent_is_told_with_what_mends_it(schedule, given):
     assert f"makes it {bubble:.0%}" in told and bubble <= 0.15
 
 
+@pytest.mark.parametrize("given", [{}, {"microbatches": 4}, {"global_batch": None, "local_batch": 4}])
+def test_a_schedule_with_a_smaller_bubble_of_the_same_batch_is_told(given):
+    base: dict[str, object] = {"model.layers": 16, "global_batch": 48, "pp": 4, **given}
+    config = tiny_config(base)
+    plan = resolve(config)
+    before = facts(plan, config)
+    told = next(text for text in warnings(plan, config, before) if text.startswith("with the same batch"))
+    typed = dict(re.findall(r"([a-z_]+)=(\w+)", told))
+    changed = tiny_plan({**base, **{key: value if key == "schedule" else int(value) for key, value in typed.items()}})
+    assert changed.batch == plan.batch
+    left = facts(changed, config).simulation.bubble_of_total
+    assert told.endswith(f"makes the bubble {left:.0%}") and left <= 0.75 * before.simulation.bubble_of_total
+    others = [tiny_plan({**base, "schedule": kind}) for kind in SCHEDULES]
+    assert all(left <= facts(one, config).simulation.bubble_of_total for one in others if one.batch == plan.batch)
+
+
 def test_uneven_stages_are_no_matter_of_microbatches():
     told = cure(**{"model.layers": 5, "pp": 4})
     assert told is not None and "uneven" in told
