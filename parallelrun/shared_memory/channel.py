@@ -112,8 +112,9 @@ class CollectiveChannel:
             offset = self._allocate(collective)
             if collective.fill is not None:
                 collective.fill(offset)
-        slot, me = self._slot(collective.index), self._me
-        me[slot], me[slot + 1], me[slot + 2], me[slot + 3] = number_of(collective.name), collective.num_bytes, offset, 0
+        words, at = self._me.words, self.base + self._slot(collective.index)
+        words[at], words[at + 1], words[at + 2] = number_of(collective.name), collective.num_bytes, offset
+        words[at + 3] = 0
         collective.stage = CollectiveStage.POSTED
         collective.offsets = [offset]
         self._publish(POSTED, collective)
@@ -130,9 +131,10 @@ class CollectiveChannel:
 
     def _take_or_reduce(self, collective: SharedReduction) -> None:
         """Take the sum that a member has computed, else compute it for all."""
-        slot = self._slot(collective.index)
+        members, slot = self._members, self._slot(collective.index)
         for number in collective.sources:
-            result = self._members[number][slot + 3]
+            member = members[number]
+            result = member.words[member.base + slot + 3]
             if result:
                 fence()
                 collective.take(number, result)
@@ -151,14 +153,15 @@ class CollectiveChannel:
     def _offsets(self, collective: SharedCollective) -> list[int]:
         """Return where each member's contribution is. Raises RuntimeError if one has issued another collective."""
         slot, offsets = self._slot(collective.index), collective.offsets * len(self._members)
-        kind = number_of(collective.name)
+        members, kind, num_bytes = self._members, number_of(collective.name), collective.num_bytes
         for number in collective.sources:
-            member = self._members[number]
-            if member[slot] != kind or member[slot + 1] != collective.num_bytes:
-                theirs = f"{name_of(member[slot])} of {member[slot + 1]} bytes"
+            member = members[number]
+            words, at = member.words, member.base + slot
+            if words[at] != kind or words[at + 1] != num_bytes:
+                theirs = f"{name_of(words[at])} of {words[at + 1]} bytes"
                 raise RuntimeError(f"[shared memory] rank {self._numbers[self._rank]} of the group issued "
                                    f"{collective}, rank {self._numbers[number]} {theirs}")  # fmt: skip
-            offsets[number] = member[slot + 2]
+            offsets[number] = words[at + 2]
         return offsets
 
     def _allocate(self, collective: SharedCollective) -> int:
@@ -185,8 +188,10 @@ class CollectiveChannel:
             self._wake(collective.readers)
 
     def _wake(self, numbers: Iterable[int]) -> None:
+        members = self._members
         for number in numbers:
-            self._members[number].wake()
+            member = members[number]
+            member.process.wake(member.base)
 
     def _is_behind(self, counter: int, target: int, of: Iterable[int]) -> bool:
         """Return whether a counter is below `target` at one of the members numbered."""
@@ -200,9 +205,11 @@ class CollectiveChannel:
     def _are_done(self, num_collectives: int) -> bool:
         """Return whether all others are done with so many collectives."""
         if num_collectives > self._num_done:
-            dones = (self._members[number][DONE] for number in self._others)
+            if self._is_behind(DONE, num_collectives, self._others):
+                return False
+            dones = [self._members[number][DONE] for number in self._others]
             self._num_done = min(dones, default=num_collectives)
-        return num_collectives <= self._num_done
+        return True
 
     def _slot(self, index: int) -> int:
         return _RING + index % _SLOTS * _SLOT_WORDS

@@ -64,8 +64,9 @@ class Collectives:
 
         def reduce(offsets: list[int], result: int) -> None:
             if flat.numel():
-                total = self._read(self._rank, result, flat)
-                reduction(total, [self._read(number, offset, flat) for number, offset in enumerate(offsets)])
+                dtype, numel, members = flat.dtype, flat.numel(), self._members
+                total = self._me.tensor(result, dtype, numel)
+                reduction(total, [member.tensor(offset, dtype, numel) for member, offset in zip(members, offsets)])
                 flat.copy_(total)
 
         def take(number: int, result: int) -> None:

@@ -68,14 +68,14 @@ class SharedMemoryGroup(NamedGroup):
         if self._open:
             self._open = False
             self._engine.finish(_LEAVE_S)
-            with self._engine.lock:
+            with self._engine.mutex:
                 self._collectives.close()
 
     def abort(self) -> None:
         """Leave the group at once."""
         if self._open:
             self._open = False
-            with self._engine.lock:
+            with self._engine.mutex:
                 self._collectives.close()
 
     @property
@@ -113,14 +113,14 @@ class SharedMemoryGroup(NamedGroup):
             return work if async_op or not work.wait() else None
         collective = self._make.all_reduce(values, reduction_of(op, values.dtype))
         if async_op:
-            with self._engine.lock:
+            with self._engine.mutex:
                 self._collectives.issue(collective)
             return SharedMemoryWork(self._engine, (collective,), self._timeout_s, [tensor])
         torch_private.timed(partial(self._complete, collective))
         return None
 
     def _complete(self, collective: Any) -> None:
-        with self._engine.lock:
+        with self._engine.mutex:
             self._collectives.issue(collective)
         self._engine.wait(collective, self._timeout_s)
         if collective.error is not None:
@@ -238,7 +238,7 @@ class SharedMemoryGroup(NamedGroup):
 
     @observed("send")
     def send(self, tensors: Any, peer: int, tag: int = 0) -> SharedMemoryWork:
-        with self._engine.lock:
+        with self._engine.mutex:
             sent = [self._messages.send(plain(one), self._other(peer), tag) for one in tensors]
         return self._work(sent, None, list(tensors))
 
@@ -252,7 +252,7 @@ class SharedMemoryGroup(NamedGroup):
 
     def _receive(self, tensors: Any, peer: int | None, tag: int) -> SharedMemoryWork:
         held = Outputs(as_list(tensors))
-        with self._engine.lock:
+        with self._engine.mutex:
             received = [self._messages.receive(one, peer, tag) for one in held.contiguous(filled=False)]
         return self._work(received, None, held.tensors, held.copies)
 
@@ -293,7 +293,7 @@ class SharedMemoryGroup(NamedGroup):
         results: list[Tensor],
         copies: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> SharedMemoryWork:
-        with self._engine.lock:
+        with self._engine.mutex:
             for collective in made:
                 self._collectives.issue(collective)
         return self._work(made, opts, results, copies)

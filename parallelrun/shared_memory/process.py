@@ -116,10 +116,6 @@ class GroupMember:
     def __setitem__(self, word: int, value: int) -> None:
         self.words[self.base + word] = value
 
-    def wake(self) -> None:
-        """Wake the process if it sleeps for collectives of this group, or for anything."""
-        self.process.wake(self.base)
-
 
 def host_identity() -> str:
     """Return what processes have in common that can map each other's memory: the boot and the namespace of pids."""
