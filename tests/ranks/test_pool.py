@@ -69,7 +69,7 @@ def fast_and_slow() -> int:
 
 def proves_a_plan() -> int:
     """What most calls do: build a training, count and observe its steps."""
-    _cell({"dp": 2, "verify.steps": 2}, str(_reference(_settings({"verify.steps": 2}))), None, None, "")
+    _cell({"dp": 2, "verify.steps": 2}, str(_reference(str(_settings({"verify.steps": 2})))), None, None, "")
     return os.getpid()
 
 

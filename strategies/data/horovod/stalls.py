@@ -74,17 +74,18 @@ def find_stalls(
         if not waiting:
             continue
         first = min(waiting.values(), key=lambda report: (report.step, report.num_done))
-        awaited = first.step, first.num_done
+        submitted = max((report.step, report.num_submitted) for report in waiting.values())
         missing = []
         for rank in group:
             report = reports.get(rank)
             reached = (report.step, report.num_submitted) if report else (0, 0)
-            if rank not in waiting and reached <= awaited:
-                named = report.tensors if report and reached == awaited else ()
+            # An exchange that a rank has submitted may still need it: shared memory sums in the ranks' own threads.
+            if rank not in waiting and reached < submitted:
+                named = report.tensors if report and report.step == first.step else ()
                 missing.append((rank, named or first.tensors))
         if missing:
             seconds = max(report.waits_s or 0 for report in waiting.values())
-            stalls.append(Stall(*awaited, tuple(waiting), tuple(missing), seconds))
+            stalls.append(Stall(first.step, first.num_done, tuple(waiting), tuple(missing), seconds))
     return stalls
 
 

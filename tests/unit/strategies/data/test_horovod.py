@@ -239,6 +239,12 @@ def test_a_stall_names_the_missing_rank_and_its_tensors():
     assert "rank 1: embedding.weight" in stall.text() and "61 s" in stall.text() and "step 3" in stall.text()
 
 
+def test_a_rank_is_missing_where_its_last_sums_wait_for_it_too():
+    said = {0: progress(3, 4, 1, 61.0), 1: progress(3, 2, 0, None, ["embedding.weight"])}
+    (stall,) = find_stalls([(0, 1)], said, 60.0)
+    assert stall.missing == ((1, ("embedding.weight",)),) and stall.exchange == 1
+
+
 def test_a_rank_that_never_began_is_missing_with_what_it_is_waited_for():
     (stall,) = find_stalls([(0, 1)], {0: progress(1, 2, 0, 70.0)}, 60.0)
     assert stall.missing == ((1, ("head.weight",)),)
