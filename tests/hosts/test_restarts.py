@@ -24,6 +24,7 @@ from tests.hosts.test_launchers import TINY
 from tests.matrix import FULL
 
 pytestmark = pytest.mark.hosts
+LONG = pytest.mark.skipif(not FULL, reason="with --matrix=full")
 STEPS, AT_STEP = 60, 8
 PROGRAM = ("-m", "parallelrun", *(word for word in TINY if not word.startswith("steps=")), f"steps={STEPS}",
            "checkpoint.every=4", "checkpoint.keep=3", "eval.every=0")  # fmt: skip
@@ -116,6 +117,7 @@ def test_without_a_host_an_elastic_run_goes_on_with_the_others(own, tmp_path, ex
     assert job.status["state"] == "done"
 
 
+@LONG
 def test_the_host_of_rank_0_is_replaced_by_free_slots(own, tmp_path, expected):
     job = train(own, tmp_path, "worker-1:2,worker-2:4", "-np", "4", at="worker-2")
     kill(own, "worker-1")
@@ -125,6 +127,7 @@ def test_the_host_of_rank_0_is_replaced_by_free_slots(own, tmp_path, expected):
     assert job.status["state"] == "done"
 
 
+@LONG
 def test_too_few_slots_end_the_run_and_say_what_would_go_on(own, tmp_path):
     job = train(own, tmp_path, BOTH)
     kill(own, "worker-2")
