@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelrun.cli.verbs import print_json, screen_on_stderr
+from parallelrun.cli.json_output import print_json, screen_on_stderr
 from parallelrun.config import presets
 from parallelrun.config.keys import nearest
 from parallelrun.errors import EXIT_OK, ConfigError, Problem

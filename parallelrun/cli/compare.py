@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     from parallelrun.report import compare as report
 
     if arguments.json:
-        from parallelrun.cli.verbs import print_json
+        from parallelrun.cli.json_output import print_json
 
         print_json(report.document(found, failed))
     elif arguments.md:

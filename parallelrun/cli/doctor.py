@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from parallelrun.cli import doctor_hosts
-from parallelrun.cli.verbs import print_json, screen_on_stderr
+from parallelrun.cli.json_output import print_json, screen_on_stderr
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_ENVIRONMENT, EXIT_OK

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.cli import errors
-from parallelrun.cli.verbs import print_json, screen_on_stderr
+from parallelrun.cli.json_output import print_json, screen_on_stderr
 from parallelrun.config import recipes
 from parallelrun.config.keys import nearest
 from parallelrun.config.recipes import RecipeFile

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun import definitions
 from parallelrun.cli import argv as command_lines
-from parallelrun.cli.verbs import print_json
+from parallelrun.cli.json_output import print_json
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from parallelrun import registry
 from parallelrun.cli.argv import read
 from parallelrun.cli.help import KEYS, KINDS, TRACKERS
-from parallelrun.cli.verbs import print_json
+from parallelrun.cli.json_output import print_json
 from parallelrun.config import presets
 from parallelrun.config.keys import known_keys, nearest
 from parallelrun.errors import EXIT_OK, ConfigError, Problem

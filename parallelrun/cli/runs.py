@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parallelrun.cli.compare import RUNS_HELP
-from parallelrun.cli.verbs import print_json
+from parallelrun.cli.json_output import print_json
 from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
 from parallelrun.run_records import find
 from parallelrun.run_records.read import read

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.cli.verbs import print_json
+from parallelrun.cli.json_output import print_json
 from parallelrun.config.compose import Composed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.launch.environment import visible_gpus

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from parallelrun.cli.compare import RUNS_HELP
-from parallelrun.cli.verbs import print_json
+from parallelrun.cli.json_output import print_json
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.run_records import find
 

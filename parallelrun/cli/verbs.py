@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun.cli import argv as command_lines
 from parallelrun.cli import completion, hosts, workdir
 from parallelrun.cli.argv import CommandLine
+from parallelrun.cli.json_output import print_json, screen_on_stderr
 from parallelrun.cli.restarted import restarted_plan
 from parallelrun.config import presets
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from parallelrun.config.schema import Config
     from parallelrun.plan.structure import Plan
 
-_INDENTED = 2**16  # characters; longer JSON is not indented: Python does it ten times slower, and nobody reads it
 _RESULTS = {"run": "summary", "verify": "verify", "bench": "bench"}  # verb -> the file with its result
 
 
@@ -263,35 +261,6 @@ def write_plot(plan: Plan, config: Config, found: Any, point: int | None = None)
     from parallelrun.report import data_axis
 
     return data_axis.write(found.data_axis, data_axis.title(plan, config), config.plot, point)
-
-
-def print_json(fields: dict[str, Any]) -> None:
-    """Print one JSON document, with `schema` and without NaN."""
-    from parallelrun.records import document
-
-    plain = document(fields)
-    text = json.dumps(plain, allow_nan=False)
-    if len(text) < _INDENTED:
-        text = json.dumps(plain, allow_nan=False, indent=2)
-    sys.stdout.write(text + "\n")
-
-
-@contextmanager
-def screen_on_stderr() -> Iterator[None]:
-    """Let this process and its children print to stderr, so that stdout holds the JSON document only."""
-    sys.stdout.flush()
-    kept = None
-    with suppress(OSError, ValueError):  # a caller may have replaced stdout by a stream without a descriptor
-        number = sys.stdout.fileno()
-        kept = os.dup(number)
-        os.dup2(sys.stderr.fileno(), number)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        if kept is not None:
-            os.dup2(kept, number)
-            os.close(kept)
 
 
 def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str, Any]:

@@ -5,36 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import torch_private
+from parallelrun.shared_memory.awaited import Awaited, awaited_in
 from parallelrun.shared_memory.chains import ChainQueue
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
-from parallelrun.shared_memory.gloo_messages import GlooMessage
 from parallelrun.shared_memory.hierarchical import HierarchicalCollectives
-from parallelrun.shared_memory.messages import Message, MessageChannel
+from parallelrun.shared_memory.messages import MessageChannel
 from parallelrun.shared_memory.named_group import NamedGroup, Place, observed
 from parallelrun.shared_memory.reductions import reduction_of
 from parallelrun.shared_memory.tensors import Outputs, as_list, plain
 from parallelrun.shared_memory.work import SharedMemoryWork
 
 _LEAVE_S = 10.0  # a group that is destroyed waits so long for operations that its peers may still need
-
-
-class Awaited(NamedTuple):
-    """An operation of a group that has not ended. number: among the group's collectives, from 1; 0: a message; missing:
-    the members without which it cannot end, None if that is not known."""
-
-    operation: str
-    num_bytes: int
-    number: int
-    missing: tuple[int, ...] | None
 
 
 class SharedMemoryGroup(NamedGroup):
@@ -85,14 +75,7 @@ class SharedMemoryGroup(NamedGroup):
 
     def awaited(self) -> Awaited | None:
         """Return what a thread of this process waits for in this group; None if none does."""
-        for operation in tuple(self._engine.awaited):
-            if isinstance(operation, (Message, GlooMessage)):
-                if self._messages.holds(operation):
-                    peers = None if operation.peer is None else (operation.peer,)
-                    return Awaited("send" if operation.is_send else "recv", operation.num_bytes, 0, peers)
-            elif found := self._collectives.outstanding(operation):
-                return Awaited(operation.name, operation.num_bytes, *found)  # type: ignore[attr-defined]
-        return None
+        return awaited_in(self._engine, self._collectives, self._messages)
 
     # collectives
 

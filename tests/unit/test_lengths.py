@@ -1,4 +1,4 @@
-"""No file of the product is much longer than 300 lines, no function than 50: where authors stop, with some slack."""
+"""No file of the product is longer than 300 lines, and no function than 50."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("parallelrun", "strategies", "benchmarks", ".ci", "docs")
-FILE_LINES, FUNCTION_LINES = 310, 55
+FILE_LINES, FUNCTION_LINES = 300, 50
 
 
 def longer(path: Path) -> list[str]:

@@ -73,6 +73,8 @@ def test_operands_of_any_strides(chosen: list[tuple[int, ...]], turned: tuple[bo
     assert _error(torch.addmm(total, left, right), total + exact) < CLOSE
     assert _error(torch.addmm(total[0], left, right), total[0] + exact) < CLOSE
     assert _error(total.clone().addmm_(left, right), total + exact) < CLOSE
+    assert _error(torch.addmm(total, left, right, beta=2, alpha=3), 2 * total + 3 * exact) < CLOSE
+    assert _error(total.clone().addmm_(left, right, beta=2, alpha=3), 2 * total + 3 * exact) < CLOSE
     assert _error(torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1)), exact.expand(2, -1, -1)) < CLOSE
     assert len(chosen) == 6
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from parallelrun.sequences import Lane
 from parallelrun.train.corruption.blame import Evidence, origins, verdict
 from parallelrun.train.corruption.digests import PACKED, ROW, AtRest, digest, digests
+from parallelrun.train.corruption.record import PassRecorder
 
 
 def flip(tensor, index, bit):
@@ -144,3 +147,18 @@ def test_evidence_survives_json():
     again = Evidence.of(json.loads(json.dumps(one.document())))
     assert (again.lanes, again.at_rest, again.replicas) == (one.lanes, one.at_rest, one.replicas)
     assert tuple(again.given) == one.given and again.is_any
+
+
+def test_a_pass_whose_loss_alone_has_other_bits_differs():
+    """A fault behind the backward pass leaves the gradients right; what the run reports is wrong all the same."""
+    weight = torch.zeros(3)
+    weight.grad = torch.randn(3)
+
+    def of_loss(loss):
+        training = SimpleNamespace(
+            parameters=[SimpleNamespace(name="w", tensor=weight)], runner=SimpleNamespace(loss_sum=torch.tensor(loss))
+        )
+        return PassRecorder(SimpleNamespace(axis_of_group={}, rank=0)).bits(training)
+
+    assert of_loss(2.0).differing(of_loss(2.0)) == ([], [])
+    assert of_loss(2.0).differing(of_loss(2.5)) == ([], ["the loss"])
