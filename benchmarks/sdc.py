@@ -63,10 +63,11 @@ def plant(cases: int, seed: int, to: Path | None) -> None:
     rows: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     while (missing := cases - sum(map(len, rows.values()))) > 0:
         drawn: dict[str, list[tuple[int, Case]]] = defaultdict(list)
-        for number in range(seed, seed + max(missing, TOGETHER)):
+        some = min(missing, TOGETHER * len(PLANS))  # few enough that a campaign cut short has faults of all plans
+        for number in range(seed, seed + max(some, TOGETHER)):
             case = draw(number, [*PLANS])
             drawn[case.plan].append((number, case))
-        seed += max(missing, TOGETHER)
+        seed += max(some, TOGETHER)
         for plan, of_plan in sorted(drawn.items()):
             for start in range(0, len(of_plan), TOGETHER):
                 for number, case, outcomes in outcomes_of(plan, of_plan[start : start + TOGETHER]):
@@ -152,7 +153,6 @@ def costs(over: dict[str, Any], rounds: int) -> tuple[float, float, float]:
             moments.append(time.process_time())
             watch.after_update()
             watch.before_update(training)
-            watch.agree(True)
             moments.append(time.process_time())
             watch.check(EVERY * step, saves=False)
             moments.append(time.process_time())
