@@ -13,23 +13,18 @@ from dataclasses import replace
 
 import torch
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.corruption import smallest_batch
 from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
 from parallelrun.train.corruption.record import PassBits, PassRecorder
 from parallelrun.train.pipeline_runner import build_runner
 from parallelrun.train.reader import Batch, Reader
 from parallelrun.train.step import finish_gradients, forward_backward
-from parallelrun.wording import divisors
 
 # Factors of the loss, one for each batch: a bit that a number of one pass happens to have, another sign or exponent
 # likely has not, so that a stuck bit is seen.
 SCALES = (1.0, -(2.0**-5), 2.0**5, -1.0, 2.0**-3, -(2.0**3), 2.0**-7, -(2.0**7))
 NUM_BATCHES = len(SCALES)
-EACH_CHECK = 2  # batches, in turn
 Answer = tuple[tuple[list[int], list[str]], tuple[Lane, ...]]  # what differs (see `PassBits.differing`), the lanes
 
 
@@ -101,23 +96,3 @@ class _FewBatches(Reader):
 
     def close(self) -> None:
         """Nothing reads ahead."""
-
-
-def smallest_batch(config: Config, plan: Plan) -> Plan:
-    """Return the plan with the smallest microbatches and the fewest of them that it allows.
-
-    Routing groups and sets of samples are built into layers, so that a plan that has any keeps its batch.
-    """
-    if plan.sample_sets is not None or plan.spec.router is not None:
-        return plan
-    batch, dp = plan.batch, plan.mesh.size("dp")
-    for count in divisors(batch.microbatches):
-        for size in divisors(batch.micro_batch):
-            asked = replace(
-                config, global_batch=dp * count * size, micro_batch=size, microbatches=None, local_batch=None
-            )
-            try:
-                return resolve(asked)
-            except ConfigError:
-                continue
-    return plan

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.layout import Layout
 from parallelrun.mesh import Group
+from parallelrun.plan.corruption import replicated_over
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.train.build import Training
 from parallelrun.train.corruption.digests import digest_of_all, digests
@@ -43,7 +43,8 @@ class Replicas:
         layouts = {one.name: one.layout for one in training.held}
         stored = [one for name, one in stored_weights(training).items() if one.layout != layouts[name]]
         self._weights = [*held, *((f"{one.name} stored weight", one.tensor, one) for one in stored)]
-        self._dims = {layout: self._replicated_over(layout) for layout in {one.layout for _, _, one in self._weights}}
+        layouts_held = {one.layout for _, _, one in self._weights}
+        self._dims = {layout: replicated_over(layout, training.plan) for layout in layouts_held}
 
     @torch.no_grad()
     def differing(self) -> dict[str, tuple[str, int]]:
@@ -83,12 +84,3 @@ class Replicas:
             if parameter.tensor.grad is not None:
                 found.append((f"{parameter.name} gradient", parameter.tensor.grad, parameter))
         return found
-
-    def _replicated_over(self, layout: Layout) -> tuple[str, ...]:
-        """The mesh dims of several ranks on which all have the same part, but for stages and independent replicas."""
-        plan = self._training.plan
-        shape = plan.mesh
-        differ = {dim for axis in (*layout.axes, "pp") for dim in shape.mesh_dims_of(axis)}
-        if plan.data.independent:
-            differ |= set(shape.mesh_dims_of("dp"))
-        return tuple(dim for dim in shape.mesh_dim_names if dim not in differ and shape.size(dim) > 1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.context import WorkerContext
 from parallelrun.errors import CorruptionError, Problem
+from parallelrun.plan.corruption import EACH_CHECK
 from parallelrun.plan.structure import WORLD
 from parallelrun.records import append_jsonl
 from parallelrun.run_records.find import EVENTS
@@ -26,7 +27,7 @@ from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
 from parallelrun.train.corruption.blame import Evidence, Verdict, verdict
 from parallelrun.train.corruption.digests import AtRest
-from parallelrun.train.corruption.probe import EACH_CHECK, NUM_BATCHES, Answer, Probe
+from parallelrun.train.corruption.probe import NUM_BATCHES, Answer, Probe
 from parallelrun.train.corruption.record import PassBits, PassRecorder
 from parallelrun.train.corruption.replicas import Replicas
 from parallelrun.train.corruption.state import Snapshot, weights_at_rest
