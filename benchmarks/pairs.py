@@ -153,13 +153,13 @@ def summarise(times: dict[str, list[float]], bar: float | None) -> dict[str, Any
     }
 
 
-def beyond(times: dict[str, list[float]], floor: str) -> dict[str, float]:
-    """What both sides take beyond the work that `floor` timed: the ratio of the medians' excess, with a 95 % bootstrap
-    interval over pairs, and the A/A ratio."""
+def beyond(times: dict[str, list[float]], floor: str, theirs_floor: str) -> dict[str, float]:
+    """What ours takes beyond the work that `floor` timed and theirs beyond that of `theirs_floor`: the ratio of the
+    medians' excess, with a 95 % bootstrap interval over pairs, and the A/A ratio."""
     indices = range(len(times["ours"]))
 
     def excess(side: str, drawn: Sequence[int]) -> float:
-        least = statistics.median(times[floor][i] for i in drawn)
+        least = statistics.median(times[floor if side == "ours" else theirs_floor][i] for i in drawn)
         return statistics.median(times[side][i] for i in drawn) - least
 
     def ratio(side: str, drawn: Sequence[int]) -> float:

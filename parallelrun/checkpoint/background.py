@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from math import prod
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from parallelrun import torch_private
 from parallelrun.checkpoint.find import keep_last
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.checkpoint.store import write_parts
-from parallelrun.mesh import Mesh
+from parallelrun.mesh import Group
 from parallelrun.plan.structure import Plan
 
 _ALIGNMENT = 64
@@ -80,13 +82,15 @@ class BackgroundWriter:
     """Writes the checkpoints of one rank beside training, at most one at a time.
 
     seconds: that the last one took. Its threads exchange messages in a group of their own, so that these cannot match
-    those of the training.
+    those of the training. group: the ranks that write a checkpoint together.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, timeout_s: float):
-        self._plan, self._mesh = plan, mesh
+    def __init__(self, plan: Plan, group: Group, device: torch.device, timeout_s: float):
+        self._plan, self._ranks, self._index = plan, group.ranks, group.index
+        self._on_cuda = device.type == "cuda"
         self._timeout = timedelta(seconds=2 * timeout_s + 60)
-        self._memory = HostMemory(pinned=mesh.device.type == "cuda")
+        self._memory = HostMemory(pinned=self._on_cuda)
+        self._thread = _Thread()
         self._group: dist.ProcessGroup | None = None
         self._provided: Future[None] | None = None
         self._copied: Future[None] | None = None
@@ -94,38 +98,38 @@ class BackgroundWriter:
         self.seconds = 0.0
 
     def prepare(self, parts: Sequence[LocalPart]) -> None:
-        """Create the group, and obtain the memory for copies of such parts beside training. Collective."""
-        self._join()
-        self._provided = _in_thread(partial(self._memory.provide, parts))
+        """Obtain the memory for copies of such parts beside training. Collective."""
+        self.join()
+        self._provided = self._thread.run(partial(self._memory.provide, parts))
 
     def start(
         self, parts: Sequence[LocalPart], directory: Path, step: int, extra: Mapping[str, Any], keep: int
     ) -> None:
         """Copy the parts, write `directory/step_<step>`, and delete all but the newest `keep`, beside training.
 
-        Collective over the ranks of the plan. The save before it must have been collected. The tensors must not change
+        Collective over the group. The save before it must have been collected. The tensors must not change
         until `wait_for_copies` has returned.
         """
         assert self._pending is None, "a second save was started beside the first"
-        self._join()
+        self.join()
         provided, copied = self._provided, Future[None]()
-        after = torch.cuda.current_stream().record_event() if self._mesh.device.type == "cuda" else None
+        after = torch.cuda.current_stream().record_event() if self._on_cuda else None
 
         def write() -> None:
             began = time.perf_counter()
-            alone, rank = self._mesh.shape.num_ranks == 1, self._mesh.rank
+            alone = len(self._ranks) == 1
             try:
                 if provided is not None:
                     provided.result()
                 copies = self._memory.copy(parts, after)
             finally:
                 copied.set_result(None)
-            write_parts(directory, step, copies, extra, self._plan, rank, alone, self._group)
-            keep_last(directory, keep, rank)
+            write_parts(directory, step, copies, extra, self._plan, self._index, alone, self._group)
+            keep_last(directory, keep, self._index)
             self.seconds = time.perf_counter() - began
 
         self._copied = copied
-        self._pending = _in_thread(write)
+        self._pending = self._thread.run(write)
 
     def wait_for_copies(self) -> None:
         """Wait until the tensors of the save that was started last may change."""
@@ -133,10 +137,12 @@ class BackgroundWriter:
             self._copied.result()
             self._copied = None
 
-    def _join(self) -> None:
-        if self._group is None and self._mesh.shape.num_ranks > 1:
-            ranks = list(range(self._mesh.shape.num_ranks))
-            self._group = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+    def join(self) -> None:
+        """Create the group of the messages, if there is none yet. Collective."""
+        if self._group is None and len(self._ranks) > 1:
+            self._group = dist.new_group(
+                list(self._ranks), backend="gloo", timeout=self._timeout, use_local_synchronization=True
+            )
 
     @property
     def is_pending(self) -> bool:
@@ -155,17 +161,35 @@ class BackgroundWriter:
         pending.result()
 
 
-def _in_thread(run: Callable[[], None]) -> Future[None]:
-    """Run a function in a thread that ends with the process: a failed rank must not wait for a disk or for peers."""
-    future: Future[None] = Future()
+class _Thread:
+    """A thread that runs functions one after another, from the first on. It ends with the process, or with this object.
 
-    def body() -> None:
+    A failed rank must not wait for a disk or for peers, so the process does not wait for it. One thread for all saves:
+    who starts a thread waits until it runs, which takes many milliseconds where ranks share cores.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._runs = False
+
+    def run(self, function: Callable[[], None]) -> Future[None]:
+        """Run the function beside the caller. Return its end, with what it has raised."""
+        if not self._runs:
+            self._runs = True
+            threading.Thread(target=_run_jobs, args=(self._jobs,), name="checkpoint", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
+        future: Future[None] = Future()
+        self._jobs.put((function, future))
+        return future
+
+
+def _run_jobs(jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        function, future = job
         try:
-            run()
+            function()
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(None)
-
-    threading.Thread(target=body, name="checkpoint", daemon=True).start()
-    return future
+        del job, function, future  # they hold the tensors of the save

@@ -243,7 +243,8 @@ def _part(key: str, tensor: Tensor, parameter: LocalParameter, mesh: Mesh) -> Lo
     view = tensor.detach()
     for dim, (start, stop) in enumerate(ranges):
         assert view.shape[dim] >= stop - start, f"{key} holds {tuple(tensor.shape)}, its layout says {ranges}"
-        view = view.narrow(dim, 0, stop - start)
+        if view.shape[dim] > stop - start:
+            view = view.narrow(dim, 0, stop - start)
     return LocalPart(key, view, shape, tuple(start for start, _ in ranges))
 
 

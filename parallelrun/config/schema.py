@@ -149,9 +149,7 @@ class CheckpointConfig:
     keep: int = key(2, "checkpoints that are kept", least=1)
     last: bool | None = key(None, "save after the last step; null: yes, except in a sweep")
     memory_every: int = key(0, "steps between checkpoints in memory, from which `restarts` goes on; 0: none", least=0)
-    asynchronous: bool = key(
-        True, "copy to host memory and write beside training; parameter servers and the last save wait for the disk"
-    )
+    asynchronous: bool = key(True, "copy to host memory and write beside training; the last save waits for the disk")
 
 
 @dataclass

@@ -178,7 +178,7 @@ def copied_bytes(config: Config, plan: Plan) -> int:
     asked = config.checkpoint
     beside = asked.asynchronous and 0 < asked.every < config.steps
     copies = beside + (3 if 0 < asked.memory_every < config.steps else 0)
-    return 0 if plan.servers else copies * checkpoint_bytes(plan)
+    return copies * checkpoint_bytes(plan)
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:

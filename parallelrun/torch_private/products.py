@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 # Each new shape takes oneDNN half a millisecond and 0.3 MiB that stay: sizes that are no multiples are left to MKL, so
-# that numbers of rows that change from step to step (of experts) have few shapes. So are products too small to gain.
-MULTIPLE, SMALLEST = 16, 2**22
+# that numbers of rows that change from step to step (of experts) have few shapes. So are products too small or too
+# narrow to gain.
+MULTIPLE, SMALLEST, NARROWEST = 16, 2**22, 64
 
 _replaced: list[torch.library.Library] = []  # torch's registry, which this changes, is one for the process
 
@@ -61,12 +62,15 @@ def is_faster() -> bool:
 
 def suits(rows: int, inner: int, columns: int, *operands: Tensor) -> bool:
     """Return whether oneDNN computes a product of these sizes."""
-    if rows * inner * columns < SMALLEST or (rows | inner | columns) % MULTIPLE:
+    is_small = rows * inner * columns < SMALLEST or min(rows, inner, columns) < NARROWEST
+    if is_small or (rows | inner | columns) % MULTIPLE:
         return False
     return all(operand.dtype == torch.float32 for operand in operands)
 
 
 def _multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not (right.is_contiguous() or right.t().is_contiguous()):
+        right = right.contiguous()  # oneDNN's reference loop would take part of a larger matrix: 1,000 times as long
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right.t(), bias, "none", [], "")
     return product
 
@@ -78,7 +82,18 @@ def _suits_both(left: Tensor, right: Tensor) -> bool:
 def _mm(left: Tensor, right: Tensor) -> Tensor:
     if _suits_both(left, right):
         return _multiply(left, right)
-    return torch.mm(left, right, out=left.new_empty(left.size(0), right.size(1)))
+    return _by_torch(left, right, left.new_empty(left.size(0), right.size(1)))
+
+
+def _mm_into(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+    if out.dtype == torch.float32 and out.shape == (left.size(0), right.size(1)) and _suits_both(left, right):
+        return out.copy_(_multiply(left, right))
+    return _by_torch(left, right, out)
+
+
+def _by_torch(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """Set `out` to the product by torch's kernel; `torch.mm` would come back here."""
+    return torch.addmm(left.new_zeros(()), left, right, beta=0, out=out)
 
 
 def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
@@ -137,14 +152,14 @@ def _multiply_rows(left: Tensor, right: Tensor, start: int, end: int, out: Tenso
     if _suits_both(rows, right):
         out[start:end] = _multiply(rows, right)[start - first : end - first]
     else:
-        torch.mm(left[start:end], right, out=out[start:end])
+        _by_torch(left[start:end], right, out[start:end])
 
 
 def _sum_rows(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Set `out` to left @ right, whose inner dim is cut at a multiple."""
     whole = right.size(0) // MULTIPLE * MULTIPLE
     if not _suits_both(left[:, :whole], right[:whole]):
-        torch.mm(left, right, out=out)
+        _by_torch(left, right, out)
         return
     out.copy_(_multiply(left[:, :whole], right[:whole]))
     if whole < right.size(0):
@@ -153,6 +168,7 @@ def _sum_rows(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 _KERNELS: dict[str, Callable[..., Tensor]] = {
     "mm": _mm,
+    "mm.out": _mm_into,
     "addmm": _addmm,
     "addmm_": _addmm_in_place,
     "bmm": _bmm,

@@ -17,6 +17,7 @@ from parallelrun.checkpoint.resume import check_global_batch, keeps_last_state, 
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import SaveFailed
+from parallelrun.plan.structure import WORLD
 from parallelrun.train.build import Training
 from parallelrun.train.memory_checkpoints import MemoryCheckpoints
 from parallelrun.train.schedules import LossScaler
@@ -36,7 +37,7 @@ class Checkpoints:
         self._resumed: dict[str, Any] = {}  # `extra` of the checkpoint from which this run resumed
         self._failed_steps: list[int] = []
         self._failed_in_a_row = 0
-        self._times = SaveTimes()
+        self.times = SaveTimes()
         self._fatal: BaseException | None = None  # the outcome of a save beside training that ends the run
         self._pending_step = 0
         self.go_on(training, 0)
@@ -45,7 +46,7 @@ class Checkpoints:
         """Save `training`, whose plan may be another, from now on; return `start`, the last step that was taken."""
         config = training.config
         self._training, self._start = training, start
-        writer = BackgroundWriter(training.plan, training.mesh, config.timeout_s)
+        writer = BackgroundWriter(training.plan, training.mesh.group(WORLD), training.mesh.device, config.timeout_s)
         self._beside = writer if config.checkpoint.asynchronous else None
         self._memory = MemoryCheckpoints(training, self._context)
         return start
@@ -92,7 +93,7 @@ class Checkpoints:
             self._pending_step = step
         else:
             self._write(step, is_last)
-        self._times.paused.append(time.perf_counter() - began)
+        self.times.paused.append(time.perf_counter() - began)
 
     def before_update(self, training: Training) -> None:
         """Wait until the weights and the state may change. Called in every step, when the gradients are final."""
@@ -100,7 +101,7 @@ class Checkpoints:
         if self._beside and self._beside.is_pending:
             began = time.perf_counter()
             self._beside.wait_for_copies()
-            self._times.paused[-1] += time.perf_counter() - began
+            self.times.paused[-1] += time.perf_counter() - began
 
     def finish(self) -> None:
         """Wait for the save beside training, if there is one, and raise the error with which the run must end."""
@@ -138,7 +139,7 @@ class Checkpoints:
 
     def _saved(self, seconds: float) -> None:
         self._failed_in_a_row = 0
-        self._times.written.append(seconds)
+        self.times.written.append(seconds)
 
     def _failed(self, step: int, error: SaveFailed) -> bool:
         """Record a failed save; return whether it was one too many."""
@@ -156,7 +157,7 @@ class Checkpoints:
         """Return the fields of summary.json about saving and resuming."""
         before, now = self._resumed.get("dataset"), self._training.dataset.fingerprint
         return {
-            **self._times.facts(),
+            **self.times.facts(),
             "memory_saves": self._memory.num_saved,
             "failed_saves": len(self._failed_steps),
             "failed_save_step": self._failed_steps[-1] if self._failed_steps else None,

@@ -9,6 +9,7 @@ from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.context import WorkerContext
 from parallelrun.errors import SaveFailed
+from parallelrun.plan.structure import WORLD
 from parallelrun.train.build import Training
 
 _KEPT = 1  # the one before it is deleted when the newest is complete
@@ -18,9 +19,10 @@ class MemoryCheckpoints:
     """Writes them beside training, at most one at a time. All ranks make the same decisions."""
 
     def __init__(self, training: Training, context: WorkerContext):
+        mesh = training.mesh
         self._every = training.config.checkpoint.memory_every if context.memory is not None else 0
         self._context = context
-        self._writer = BackgroundWriter(training.plan, training.mesh, training.config.timeout_s)
+        self._writer = BackgroundWriter(training.plan, mesh.group(WORLD), mesh.device, training.config.timeout_s)
         self.num_saved = 0
 
     def after_step(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelrun.checkpoint import storage
+from parallelrun.checkpoint.background import HostMemory
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.plan.resolve import resolve
@@ -105,6 +109,29 @@ def worker_2_stalls_once(config: Config) -> None:
 def worker_2_is_slow(config: Config) -> None:
     """Every step takes 15 ms, and 60 ms on worker 2."""
     worker.pause_before_push = lambda settings, index, clock: time.sleep(0.06 if index == 2 else 0.015)
+
+
+def slow_copies(config: Config) -> None:
+    """Checkpoints are copied long after the workers have gone on."""
+    copy = HostMemory.copy
+
+    def late(self, parts, after):
+        time.sleep(0.2)
+        return copy(self, parts, after)
+
+    HostMemory.copy = late
+
+
+def no_room_for_step_4(config: Config) -> None:
+    """The disk of the last rank, a server, is full when the checkpoint of step 4 is written."""
+    write = storage.write_safetensors
+
+    def full(path, *rest):
+        if ".step_4." in str(path) and dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *rest)
+
+    storage.write_safetensors = full
 
 
 def record_peaks(config: Config) -> None:

@@ -21,6 +21,7 @@ from parallelrun.checkpoint import store
 from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.find import complete_steps, keep_last
 from parallelrun.errors import CheckpointError, EnvironmentProblem
+from parallelrun.plan.structure import WORLD
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
 from tests.matrix import FULL
 from tests.plans import tiny_plan
@@ -52,7 +53,7 @@ class DieAt:
 def save(folder, step, plan, mesh, keep=2, beside=False):
     parameters, optimizer = parts_of(plan, mesh, step)
     if beside:
-        writer = BackgroundWriter(plan, mesh, timeout_s=60)
+        writer = BackgroundWriter(plan, mesh.group(WORLD), mesh.device, timeout_s=60)
         writer.start(store.parts_of(parameters, optimizer, plan, mesh, {}), folder, step, {"step": step}, keep)
         writer.wait_for_copies()
         for parameter in parameters:  # the next update, in place, while the thread writes

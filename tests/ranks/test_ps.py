@@ -280,11 +280,19 @@ def test_a_step_takes_the_first_gradients_and_drops_the_late_worker_by_name(tmp_
 @pytest.mark.parametrize("overrides", [TWO_SERVERS, {"dp": 1, **ASYNC}], ids=["sync", "async"])
 def test_a_resumed_run_continues_bit_for_bit(tmp_path, overrides) -> None:
     settings = {"steps": 4, "checkpoint.every": 2, "checkpoint.keep": 5, **overrides}
-    run(tmp_path / "whole", settings)
+    run(tmp_path / "whole", settings, change="slow_copies")
     run(tmp_path / "rest", {**settings, "resume": str(tmp_path / "whole" / "checkpoints" / "step_2")})
     whole, rest = final_weights(tmp_path / "whole"), final_weights(tmp_path / "rest")
     assert all(torch.equal(whole[name], rest[name]) for name in whole)
     assert [line["step"] for line in metrics(tmp_path / "rest")][-1] == (4 if overrides is TWO_SERVERS else 2)
+
+
+def test_a_failed_save_beside_serving_is_told_and_the_run_goes_on(tmp_path) -> None:
+    run(tmp_path, {"steps": 6, "checkpoint.every": 2, "checkpoint.keep": 5, **TWO_SERVERS}, change="no_room_for_step_4")
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step_2", "step_6"}
+    summary = document(tmp_path, "summary.json")
+    assert (summary["failed_saves"], summary["failed_save_step"], summary["saves"]) == (1, 4, 2)
+    assert summary["save_pause_median_s"] > 0 and summary["save_write_median_s"] > 0
 
 
 def test_each_async_worker_resumes_at_its_own_clock(tmp_path) -> None:

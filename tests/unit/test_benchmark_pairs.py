@@ -29,8 +29,8 @@ def test_a_ratio_holds_by_the_designs_rule():
 
 
 def test_what_lies_beyond_a_floor_is_compared_without_it():
-    times = {"ours": [3.0] * 20, "theirs": [4.0] * 20, "again": [4.0] * 20, "product": [2.0] * 20}
-    found = pairs.beyond(times, "product")
+    times = {"ours": [3.0] * 20, "theirs": [5.0] * 20, "again": [5.0] * 20, "product": [2.0] * 20, "torchs": [3.0] * 20}
+    found = pairs.beyond(times, "product", "torchs")
     assert found["beyond_ratio"] == pytest.approx(0.5) and found["beyond_a_a"] == pytest.approx(1.0)
 
 

@@ -196,22 +196,23 @@ class ServerClient:
         requests = [request._replace(ask=Ask.UPDATE, pulled=version) for version in self.versions]
         return self._pull(requests, self.buffers.pushes)
 
-    def wait_at_barrier(self, request: WorkerRequest, waiting: Callable[[], None]) -> bool:
-        """Arrive at a barrier (Ask.SAVE or Ask.END) and wait for its release. False if its action failed on a server.
+    def wait_at_barrier(self, request: WorkerRequest, waiting: Callable[[], None]) -> int:
+        """Arrive at a barrier (Ask.SAVE or Ask.END) and wait for its release.
 
+        Return the step of a checkpoint that could not be written, this one or the one before it; 0 if there is none.
         waiting: called about once a second meanwhile.
         """
         for channel in self._channels:
             channel.send_header(request)
-        waiting_for, succeeded = self._channels, True
+        waiting_for, failed = self._channels, 0
         while waiting_for:
             replies = [channel.receive_header(ServerReply) for channel in waiting_for]
-            succeeded = succeeded and all(reply.accepted > 0 for reply in replies)
+            failed = max(failed, *(reply.clock for reply in replies if reply.ready), 0)
             waiting_for = [channel for channel, reply in zip(waiting_for, replies) if not reply.ready]
             waiting()
         for channel in self._channels:
             channel.flush()
-        return succeeded
+        return failed
 
     def read_frozen(self) -> None:
         """Take over the first server's values of the frozen parameters."""

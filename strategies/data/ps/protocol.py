@@ -26,7 +26,7 @@ class Ask(IntEnum):
 
     READ = 0  # the weights as they are
     UPDATE = 1  # a gradient follows; reply with the weights when this worker may read them
-    SAVE = 2  # barrier of the running workers; the servers write a checkpoint
+    SAVE = 2  # barrier of the running workers; the servers begin to write a checkpoint
     END = 3  # barrier of the live workers after their last step
     LEAVE = 4  # close the connection; no reply
     KEEP_FROZEN = 5  # server 0: this worker's frozen parameters follow
@@ -64,9 +64,10 @@ class WorkerRequest(NamedTuple):
 class ServerReply(NamedTuple):
     """A server's header. ready: 0 = the worker must wait on for the barrier; another reply follows.
 
-    version: of the weights that follow. clock: the last step that this worker has completed. applied: whether the
-    update changed the weights. accepted: whether this push is part of it (0 for a late one, with backup workers) or the
-    checkpoint of this barrier was written. loss, norm: of the update. stop: 1 if a worker was asked to stop.
+    version: of the weights that follow. clock: the last step that this worker has completed; of a barrier, the step
+    whose checkpoint could not be written, or 0. applied: whether the update changed the weights. accepted: whether this
+    push is part of it (0 for a late one, with backup workers). loss, norm: of the update. stop: 1 if a worker was asked
+    to stop.
     """
 
     ready: int = 1

@@ -16,6 +16,7 @@ from parallelrun.report.bench import show as show_bench
 from parallelrun.run_records import attempts
 from parallelrun.train import bench
 from parallelrun.train.build import Training, build
+from parallelrun.train.checkpointing import SaveTimes
 from parallelrun.train.data_runtime import DataRuntime
 from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import peak_bytes
@@ -126,6 +127,7 @@ def _end(
     lost = set(servers[plan.num_workers]["lost"])
     others = {rank: collect_facts(rank) for rank in range(1, plan.num_workers) if rank not in lost}
     more = {
+        **SaveTimes(**servers[plan.num_workers]["saves"]).facts(),
         "resumed_step": start or None,
         "failed_saves": len(worker.failed_saves),
         "failed_save_step": worker.failed_saves[-1] if worker.failed_saves else None,

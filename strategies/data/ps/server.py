@@ -16,17 +16,16 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
-from parallelrun.errors import SaveFailed
 from parallelrun.mesh import build_server_group
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.train.checkpointing import MAX_FAILED_SAVES
 from parallelrun.train.gradients import clip_coefficient
 from parallelrun.train.recorder import peak_bytes
 from parallelrun.train.schedules import learning_rate
 
 from . import apply_log
 from .apply_log import AppliedUpdate, DroppedPush, LogRow, LogStatistics, Push
+from .checkpoints import ServerCheckpoints
 from .connections import PeerLost, WorkerConnection, flatten, publish_facts, unflatten
 from .plan import ParameterServer
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
@@ -51,6 +50,7 @@ class Server:
         self._index, self._group = group.index, group.process_group
         self._store = ShardStore(config, plan, group.index)
         self._store.initialise()
+        self._checkpoints = ServerCheckpoints(config, plan, context, self._store, group)
         self._clocks = WorkerClocks(self._store.load())
         self._connections = [WorkerConnection(worker, self._store.weights) for worker in self._clocks.completed]
         self._changed = threading.Condition()  # the lock of everything below
@@ -61,7 +61,6 @@ class Server:
         self._error: BaseException | None = None
         self._left: set[int] = set()
         self._gradients: list[Tensor] = []  # verify: of every update
-        self._failed_saves = 0  # in a row
         self._statistics = LogStatistics()
         self._norm_sums: list[Collective] = []  # the first ones; the last of them is counted
         self._began = time.perf_counter()
@@ -78,6 +77,7 @@ class Server:
                     raise self._error
                 if self._left >= self._clocks.live:
                     return
+                self._checkpoints.look()
             self._context.heartbeat(max(self._clocks.completed.values()), "serve")
 
     # one thread per worker
@@ -135,6 +135,7 @@ class Server:
             return ServerReply(), flatten(frozen)
         flat = connection.channel.receive(torch.empty_like(flatten(frozen)), PUSH)
         with self._changed:
+            self._checkpoints.before_update()
             unflatten(flat, frozen)
         return ServerReply(), None
 
@@ -217,7 +218,9 @@ class Server:
             self._gradients.append(self._store.gradient.clone())
         lr = learning_rate(self._config.optimizer, clock, self._config.steps)
         if applied:
+            self._checkpoints.before_update()
             self._store.update(lr, coefficient)
+            self._checkpoints.after_update()
         self._store.version += 1
         version = self._store.version
         row = AppliedUpdate(self._index, version, clock, pushes, lr, loss, norm, applied, coefficient)
@@ -245,7 +248,7 @@ class Server:
             with self._changed:
                 self._wait_until(lambda: worker not in barrier.waiting, WAIT_S)
                 if worker not in barrier.waiting:
-                    return ServerReply(1, self._store.version, accepted=float(barrier.succeeded))
+                    return ServerReply(1, self._store.version, clock=barrier.failed_step)
             connection.channel.send_header(ServerReply(ready=0))
             connection.channel.flush()
 
@@ -253,10 +256,12 @@ class Server:
         """Run the action of each barrier at which all expected workers have arrived, and release it."""
         saving, ending = self._barriers[Ask.SAVE], self._barriers[Ask.END]
         if saving.is_complete(self._clocks.running):
-            saving.release(self._save(saving.final))
+            clocks = {worker: self._clocks.completed[worker] for worker in sorted(self._clocks.live)}
+            saving.release(self._checkpoints.save(clocks, saving.final))
         if ending.is_complete(self._clocks.live):
+            failed = self._checkpoints.finish()
             publish_facts(self._context.rank, self._facts())
-            ending.release(True)
+            ending.release(failed)
 
     def _facts(self) -> dict[str, Any]:
         """What worker 0 writes of this server. rows: of a steady step, the second exchange with every worker."""
@@ -265,6 +270,7 @@ class Server:
         return {
             "peak_bytes": peak_bytes(torch.device("cpu")),
             "times": {},
+            "saves": asdict(self._checkpoints.times),
             "lost": sorted(self._clocks.lost),
             "statistics": self._statistics.document(),
             "rows": rows if all(one.num_exchanges >= COUNTED for one in connections) else None,
@@ -272,25 +278,6 @@ class Server:
             "pushed_bytes": sum(one.num_exchanges * one.push.nbytes for one in connections),
             "pulled_bytes": sum(one.num_exchanges * one.pull.nbytes for one in connections),
         }
-
-    def _save(self, final: bool) -> bool:
-        """Write a checkpoint; return False if that failed and will be tried again. All servers decide alike.
-
-        Raises SaveFailed for the last chance to save, and for the second failure in a row.
-        """
-        clocks = {worker: self._clocks.completed[worker] for worker in sorted(self._clocks.live)}
-        step = min(clocks.values())
-        self._context.heartbeat(step, "save")
-        try:
-            self._store.save(clocks, self._context.directory, self._group)
-        except SaveFailed:
-            self._failed_saves += 1
-            self._context.save_failed(step)
-            if final or self._failed_saves == MAX_FAILED_SAVES:
-                raise
-            return False
-        self._failed_saves = 0
-        return True
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None = None) -> None:
         """Release the lock until `condition` holds, the time is over, or a thread has failed (ServerAborted)."""

@@ -7,19 +7,18 @@ and can be loaded under any plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import cached_property
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import registry
-from parallelrun.checkpoint.find import FOLDER, keep_last
 from parallelrun.checkpoint.index import check_model
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner
 from parallelrun.checkpoint.resume import check_global_batch, resolve_resume
 from parallelrun.checkpoint.storage import SafetensorsReader
-from parallelrun.checkpoint.store import parts_to_load, parts_to_save, read_parts, write_parts
+from parallelrun.checkpoint.store import parts_to_load, parts_to_save, read_parts
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.exchange.source import initial_weights
@@ -89,25 +88,29 @@ class ShardStore:
             self.gradient.mul_(coefficient)
         self.optimizer.step(lr)
 
-    def save(self, clocks: Mapping[int, int], directory: Path, group: dist.ProcessGroup | None) -> None:
-        """Write `checkpoints/step_<lowest clock>`. Collective over the servers; raises SaveFailed on all of them.
+    def parts(self) -> list[LocalPart]:
+        """Return what this server writes into a checkpoint."""
+        return [part for one in self._held for part in parts_to_save(one, self.optimizer, self._as_part)]
+
+    def extra(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+        """Return the values that an exact resume needs beside the tensors.
 
         clocks: of the live workers, which all wait at a barrier, so that no push is on its way.
         """
         config, plan, step = self._config, self._plan, min(clocks.values())
-        extra = {
+        return {
             "step": step,
             "samples": step * plan.batch.global_batch,
             "global_batch": plan.batch.global_batch,
             "seed": config.seed,
-            "dataset": open_dataset(config, plan.spec).record,
+            "dataset": self._dataset,
             "scaler": LossScaler(config.precision, plan.precision.scaled).state(),
             "clocks": [clocks[worker] for worker in sorted(clocks)],
         }
-        parts = [part for one in self._held for part in parts_to_save(one, self.optimizer, self._as_part)]
-        folder = directory / FOLDER
-        write_parts(folder, step, parts, extra, plan, self._server, alone=group is None, group=group)
-        keep_last(folder, config.checkpoint.keep, self._server)
+
+    @cached_property
+    def _dataset(self) -> dict[str, Any]:
+        return open_dataset(self._config, self._plan.spec).record
 
     def load(self) -> dict[int, int]:
         """Load `config.resume`, if given; return the clock from which each worker goes on. Raises CheckpointError.

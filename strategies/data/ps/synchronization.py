@@ -52,14 +52,15 @@ class WorkerClocks:
 class Barrier:
     """A reusable barrier that runs an action when all expected workers have arrived.
 
-    waiting: the workers that have arrived since the last release. final: one of them will not arrive again. succeeded:
-    how the action of the last release ended; it stays until all who were released have arrived again.
+    waiting: the workers that have arrived since the last release. final: one of them will not arrive again.
+    failed_step: of the checkpoint of which the last release says that it was not written, else 0; it stays until all
+    who were released have arrived again.
     """
 
     def __init__(self) -> None:
         self.waiting: set[int] = set()
         self.final = False
-        self.succeeded = True
+        self.failed_step = 0
 
     def arrive(self, worker: int, final: bool) -> None:
         """Note that `worker` is here."""
@@ -70,7 +71,7 @@ class Barrier:
         """Whether all expected workers have arrived. False if none has."""
         return bool(self.waiting) and self.waiting >= expected
 
-    def release(self, succeeded: bool) -> None:
+    def release(self, failed_step: int) -> None:
         """Let the workers that have arrived go on."""
         self.waiting.clear()
-        self.final, self.succeeded = False, succeeded
+        self.final, self.failed_step = False, failed_step

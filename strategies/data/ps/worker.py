@@ -83,17 +83,21 @@ class Worker:
         return next((step for step in steps if due(self.training.config, step, False)), None)
 
     def save(self, step: int, final: bool) -> None:
-        """Wait at a barrier of all running workers while the servers save. Print a warning if that fails."""
+        """Wait at a barrier of all running workers until the servers have begun to save, or, the last time, saved."""
         if self.is_chief:
             self.client.keep_frozen()
         request = WorkerRequest(Ask.SAVE, step, stop=final)
         with self.pause():
-            if self.client.wait_at_barrier(request, lambda: self.context.heartbeat(step, "save")):
-                return
-        self.failed_saves.append(step)
-        self.context.save_failed(step)
+            self._note(self.client.wait_at_barrier(request, lambda: self.context.heartbeat(step, "save")))
+
+    def _note(self, failed_step: int) -> None:
+        """Record and print that a checkpoint could not be written; 0: that there is none."""
+        if not failed_step:
+            return
+        self.failed_saves.append(failed_step)
+        self.context.save_failed(failed_step)
         if self.context.console_owner:
-            print(f"warning: the checkpoint of step {step} could not be written; training goes on", flush=True)
+            print(f"warning: the checkpoint of step {failed_step} could not be written; training goes on", flush=True)
 
     def end(self, clock: int, waiting: Callable[[], None] = lambda: None) -> None:
         """Wait until all live workers have finished, then pull the final weights."""
@@ -102,7 +106,7 @@ class Worker:
             self.context.heartbeat(clock, "end")
             waiting()
 
-        self.client.wait_at_barrier(WorkerRequest(Ask.END, clock), wait)
+        self._note(self.client.wait_at_barrier(WorkerRequest(Ask.END, clock), wait))
         self.client.read()
 
     def evaluate(self) -> Evaluation:

@@ -60,8 +60,8 @@ def test_a_barrier_is_released_when_all_have_arrived_and_is_reusable() -> None:
     assert not barrier.is_complete({0, 1}) and barrier.waiting == {0}
     barrier.arrive(1, final=True)
     assert barrier.is_complete({0, 1}) and barrier.final
-    barrier.release(True)
-    assert not barrier.waiting and not barrier.final and barrier.succeeded
+    barrier.release(0)
+    assert not barrier.waiting and not barrier.final and not barrier.failed_step
     barrier.arrive(0, final=False)
     assert barrier.waiting == {0} and not barrier.is_complete({0, 1}) and not barrier.final
 
@@ -70,8 +70,8 @@ def test_a_failed_action_is_reported_and_a_lost_worker_is_not_waited_for() -> No
     barrier = Barrier()
     barrier.arrive(0, final=False)
     assert barrier.is_complete({0})
-    barrier.release(False)
-    assert not barrier.succeeded
+    barrier.release(4)
+    assert barrier.failed_step == 4
     assert not barrier.is_complete(set()), "nobody has arrived"
 
 
