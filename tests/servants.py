@@ -10,6 +10,7 @@ new process instead.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -96,6 +98,8 @@ def _serve(connection: socket.socket) -> NoReturn:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 module = sys.modules["__main__"] = importlib.import_module(name.decode())
                 module.main(socket.socket(fileno=descriptors[0]))
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         os.close(descriptors[0])
@@ -108,12 +112,15 @@ def _leave_with(parent: int) -> None:
 
 
 def _forget_pytest(connection: socket.socket) -> None:
-    """Be as a process that pytest has not started: its files are closed, its streams and hooks are Python's own."""
+    """Be as a process that pytest has not started: its files are let go, its streams and hooks are Python's own."""
     faulthandler.disable()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (lives as long as the process)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    os.closerange(3, connection.fileno())
-    os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    with open(os.devnull) as nothing:  # a closed number would be given again, and closed by what had it before
+        for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
+            if descriptor > 2 and descriptor not in (connection.fileno(), nothing.fileno()):
+                with contextlib.suppress(OSError):  # of the listing itself
+                    os.dup2(nothing.fileno(), descriptor, inheritable=False)
     threading.excepthook = threading.__excepthook__
     sys.unraisablehook = sys.__unraisablehook__
