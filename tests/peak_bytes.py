@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelrun import shared_memory
+from parallelrun.shared_memory import engine
 
 
 class PeakBytes(TorchDispatchMode):
@@ -70,8 +71,8 @@ class PeakBytes(TorchDispatchMode):
         if isinstance(value, DTensor) or value.device.type != self._device:
             return  # a DTensor has no memory of its own; its local tensor is seen when it is used
         storage = value.untyped_storage()
-        if not storage.resizable() and not shared_memory.is_in_arena(value):  # memory of others, and what is staged
-            return
+        if not storage.resizable() and not shared_memory.is_in_arena(value) and _is_mapped(value):
+            return  # memory of others, and what is staged; numpy's arrays, as of samples, are this rank's own
         key = id(storage)  # one Python object for as long as the storage lives
         if key not in self._held:
             self._held[key] = weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes()
@@ -93,6 +94,16 @@ class PeakBytes(TorchDispatchMode):
             return self._torch_resize(storage, size)
 
         return resize_
+
+
+def _is_mapped(value: Tensor) -> bool:
+    """Whether a tensor lies in memory that ranks share."""
+    found = engine.existing()
+    if found is None:
+        return False
+    memories = (found.process.arena, *(peer.memory for peer in found.process.peers.values()))
+    starts = ((memory.tensor(0, torch.uint8, 1).data_ptr(), len(memory.map)) for memory in memories)
+    return any(0 <= value.untyped_storage().data_ptr() - start < size for start, size in starts)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 
 from parallelrun.model_spec.attention import LatentSpec
+from parallelrun.model_spec.backward import BlockBackward
 from parallelrun.model_spec.router import RouterSpec
 
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
@@ -19,8 +20,7 @@ SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a
 
 @dataclass(frozen=True)
 class Initialiser:
-    """kind: normal(0, std), zeros, ones, uniform(-std, std), or own (a user's module initialises itself under the
-    run's seed)."""
+    """kind: normal(0, std), zeros, ones, uniform(-std, std), or own (a user's module initialises itself, seeded)."""
 
     kind: str
     std: float = 0.0
@@ -96,7 +96,7 @@ class BlockSpec:
     kind: `embedding`, `transformer`, `head`, or a model's own kind. forward_flops: for one sample. saved_elements:
     activation elements saved for backward per sample; None for transformer blocks, for which the tensor strategy
     computes them. input_shape: of one sample, if it differs from block to block (images); None: the model's
-    boundary_shape.
+    boundary_shape. backward: where the model describes it.
     """
 
     name: str
@@ -105,6 +105,7 @@ class BlockSpec:
     forward_flops: float
     saved_elements: float | None = None
     input_shape: tuple[int, ...] | None = None
+    backward: BlockBackward | None = None
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:

@@ -114,7 +114,10 @@ class Walk:
             for index, stage in stages.items()
         }
         self._blocks = {index: backward_blocks(stage.blocks, plan) for index, stage in stages.items()}
-        self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
+        self._kept = {
+            index: sum(block.kept for block in self._blocks[index]) + _input_beside(stage, plan)
+            for index, stage in stages.items()
+        }
         self._waiting = {index: self._waits(index, 0) for index in stages}
 
     def _once(self, what: str, index: int, number: int, compute: Callable[[], Value]) -> Value:
@@ -253,6 +256,14 @@ def backward_block(name: str, plan: Plan) -> BackwardBlock:
 
     key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name, plan.recompute
     return once(plan.blocks_cache, key, compute)
+
+
+def _input_beside(stage: Stage, plan: Plan) -> int:
+    """Bytes of a stage's input that its first block does not save, because a block before it would have."""
+    first = plan.spec.block(stage.blocks[0])
+    if stage.index == 0 or first.backward is None or first.backward.saves_input:
+        return 0
+    return prod(first.input_shape or ()) * plan.batch.micro_batch * BYTES[plan.precision.compute]
 
 
 def batch_bytes(plan: Plan, pp_rank: int) -> int:

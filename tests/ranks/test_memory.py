@@ -14,6 +14,7 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
+from tests import vision
 from tests.matrix import FULL as FULL_RUN
 from tests.peak_bytes import PeakBytes
 from tests.plans import tiny_config, tiny_plan
@@ -41,6 +42,8 @@ RESNET: dict[str, Any] = {
     "micro_batch": 16,
 }  # fmt: skip
 ALEXNET, VGG = RESNET | {"model.name": "alexnet"}, RESNET | {"model.name": "vgg"}
+SMALL_RESNET = vision.RESNET | {"model.width": 16, "micro_batch": 8}
+LOCAL = {"model.norm_samples": "local", "micro_batch": 4}
 FEW = GPT | {"global_batch": 2, "micro_batch": 1, "model.seq": 16, "recompute": "full"}
 FP64, FP16, BF16 = ({"precision.name": name} for name in ("fp64", "fp16", "bf16"))
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
@@ -199,6 +202,21 @@ PLANS: dict[str, dict[str, Any]] = {
     "hsdp llama bf16": LLAMA | data("fsdp", shard=2) | {"dp": 4} | BF16,
     "tp 4 llama, copied kv heads": LLAMA | {"tp": 4},
     "fsdp x tp llama full": LLAMA | data("fsdp") | {"tp": 2} | FULL,
+    "resnet, sets over replicas": SMALL_RESNET | data("ddp"),
+    "resnet, sets of a microbatch, x 1f1b": SMALL_RESNET | LOCAL | pipeline("1f1b"),
+    "resnet bf16": SMALL_RESNET | BF16 | {"micro_batch": 16},
+    "resnet x zero bubble": SMALL_RESNET | LOCAL | pipeline("zero_bubble"),
+    "bottleneck zero1": vision.BOTTLENECK | data("zero1") | {"micro_batch": 8},
+    "alexnet fsdp": vision.ALEXNET | data("fsdp") | {"micro_batch": 8},
+    "vgg x 1f1b": vision.VGG | pipeline("1f1b") | {"micro_batch": 4, "model.width": 16},
+    # Few activations: the peak lies where gradients are complete or reduced, after the schedule.
+    "zero1 x zero bubble, few tokens": FEW | data("zero1") | pipeline("zero_bubble") | {"global_batch": 8},
+    "zero2 x zero bubble, few tokens": FEW | data("zero2") | pipeline("zero_bubble") | {"global_batch": 8},
+    "fsdp x zero bubble, few tokens, packed": FEW
+    | data("fsdp")
+    | pipeline("zero_bubble")
+    | PACKED
+    | {"global_batch": 8},
     "fsdp x zero bubble": GPT | data("fsdp") | pipeline("zero_bubble") | {"global_batch": 32},
     "moe zero1 x ep x 1f1b": MOE | data("zero1") | {"ep": 2} | pipeline("1f1b") | {"global_batch": 32},
     "2d bf16": GPT | GRID | {"tp": 4, "layout": "2d"} | BF16,
@@ -230,7 +248,8 @@ FULL_MATRIX = (
     "gpipe", "latent full", "latent selective bf16", "latent tp sequence", "latent zero bubble", "latent dropout",
     "gpt selective", "gpt fp64", "fsdp bf16", "latent tp", "zero bubble", "horovod ring", "moe ep full", "ddp x 1f1b",
     "2d llama selective", "zero2 x 1f1b", "latent fsdp x 1f1b", "hsdp llama bf16", "packed pipeline full",
-    "tp sequence llama full",
+    "tp sequence llama full", "resnet bf16", "resnet x zero bubble", "bottleneck zero1", "vgg x 1f1b",
+    "zero1 x zero bubble, few tokens", "zero2 x zero bubble, few tokens",
 )  # fmt: skip
 if not FULL_RUN:  # of four microbatches without a pipeline, the last two only repeat the second
     PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if name not in FULL_MATRIX}

@@ -153,17 +153,19 @@ class _NormaliseSpreadSets(torch.autograd.Function):
         sums = x.new_zeros((sets.num_sets, 2, x.size(1)))
         for p in sets.pieces:
             given = gradient[p.start : p.stop]
-            central = x[p.start : p.stop] - _per_channel(mean[p.index], x)
-            sums[p.index] = torch.stack((given.sum(dims), (given * central).sum(dims) * scale[p.index]))
+            of_scale = (x[p.start : p.stop] - _per_channel(mean[p.index], x)).mul_(given).sum(dims) * scale[p.index]
+            sums[p.index] = torch.stack((given.sum(dims), of_scale))
         for_weight, for_bias = sums[:, 1].sum(0), sums[:, 0].sum(0)  # this replica's: the data strategy sums them
         comm.all_reduce(sums, sets.group, PURPOSE)
         sums /= sets.size * area
-        parts = []
-        for p in sets.pieces:
-            normalised = (x[p.start : p.stop] - _per_channel(mean[p.index], x)) * _per_channel(scale[p.index], x)
-            through = _per_channel(sums[p.index, 0], x) + normalised * _per_channel(sums[p.index, 1], x)
-            parts.append((gradient[p.start : p.stop] - through) * _per_channel(weight * scale[p.index], x))
-        return torch.cat(parts), for_weight, for_bias, None, None
+        out = torch.empty_like(x)
+        for p in sets.pieces:  # in place: these tensors are as large as what forward keeps
+            part = torch.sub(x[p.start : p.stop], _per_channel(mean[p.index], x), out=out[p.start : p.stop])
+            part.mul_(_per_channel(scale[p.index], x)).mul_(_per_channel(sums[p.index, 1], x))
+            part.add_(_per_channel(sums[p.index, 0], x))
+            torch.sub(gradient[p.start : p.stop], part, out=part)
+            part.mul_(_per_channel(weight * scale[p.index], x))
+        return out, for_weight, for_bias, None, None
 
 
 def _all_but_channels(x: Tensor) -> tuple[int, ...]:

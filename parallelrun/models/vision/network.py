@@ -50,7 +50,9 @@ class OperationChain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self._run(self._operations, x)
-        return out if self._shortcut is None else functional.relu(out + self._run(self._shortcut, x))
+        if self._shortcut is None:
+            return out
+        return functional.relu_(out.add_(self._run(self._shortcut, x)))  # in place: no norm needs what it gave
 
     def _run(self, operations: Sequence[ops.Operation], x: Tensor) -> Tensor:
         for operation in operations:

@@ -13,7 +13,6 @@ from math import prod, sqrt
 from parallelrun.model_spec import SAMPLE_SET_ROLE, Initialiser, LayerSpec, ParameterSpec, weight_and_bias
 
 Shape = tuple[int, ...]
-INDEX_ELEMENTS = 2  # max-pooling keeps an int64 index: two elements of fp32
 ZEROS, ONES = Initialiser("zeros"), Initialiser("ones")
 
 
@@ -166,29 +165,6 @@ def flow(operations: Iterable[Operation | OperationBlock], shape: Shape) -> list
     for operation in operations:
         shapes.append(operation.out(shapes[-1]))
     return shapes
-
-
-def kept_elements(block: OperationBlock, shape: Shape, input_is_kept: bool) -> tuple[float, bool]:
-    """(elements of one sample that backward needs, is the block's output among them). Each tensor counts once.
-
-    input_is_kept: the block before keeps this block's input already.
-    """
-    kept, first_kept, output_kept = 0.0, input_is_kept, False
-    for operations in (block.operations, block.shortcut or ()):
-        shapes, known = flow(operations, shape), first_kept
-        for operation, before, after in zip(operations, shapes, shapes[1:]):
-            if operation.saves_input and not known:
-                kept += prod(before)
-                first_kept = first_kept or before is shapes[0]
-            if isinstance(operation, MaxPoolOp):
-                kept += INDEX_ELEMENTS * prod(after)
-            keeps = operation.saves_output
-            kept += prod(after) if keeps else 0
-            known = keeps or (known and isinstance(operation, FlattenOp | DropoutOp))
-        output_kept = known if operations is block.operations else output_kept
-    if block.shortcut is not None:  # the ReLU after the sum keeps its output
-        return kept + prod(block.out(shape)), True
-    return kept, output_kept
 
 
 def _slide(sizes: Shape, kernel: int, stride: int, padding: int) -> Shape:

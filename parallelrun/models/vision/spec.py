@@ -11,7 +11,9 @@ from parallelrun.definitions import ModelDefinition
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import BlockSpec, ModelSpec
 from parallelrun.models.vision import operations as ops
+from parallelrun.models.vision.memory import backward_of
 
+INDEX_ELEMENTS = 2  # an int64 index is as large as two elements of fp32
 OPEN_SIZE = 224  # of images whose size neither the dataset nor the user gives (ImageNet's usual crop)
 
 
@@ -35,14 +37,15 @@ class ClassifierDefinition(ModelDefinition):
         specs: list[BlockSpec] = []
         is_kept, before, features = True, shape, 0  # the loader keeps the images
         for block in blocks:
-            kept, is_kept = ops.kept_elements(block, before, is_kept)
+            backward, is_kept = backward_of(block, before, is_kept, not specs)
+            kept = float(sum(one.kept + INDEX_ELEMENTS * one.indices for one in backward.steps))
             steps = block.steps(before)
             found = (operation.layer(block.name, shape_in) for operation, shape_in in steps)
             layers = tuple(layer for layer in found if layer is not None)
             read = (x.in_features for x in layers if x.layer_role in ("column_parallel", "linear"))
             features = next(read, features)
             flops = sum(operation.flops(shape_in) for operation, shape_in in steps)
-            specs.append(BlockSpec(block.name, block.kind, layers, flops, kept, input_shape=before))
+            specs.append(BlockSpec(block.name, block.kind, layers, flops, kept, before, backward))
             before = block.out(before)
         assert before == (vocab,), f"{preset} gives {before}"
         return ModelSpec(

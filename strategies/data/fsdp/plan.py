@@ -85,8 +85,9 @@ class FSDP(UnitSharding):
         return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
 
     def keeps_gradients(self, plan: Plan) -> bool:
-        """A step begins without gradients, so that those of a single microbatch are there only behind its backward."""
-        return plan.batch.microbatches > 1 or plan.pipeline.splits_backward
+        """A step begins without gradients, so that those of a single microbatch are there only behind its backward.
+        A split backward adds them up stage by stage (`backward_bytes`)."""
+        return plan.batch.microbatches > 1 and not plan.pipeline.splits_backward
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The gathered weights that stay; see `backward_bytes` for those that are let go."""
@@ -95,10 +96,13 @@ class FSDP(UnitSharding):
         units = self.counted_units(plan, pp_rank)
         return sum(count * _gathered_bytes(unit, coordinate, plan) for unit, count in units if not unit.reshard)
 
-    def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
+    def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """Of a block, the weights that are gathered for it and for the next one; in passes that reduce, the gradients
         of the block behind, on their way; and those of all blocks behind, reduced, unless they are counted for the
-        whole step. Until a pass reduces, whole gradients are held (`gradient_layout`)."""
+        whole step. Until a pass reduces, whole gradients are held (`gradient_layout`). Where backward is split, weights
+        stay gathered, and nothing is reduced before the schedule ends."""
+        if plan.pipeline.splits_backward:
+            return None
         sent, let_go = self._by_block(stage, number, coordinate, plan)
         found, reduced = [], 0
         for index in reversed(range(len(sent))):
@@ -128,9 +132,20 @@ class FSDP(UnitSharding):
         return [*sent.values()], [*let_go.values()]
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The reduced gradients, unless they are counted for the whole step."""
-        units, size = [] if self.keeps_gradients(plan) else self.counted_units(plan, pp_rank), reduce_bytes(plan)
-        return sum(count * (size * _padded_numel(one.trained, coordinate, plan) // self.shard) for one, count in units)
+        """The reduced gradients, unless they are counted for the whole step. Where backward is split, units are reduced
+        one after the other: a unit's weights are let go, its whole gradients become a flat copy, of which gloo makes
+        another one, and this rank's part of the sum stays."""
+        if self.keeps_gradients(plan):
+            return 0
+        size, beside, most = reduce_bytes(plan), 0, 0
+        for unit, count in self.counted_units(plan, pp_rank):
+            flat = size * _padded_numel(unit.trained, coordinate, plan)
+            if plan.pipeline.splits_backward:
+                let_go = _gathered_bytes(unit, coordinate, plan)
+                most = max(most, beside - let_go + flat + flat // self.shard)
+                beside -= count * (let_go + flat)
+            beside += count * (flat // self.shard)
+        return max(most, beside)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.plan.structure import Plan
@@ -52,6 +53,11 @@ class ZeRO1(ZeRO):
         ]
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The receive buffers of all buckets."""
+        """The receive buffers of all buckets. Where backward is split, each comes when its bucket has just taken the
+        gradients in."""
         found = buckets_of(pp_rank, coordinate, plan)
-        return sum(received_bytes(number, found, plan) for number in range(len(found.axes)))
+        received = [received_bytes(number, found, plan) for number in range(len(found.axes))]
+        if not plan.pipeline.splits_backward:
+            return sum(received)
+        taken = [found.sent_bytes(number, padded=False) for number in range(len(found.axes))]
+        return max(0, *accumulate(more - less for more, less in zip(received, taken)))

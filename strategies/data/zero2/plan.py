@@ -52,20 +52,13 @@ class ZeRO2(ZeRO):
         return 1 if plan.pipeline.splits_backward else plan.batch.microbatches
 
     def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
-        unsharded = plan.pipeline.splits_backward
-        return tensor_layout if unsharded else self.state_layout(parameter, tensor_layout, plan)
-
-    def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """This rank's shards, beside the unsharded gradients that a split backward keeps."""
-        if not plan.pipeline.splits_backward:
-            return 0
-        found = buckets_of(pp_rank, coordinate, plan)
-        return sum(found.sent_bytes(number) // plan.mesh.size(axis) for number, axis in enumerate(found.axes))
+        return self.state_layout(parameter, tensor_layout, plan)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """The gradients that no bucket holds yet, and the pending buckets, those of earlier passes included."""
-        if plan.pipeline.splits_backward:  # nothing is reduced before the schedule ends
-            return [0] * len(plan.stages[stage].blocks)
+        """The gradients that no bucket holds yet, and the pending buckets, those of earlier passes included. Where
+        backward is split, nothing is reduced before the schedule ends."""
+        if plan.pipeline.splits_backward:
+            return None
         found = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
         own = [bucket for bucket, parts in enumerate(found.parts) if parts[0][0].stage == stage]
         # (bucket, is its sum added to earlier ones?): where buckets are few, those of two passes before are pending too
@@ -77,14 +70,32 @@ class ZeRO2(ZeRO):
         return sizes
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The last pending buckets; all are sent after the schedule where it splits backward."""
+        """The last pending buckets. Where backward is split, all are sent after the schedule, beside the gradients of
+        those that wait: a bucket's are freed once its buffer is filled."""
         found, last = buckets_of(pp_rank, coordinate, plan), plan.batch.microbatches - 1
+        if plan.pipeline.splits_backward:
+            return _most_beside(found, plan)
         sizes = [
             _pending_bytes(bucket, number > 0, found, plan)
             for number in range(max(0, last - MAX_PENDING + 1), last + 1)
             for bucket in range(len(found.axes))
         ]
         return sum(sizes[-MAX_PENDING:])
+
+
+def _most_beside(found: RankBuckets, plan: Plan) -> int:
+    """Bytes beside the whole gradients at the peak of the exchanges that begin when all of them are there. A stage's
+    have ended before the next one's begin."""
+    most, freed, stage = 0, 0, -1
+    pending: list[int] = []
+    for number, parts in enumerate(found.parts):
+        if parts[0][0].stage != stage:
+            stage, pending = parts[0][0].stage, []
+        most = max(most, sum(pending[1 - MAX_PENDING :]) + found.sent_bytes(number) - freed)
+        freed += found.sent_bytes(number, padded=False)
+        pending.append(_pending_bytes(number, False, found, plan))
+        most = max(most, sum(pending[-MAX_PENDING:]) - freed)
+    return most
 
 
 def _pending_bytes(number: int, again: bool, buckets: RankBuckets, plan: Plan) -> int:

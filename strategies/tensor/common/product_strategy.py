@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
+from parallelrun.model_spec.backward import BackwardStep
 from parallelrun.plan.structure import Plan, once
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
@@ -84,7 +85,7 @@ class ProductStrategy(ProductTraffic):
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Of the rank that saves most. Full recomputation saves a block's input; a model may say what it saves."""
         in_full = plan.recompute == "full" and block.is_recomputed
-        if _says_itself(block, plan):
+        if _says_itself(block, plan) and (in_full or block.backward is None):
             elements = prod(block.input_shape) if in_full and block.input_shape else block.saved_elements or 0
             return round(elements * plan.batch.micro_batch * BYTES[plan.precision.compute])
         if in_full:
@@ -98,6 +99,9 @@ class ProductStrategy(ProductTraffic):
         return once(plan.blocks_cache, key, lambda: self._layer_backwards(block, plan))
 
     def _layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
+        if block.backward is not None:
+            layers = {layer.name: layer for layer in block.layers}
+            return tuple(self._step_backward(step, layers.get(step.layer), plan) for step in block.backward.steps)
         if _says_itself(block, plan):
             elements = (block.saved_elements or 0) * plan.batch.micro_batch
             return (LayerBackward(kept=round(elements * BYTES[plan.precision.compute])),)
@@ -139,6 +143,20 @@ class ProductStrategy(ProductTraffic):
             waiting -= self._beside(layer, block, plan)
         passing = plan.context.passing_bytes(plan) if plan.context and attends(layer) else 0
         return replace(first, kept=kept - behind), LayerBackward(behind, waiting + mixed, of_product or reads, passing)
+
+    def _step_backward(self, step: BackwardStep, layer: LayerSpec | None, plan: Plan) -> LayerBackward:
+        samples, precision = plan.batch.micro_batch, plan.precision
+        each = samples * BYTES[precision.accurate if step.normalises else precision.compute]
+        scratch = weights = 0
+        if layer is not None:
+            weights = _weight_gradients(layer, self.product_of(layer, plan), plan)
+            if precision.compute != precision.stored:
+                largest = max((local_numel(one, plan) for one in layer.parameters), default=0)
+                scratch = largest * BYTES[precision.compute]
+        waiting = step.waiting * samples * BYTES[precision.compute]
+        kept = step.kept * each + step.indices * samples * INDEX
+        arriving, reads = step.arriving * each, step.arriving * each if weights else 0
+        return LayerBackward(kept, waiting + arriving, step.giving * each, scratch, weights, reads)
 
     def _beside(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
         """Bytes of the gradients of latent attention that wait while a layer of it runs backward."""

@@ -1,0 +1,33 @@
+"""The backward pass of a block that describes it operation by operation. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BackwardStep:
+    """One operation in the backward pass of its block: numbers of elements, of one sample.
+
+    layer: the name of the layer whose weights get gradients; empty without one. kept: what forward saves for it, each
+    tensor with the first operation that needs it. indices: int64 numbers that it saves besides. arriving, giving:
+    gradients that it reads and gives. waiting: those for an earlier operation, meanwhile. normalises: over a set of
+    samples, in the accurate dtype.
+    """
+
+    layer: str
+    kept: int
+    arriving: int
+    giving: int
+    indices: int = 0
+    waiting: int = 0
+    normalises: bool = False
+
+
+@dataclass(frozen=True)
+class BlockBackward:
+    """The backward pass of a block. saves_input: its input is among what the steps save; else the block before saves
+    it, or none needs it. steps: in forward order."""
+
+    saves_input: bool
+    steps: tuple[BackwardStep, ...]

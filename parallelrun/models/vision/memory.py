@@ -1,0 +1,72 @@
+"""What the operations of an image classifier save for backward, and the gradients that flow through them. Torch-free.
+
+    convolution, norm, pooling, linear    their input
+    max-pooling                           also an index of every output
+    relu                                  its output
+
+Of a block with a shortcut, backward runs through the shortcut first: until it is over, the gradient of the sum waits
+for the other branch; then what it gives waits for the sum of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from parallelrun.model_spec.backward import BackwardStep, BlockBackward
+from parallelrun.models.vision import operations as ops
+
+
+def backward_of(
+    block: ops.OperationBlock, shape: ops.Shape, input_is_kept: bool, is_first: bool
+) -> tuple[BlockBackward, bool]:
+    """(the backward pass of a block, whether its output is kept). Each saved tensor counts once.
+
+    shape: of the block's input. input_is_kept: the block before keeps it already. is_first: nobody needs its gradient.
+    """
+    saves_input = not input_is_kept and block.operations[0].saves_input
+    gives = 0 if is_first else prod(shape)
+    if block.shortcut is None:
+        steps, is_kept = _branch(block, block.operations, shape, input_is_kept, gives, 0, 0)
+        return BlockBackward(saves_input, steps), is_kept
+    of_sum = prod(block.out(shape))
+    waits = prod(shape) if block.shortcut else of_sum  # without operations, the gradient of the sum is that of x
+    main, _ = _branch(block, block.operations, shape, input_is_kept, gives, waits, waits if block.shortcut else 0)
+    beside, _ = _branch(block, block.shortcut, shape, input_is_kept or saves_input, gives, of_sum, 0)
+    relu = BackwardStep("", of_sum, of_sum, of_sum)  # keeps its output
+    return BlockBackward(saves_input, (*main, *beside, relu)), True
+
+
+def _branch(
+    block: ops.OperationBlock,
+    operations: Sequence[ops.Operation],
+    shape: ops.Shape,
+    is_kept: bool,
+    gives: int,
+    waiting: int,
+    waiting_for_last: int,
+) -> tuple[tuple[BackwardStep, ...], bool]:
+    """(the steps of one branch, whether its output is kept). gives: elements of the gradient of its input. waiting: of
+    gradients that wait meanwhile; waiting_for_last: while the last operation runs backward, whose arriving gradient may
+    be one of them."""
+    found, shapes = [], ops.flow(operations, shape)
+    for number, (operation, before, after) in enumerate(zip(operations, shapes, shapes[1:])):
+        pools, passes = isinstance(operation, ops.MaxPoolOp), isinstance(operation, ops.FlattenOp | ops.DropoutOp)
+        kept = prod(before) if operation.saves_input and not is_kept else 0
+        kept += prod(after) if operation.saves_output else 0
+        is_kept = operation.saves_output or (is_kept and passes)
+        if isinstance(operation, ops.FlattenOp):
+            continue  # a view
+        layer = operation.layer(block.name, before)
+        found.append(
+            BackwardStep(
+                layer=layer.name if layer else "",
+                kept=kept,
+                arriving=prod(after),
+                giving=prod(before) if number else gives,
+                indices=prod(after) if pools else 0,
+                waiting=waiting if number < len(operations) - 1 else waiting_for_last,
+                normalises=isinstance(operation, ops.BatchNormOp),
+            )
+        )
+    return tuple(found), is_kept
