@@ -5,7 +5,9 @@ Helpers are imported by name: `from tests.pool import run_ranks`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests import servants
 from tests.pool import run_ranks as _run_ranks
 
 # A matrix whose cells share nothing comes last, cell by cell: it keeps every worker busy to the end, where files as a
@@ -58,12 +61,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """No garbage is collected while test modules import torch, and what they have imported is never visited again."""
     gc.disable()
+    if hasattr(session.config, "workerinput") and session.config.args == session.config.getini("testpaths"):
+        _import_own_share(session.config)
     yield
     gc.enable()
     gc.freeze()
+
+
+def _import_own_share(config: pytest.Config) -> None:
+    """Import a part of the test files before the others: in a new clone, each worker then compiles that part alone, and
+    finds the others compiled."""
+    worker, workers = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+    files = sorted(config.rootpath.glob("tests/**/test_*.py"))
+    for file in files[len(files) * worker // workers : len(files) * (worker + 1) // workers]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # which collection meets again, and reports
+            importlib.import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
+
+
+@pytest.hookimpl(tryfirst=True, hookwrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Processes that tests start for themselves are copies of this one, before it runs the first (`tests.servants`)."""
+    if session.items and not session.config.option.collectonly:
+        servants.fork_now()
+    yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

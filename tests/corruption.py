@@ -291,15 +291,19 @@ class Result:
 BASE: dict[str, Any] = {
     "model.layers": 2, "model.hidden": 32, "steps": 8, "eval.every": 0, "eval.batches": 1, "checkpoint.last": False,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {"model.experts": 4, "model.expert_period": 2}
 PLANS: dict[str, dict[str, Any]] = {
     "one": {},
     "ddp": {"dp": 2},
     "ring": {"dp": 3, "global_batch": 6, "strategy.data.kind": "ring"},
     "zero1": {"dp": 2, "strategy.data.kind": "zero1"},
+    "zero2": {"dp": 2, "strategy.data.kind": "zero2"},
     "fsdp": {"dp": 2, "strategy.data.kind": "fsdp"},
     "tp": {"tp": 2},
+    "tp2d": {"tp": 4, "strategy.tensor.kind": "2d"},
     "ptdp": {"dp": 2, "pp": 2},
-    "gshard": {"dp": 2, "ep": 2, "model.experts": 4, "model.expert_period": 2},
+    "gshard": {"dp": 2, "ep": 2, **EXPERTS},
+    "dropless": {"dp": 2, "ep": 2, **EXPERTS, "strategy.expert.kind": "dropless"},
     "context": {"cp": 2},
 }
 

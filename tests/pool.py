@@ -11,11 +11,11 @@
 Tests run as `pytest` from the project root; every folder under `tests/` is a package, so helpers are imported as
 `tests.pool`, `tests.plans`. The same function comes as the fixture `run_ranks`.
 
-How: one helper process per test session has imported torch and every parallelrun module (one thread, no tensor
-operation) and forks ranks. Ranks that have answered a call answer the next one of the same test file and world, which
-takes half the time. A call that fails, or that replaces a function or a constant of the program, ends its ranks, so a
-test cannot poison the next. The helper imports the test's module once: a module edited during a session is not
-reloaded.
+How: one helper process per test session (`tests.servants`) has imported torch and every parallelrun module (one thread,
+no tensor operation) and forks ranks. Ranks that have answered a call answer the next one of the same test file and
+world, which takes half the time. A call that fails, or that replaces a function or a constant of the program, ends its
+ranks, so a test cannot poison the next. The helper imports the test's module once: a module edited during a session is
+not reloaded.
 
 A failing call raises `RanksFailed`; its text starts with the first real cause (rank and traceback), victims of a lost
 connection come last. After `timeout` seconds the stacks of all ranks are collected, all are killed, and the call fails.
@@ -23,19 +23,17 @@ connection come last. After `timeout` seconds the stacks of all ranks are collec
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.servants import servant
+
 BACKEND = os.environ.get("PARALLELRUN_TEST_BACKEND", "shm")  # of tests that name none
 _VICTIM_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/")
 
@@ -92,7 +90,7 @@ def run_ranks(
         "backend": backend,
         "path": list(sys.path),
     }
-    reply = _helper().ask(pickle.dumps(request), timeout + 60)
+    reply = _ask(pickle.dumps(request), timeout + 60)
     for rank, text in enumerate(reply["output"]):
         for line in text.splitlines():
             print(f"[rank {rank}] {line}")
@@ -109,49 +107,22 @@ def _failure(rank: int, kind: str, message: str, traceback: str, exception: byte
         return RankFailure(rank, kind, message, traceback)
 
 
-class _Helper:
-    """The process that forks ranks; talks over a socket pair with length-prefixed pickles."""
-
-    def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool_helper", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            cwd=ROOT,
-            env=environment,
-        )
-        theirs.close()
-
-    def ask(self, request: bytes, timeout: float) -> dict[str, Any]:
-        self.socket.settimeout(timeout + 120)  # the first call waits for imports too
-        try:
-            send_message(self.socket, request)
-            reply: dict[str, Any] = pickle.loads(receive_message(self.socket))
-            return reply
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self.socket.close()  # the helper sees it, kills its ranks and leaves
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+_current: socket.socket | None = None  # one per session: this is what makes it cheap
 
 
-_current: _Helper | None = None
-
-
-def _helper() -> _Helper:
-    global _current  # one per session: this is what makes it cheap
-    if _current is None or _current.process.poll() is not None or _current.socket.fileno() < 0:
-        _current = _Helper()
-        atexit.register(_current.close)
-    return _current
+def _ask(request: bytes, timeout: float) -> dict[str, Any]:
+    """Let the process that forks ranks answer; they talk by length-prefixed pickles."""
+    global _current
+    if _current is None or _current.fileno() < 0:
+        _current = servant("tests.pool_helper")
+    _current.settimeout(timeout + 120)  # the first call waits for imports too
+    try:
+        send_message(_current, request)
+        reply: dict[str, Any] = pickle.loads(receive_message(_current))
+        return reply
+    except BaseException:
+        _current.close()  # the helper sees it, kills its ranks and leaves
+        raise
 
 
 def send_message(connection: socket.socket, payload: bytes) -> None:

@@ -29,9 +29,8 @@ _GRACE_S = 1.0  # how long the others may go on after the first failure
 _MAX_CALLS = 16  # of the same ranks: the process groups of each call stay, with their threads and connections
 
 
-def main(descriptor: int) -> None:
-    connection = socket.socket(fileno=descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle; it closes our socket
+def main(connection: socket.socket) -> None:
+    """Answer the requests of `tests.pool` until the connection is closed."""
     torch.set_num_threads(1)
     gc.disable()
     _preload()
@@ -234,7 +233,3 @@ class _Call:
         for rank in waiting:
             stack = (self.folder / f"stack_{rank}").read_text(errors="replace")
             self.failures.append((rank, "timeout", message, stack, None))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,9 +29,10 @@ class Label(NamedTuple):
     axis: str
     purpose: str
     reduction: str
-    operation: str
+    operation: str = ""
 
 
+_known_label = cache(Label)  # a step has the same few hundreds of times
 _LABEL: ContextVar[Label | None] = ContextVar("parallelrun_comm_label", default=None)
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
@@ -104,8 +106,11 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", asyn
     if group.size == 1:
         return None
     if isinstance(group.process_group, SharedMemoryGroup):  # torch's checks take longer than a small sum
-        with label(group.axis, purpose, op):
+        token = _LABEL.set(_known_label(group.axis, purpose, op))
+        try:
             return group.process_group.all_reduce(tensor, _OPERATIONS[op], async_op)
+        finally:
+            _LABEL.reset(token)
     return _issue(dist.all_reduce, group, purpose, async_op, tensor, reduction=op, op=_OPERATIONS[op])
 
 
@@ -243,6 +248,16 @@ def exchange(
     with label(group.axis, purpose):
         works: list[dist.Work] = dist.batch_isend_irecv(batch)
         return works
+
+
+def start_messages(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """Start messages of one group, as torch's pipeline schedules do, without torch's checks in shared memory."""
+    if not operations or not isinstance(operations[0].group, SharedMemoryGroup):
+        return torch_private.start_messages(list(operations))
+    return [
+        (one.group.send if one.op is dist.isend else one.group.recv)([one.tensor], one.group_peer, one.tag)
+        for one in operations
+    ]
 
 
 def gather_json(value: Any, mesh: Mesh) -> list[Any]:

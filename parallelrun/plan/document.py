@@ -11,6 +11,7 @@ from parallelrun.config.schema import Config
 from parallelrun.definitions import Packing, PartUse
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.advice import warnings
+from parallelrun.plan.corruption import checks
 from parallelrun.plan.data_axis import DataAxis
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import backend_of_axis, ranks_per_node
@@ -91,6 +92,7 @@ def _predictions(plan: Plan, config: Config, found: Facts) -> dict[str, Any]:
         "time_unknown": {"why": why_unknown(plan, cluster), "at_least": found.known_parts} if not found.time else None,
         "training": asdict(found.training) if found.training else None,
         "goodput": asdict(found.goodput) if found.goodput else None,
+        "sdc": asdict(looking) if (looking := checks(plan, config)) else None,
         "layouts": asdict(found.layouts) if found.layouts else None,
         "data_axis": _data_axis(found.data_axis) if found.data_axis else None,
     }

@@ -17,13 +17,8 @@ from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.traffic import TrafficRow
-from parallelrun.report.figures import (
-    byte_unit,
-    bytes_text,
-    count_text,
-    degrees_text,
-    digits,
-)
+from parallelrun.report.corruption import corruption_text
+from parallelrun.report.figures import byte_unit, bytes_text, count_text, degrees_text, digits
 from parallelrun.report.plan_cost import cost_text, time_text
 from parallelrun.report.screen import framed, labelled, show_section, table
 from parallelrun.wording import DETAILS, counted
@@ -100,6 +95,7 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("", ""),
         ("cost", Text(cost_text(plan, config, found))),
         *([("time", Text(time_text(plan, config, found)))] if found.cost.compute_s or found.known_parts else []),
+        *([("sdc", Text(looking))] if (looking := corruption_text(plan, config)) else []),
         *(_training(found, most) if found.training or found.goodput else []),
     ]
 

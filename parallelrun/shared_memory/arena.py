@@ -22,6 +22,7 @@ _WINDOW = 512  # allocations, several training steps, after which memory that no
 _SURPLUS = 2**23  # bytes, if there are so many
 _LONGEST = 2**38  # bytes of address space per arena; hundreds of them fit into 47 bits
 _MOST_VIEWS = 512  # tensors that are kept for each arena
+_SPARE = 2**20  # bytes of freed blocks that wait for the next of their size: the same few are used again and again
 # x86 keeps the order of stores. Elsewhere a lock orders the data before the counter that publishes them.
 _ORDERED = os.uname().machine in ("x86_64", "i686")
 _fence_lock = threading.Lock()
@@ -75,8 +76,8 @@ class MappedMemory:
 class Arena(MappedMemory):
     """The memory of this process: `allocate` returns the byte offset of a block, `free` gives it back.
 
-    Pages are reserved before they are used, so that exhausted memory is an error here and no SIGBUS later. Blocks are
-    as near to the beginning as possible. So memory beyond what was needed for a while is given back to the system.
+    Pages are reserved before they are used, so that exhausted memory is an error here and no SIGBUS later. New blocks
+    are as near to the beginning as possible. So memory beyond what was needed for a while is given back to the system.
     """
 
     def __init__(self) -> None:
@@ -90,6 +91,8 @@ class Arena(MappedMemory):
         self._num_left, self._needed = _WINDOW, 0  # of this window: allocations to come, bytes needed so far
         self._free = [(0, self.size)]  # (offset, size), by offset
         self._sizes: dict[int, int] = {}
+        self._spare: dict[int, list[int]] = {}  # offsets of freed blocks that are not in `_free`, by size
+        self._num_spare = 0  # their bytes
         self._kept: dict[int, tuple[int, int]] = {}  # (offset, bytes) of the tensors of `zeros`, by address
         self._ended: deque[int] = deque()  # addresses of those that are no longer used, from any thread
         super().__init__(self.descriptor, self.size)
@@ -98,22 +101,41 @@ class Arena(MappedMemory):
         """Return the offset of a new block, aligned. Raises EnvironmentProblem if memory is exhausted."""
         while self._ended:
             self.free(self._kept.pop(self._ended.popleft())[0])
-        size = aligned(max(num_bytes, 1))
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+        spare = self._spare.get(size)
+        if spare:
+            offset = spare.pop()
+            self._num_spare -= size
+        else:
+            offset = self._lowest(size)
+        self._sizes[offset] = size
+        if offset + size > self._needed:
+            self._needed = offset + size
+        self._num_left -= 1
+        if not self._num_left:
+            self._give_back()
+        return offset
+
+    def _lowest(self, size: int) -> int:
+        """Return the offset of a block that is as near to the beginning as possible."""
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
                 self._reserve(offset + size)
                 self._free[index : index + 1] = [(offset + size, free - size)] if free > size else []
-                self._sizes[offset] = size
-                self._needed = max(self._needed, offset + size)
-                self._num_left -= 1
-                if not self._num_left:
-                    self._give_back()
                 return offset
         raise self._exhausted(size, f"the arena of {self.size} bytes is full")
 
     def free(self, offset: int) -> None:
-        """Give back the block at `offset`; merge it with its free neighbours."""
+        """Give back the block at `offset`."""
         size = self._sizes.pop(offset)
+        if self._num_spare + size <= _SPARE:
+            self._num_spare += size
+            self._spare.setdefault(size, []).append(offset)
+        else:
+            self._merge(offset, size)
+
+    def _merge(self, offset: int, size: int) -> None:
+        """Merge a free block with its free neighbours."""
         insort(self._free, (offset, size))
         index = self._free.index((offset, size))
         for left in (index, index - 1):
@@ -155,6 +177,10 @@ class Arena(MappedMemory):
 
     def _give_back(self) -> None:
         """Give back what no block has needed since the last call, and begin anew."""
+        for size, offsets in self._spare.items():
+            for offset in offsets:
+                self._merge(offset, size)
+        self._spare, self._num_spare = {}, 0
         end = -(-self._needed // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._reserved - end >= _SURPLUS:
             self.map.madvise(mmap.MADV_REMOVE, end, self._reserved - end)

@@ -48,31 +48,13 @@ class Collectives:
         flat = tensor.view(-1)
         num_bytes = flat.numel() * flat.element_size()
         if self.shares_cores and num_bytes <= SERIAL:
-            return self._all_reduce_by_last(flat, num_bytes, reduction)
+            return SharedReduction(flat, num_bytes, reduction, self._members, self._rank, self._others)
         place = self._arena.place(flat)
         if place is not None:
             return self._all_reduce_in_place(flat, num_bytes, place, reduction)
         if self._size == 2 or num_bytes <= SMALL:
             return self._all_reduce_at_once(flat, num_bytes, reduction)
         return self._all_reduce_by_parts(flat, num_bytes, reduction)
-
-    def _all_reduce_by_last(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> SharedCollective:
-        """The rank that comes last reads all tensors; the others read its sum."""
-
-        def fill(offset: int) -> None:
-            self._write(offset, flat)
-
-        def reduce(offsets: list[int], result: int) -> None:
-            if flat.numel():
-                dtype, numel, members = flat.dtype, flat.numel(), self._members
-                total = self._me.tensor(result, dtype, numel)
-                reduction(total, [member.tensor(offset, dtype, numel) for member, offset in zip(members, offsets)])
-                flat.copy_(total)
-
-        def take(number: int, result: int) -> None:
-            flat.copy_(self._read(number, result, flat))
-
-        return SharedReduction(num_bytes, fill, self._others, reduce, take)
 
     def _all_reduce_at_once(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> SharedCollective:
         """Every rank reads all tensors."""

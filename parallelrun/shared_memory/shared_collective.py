@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from parallelrun.shared_memory.engine import SAFETY_S, STALLED_S
-from parallelrun.shared_memory.process import Peer
+from parallelrun.shared_memory.process import GroupMember, Peer
+from parallelrun.shared_memory.reductions import Reduction
 
 if TYPE_CHECKING:
     from parallelrun.shared_memory.channel import CollectiveChannel
@@ -83,24 +86,45 @@ class SharedCollective:
 
 
 class SharedReduction(SharedCollective):
-    """An all-reduce whose sum the member that posts last computes, for all.
+    """An all-reduce of a flat tensor whose sum the member that posts last computes, for all.
 
-    reduce(offsets, result): writes the sum of all contributions to its arena, and into its tensor. take(number,
-    result): copies the sum that a member has computed. Two members that post at the same time may both compute it.
+    rank: of this process among `members`; sources: the others. Two members that post at the same time may both compute
+    the sum. A step of tensor parallelism makes hundreds of these, so they have no functions of their own.
     """
 
-    __slots__ = ("reduce", "take")
+    __slots__ = ("_flat", "_members", "_rank", "_reduction")
 
     def __init__(
         self,
+        flat: Tensor,
         num_bytes: int,
-        fill: Callable[[int], object],
+        reduction: Reduction,
+        members: Sequence[GroupMember],
+        rank: int,
         sources: tuple[int, ...],
-        reduce: Callable[[list[int], int], object],
-        take: Callable[[int, int], object],
     ):
-        super().__init__("all_reduce", num_bytes, num_bytes, fill, sources, None)
-        self.reduce, self.take = reduce, take
+        super().__init__("all_reduce", num_bytes, num_bytes, None, sources, None)
+        self._flat, self._reduction, self._members, self._rank = flat, reduction, members, rank
+
+    def write(self, offset: int) -> None:
+        """Write the contribution of this member to its arena."""
+        flat = self._flat
+        if self.num_bytes:
+            self._members[self._rank].tensor(offset, flat.dtype, flat.numel()).copy_(flat)
+
+    def reduce(self, offsets: list[int], result: int) -> None:
+        """Write the sum of all contributions to this member's arena, and into its tensor."""
+        if self.num_bytes:
+            flat = self._flat
+            dtype, numel, members = flat.dtype, flat.numel(), self._members
+            total = members[self._rank].tensor(result, dtype, numel)
+            self._reduction(total, [member.tensor(offset, dtype, numel) for member, offset in zip(members, offsets)])
+            flat.copy_(total)
+
+    def take(self, number: int, result: int) -> None:
+        """Copy the sum that a member has computed."""
+        flat = self._flat
+        flat.copy_(self._members[number].tensor(result, flat.dtype, flat.numel()))
 
 
 def number_of(name: str) -> int:

@@ -26,17 +26,17 @@ class _Observers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_threads = 0  # that have observers: mostly none, and torch's storage is slow
+        self.num_threads = 0  # that have observers: mostly none, and torch's storage is slow
 
     def get(self) -> tuple[Any, ...]:
-        if not self._num_threads or not torch._C._is_key_in_tls(self._KEY):
+        if not self.num_threads or not torch._C._is_key_in_tls(self._KEY):
             return ()
         found: tuple[Any, ...] = torch._C._get_obj_in_tls(self._KEY)
         return found
 
     def set(self, found: tuple[Any, ...]) -> None:
         with self._lock:
-            self._num_threads += bool(found) - bool(self.get())
+            self.num_threads += bool(found) - bool(self.get())
             _stash(self._KEY, (*found,))
 
 
@@ -71,7 +71,7 @@ def _observed(name: str, operation: Any, keyset: Any, *args: Any) -> Any:
 
 def is_observed() -> bool:
     """Return whether this thread has `observers` or dispatch modes."""
-    return bool(observers.get()) or torch._C._len_torch_dispatch_stack() > 0
+    return (observers.num_threads > 0 and bool(observers.get())) or torch._C._len_torch_dispatch_stack() > 0
 
 
 def observed(operation: str, arguments: tuple[Any, ...]) -> AbstractContextManager[object]:

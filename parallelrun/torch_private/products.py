@@ -24,12 +24,13 @@ MULTIPLE, SMALLEST, NARROWEST = 16, 2**22, 64
 _replaced: list[torch.library.Library] = []  # torch's registry, which this changes, is one for the process
 
 
-def use_fast_products() -> bool:
+def use_fast_products(largest: int = SMALLEST) -> bool:
     """Replace torch's fp32 products on CPU in this process, if that is faster here; return whether they are replaced.
 
-    The results differ from torch's by rounding. fp64, other dtypes and devices are not touched.
+    The results differ from torch's by rounding. fp64, other dtypes and devices are not touched. largest: about the
+    multiplications of the largest product of the training: where all are too small to gain, asking costs more.
     """
-    if not _replaced and is_faster():
+    if not _replaced and largest >= SMALLEST and is_faster():
         library = torch.library.Library("aten", "IMPL")
         with catch_warnings():
             simplefilter("ignore", UserWarning)  # torch warns of every kernel that is replaced
@@ -76,7 +77,8 @@ def _multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _suits_both(left: Tensor, right: Tensor) -> bool:
-    return left.size(1) == right.size(0) and suits(left.size(0), left.size(1), right.size(1), left, right)
+    (rows, inner), (same, columns) = left.shape, right.shape
+    return inner == same and suits(rows, inner, columns, left, right)
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor:

@@ -30,10 +30,6 @@ class _Watch:
     waited: Callable[[bool, Any, Any], None]
 
 
-def _watch() -> _Watch | None:
-    return _ON_DEVICE[-1] if _ON_DEVICE else _WAITED.get()
-
-
 @contextmanager
 def timed_waits(
     waited: Callable[[bool, Any, Any], None], mark: Callable[[], Any] = time.perf_counter, on_device: bool = False
@@ -96,7 +92,7 @@ def _in_stream(watch: _Watch) -> Iterator[None]:
 def timed(wait: Callable[[], T], is_message: Callable[[], bool] = lambda: False) -> T:
     """Return `wait()`, timed as `Work.wait` is. A wait inside it, such as gloo's for a message to another host, is a
     part of it."""
-    watch = _watch()
+    watch = _ON_DEVICE[-1] if _ON_DEVICE else _WAITED.get()
     if watch is None:
         return wait()
     began = watch.mark()

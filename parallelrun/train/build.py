@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -129,12 +130,20 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     return network.split([stage.blocks for stage in stages])
 
 
+def _largest_product(plan: Plan) -> int:
+    """Return about how many multiplications the largest product of a microbatch with a weight takes, on every rank."""
+    spec, mesh = plan.spec, plan.mesh
+    positions = math.prod(spec.boundary_shape[:-1] if spec.kind == "tokens" else spec.sample_shape)
+    largest = max((parameter.numel for parameter in spec.parameters.values()), default=0)
+    return plan.batch.micro_batch * positions * largest // (mesh.size("tp") * mesh.size("cp"))
+
+
 def build(config: Config, plan: Plan, device: torch.device) -> Training:
     """Build the training of this rank. Collective: every rank of the world calls it."""
     config = with_lr_scale(config, plan)
     if device.type == "cpu":
         keep_freed_memory()
-        torch_private.use_fast_products()
+        torch_private.use_fast_products(_largest_product(plan))
     mesh = build_mesh(plan, device)
     model_parts = build_model_parts(config, plan, mesh)
     runtime = data_runtime(plan)

@@ -93,7 +93,6 @@ class _Loop:
         """
         watch, config = self._watch, self._training.config
         try:
-            watch.agree(result.applied)
             self._skips = check_finite(self._training, result, self._scaler, step, self._skips)
         except NumericsError:
             self._checkpoints.finish()

@@ -74,12 +74,13 @@ def _start_totals(
 
 
 def _totals(vector: Tensor, work: Work | None, norm_squared: Tensor | None = None) -> Totals:
-    """Wait for the exchange. norm_squared: replaces the exchanged one if every rank has measured it alone."""
+    """Wait for the exchange. norm_squared: replaces the exchanged one, if that is finite, where each rank has all."""
     if work is not None:
         with comm.label(WORLD, "control"):
             work.wait()
     if norm_squared is not None:
-        vector[CONTROL_ELEMENTS:] = norm_squared  # read with the others: on CUDA each read waits for the device
+        shared = vector[CONTROL_ELEMENTS:]  # read with the others: on CUDA each read waits for the device
+        vector[CONTROL_ELEMENTS:] = torch.where(shared.isfinite(), norm_squared, shared)
     loss, valid, stops, *squares = vector.tolist()
     return Totals(loss, valid, stops, tuple(squares))
 
@@ -162,14 +163,16 @@ def train_step(
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
     with torch_private.phase("finish gradients"):
         # If the norm need not be exchanged, this starts before the gradients are final: ranks wait once, not twice.
-        is_early = training.gradients.norm_is_local
+        # Where corruption is looked for, a norm that is not finite on one rank alone must be seen by all.
+        is_local = training.gradients.norm_is_local
+        is_early = is_local and not training.config.sdc.every
         started = _start_totals(training, loss_sum, num_valid, 0.0, stop) if is_early else None
         finish_gradients(training)
         if observe:
             observe(training)
         squares = training.gradients.squared_norm()
         started = started or _start_totals(training, loss_sum, num_valid, squares, stop)
-        totals = _totals(*started, squares if is_early else None)
+        totals = _totals(*started, squares if is_local else None)
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:

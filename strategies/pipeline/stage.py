@@ -16,6 +16,7 @@ from parallelrun.models.autograd import apply
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
+from parallelrun.shared_memory import is_ours
 from parallelrun.train.actions import ActionClock
 
 from .messages import SENDS_IN_FLIGHT
@@ -92,7 +93,7 @@ class Sends:
 
     def start(self, operations: list[dist.P2POp]) -> None:
         """Start the sends, and wait for the oldest ones beyond the limit."""
-        works = torch_private.start_messages(operations)
+        works = comm.start_messages(operations)
         self._pending.append((works, [operation.tensor for operation in operations]))
         self._wait(SENDS_IN_FLIGHT)
 
@@ -138,7 +139,9 @@ class ScheduledStage(PipelineStage):
         # Templates of the buffers, and their placeholders while no buffer is allocated.
         self._no_activation, self._no_gradient = input_example(plan, index), output_example(plan, index).detach()
         self._sends, self._actions, self._joined = sends, actions, frozenset(joined)
+        self._posts_itself = is_ours(group)
         self._posted: list[dist.P2POp] = []  # torch's schedule keeps references to these
+        self._posted_works: list[dist.Work] = []  # of those that are not left to torch
         self._receives: dict[tuple[str, int], list[dist.Work]] = {}
         self._outputs: dict[int, Tensor] = {}  # not yet sent
         self._templates: dict[str, list[dist.P2POp]] = {}
@@ -243,15 +246,19 @@ class ScheduledStage(PipelineStage):
         return torch.empty(template.shape, dtype=template.dtype, device=self.device)
 
     def _post(self, operations: list[dist.P2POp], kind: str, microbatch: int) -> list[dist.P2POp]:
-        """Post the messages, contiguous (a block may end in a permutation); return those that torch is to post."""
+        """Post the messages, contiguous (a block may end in a permutation); return those that torch is to post: in one
+        batch, as NCCL needs. In shared memory a send ends without its receive."""
         for operation in operations:
             operation.tag = comm.MESSAGE_TAGS["activations" if kind.endswith("F") else "gradients"]
             operation.tensor = operation.tensor.contiguous()
         if (kind, microbatch) in self._joined:
             self._posted += operations
-            return operations
+            if not self._posts_itself:
+                return operations
+            self._posted_works += comm.start_messages(operations)
+            return []
         if kind.startswith("RECV"):
-            self._receives[kind, microbatch] = torch_private.start_messages(operations)
+            self._receives[kind, microbatch] = comm.start_messages(operations)
         elif operations:
             self._sends.start(operations)
         return []
@@ -260,6 +267,9 @@ class ScheduledStage(PipelineStage):
         """Wait for what has been received here. What torch has posted before an action it has waited for, and messages
         to one neighbour arrive in order: then the earlier ones are over too, and their tensors can go."""
         if self._posted:
+            for work in self._posted_works:
+                work.wait()
+            self._posted_works.clear()
             self._sends.finish()
             for operation in self._posted:
                 operation.tensor = self._no_gradient

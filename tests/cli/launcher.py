@@ -1,18 +1,19 @@
 """Warm launchers for tests: `run_launcher` and `run_attached` cost forks instead of four seconds of imports a process.
 
-One helper process has imported torch and parallelrun (one thread, no operation); for each request it forks a process
-that is a launcher from then on (or a rank that somebody else has started), in a session of its own: it calls `start` on
-the tiny plan (or does as `tests.cli.attached`), with a worker of `tests.cli.workers`, and exits with its code.
+One helper process (`tests.servants`) has imported torch and parallelrun (one thread, no operation); for each request it
+forks a process that is a launcher from then on (or a rank that somebody else has started), in a session of its own: it
+calls `start` on the tiny plan (or does as `tests.cli.attached`), with a worker of `tests.cli.workers`, and exits with
+its code.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.servants import servant
+
 PATIENCE_S = 60.0  # on a machine that others use too
 
 
@@ -178,10 +180,10 @@ def run_to_end(
 def _send(function: str, folder: Path, argument: Any, environ: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     request = {"function": function, "folder": str(folder), "argument": argument, "environ": environ}
-    helper = _helper()
-    assert helper.stdin is not None
-    helper.stdin.write(json.dumps(request) + "\n")
-    helper.stdin.flush()
+    global _current
+    if _current is None:
+        _current = servant("tests.cli.launcher")
+    _current.sendall(f"{json.dumps(request)}\n".encode())
 
 
 def wait_for(look: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
@@ -216,32 +218,20 @@ def survivors(pids: list[int], within_s: float) -> list[int]:
     return left
 
 
-_current: subprocess.Popen | None = None
+_current: socket.socket | None = None  # one per session: this is what makes it cheap
 
 
-def _helper() -> subprocess.Popen:
-    global _current  # one per session: this is what makes it cheap
-    if _current is None or _current.poll() is not None:
-        environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.cli.launcher"]
-        _current = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, cwd=ROOT, env=environ)
-        atexit.register(_current.communicate)
-    return _current
-
-
-def _serve() -> None:
-    """The helper: fork a launcher per line of stdin."""
+def main(connection: socket.socket) -> None:
+    """The helper: fork a launcher per line that it is sent."""
     from parallelrun.launch import processes
     from parallelrun.launch import rank as ranks
     from parallelrun.launch.rank import Job
     from tests.plans import tiny_config, tiny_plan
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     processes.preload(Job(tiny_config(), tiny_plan(), Path(), "tests.cli.workers:train"))
     helper = os.getpid()
-    for line in sys.stdin:
+    for line in connection.makefile():
         if os.fork() == 0:
             ranks.leave_with_parent(helper)  # whatever a failing test leaves behind ends with the session
             _keep(json.loads(line))
@@ -339,7 +329,3 @@ def launch(wanted: dict[str, Any]) -> int:
         return start(config, tiny_plan(overrides), words, words, root, wanted["worker"])
     except Exception as error:
         return errors.report(error, False)
-
-
-if __name__ == "__main__":
-    _serve()

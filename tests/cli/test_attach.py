@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import ROOT, read, run_attached, run_torchrun, survivors, wait_for
+from tests.cli.launcher import read, run_attached, run_torchrun, survivors, wait_for
+from tests.servants import ROOT
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
 TINY = "model=gpt strategy=ddp dp=2 steps=2 dataset=synthetic model.layers=1 model.hidden=16 model.seq=8 eval.batches=1"

@@ -18,8 +18,9 @@ import pytest
 
 from parallelrun.cli import host_launcher, hosts
 from parallelrun.errors import EnvironmentProblem
-from tests.cli.launcher import ROOT, read, survivors, wait_for
+from tests.cli.launcher import read, survivors, wait_for
 from tests.cli.test_launch_supervisor import listening_addresses
+from tests.servants import ROOT
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 TINY = ("model=gpt", "strategy=ddp", "dataset=synthetic", "model.layers=1", "model.hidden=16", "model.seq=8")

@@ -18,7 +18,7 @@ from parallelrun.cli import main as program
 from parallelrun.cli.help import EXAMPLES, TOOLS
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
-from tests.cli.launcher import ROOT
+from tests.servants import ROOT
 
 
 @pytest.fixture

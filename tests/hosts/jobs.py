@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cli.launcher import ROOT, read, wait_for
+from tests.cli.launcher import read, wait_for
 from tests.hosts.network import Network
+from tests.servants import ROOT
 
 PORT = "29500"
 PATIENCE_S = 240.0

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.errors import EXIT_CORRUPTION, CorruptionError
+from parallelrun.plan.corruption import EACH_CHECK, checks
+from parallelrun.plan.prediction import group_size, wire_bytes
+from parallelrun.train.build import build
+from parallelrun.train.corruption.probe import Probe
+from parallelrun.train.corruption.state import Snapshot
+from parallelrun.train.schedules import LossScaler
+from parallelrun.train.step import train_step
 from tests.corruption import (
     ACTIVATIONS,
     BASE,
@@ -21,7 +30,7 @@ from tests.corruption import (
     run,
 )
 from tests.matrix import FULL
-from tests.plans import tiny_plan
+from tests.plans import tiny_config, tiny_plan
 
 CASES = [
     ("ddp", FLIP, WEIGHTS, 3, False),
@@ -36,8 +45,11 @@ CASES = [
     ("ptdp", FLIP, GRADIENTS, 1, True),
     ("one", STUCK, WEIGHTS, 2, False),
     ("gshard", FLIP, SUMS, 1, True),
+    ("zero2", SEVERAL, GRADIENTS, 1, True),
+    ("tp2d", STUCK, SUMS, 3, False),
+    ("dropless", FLIP, ACTIVATIONS, 1, True),
 ]
-SHOWN = CASES if FULL else CASES[::2]
+SHOWN = CASES if FULL else CASES[:12:2]
 
 
 @pytest.mark.parametrize("plan,kind,place,every,recompute", SHOWN, ids=["-".join(map(str, one)) for one in SHOWN])
@@ -73,3 +85,28 @@ def test_a_gradient_that_is_huge_on_one_rank_does_not_part_the_ranks(tmp_path, r
 
 def test_a_broken_device_has_an_exit_code_of_its_own():
     assert CorruptionError("x").exit_code == EXIT_CORRUPTION == 9
+
+
+def check_costs(over):
+    """Return the bytes of host copies of the checks, and the bytes that a check's batches send without control."""
+    config, plan = tiny_config(over), tiny_plan(over)
+    training = build(config, plan, torch.device("cpu"))
+    scaler = LossScaler(config.precision, scaled=False)
+    train_step(training, 1, 1e-3, scaler)
+    copies, probe = Snapshot(training, scaler), Probe(training)
+    copies.take(1)
+    with CommunicationCounter(training.mesh) as counter:
+        probe.answers(range(EACH_CHECK))
+    sent = sum(wire_bytes(row, group_size(plan, row.axis)) for row in counter.rows() if row.purpose != "control")
+    kept = [tensor for tensor in copies._copies.values() if tensor.dim()]  # without the counts of steps
+    training.close()
+    return sum(one.nbytes for one in (*kept, *probe._copies)), sent
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp"])
+def test_a_plan_says_what_the_checks_keep_and_send(run_ranks, kind):
+    over = {**BASE, "dp": 2, "strategy.data.kind": kind, "sdc.every": 50}
+    found = run_ranks(2, check_costs, over)
+    said = checks(tiny_plan(over), tiny_config(over))
+    assert max(kept for kept, _ in found) == said.host_bytes
+    assert max(sent for _, sent in found) == said.wire_bytes

@@ -19,7 +19,8 @@ from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.train import first_steps, step
 from tests.cli.launcher import survivors
 from tests.parity import _cell, _reference, _settings
-from tests.pool import ROOT, RanksFailed, run_ranks
+from tests.pool import RanksFailed, run_ranks
+from tests.servants import ROOT
 
 
 def summed(scale: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ from datetime import datetime
 import pytest
 
 from tests import node_failures
-from tests.cli.launcher import ROOT
+from tests.servants import ROOT
 from tests.slurm.cluster import NODES
 from tests.slurm.test_slurm import TINY, parallelrun, printed, runs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.pool import ROOT
+from tests.servants import ROOT
 
 COMPILED = """
 import torch, torch._dynamo

@@ -7,28 +7,25 @@ sums of gradients are those of a step, through the same modules and groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.corruption import smallest_batch
+from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
 from parallelrun.train.corruption.record import PassBits, PassRecorder
 from parallelrun.train.pipeline_runner import build_runner
 from parallelrun.train.reader import Batch, Reader
 from parallelrun.train.step import finish_gradients, forward_backward
-from parallelrun.wording import divisors
 
 # Factors of the loss, one for each batch: a bit that a number of one pass happens to have, another sign or exponent
 # likely has not, so that a stuck bit is seen.
 SCALES = (1.0, -(2.0**-5), 2.0**5, -1.0, 2.0**-3, -(2.0**3), 2.0**-7, -(2.0**7))
 NUM_BATCHES = len(SCALES)
-EACH_CHECK = 2  # batches, in turn
+Answer = tuple[tuple[list[int], list[str]], tuple[Lane, ...]]  # what differs (see `PassBits.differing`), the lanes
 
 
 class Probe:
@@ -46,21 +43,29 @@ class Probe:
         self._training = replace(training, plan=plan, reader=_FewBatches(reader), runner=runner)
         self._weights = [parameter.tensor.detach() for parameter in training.held]
         self._copies = [weight.to("cpu", copy=True) for weight in self._weights]
-        self.run(0)  # the first pass of a pipeline sends more messages: the stages agree on shapes
-        self.known = [self.run(number) for number in range(NUM_BATCHES)]
-        self.repeats = self.run(0).differing(self.known[0]) == ([], [])
+        # The first pass of a pipeline sends more messages: the stages agree on shapes.
+        _, *self.known, again = self._all([0, *range(NUM_BATCHES), 0])
+        self.repeats = again.differing(self.known[0]) == ([], [])
 
-    def run(self, number: int) -> PassBits:
+    def answers(self, numbers: Sequence[int]) -> list[Answer]:
+        """Compute the batches of these numbers again; return what differs on this rank, and the lanes. Collective."""
+        return [(bits.differing(self.known[number]), bits.lanes) for number, bits in zip(numbers, self._all(numbers))]
+
+    def _all(self, numbers: Sequence[int]) -> list[PassBits]:
+        """Compute batches with the first weights; return the bits of each pass."""
+        with self._fixed_weights():
+            return [self._run(number) for number in numbers]
+
+    def _run(self, number: int) -> PassBits:
         """Return the bits of a pass over a batch. Collective. Gradients are lost, weights stay."""
         training = self._training
-        with self._fixed_weights():
-            with PassRecorder(training.mesh) as recorder:
-                forward_backward(training, number + 1, SCALES[number])
-                finish_gradients(training)
-            bits = recorder.bits(training)
-            training.statistics.finish_step(False)
-            training.routing.finish_step(False)
-            training.data.begin_step()
+        with PassRecorder(training.mesh) as recorder:
+            forward_backward(training, number + 1, SCALES[number])
+            finish_gradients(training)
+        bits = recorder.bits(training)
+        training.statistics.finish_step(False)
+        training.routing.finish_step(False)
+        training.data.begin_step()
         return bits
 
     @contextmanager
@@ -91,23 +96,3 @@ class _FewBatches(Reader):
 
     def close(self) -> None:
         """Nothing reads ahead."""
-
-
-def smallest_batch(config: Config, plan: Plan) -> Plan:
-    """Return the plan with the smallest microbatches and the fewest of them that it allows.
-
-    Routing groups and sets of samples are built into layers, so that a plan that has any keeps its batch.
-    """
-    if plan.sample_sets is not None or plan.spec.router is not None:
-        return plan
-    batch, dp = plan.batch, plan.mesh.size("dp")
-    for count in divisors(batch.microbatches):
-        for size in divisors(batch.micro_batch):
-            asked = replace(
-                config, global_batch=dp * count * size, micro_batch=size, microbatches=None, local_batch=None
-            )
-            try:
-                return resolve(asked)
-            except ConfigError:
-                continue
-    return plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from parallelrun.comm.counter import Contributions
 from parallelrun.mesh import Mesh
 from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
-from parallelrun.train.corruption.digests import digests
+from parallelrun.train.corruption.digests import digest_of_all, digests
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class PassRecorder(Contributions):
     """Records a pass that runs while it is entered; `bits` is called when the gradients are final."""
 
     def __init__(self, mesh: Mesh):
-        super().__init__(mesh, _digest_of_all)
+        super().__init__(mesh, torch.no_grad()(digest_of_all))
 
     @torch.no_grad()
     def bits(self, training: Training) -> PassBits:
         """Return the bits of the pass, in host memory."""
-        given = [measured for _, measured in self.found]
+        given = [measured.to(training.mesh.device) for _, measured in self.found]  # that of no tensors is on the CPU
         held = [(f"the gradient of {p.name}", p.tensor.grad) for p in training.parameters]
         results = {name: gradient for name, gradient in held if gradient is not None}
         if training.runner.loss_sum is not None:
@@ -60,10 +59,3 @@ class PassRecorder(Contributions):
         stacked = torch.stack(given) if given else torch.zeros(0, dtype=torch.int64)
         lanes = tuple(lane for lane, _ in self.found)
         return PassBits(lanes, stacked.cpu(), tuple(results), digests(results.values()).cpu())
-
-
-@torch.no_grad()
-def _digest_of_all(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one digest of several tensors: the sum of theirs, which is 0 without tensors."""
-    found = digests(tensors)
-    return found.sum()

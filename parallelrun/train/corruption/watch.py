@@ -8,16 +8,18 @@ the step of a check is computed twice as well, which finds faults that pass.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.context import WorkerContext
-from parallelrun.errors import CorruptionError, NumericsError, Problem
+from parallelrun.errors import CorruptionError, Problem
+from parallelrun.plan.corruption import EACH_CHECK
 from parallelrun.plan.structure import WORLD
 from parallelrun.records import append_jsonl
 from parallelrun.run_records.find import EVENTS
@@ -25,7 +27,7 @@ from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
 from parallelrun.train.corruption.blame import Evidence, Verdict, verdict
 from parallelrun.train.corruption.digests import AtRest
-from parallelrun.train.corruption.probe import EACH_CHECK, NUM_BATCHES, Probe
+from parallelrun.train.corruption.probe import NUM_BATCHES, Answer, Probe
 from parallelrun.train.corruption.record import PassBits, PassRecorder
 from parallelrun.train.corruption.replicas import Replicas
 from parallelrun.train.corruption.state import Snapshot, weights_at_rest
@@ -54,12 +56,6 @@ class CorruptionWatch:
     def after_update(self) -> None:
         """Called when the step has ended: nothing writes to the weights until the next update."""
 
-    def agree(self, applied: bool) -> None:
-        """Called with whether this rank has updated its weights. Collective where each rank decides that alone.
-
-        Raises NumericsError on all ranks if only some of them have.
-        """
-
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
         """Return the step after which training continues: `step`, or an earlier one to whose state it has returned.
 
@@ -87,7 +83,7 @@ class _Undone:
 
     step: int
     judged: Verdict
-    history: dict[int, int] = field(default_factory=dict)
+    history: dict[int, Tensor] = field(default_factory=dict)
     in_a_row: int = 1
 
 
@@ -98,7 +94,8 @@ class _Watch(CorruptionWatch):
         self._snapshot, self._replicas = Snapshot(training, scaler), Replicas(training)
         self._snapshot.take(start)
         self._probe = Probe(training)
-        if not self._probe.repeats:
+        self._repeats = not any(self._anyone([not self._probe.repeats]))
+        if not self._repeats:
             self._say("warning: sdc: a repeated pass has other bits here, so that only weights at rest are watched")
         self._at_rest = AtRest(weights_at_rest(training))
         self._at_rest.begin()
@@ -109,13 +106,13 @@ class _Watch(CorruptionWatch):
         self._lanes: tuple[Lane, ...] = ()
         self._step, self._is_cold = start, True
         self._undone: _Undone | None = None
-        self._history: dict[int, int] = {}  # digests of the weights after each step since the last check
+        self._history: dict[int, Tensor] = {}  # digests of the weights after each step since the last check
         self._num_checks = self._num_found = 0
 
     def before_step(self, step: int) -> None:
         self._step = step
         self._first = self._recorder = None
-        if self._recomputes and step % self._every == 0 and self._probe.repeats:
+        if self._recomputes and step % self._every == 0 and self._repeats:
             if self._is_cold:
                 self._computed(step)  # the first pass of a pipeline sends more messages
             self._first = self._computed(step)
@@ -150,26 +147,15 @@ class _Watch(CorruptionWatch):
         self._at_rest.begin()
         self._history[self._step] = self._at_rest.digest
 
-    def agree(self, applied: bool) -> None:
-        training = self._training
-        if not training.gradients.norm_is_local:
-            return
-        seen = torch.tensor([int(applied), int(not applied)], device=training.mesh.device)
-        comm.all_reduce(seen, training.mesh.group(WORLD), "control", op="max")
-        if bool(seen.all()):
-            raise NumericsError(Problem(f"step {self._step}: gradients are finite on some ranks only"))
-
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
         is_last = step == self._training.config.steps
         if finite and step % self._every and not saves and not is_last:
             return step
         self._num_checks += 1
-        own = self._evidence(step)
-        if finite and not self._anyone(own.is_any):
+        found = self._evidence(step)
+        if finite and not found:
             return self._passed(step)
-        mesh = self._training.mesh
-        found = [Evidence.of(document) for document in comm.gather_json(own.document(), mesh)]
-        judged = verdict(found) if any(one.is_any for one in found) else Verdict((), NOT_FINITE)
+        judged = verdict(found) if found else Verdict((), NOT_FINITE)
         if finite and not any(replace(one, repeated=0).is_any for one in found):
             self._report(step, judged, found, None)  # the repetition is right, and says who was wrong
             return self._passed(step)
@@ -178,55 +164,59 @@ class _Watch(CorruptionWatch):
     def facts(self) -> dict[str, Any]:
         return {"sdc_checks": self._num_checks, "sdc_found": self._num_found}
 
-    def _evidence(self, step: int) -> Evidence:
-        """Return what this rank has seen since the last check; collective."""
+    def _evidence(self, step: int) -> list[Evidence]:
+        """Return what each rank has seen since the last check, nothing if none has seen anything. Collective."""
         self._changed += [(step, name) for name in self._at_rest.changed()]
-        replicas = self._replicas.differing()
+        replicas, repeated = self._replicas.differing(), self._repeated(step)
+        answers = self._answers()
         (given, results), lanes = self._differing, self._lanes
-        is_seen = self._anyone(bool(given or results))
-        if not is_seen:
-            in_doubt = self._anyone(bool(replicas))
-            first = EACH_CHECK * self._num_checks % NUM_BATCHES
-            numbers = range(NUM_BATCHES) if in_doubt else range(first, first + EACH_CHECK)
-            (given, results), lanes = self._asked_again(numbers)
-            is_seen = bool(lanes)
-        evidence = Evidence(
+        at_all = bool(self._changed or repeated)
+        seen = self._anyone([at_all, bool(replicas), bool(given or results), *map(_is_wrong, answers)])
+        if not any(seen):
+            return []
+        _, in_doubt, in_step, *in_answers = seen
+        if not in_step:
+            wrong = in_answers.index(True) if any(in_answers) else None
+            asks = wrong is None and in_doubt
+            (given, results), lanes = answers[wrong] if wrong is not None else self._asked_again(asks)
+        own = Evidence(
             host=socket.gethostname(),
             at_rest=tuple(self._changed),
-            lanes=lanes if is_seen else (),
+            lanes=lanes,
             given=tuple(given),
             results=tuple(results),
             replicas=replicas,
-            repeated=self._repeated(step),
+            repeated=repeated,
         )
         self._changed, self._differing = [], ([], [])
-        return evidence
+        return [Evidence.of(document) for document in comm.gather_json(own.document(), self._training.mesh)]
 
-    def _asked_again(self, numbers: Iterable[int]) -> tuple[tuple[list[int], list[str]], tuple[Lane, ...]]:
-        """Compute known answers again, up to the first one that is wrong anywhere.
+    def _answers(self) -> list[Answer]:
+        """Compute the known answers of this check again. Collective."""
+        first = EACH_CHECK * self._num_checks % NUM_BATCHES
+        return self._probe.answers(range(first, first + EACH_CHECK)) if self._repeats else []
 
-        Return what differs on this rank, and the lanes of the pass; nothing if all are right. Collective.
-        """
-        for number in numbers if self._probe.repeats else ():
-            bits = self._probe.run(number)
-            differing = bits.differing(self._probe.known[number])
-            if self._anyone(differing != ([], [])):
-                return differing, bits.lanes
+    def _asked_again(self, asks: bool = True) -> Answer:
+        """Compute all known answers again, up to the first one that is wrong anywhere; return it. Collective."""
+        for number in range(NUM_BATCHES) if asks and self._repeats else ():
+            (answer,) = self._probe.answers([number])
+            if any(self._anyone([_is_wrong(answer)])):
+                return answer
         return ([], []), ()
 
     def _repeated(self, step: int) -> int:
         """Return the first step after which the weights are not those that led to the repetition; 0: none."""
         if self._undone is None or self._undone.step != step:
             return 0
-        before = self._undone.history
-        return next((number for number in sorted(before) if self._history.get(number) != before[number]), 0)
+        before, now = self._undone.history, self._history
+        return next((one for one in sorted(before) if one not in now or not torch.equal(now[one], before[one])), 0)
 
-    def _anyone(self, seen: bool) -> bool:
-        """Return whether any rank has seen something. Collective."""
+    def _anyone(self, seen: Sequence[bool]) -> list[bool]:
+        """Return which of several things any rank has seen. Collective."""
         mesh = self._training.mesh
-        flag = torch.tensor([int(seen)], device=mesh.device)
-        comm.all_reduce(flag, mesh.group(WORLD), "control", op="max")
-        return bool(flag)
+        flags = torch.tensor(seen, dtype=torch.int32, device=mesh.device)
+        comm.all_reduce(flags, mesh.group(WORLD), "control", op="max")
+        return [bool(flag) for flag in flags.tolist()]
 
     def _passed(self, step: int) -> int:
         if self._undone is not None and step >= self._undone.step:
@@ -255,8 +245,7 @@ class _Watch(CorruptionWatch):
         """Return whether the known answer is still wrong, when a fault was found in computing. Collective."""
         if not (judged.ranks and judged.in_computing):
             return False
-        differing, _ = self._asked_again(range(NUM_BATCHES))
-        return self._anyone(differing != ([], []))
+        return any(self._anyone([_is_wrong(self._asked_again())]))
 
     def _broken(self, step: int, judged: Verdict, found: list[Evidence]) -> CorruptionError:
         """Return the error that ends the run. The rank that is wrong raises it as the cause, the others as victims."""
@@ -297,3 +286,8 @@ class _Watch(CorruptionWatch):
     def _say(self, text: str) -> None:
         if self._context.console_owner:
             print(text, flush=True)
+
+
+def _is_wrong(answer: Answer) -> bool:
+    (given, results), _ = answer
+    return bool(given or results)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.pool import ROOT
+from tests.servants import ROOT
 
 PRELUDE = """
 import threading, numpy
