@@ -4,8 +4,10 @@
     python -m benchmarks.emulated --case all_reduce --cluster ethernet_25g
 
 all_reduce: seconds of one all-reduce of fp32 numbers, as the ranks of a run see it, beside those that the links of the
-emulated cluster are predicted to take. steps: seconds that a rank of a training run waits for others in a step, beside
-those predicted for its collectives. Both predictions are those of `parallelrun plan` (plan/step_time).
+emulated cluster are predicted to take, with the latency of a small message between two of its hosts, measured in the
+same run: it is that of this machine and its load, and of netem where the kernel has it. steps: seconds that a rank of a
+training run waits for others in a step, beside those predicted for its collectives. Both predictions are those of
+`parallelrun plan` (plan/step_time).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from parallelrun.plan.structure import Collective, Plan
 WITHIN = 0.15
 SIZES = {"1M": 2**20, "4M": 2**22, "16M": 2**24, "64M": 2**26}
 REPEATED = {"1M": 9, "4M": 9, "16M": 7, "64M": 5}
-NAMED = "emulated.json"
+NAMED, LATENCY, MESSAGES = "emulated.json", "latency", 50
 # 6.3 million weights in few products, so that most of a step is communication
 MODEL = "model=gpt dataset=synthetic model.layers=2 model.hidden=512 model.heads=8 model.seq=16 steps=7"
 STEPS = {
@@ -56,7 +58,7 @@ SMALL = "model=gpt dataset=synthetic model.layers=2 model.hidden=32 model.heads=
 
 def exchange(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The worker of one rank: all-reduces of every size; rank 0 writes the seconds of each."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {LATENCY: [_latency(context) for _ in range(MESSAGES)]}
     for name, num_bytes in SIZES.items():
         numbers = torch.zeros(num_bytes // 4)  # zeros: summed again and again, other numbers would overflow
         for repeat in range(REPEATED[name] + 1):
@@ -73,6 +75,18 @@ def exchange(config: Config, plan: Plan, context: WorkerContext) -> int:
     return 0
 
 
+def _latency(context: WorkerContext) -> float:
+    """Seconds of a small message between the first two hosts: half a round trip. 0 on other ranks."""
+    number, first = torch.zeros(1), context.rank == 0
+    dist.barrier()
+    context.heartbeat(1, "step")
+    begin = time.perf_counter()
+    if context.rank < 2:
+        for sends in (first, not first):
+            (dist.send if sends else dist.recv)(number, 1 - context.rank)
+    return (time.perf_counter() - begin) / 2 if first else 0.0
+
+
 def _launched(words: str, cluster: str, worker: str = WORKER) -> tuple[Config, Plan, Path]:
     """Run a command with `emulate=true` to its end. Return its config, its plan and the run directory."""
     folder = Path(tempfile.mkdtemp())
@@ -85,10 +99,15 @@ def _launched(words: str, cluster: str, worker: str = WORKER) -> tuple[Config, P
     return composed.config, plan, folder / "run"
 
 
-def _links(config: Config, plan: Plan) -> tuple[Any, Rates]:
-    """The emulated cluster, and its rates. Ranks of a host share memory, which costs nothing beside these ports."""
+def _links(config: Config, plan: Plan, latency_s: float | None = None) -> tuple[Any, Rates]:
+    """The emulated cluster, and its rates. Ranks of a host share memory, which costs nothing beside these ports.
+
+    latency_s: of a message between hosts, if it was measured.
+    """
     network = emulation.network_of(config, plan, emulation.can_delay())
     cluster = replace(network.cluster(config.cluster), memory_gb_s=900.0, intra_gb_s=1000.0)
+    if latency_s is not None:
+        cluster = replace(cluster, latency_us=latency_s * 1e6)
     rates = rates_of(cluster, "fp32")
     assert rates is not None
     return cluster, rates
@@ -97,7 +116,9 @@ def _links(config: Config, plan: Plan) -> tuple[Any, Rates]:
 def _all_reduces(cluster: str) -> list[dict[str, Any]]:
     config, plan, folder = _launched(SMALL, cluster, "benchmarks.emulated:exchange")
     measured = json.loads((folder / NAMED).read_text())
-    emulated, rates = _links(config, plan)
+    latency_s = statistics.median(measured.pop(LATENCY))
+    print(f"a small message between hosts takes {latency_s * 1e6:.0f} us")
+    emulated, rates = _links(config, plan, latency_s)
     rows = []
     for name, seconds in measured.items():
         row = Collective("dp", "all_reduce", "gradients", 1, SIZES[name])

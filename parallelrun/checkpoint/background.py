@@ -8,23 +8,21 @@ which takes longer than the copy, and a process that uses CUDA cannot fork.
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from math import prod
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parallelrun import torch_private
+from parallelrun.background_thread import BackgroundThread
 from parallelrun.checkpoint.find import keep_last
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.checkpoint.store import write_parts
@@ -90,7 +88,7 @@ class BackgroundWriter:
         self._on_cuda = device.type == "cuda"
         self._timeout = timedelta(seconds=2 * timeout_s + 60)
         self._memory = HostMemory(pinned=self._on_cuda)
-        self._thread = _Thread()
+        self._thread = BackgroundThread("checkpoint")
         self._group: dist.ProcessGroup | None = None
         self._provided: Future[None] | None = None
         self._copied: Future[None] | None = None
@@ -159,37 +157,3 @@ class BackgroundWriter:
         pending, self._pending = self._pending, None
         assert pending is not None, "no save was started"
         pending.result()
-
-
-class _Thread:
-    """A thread that runs functions one after another, from the first on. It ends with the process, or with this object.
-
-    A failed rank must not wait for a disk or for peers, so the process does not wait for it. One thread for all saves:
-    who starts a thread waits until it runs, which takes many milliseconds where ranks share cores.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._runs = False
-
-    def run(self, function: Callable[[], None]) -> Future[None]:
-        """Run the function beside the caller. Return its end, with what it has raised."""
-        if not self._runs:
-            self._runs = True
-            threading.Thread(target=_run_jobs, args=(self._jobs,), name="checkpoint", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
-        future: Future[None] = Future()
-        self._jobs.put((function, future))
-        return future
-
-
-def _run_jobs(jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        function, future = job
-        try:
-            function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        del job, function, future  # they hold the tensors of the save

@@ -40,7 +40,8 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
         what = "the servers of strategy.data.kind=ps save their own state, and only to the disk"
         raise ConfigError(Problem(what, _KEY, f"{_KEY}=0", kind="unread"))
     if attached is not None:
-        what = "checkpoints in memory are kept by parallelrun's own launcher, and another one has started these ranks"
+        what = "checkpoints in memory are kept by a launcher that outlives the ranks of its one host; these ranks were "
+        what += "started over several hosts, where nothing outlives a failed attempt, or by another launcher"
         raise EnvironmentProblem(Problem(what, _KEY, f"{_KEY}=0"))
     if not os.access(PARENT, os.W_OK):
         raise EnvironmentProblem(Problem(f"{PARENT}, the memory in which checkpoints are kept, is absent", _KEY))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.engine import SAFETY_S, STALLED_S, Engine, PendingOperation
 from parallelrun.shared_memory.process import ANY, Peer
+from parallelrun.shared_memory.reductions import Reduction
 from parallelrun.shared_memory.shared_collective import SharedCollective
 from parallelrun.shared_memory.tensors import as_bytes, num_bytes_of
 
@@ -90,6 +92,11 @@ class GlooLink:
         self.num_bytes += sum(leaving) - leaving[self.group.rank()]
         work = self.group.alltoall_base(received, sent, list(arriving), list(leaving))
         return GlooOperation(self._engine, work, (received, sent))
+
+    def add(self, tensor: Tensor) -> GlooOperation:
+        """Set a contiguous tensor to its sum over all members, around a ring."""
+        self.num_bytes += 2 * (self.group.size() - 1) * num_bytes_of(tensor) // self.group.size()
+        return GlooOperation(self._engine, self.group.allreduce([tensor]), (tensor,))
 
     def broadcast(self, tensor: Tensor, root: int) -> GlooOperation:
         """Send a contiguous tensor of member `root` to all others."""
@@ -171,6 +178,16 @@ class Chain:
 
     def __str__(self) -> str:
         return f"{self.name} of {self.num_bytes} bytes over several hosts"
+
+
+def sum_around_ring(link: GlooLink, flat: Tensor, reduction: Reduction) -> Chain:
+    """Return the all-reduce of large tensors among more than two hosts of one rank each.
+
+    A port has one stream then. Parts that are exchanged at once leave ports idle at the end (benchmarks/emulated.py).
+    """
+    nothing: Stage = tuple  # first stages have no order among the chains, and the link needs one
+    total = partial(reduction.total, flat, [flat], link.group.size())
+    return Chain("all_reduce", num_bytes_of(flat), (nothing, lambda: [link.add(flat)], lambda: total() or ()))
 
 
 def together(stages: Iterable[Stage]) -> list[PendingOperation]:

@@ -1,8 +1,9 @@
 """Collectives of a group over several hosts: through shared memory within a host, over gloo between hosts.
 
 Sums are first over the ranks of each host, in rank order, then over the hosts in theirs, on one rank, which distributes
-the result. So all ranks have the same bits, in every run. 16-bit sums are carried in fp32 and rounded once. Each lane
-(see `hosts`) moves its share of the bytes: of an all-reduce of n bytes over H hosts with L lanes, 2 n (H - 1) / H / L.
+the result; large fp32 and fp64 all-reduces among hosts of one rank are gloo's. All ranks have the same bits, in every
+run. 16-bit sums are carried in fp32 and rounded once. Each lane (see `hosts`) moves its share of the bytes: of an
+all-reduce of n bytes over H hosts with L lanes, 2 n (H - 1) / H / L.
 
 A reduce is an all-reduce. Gather and scatter are all-to-alls with empty parts.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallelrun.shared_memory.arena import aligned
-from parallelrun.shared_memory.chains import Chain, GlooLink, Stage, issue, together
+from parallelrun.shared_memory.chains import Chain, GlooLink, Stage, issue, sum_around_ring, together
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import PendingOperation
@@ -71,6 +72,8 @@ class HierarchicalCollectives:
         flat = tensor.view(-1)
         if self._hosts.is_even and num_bytes_of(flat) <= SMALL:
             return self._all_reduce_at_once(flat, reduction)
+        if self._lane and self._num_ranks == self._num_hosts > 2 and reduction.is_plain_sum(flat.dtype):
+            return sum_around_ring(self._lane, flat, reduction)
         return self._all_reduce_by_parts(flat, reduction)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Chain:

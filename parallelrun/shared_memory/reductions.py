@@ -70,6 +70,10 @@ class Reduction:
         if self._is_mean and len(sources) > 1:
             output.div_(len(sources))
 
+    def is_plain_sum(self, dtype: torch.dtype) -> bool:
+        """Return whether partial results are sums in `dtype`, fp32 or fp64."""
+        return self._combine is torch.add and dtype in (torch.float32, torch.float64)
+
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of a reduction over some ranks of a group."""
         return torch.float32 if self._in_fp32 else dtype
@@ -79,7 +83,7 @@ class Reduction:
         self._accumulate(output, sources)
 
     def total(self, output: Tensor, partials: Sequence[Tensor], num_sources: int) -> None:
-        """Set `output`, none of `partials`, to their reduction in their order; means are over `num_sources`.
+        """Set `output`, none of several `partials`, to their reduction in their order; means are over `num_sources`.
 
         16-bit sums are rounded here, once.
         """
