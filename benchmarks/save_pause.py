@@ -36,8 +36,8 @@ from parallelrun.train.timing import StepClock
 
 BAR = 0.05
 WORDS = (
-    "model=gpt dataset=synthetic model.layers=6 model.hidden=512 model.heads=8 model.seq=64 "
-    "strategy=ptdp dp=2 tp=2 global_batch=16"
+    "model=gpt dataset=synthetic model.layers=6 model.hidden=512 model.heads=8 model.seq=16 "
+    "strategy=ptdp dp=2 tp=2 global_batch=4"
 )
 CASES = {"fp32": "", "bf16": "precision=bf16"}
 NAMED = "save_pause.json"

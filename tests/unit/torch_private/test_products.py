@@ -178,3 +178,9 @@ def test_other_processors_keep_torchs_products(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(products, "is_faster", lambda: False)
     with torch_private.torchs_own_products():
         assert not torch_private.use_fast_products()
+
+
+def test_products_that_are_all_too_small_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "is_faster", lambda: True)
+    with torch_private.torchs_own_products():
+        assert not torch_private.use_fast_products(products.SMALLEST - 1)
