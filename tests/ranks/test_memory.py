@@ -248,8 +248,8 @@ FULL_MATRIX = (
     "gpipe", "latent full", "latent selective bf16", "latent tp sequence", "latent zero bubble", "latent dropout",
     "gpt selective", "gpt fp64", "fsdp bf16", "latent tp", "zero bubble", "horovod ring", "moe ep full", "ddp x 1f1b",
     "2d llama selective", "zero2 x 1f1b", "latent fsdp x 1f1b", "hsdp llama bf16", "packed pipeline full",
-    "tp sequence llama full", "resnet bf16", "resnet x zero bubble", "bottleneck zero1", "vgg x 1f1b",
-    "zero1 x zero bubble, few tokens", "zero2 x zero bubble, few tokens",
+    "tp sequence llama full", "resnet bf16", "resnet x zero bubble", "alexnet fsdp", "bottleneck zero1", "vgg x 1f1b",
+    "zero1 x zero bubble, few tokens", "zero2 x zero bubble, few tokens", "moe zero1 x ep x 1f1b",
 )  # fmt: skip
 if not FULL_RUN:  # of four microbatches without a pipeline, the last two only repeat the second
     PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if name not in FULL_MATRIX}

@@ -187,7 +187,8 @@ class BlockwiseContext(ContextStrategy):
         return 0, 0
 
     def passing_bytes(self, plan: Plan) -> int:
-        """Of rank 0, which holds most. Beside those: the sums of its queries' gradients, the gradients of one block."""
+        """Of rank 0, which holds most. Beside those: the sums of its queries' gradients. The gradients of one block are
+        as large as those that attention gives when they are gone."""
         compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
         rows, heads, _ = part_of(plan)
         queries = rows * heads * head_dim(plan)
@@ -196,8 +197,8 @@ class BlockwiseContext(ContextStrategy):
         if (size := plan.mesh.size(AXIS) // self.head_ranks) == 1:
             return exchanged
         blocks, sums = self.held_numel(size, numel)
-        of_a_block = numel + queries + (3 * queries if numel < 2 * queries else 0)  # heads are repeated for the kernel
-        return max(exchanged, (blocks + of_a_block) * compute + (sums + queries) * accurate)
+        repeated = 3 * queries if numel < 2 * queries else 0  # heads, for the kernel
+        return max(exchanged, (blocks + repeated) * compute + (sums + queries) * accurate)
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the messages of the attention of rank 0's stages."""

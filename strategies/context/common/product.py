@@ -118,7 +118,9 @@ class BlockwiseAttention(torch.autograd.Function):
                 found = block_gradients(grads[0], query, keys, values, out, lse, tile, dropped)
                 grad_query[tile.samples, :, tile.query] += found[0]
                 parts.append((tile, found[1], found[2]))
+                del found  # else it would live beside the next block's
             sums.add(source, parts)
+            del parts
         grad_key, grad_value = sums.own().to(own.dtype)
         return grad_query.to(query.dtype), grad_key, grad_value, None
 
