@@ -99,7 +99,9 @@ def read(argv: list[str]) -> CommandLine:
     overrides, found = override_checks.read(given, multirun, COMMAND_LINE, presets.user_groups([*flags, *given]))
     problems += found
     if problems:
-        raise ConfigError(*problems)
+        from parallelrun.cli import remaining
+
+        raise ConfigError(*problems, *remaining.problems(overrides, [*flags, *given], problems))
     switches: dict[str, Any] = dict.fromkeys(switched, True)
     return CommandLine(
         verb, tuple(overrides), tuple(flags), multirun=multirun, host_ranks=host_ranks, ssh=ssh, **switches

@@ -15,10 +15,12 @@ import traceback
 from collections.abc import Sequence
 
 from parallelrun import reserve
-from parallelrun.config.keys import GROUPS, nearest, nearest_keys
+from parallelrun.config import presets
+from parallelrun.config.keys import GROUPS, example, known_keys, nearest, nearest_keys
 from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain
 
 _SHOWN = 20
+_NO_HOME = "Could not determine home directory."  # raised by Path.expanduser
 _PLUGINS = {  # the packages of Hydra's own plug-ins (https://hydra.cc/docs/plugins), by option
     "optuna": "hydra-optuna-sweeper",
     "ax": "hydra-ax-sweeper",
@@ -67,6 +69,10 @@ def translate(error: Exception) -> ParallelrunError | None:
     for link in chain:
         if isinstance(link, ParallelrunError):
             return link
+    if isinstance(error, RuntimeError) and str(error) == _NO_HOME:
+        return ConfigError(
+            Problem("a path begins with ~ and the name of a user who has no home", "command line", "./~...")
+        )
     for link in chain:  # a group's YAML file in a folder of the user's own
         if (mark := getattr(link, "problem_mark", None)) is not None:
             what = f"not YAML: {getattr(link, 'problem', None) or link}"
@@ -130,8 +136,7 @@ def _missing(error: BaseException) -> ConfigError:
         return ConfigError(Problem(f"{group}={name}: no such {group}", group, " or ".join(close), command))
     if group.split("/")[0] not in GROUPS:
         return ConfigError(Problem(_first_lines(str(error)), wanted or "configuration", " or ".join(close)))
-    what = f"{group}={name}: no such {group}"
-    return ConfigError(Problem(what, group, ", ".join(close), f"parallelrun ls {group}"))
+    return ConfigError(presets.unknown(group, name, options))
 
 
 def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
@@ -152,8 +157,9 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
         name = key or unknown[1] or unknown[2]
         suggestion = ", ".join(nearest_keys(name))
         return ConfigError(Problem(f"{name}: no such key", "configuration", suggestion, "parallelrun --help"))
+    known = known_keys().get(key.partition("[")[0])
     what = cause if "merging override" not in first else f"{first.replace('Error merging override ', '')}: {cause}"
-    return ConfigError(Problem(what, key or "configuration"))
+    return ConfigError(Problem(what, key or "configuration", example(known) if known else ""))
 
 
 def _full_key(chain: list[BaseException]) -> str:

@@ -104,9 +104,12 @@ def placed(slots: Mapping[str, int], num_ranks: int) -> tuple[HostRanks, ...]:
 def _listed(file: Path) -> str:
     """The hosts of a file as in -H: `name`, `name:8` (Horovod) or `name slots=8` (OpenMPI, DeepSpeed) on each line."""
     try:
+        if not (file.is_file() or file.parent == Path("/dev/fd")):  # `--hostfile <(...)`; a pipe without writer blocks
+            raise OSError("there is no such file")
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(f"--hostfile {file}: cannot be read ({error})", COMMAND_LINE)) from error
+        what = f"--hostfile {file}: cannot be read ({error})"
+        raise ConfigError(Problem(what, COMMAND_LINE, "--hostfile FILE, with `h1 slots=4` on each line")) from error
     found, problems = [], []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()

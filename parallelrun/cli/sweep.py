@@ -68,6 +68,10 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
         rows = sweep_rows.read(directory)
         if failure is not None and not any(row.get("invocation") == invocation for row in rows):
             raise failure
+        if not (rows or stopped):
+            raise ConfigError(
+                Problem("the sweep has no points: one of its keys has no values", "command line", "tp=1,2")
+            )
         if planned:
             rows = _show_plans(rows, line.json)
         elif rows:
@@ -140,17 +144,20 @@ class _Sweep:
             key = composed.config.sweep.objective
             row["config_sha256"] = identity(composed.config)
             row |= self._resolve_and_run(composed, row, attached, held)
-        except ConfigError as error:
-            names = ("what", "where", "suggestion", "kind")
-            problems = [{name: getattr(problem, name) for name in names} for problem in error.problems]
-            row |= {"state": "skipped", "exit_code": error.exit_code, "reason": str(error), "problems": problems}
-            if self.line.verb != "plan":  # whose table comes at once, with the reasons below it
-                self._say(f"point {number}: skipped: {error.problems[0].what}")
         except Exception as error:
             known = errors.translate(error) or error
+            if isinstance(known, ConfigError):
+                return row | self._skipped(number, known), key
             code = errors.report(known, self.line.verbose)
             row |= {"state": "failed", "exit_code": code, "reason": str(known) or type(known).__name__}
         return row, key
+
+    def _skipped(self, number: int, error: ConfigError) -> dict[str, Any]:
+        names = ("what", "where", "suggestion", "kind")
+        problems = [{name: getattr(problem, name) for name in names} for problem in error.problems]
+        if self.line.verb != "plan":  # whose table comes at once, with the reasons below it
+            self._say(f"point {number}: skipped: {error.problems[0].what}")
+        return {"state": "skipped", "exit_code": error.exit_code, "reason": str(error), "problems": problems}
 
     def _objective(self, row: dict[str, Any], key: str | None) -> float:
         """The objective of the point, or of the point that it repeats. An unknown sweep.objective stops the sweep."""

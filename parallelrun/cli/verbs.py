@@ -130,6 +130,19 @@ def compose_line(line: CommandLine, attached: Attached | None) -> tuple[Composed
 
     None if Hydra has answered one of its own flags.
     """
+    try:
+        return _composed(line, attached)
+    except Exception as error:
+        from parallelrun.cli import remaining
+
+        words = [*line.flags, *(override.text for override in line.overrides)]
+        found = remaining.with_all(error, line.overrides, words)
+        if found is error:
+            raise
+        raise found from error
+
+
+def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, Path | None] | None:
     from parallelrun.config import compose
 
     prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)

@@ -9,8 +9,10 @@ import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 
-from parallelrun.config.strategy_keys import complete_class
+from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import complete_class, completed
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = {
@@ -103,6 +105,26 @@ def known_keys() -> dict[str, Key]:
 def sections() -> frozenset[str]:
     """The dotted names that hold keys: `model`, `strategy.data`, `eval`, ..."""
     return frozenset(name.rsplit(".", depth)[0] for name in known_keys() for depth in range(1, name.count(".") + 1))
+
+
+def default_of(name: str, otherwise: object) -> object:
+    """The schema's default of a key, or `otherwise` if it is null or no key."""
+    value = attrgetter(name)(completed(Config())) if name in known_keys() else None
+    return otherwise if value is None else value
+
+
+def example(key: Key) -> str:
+    """`key=value` with a legal value: the default, or the smallest one."""
+    if key.kind == "bool":
+        return f"{key.name}=true or {key.name}=false"
+    if key.is_of_presets:
+        return f"leave {key.name} out"
+    if key.kind not in ("int", "float", "str"):
+        found = default_of(key.name, None)
+        return f"{key.name}={str(found).replace(' ', '')}" if isinstance(found, (list, dict)) else ""
+    least = key.plausible[0] if key.plausible else max(key.least or 1, 1)
+    value = default_of(key.name, key.choices[0] if key.choices else "..." if key.kind == "str" else least)
+    return f"{key.name}={value:g}" if isinstance(value, float) else f"{key.name}={value}"
 
 
 def in_mapping(name: str) -> bool:

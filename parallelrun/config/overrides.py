@@ -17,6 +17,7 @@ from parallelrun.config.keys import (
     LIST_TEXTS,
     MAPPINGS,
     PATH_KEYS,
+    example,
     in_mapping,
     known_keys,
     nearest_keys,
@@ -101,9 +102,9 @@ def read(
         if override.is_hydra:
             continue
         if name in seen:
-            problems.append(Problem(f"{name} is given twice: {seen[name]} and {text}", where))
+            problems.append(Problem(f"{name} is given twice: {seen[name]} and {text}", where, text))
         seen[name] = text
-        problems += _check(override, where) if key not in own_groups else []
+        problems += check(override, where) if key not in own_groups else []
     return found, problems
 
 
@@ -119,7 +120,7 @@ def _accepts(key: str, value: str) -> bool:
         return value in presets.options(key)
     if key not in known_keys() or key in MAPPINGS:
         return False
-    return not _check(Override(f"{key}={value}", "", key, "", value, False), "")
+    return not check(Override(f"{key}={value}", "", key, "", value, False), "")
 
 
 def split(value: str) -> list[str]:
@@ -178,7 +179,8 @@ def quote(value: str, is_path: bool) -> str:
     return f"'{escaped}{trailing}'"
 
 
-def _check(override: Override, where: str) -> list[Problem]:
+def check(override: Override, where: str) -> list[Problem]:
+    """The problems of one override that can be found without composing."""
     key, text, value, known = override.key, override.text, override.value, known_keys().get(override.key)
     if override.sign == "~":
         return [_deletion(override, where)]
@@ -199,7 +201,8 @@ def _check(override: Override, where: str) -> list[Problem]:
         return [Problem(f"{text}: several names are a list", where, f"{text.partition('=')[0]}=[{value}]")]
     opening = "[" if key in MAPPINGS else "[{"
     if known.kind not in ("list", "dict") and value[:1] and value[0] in opening:
-        return [Problem(f"{text}: {key} takes one value, not a {'list' if value[0] == '[' else 'mapping'}", where)]
+        what = f"{text}: {key} takes one value, not a {'list' if value[0] == '[' else 'mapping'}"
+        return [Problem(what, where, example(known))]
     checked = [one for one in override.values if not one.startswith(("${", "[", "{")) and not _SWEEP_CALL.match(one)]
     found = [trap(known, unquoted(one).strip(), where) for one in checked]  # Hydra checks the others
     return [one for problem in found if problem for one in _several(override, where) or [problem]]

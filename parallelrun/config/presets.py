@@ -63,13 +63,19 @@ def options(group: str) -> list[str]:
     return sorted({path.stem for path in (folder() / group).glob("*.yaml")} | (own if group == CLUSTER else set()))
 
 
+def unknown(group: str, name: str, known: Sequence[str]) -> Problem:
+    """The problem of a name that is not one of the group's options."""
+    close = nearest(name, known) or list(known[:8])
+    suggestion = " or ".join(f"{group}={option}" for option in close)
+    return Problem(f"{group}={name}: no such {group}", group, suggestion, f"parallelrun ls {group}")
+
+
 def values(group: str, name: str) -> dict[str, Any]:
     """The content of an option. Raises ConfigError for an unknown name."""
     import yaml
 
     if name not in options(group):
-        suggestion = " or ".join(f"{group}={option}" for option in nearest(name, options(group)))
-        raise ConfigError(Problem(f"{group}={name}: no such {group}", group, suggestion, f"parallelrun ls {group}"))
+        raise ConfigError(unknown(group, name, options(group)))
     path = own_file(group, name) or folder() / group / f"{name}.yaml"
     found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return found

@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from functools import reduce
 
-from parallelrun.config.keys import Key
+from parallelrun.config.keys import Key, example
 from parallelrun.errors import Problem
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)$")
@@ -18,7 +18,8 @@ _BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True,
 def trap(key: Key, text: str, where: str) -> Problem | None:
     """The problem with `text` (as typed, without quotes) as a value of `key`, or None. where: for the message."""
     if text.lower() in ("null", "~"):
-        return None if key.optional else Problem(f"{key.name} cannot be null", where)
+        fix = "" if key.kind == "list" else example(key)  # `tracker.use` has a short name
+        return None if key.optional else Problem(f"{key.name} cannot be null", where, fix)
     if key.kind not in ("int", "float", "bool"):
         return None
     if text.lower() in ("none", "auto", "") and key.optional:
@@ -45,9 +46,13 @@ def string_trap(key: Key, text: str, where: str) -> Problem | None:
 def _number(key: Key, text: str, where: str) -> Problem | None:
     shape, kind = f"{key.name}={text}", "a whole number" if key.kind == "int" else "a number"
     if key.kind == "int" and len(text) > _LONGEST:
-        return Problem(f"{key.name}={text[:_LONGEST]}...: out of range, at most {_LARGEST}", where)
+        return Problem(f"{key.name}={text[:_LONGEST]}...: out of range, at most {_LARGEST}", where, example(key))
     if key.kind == "int" and _INTEGER.match(text):
-        return Problem(f"{shape}: out of range, at most {_LARGEST}", where) if abs(int(text)) > _LARGEST else None
+        return (
+            Problem(f"{shape}: out of range, at most {_LARGEST}", where, example(key))
+            if abs(int(text)) > _LARGEST
+            else None
+        )
     parsed = _ambiguous_number(text)
     if parsed is not None:
         digits = text.lstrip("+-")
@@ -56,17 +61,17 @@ def _number(key: Key, text: str, where: str) -> Problem | None:
         what = f"{shape}: parsed as {parsed} from {text}; write {' or '.join(fixes)}"
         return Problem(what, where, f"{key.name}={fixes[0]}")
     if text.lower() in _BOOLEANS:
-        return Problem(f"{shape}: a boolean, but {key.name} is {kind}", where)
+        return Problem(f"{shape}: a boolean, but {key.name} is {kind}", where, example(key))
     try:
         number = float(text[1:] if text.lower() in (".inf", ".nan") else text)
     except ValueError:
-        return Problem(f"{shape}: not {kind}", where)
+        return Problem(f"{shape}: not {kind}", where, example(key))
     if key.kind == "float":
         return None
     if not abs(number) <= _LARGEST:
-        return Problem(f"{shape}: out of range for a whole number", where)
+        return Problem(f"{shape}: out of range for a whole number", where, example(key))
     if number != int(number):
-        return Problem(f"{shape}: must be a whole number", where)
+        return Problem(f"{shape}: must be a whole number", where, example(key))
     return Problem(f"{shape}: must be a whole number; write {int(number)}", where, f"{key.name}={int(number)}")
 
 
@@ -74,7 +79,7 @@ def _boolean(key: Key, text: str, where: str) -> Problem | None:
     if text.lower() in _BOOLEANS:
         return None
     read_as = f"parsed as true from {text}; " if re.match(r"[+-]?[0-9]+$", text) and int(text) != 0 else ""
-    return Problem(f"{key.name}={text}: {read_as}write true or false", where)
+    return Problem(f"{key.name}={text}: {read_as}write true or false", where, example(key))
 
 
 def _ambiguous_number(text: str) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from parallelrun.routing_log import NUMBERS_WRITTEN
 from parallelrun.wording import counted, gib
 
 CROWDED = 8  # ranks per core beyond which a run mostly waits
+PACKED_COMPILE = (2, 12)  # the first torch whose compiler takes DocumentBounds as an argument
 _ROW_BYTES = 512  # per step in metrics.jsonl: measured 300 to 450
 _NUMBER_BYTES = 6  # in routing.jsonl, which has two numbers per expert, layer and step
 
@@ -32,6 +34,8 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
         what = f"{attached.source} started {attached.world} ranks, the plan has {plan.world}"
         fix = f"degrees whose product is {attached.world}, or {plan.world} ranks"
         raise ConfigError(Problem(what, "world", fix, kind="arithmetic"))
+    if config.compile and plan.spec.packed:
+        refuse_packed_compile(version("torch"))
     compiler = os.environ.get("CXX") or "g++"  # torch's inductor generates C++ for the CPU
     if config.compile and plan.device == "cpu" and shutil.which(compiler.split()[0]) is None:
         what = f"compile=true on the CPU needs a C++ compiler, and there is no {compiler}"
@@ -46,6 +50,20 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
         return crowding(plan.world, host_cores()) if one_host else []
     notes = emulation.check(config, plan)
     return [*crowding(plan.world, num_cores()), *check_memory(plan, available_bytes(), per_rank=False), *notes]
+
+
+def refuse_packed_compile(torch: str) -> None:
+    """Raise ConfigError if the compiler of this version of torch cannot take the documents of a sample as an argument.
+
+    It fails with "Unexpected type DocumentBounds"; hidden from it, the documents give wrong gradients.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", torch)
+    if numbers is None or tuple(map(int, numbers.groups())) >= PACKED_COMPILE:
+        return
+    needed = ".".join(map(str, PACKED_COMPILE))
+    what = f"compile=true with dataset.pack=true needs torch {needed}, and torch {torch} is installed"
+    fix = "compile=false or dataset.pack=false"
+    raise ConfigError(Problem(what, "compile", fix, f"pip install 'torch>={needed}'"))
 
 
 def crowding(world: int, cores: int) -> list[str]:

@@ -42,12 +42,9 @@ class BatchRules:
         return batch.micro_batch % self.parts == 0 and not self.violations(batch) and self.suits(batch)
 
 
-def fill(
-    config: Config, dp: int, pp: int, rules: BatchRules, filled: list[str], problems: list[Problem]
-) -> BatchSizes | None:
-    """The batch, or None with the violations appended to `problems`. Unset counts are filled by the module's rule."""
-    before = len(problems)
-    keys = ("global_batch", "local_batch", "micro_batch", "microbatches")
+def check(config: Config) -> list[Problem]:
+    """Return the violations that do not depend on the degrees."""
+    keys, problems = ("global_batch", "local_batch", "micro_batch", "microbatches"), []
     asked = {key: value for key in keys if (value := getattr(config, key)) is not None}
     for one, other in (keys[:2], keys[2:]):
         if {one, other} <= asked.keys():
@@ -56,7 +53,16 @@ def fill(
     for key, value in asked.items():
         if type(value) is not int or value < 1:
             problems.append(Problem(f"{key}={value} is not a whole number of at least 1", key, f"{key}=1"))
-    if len(problems) > before:
+    return problems
+
+
+def fill(
+    config: Config, dp: int, pp: int, rules: BatchRules, filled: list[str], problems: list[Problem]
+) -> BatchSizes | None:
+    """The batch, or None with the violations appended to `problems`. Unset counts are filled by the module's rule."""
+    found = check(config)
+    problems += found
+    if found:
         return None
     if config.local_batch is not None:
         global_batch = config.local_batch * dp

@@ -38,7 +38,7 @@ def fill(
     """
     before = len(problems)
     device = device_of(config, gpus)
-    degrees, asked = Degrees(servers=servers, device=device), _asked(config, problems)
+    degrees, asked = Degrees(servers=servers, device=device), read(config, problems)
     if cluster is None:
         degrees.servers = _enough_servers(config, asked, world, servers, degrees.filled)
     target, source = target_world(asked["world"], world, degrees.servers, cluster, problems)
@@ -68,7 +68,7 @@ def fill(
     return degrees
 
 
-def _asked(config: Config, problems: list[Problem]) -> dict[str, int | None]:
+def read(config: Config, problems: list[Problem]) -> dict[str, int | None]:
     """The degrees and the world that the user set; None, with the violation appended, for those that are illegal."""
     asked = {axis: getattr(config, axis) for axis in (*AXES, "ep", "world")}
     for key, value in asked.items():

@@ -8,7 +8,7 @@ from parallelrun.config.strategy_keys import completed, narrowed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import batch as batches
-from parallelrun.plan import cluster_spec, expert_axes, filling, partition, routing, rules, shorthands
+from parallelrun.plan import cluster_spec, expert_axes, filling, independent, partition, routing, rules, shorthands
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import LARGEST, Degrees
 from parallelrun.plan.draft import PlanDraft
@@ -49,9 +49,8 @@ def solve(
     config: Config, given: frozenset[str], world: int | None, gpus: int | None, sweep: bool
 ) -> Plan | list[Problem]:
     """Return the plan, or every violation. config: with the keys of all strategies."""
-    problems = rules.too_large(config)
-    if problems:
-        return problems
+    if rules.too_large(config):
+        return independent.violations(config, given)
     notes = routing.kept(config)
     folded, problems = shorthands.fold(config, given)
     problems += rules.check(folded)
@@ -82,6 +81,8 @@ def solve(
     if spec is None or unsplit or not degrees.sound or not known_strategies:
         if degrees.sound:
             batches.fill(config, degrees.dp, degrees.pp, batches.BatchRules(), degrees.filled, problems)
+        else:
+            problems += batches.check(config)
         return list(dict.fromkeys(problems))
     said = (*(problem.what for problem in unread), *notes)
     solved = PlanDraft.of(config, spec, degrees).solve(problems, said)

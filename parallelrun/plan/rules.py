@@ -10,9 +10,8 @@ from operator import attrgetter, ge, gt, le, lt
 from typing import Any
 
 from parallelrun.config.cluster_schema import ClusterConfig
-from parallelrun.config.keys import Key, known_keys
+from parallelrun.config.keys import Key, default_of, known_keys
 from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import completed
 from parallelrun.config.units import implausible, plausible_range
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
@@ -44,7 +43,8 @@ def too_large(config: Config) -> list[Problem]:
         numbers = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
         if any(type(number) is int and number > most for number in numbers):
             what = f"{name}={value} is too large to plan with: at most {most}"
-            problems.append(Problem(what, name, kind="arithmetic"))
+            fix = f"{name}={most}" if key.kind == "int" else ""
+            problems.append(Problem(what, name, fix, kind="arithmetic"))
     return problems
 
 
@@ -187,7 +187,7 @@ def _outside(key: Key, name: str, value: Any) -> list[Problem]:
         if key.least is None or (type(value) is int and value >= key.least):  # True and 2.0 are not whole numbers
             return []
         what = f"{name}={value} is not a whole number of at least {key.least}"
-        return [Problem(what, name, f"{name}={_default(name, max(int(key.least), 1))}")]
+        return [Problem(what, name, f"{name}={default_of(name, max(int(key.least), 1))}")]
     bounds = ("at least", ge, key.least), ("above", gt, key.above), ("at most", le, key.most), ("below", lt, key.below)
     limits = [(word, holds, bound) for word, holds, bound in bounds if bound is not None]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
@@ -201,22 +201,18 @@ def _outside(key: Key, name: str, value: Any) -> list[Problem]:
             inside = -value
     if key.most == 1 and is_number and 1 < value <= 100:
         return [Problem(f"{what}; {value:g} % are {value / 100:g}", name, f"{name}={value / 100:g}")]
-    return [Problem(what, name, f"{name}={_default(name, inside)}")]
-
-
-def _default(key: str, otherwise: object) -> object:
-    """The schema's default of `key`, or `otherwise` if it is null."""
-    value = attrgetter(key)(completed(Config())) if key in known_keys() else None
-    return otherwise if value is None else value
+    return [Problem(what, name, f"{name}={default_of(name, inside)}")]
 
 
 def _profile(config: Config) -> list[Problem]:
     """Check that the steps to profile are steps of the run."""
     wrong = [step for step in config.profile if type(step) is not int or not 1 <= step <= config.steps]
-    if not wrong or type(config.steps) is not int or config.steps < 1:
+    if type(config.steps) is not int or config.steps < 1:
+        wrong = [step for step in wrong if type(step) is not int or step < 1]
+    if not wrong:
         return []
     what = f"profile={list(config.profile)}: {wrong[0]} is not one of the steps 1 to {config.steps}"
-    return [Problem(what, "profile", f"profile=[{min(3, config.steps)}]")]
+    return [Problem(what, "profile", f"profile=[{min(3, max(config.steps, 1))}]")]
 
 
 def _peaks(given: Any) -> list[Problem]:

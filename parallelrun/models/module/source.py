@@ -21,6 +21,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem, with_article
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
+from parallelrun.models.module.spec import named
 from parallelrun.models.vision.batch_norm import BatchNorm
 
 REPLACED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -35,10 +36,7 @@ ROLES: dict[str, tuple[type, ...]] = {
 
 def load(source: str | None) -> Callable[..., nn.Module]:
     """The function that `file.py:function` or `package.module:function` names. Raises ConfigError."""
-    if not source or ":" not in source:
-        what = f"model.source={source}: it must name a function that builds an nn.Module"
-        raise ConfigError(Problem(what, "model.source", "model.source=./net.py:build"))
-    path, _, name = source.rpartition(":")
+    path, name = named(source)
     try:
         module = _from_file(Path(path).expanduser()) if path.endswith(".py") else importlib.import_module(path)
     except Exception as error:  # the user's code may raise anything

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from parallelrun.config.schema import Config
 from parallelrun.definitions import ModelDefinition
+from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
+
+
+def named(source: str | None) -> tuple[str, str]:
+    """(file or module, function) of `model.source`. Raises ConfigError, before torch is imported."""
+    path, colon, name = (source or "").rpartition(":")
+    if not colon:
+        what = f"model.source={source}: it must name a function that builds an nn.Module"
+        raise ConfigError(Problem(what, "model.source", "model.source=./net.py:build"))
+    return path, name
 
 
 class UserModuleDefinition(ModelDefinition):
     """See the package's docstring for the contract with the user's module."""
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
+        named(config.model.source)
         from parallelrun.models.module.inspection import read_spec
 
         return read_spec(config, vocab)

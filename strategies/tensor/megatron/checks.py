@@ -24,7 +24,9 @@ def check(request: Request, wanted: bool) -> list[Problem]:
     misfits = _misfits(request.spec, request.tp)
     if not misfits:
         return problems
-    legal = [tp for tp in range(1, 4 * request.tp) if _fits(request.spec, tp, wanted)]
+    key, size, _ = misfits[0]  # a legal tp divides it; kv heads may be fewer than tp, which then divides the heads
+    possible = divisors(request.spec.heads if key == "model.kv_heads" else size)
+    legal = [tp for tp in possible if tp < 4 * request.tp and _fits(request.spec, tp, wanted)]
     fix = either("tp", nearest(request.tp, legal))
     for key, size, what in misfits:
         legal_sizes = nearest(size, _legal_sizes(key, size, request.spec, request.tp))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from parallelrun.errors import EnvironmentProblem
+from parallelrun.errors import ConfigError, EnvironmentProblem
 from parallelrun.launch import preflight, rank
 from parallelrun.launch.environment import Attached
 from tests.plans import tiny_config, tiny_plan
@@ -98,3 +99,19 @@ def test_more_memory_than_there_is_is_refused_with_numbers(monkeypatch):
 def test_another_launcher_s_world_must_be_the_plan_s():
     with pytest.raises(preflight.ConfigError, match="torchrun started 3 ranks, the plan has 2"):
         preflight.check(tiny_config(dp=2), tiny_plan(dp=2), Attached(0, 3, 0, "127.0.0.1", 1, "torchrun", "x"))
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.9.1"])
+def test_an_old_compiler_takes_no_packed_samples(version, monkeypatch):
+    monkeypatch.setattr(preflight, "version", lambda name: version)
+    packed = {"compile": True, "dataset.pack": True}
+    with pytest.raises(ConfigError, match=rf"needs torch 2\.12, and torch {re.escape(version)} is installed") as found:
+        preflight.check(tiny_config(packed), tiny_plan(packed), None)
+    assert found.value.problems[0].suggestion == "compile=false or dataset.pack=false"
+    for one in ({"compile": True}, {"dataset.pack": True}):
+        preflight.check(tiny_config(one), tiny_plan(one), None)
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.13.0+cpu", "3.0", "unknown"])
+def test_a_newer_compiler_takes_them(version):
+    preflight.refuse_packed_compile(version)

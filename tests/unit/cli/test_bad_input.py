@@ -1,0 +1,108 @@
+"""Bad input: every mistake is said at once, with a fix, and nothing hangs or leaves a run directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from benchmarks import bad_input
+from benchmarks.bad_input_cases import Case, draw
+from benchmarks.bad_input_files import write_files
+from parallelrun.cli.main import main
+from strategies.tensor.megatron import checks
+
+
+def said(words: str, capsys) -> str:
+    assert main(words.split()) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("steps=x seed=-1", ["steps=x", "seed=-1"]),
+        ("model=gtp strategy=fdsp dropout=2 tp=0", ["model=gtp", "strategy=fdsp", "dropout=2", "tp=0"]),
+        ("recipe=quikstart tracker=zz layout=9d", ["recipe=quikstart", "tracker=zz", "layout=9d"]),
+        ("--nosuch micro_batch=-1 optimizer.betas=[2]", ["--nosuch", "micro_batch=-1", "optimizer.betas"]),
+        ("pp=0 micro_batch=-1", ["pp=0", "micro_batch=-1"]),
+        ("model.layers=99999999 pp=0 seed=-1", ["model.layers", "pp=0", "seed=-1"]),
+        ("profile=[0] steps=0", ["profile", "steps=0"]),
+        ("gpus=0 timeout_s=nan", ["gpus=0", "timeout_s=nan"]),
+    ],
+)
+def test_the_mistakes_of_all_stages_are_said_at_once(words, names, capsys):
+    text = said(words, capsys)
+    assert [name for name in names if f"error: {name}" not in text] == []
+
+
+def test_what_depends_on_a_wrong_key_is_not_said(capsys):
+    text = said("strategy=pps servers=1 staleness=2 nosuch=1", capsys)
+    assert text.count("error: ") == 2, text
+
+
+def test_an_option_of_the_users_own_folder_is_no_mistake(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: gpt\n")
+    text = said(f"--config-dir {tmp_path} model=mine tp=x", capsys)
+    assert text.count("error: ") == 1, text
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("tp=x", "tp=1"), ("steps=1.5", "steps=60"), ("compile=2", "compile=true or compile=false"),
+        ("optimizer.lr=null", "optimizer.lr=0.003"), ("device=[cpu]", "device=auto"), ("seed=1e400", "seed=1234"),
+        ("model.roles=null", "model.roles={}"), ("global_batch=99999999999", "global_batch=1048576"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_has_a_fix(words, fix, capsys):
+    assert f"did you mean: {fix}\n" in said(words, capsys)
+
+
+def test_a_hopeless_degree_is_refused_without_trying_every_other_one(monkeypatch, capsys):
+    tried, fits = [], checks._fits
+    monkeypatch.setattr(checks, "_fits", lambda spec, tp, wanted: tried.append(tp) or fits(spec, tp, wanted))
+    assert "tp=4" in said("plan strategy=tp tp=1000000", capsys)
+    assert len(tried) < 1000  # there were four million, in half a minute
+
+
+def test_a_host_file_that_never_ends_is_not_read(tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo")
+    assert "cannot be read" in said(f"--hostfile {tmp_path / 'fifo'}", capsys)
+    assert "cannot be read" in said("--hostfile /dev/zero", capsys)
+
+
+def test_a_home_that_does_not_exist_is_a_wrong_path(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text\n" * 99)
+    assert "begins with ~" in said("strategy=single dataset=text path=a.txt tokenizer=~nosuch/x", capsys)
+
+
+def test_a_sweep_says_what_is_wrong_with_it(capsys):
+    assert "has no points" in said("plan -m tp=glob(*)", capsys)
+    main(["plan", "-m", "strategy=single,ddp", "strategy.name=${oc.env:NOSUCH_VARIABLE}"])
+    assert "skipped: the environment variable NOSUCH_VARIABLE is not set" in capsys.readouterr().out
+
+
+def test_the_campaign_finds_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    had_torch = "torch" in sys.modules
+    with bad_input.nothing_starts():
+        for number in range(24):
+            case = draw(number, ("many", "one", "typo", "recipe")[number % 4])
+            before = bad_input.run_directories(tmp_path)
+            code, text, _ = bad_input.answer(case)
+            torch = "torch" in sys.modules and not had_torch
+            assert bad_input.defects(case, code, text, 0.0, torch) == [], (case, text)
+            assert code is None or bad_input.run_directories(tmp_path) == before, case
+
+
+def test_the_campaign_notices():
+    case = Case("", ("tp=x", "dp=y"), ("tp", "dp"))
+    assert bad_input.defects(case, 2, "error: tp=x\n  did you mean: tp=1\n", 0.1, False) == ["does not name dp"]
+    assert bad_input.defects(case, 2, "error: tp=x, dp=y\n", 0.1, False) == ["no fix"]
+    assert bad_input.defects(case, 1, "Traceback", 2.0, False) == ["exit 1", "traceback", "2.0 s"]
+    assert "imported torch" in bad_input.defects(case, 2, "error: tp dp\n  try: x", 0.1, True)
