@@ -10,6 +10,7 @@ import os
 from collections.abc import Set
 from dataclasses import fields, replace
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from parallelrun import registry
@@ -37,7 +38,10 @@ def family_at(path: str | Path) -> tuple[str, Any, dict[str, Any], Path]:
     file = Path(os.path.abspath(Path(path).expanduser()))
     file = file / CONFIG_FILE if file.is_dir() else file
     try:
-        if file.stat().st_size > _MAX_BYTES:
+        found = file.stat()
+        if not S_ISREG(found.st_mode):
+            raise ValueError("it is no file")
+        if found.st_size > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
         content = json.loads(file.read_bytes())
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,12 @@ def test_a_bad_file_is_exit_2_and_named(content, said, file, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert str(file) in error
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "config.json")
+    assert main(["plan", f"model.from_hf={tmp_path}"]) == 2
+    assert "it is no file" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_exit_2(tmp_path, capsys):
