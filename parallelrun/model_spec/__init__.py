@@ -9,49 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from parallelrun.model_spec.attention import LatentSpec
 from parallelrun.model_spec.backward import BlockBackward
+from parallelrun.model_spec.parameters import Initialiser, ParameterSpec, weight_and_bias
 from parallelrun.model_spec.router import RouterSpec
 
+__all__ = [
+    "SAMPLE_SET_ROLE",
+    "BlockSpec",
+    "Initialiser",
+    "LayerSpec",
+    "ModelSpec",
+    "Pair",
+    "ParameterSpec",
+    "weight_and_bias",
+]
+
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
-
-
-@dataclass(frozen=True)
-class Initialiser:
-    """kind: normal(0, std), zeros, ones, uniform(-std, std), or own (a user's module initialises itself, seeded)."""
-
-    kind: str
-    std: float = 0.0
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """One logical parameter of the one-device model. Logical parameters are never fused (wq, wk, wv are three).
-
-    heads: the number of attention heads in dim 0 (kv heads for wk, wv), None if it has none. frozen: it keeps its
-    initial or resumed values, without gradient and optimizer state.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    initialiser: Initialiser
-    layer_role: str
-    heads: int | None = None
-    frozen: bool = False
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-
-def weight_and_bias(
-    name: str, shape: tuple[int, ...], initialiser: Initialiser, role: str, bias: bool = True, heads: int | None = None
-) -> tuple[ParameterSpec, ...]:
-    """The parameters of a layer or of one of its outputs: a weight and, with `bias`, a zero bias over dim 0."""
-    weight = ParameterSpec(f"{name}.weight", shape, initialiser, role, heads)
-    return (weight, ParameterSpec(f"{name}.bias", shape[:1], Initialiser("zeros"), role, heads)) if bias else (weight,)
 
 
 @dataclass(frozen=True)
