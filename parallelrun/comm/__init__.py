@@ -106,11 +106,8 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", asyn
     if group.size == 1:
         return None
     if isinstance(group.process_group, SharedMemoryGroup):  # torch's checks take longer than a small sum
-        token = _LABEL.set(_known_label(group.axis, purpose, op))
-        try:
+        with _Labelled(_known_label(group.axis, purpose, op)):
             return group.process_group.all_reduce(tensor, _OPERATIONS[op], async_op)
-        finally:
-            _LABEL.reset(token)
     return _issue(dist.all_reduce, group, purpose, async_op, tensor, reduction=op, op=_OPERATIONS[op])
 
 

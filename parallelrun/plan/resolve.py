@@ -37,6 +37,8 @@ def resolve(
     solved = solve(config, given, world, gpus, sweep)
     if isinstance(solved, Plan):
         return solved
+    if rules.too_large(config):  # a trial would plan with the largest number that is allowed
+        raise ConfigError(*solved)
 
     def violations(changed: Config, key: str) -> list[Problem]:
         outcome = solve(changed, given | {key}, world, gpus, sweep)
