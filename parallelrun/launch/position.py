@@ -32,6 +32,7 @@ LOCKED = "holds Python's lock in native code"
 SILENT = "does not answer"
 _FRAME = re.compile(r'(?m)^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _APART_S, _MOST_LOOKS = 0.2, 5  # looks at a thread: one that computes may wait for a core that others use
+_SOON_S = 0.02  # between looks at one that computes
 _BUSY_S = 0.004  # of processor time between them, of a rank that computes
 
 
@@ -85,7 +86,7 @@ def own_position() -> Position:
         return Position(WAITS, stack, waits_for, issued)
     if used_s < _BUSY_S:
         return Position(SLEEPS, stack, None, issued)
-    in_call = frame is not None and _instruction(main) == first and _is_call(frame)
+    in_call = frame is not None and _is_call(frame) and _stays(main, first)
     return Position(COMPUTES if in_call else SPINS, stack, None, issued)
 
 
@@ -102,6 +103,15 @@ def _communication(frame: FrameType | None) -> tuple[PendingCollective | None, d
 def _instruction(thread: int) -> tuple[int, int] | None:
     frame = sys._current_frames().get(thread)
     return (id(frame.f_code), frame.f_lasti) if frame is not None else None
+
+
+def _stays(thread: int, instruction: tuple[int, int] | None) -> bool:
+    """Return whether a thread stands at this instruction at several looks: a loop may come back to it for one."""
+    for _ in range(_MOST_LOOKS):
+        if _instruction(thread) != instruction:
+            return False
+        time.sleep(_SOON_S)
+    return True
 
 
 def _is_call(frame: FrameType) -> bool:

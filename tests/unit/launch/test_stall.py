@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallelrun.launch import position, stall
-from parallelrun.launch.position import SLEEPS, SPINS, STOPPED, WAITS, PendingCollective, Position
+from parallelrun.launch.position import COMPUTES, SLEEPS, SPINS, STOPPED, WAITS, PendingCollective, Position
 from parallelrun.plan.mesh_shape import MeshShape
 
 MESH = MeshShape((("pp", 1), ("dp", 2), ("tp", 2)))
@@ -91,7 +92,11 @@ def spin() -> None:
         pass
 
 
-@pytest.mark.parametrize(("does", "expected"), [(spin, SPINS), (lambda: time.sleep(1.5), SLEEPS)])
+def compute() -> None:
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)  # seconds, without Python's lock
+
+
+@pytest.mark.parametrize(("does", "expected"), [(spin, SPINS), (compute, COMPUTES), (lambda: time.sleep(1.5), SLEEPS)])
 def test_a_rank_says_what_it_does_and_where(does, expected):
     told: list[Position] = []
 
