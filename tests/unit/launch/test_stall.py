@@ -110,3 +110,11 @@ def test_a_rank_says_what_it_does_and_where(does, expected):
     looking.join()
     assert told[0].activity == expected and "test_stall.py" in told[0].frames[0]
     assert position.from_json(json.loads(json.dumps(asdict(told[0])))) == told[0]
+
+
+@pytest.mark.parametrize(("looks", "stays"), [([1] * 9, True), ([1, 1, 2, 1, 1, 1, 1, 1, 1], False)])
+def test_a_loop_that_comes_back_to_one_call_does_not_stay_there(looks, stays, monkeypatch):
+    seen = iter(looks)
+    monkeypatch.setattr(position, "_instruction", lambda thread: (0, next(seen)))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert position._stays(0, (0, 1)) == stays

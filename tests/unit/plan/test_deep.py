@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -85,6 +86,16 @@ def test_every_whole_number_has_a_limit_that_is_told(key):
         for problem in caught.value.problems
     )
     assert time.process_time() - begun < 2
+
+
+def test_the_limit_is_suggested_without_planning_with_it(monkeypatch):
+    def planned(*_):
+        raise AssertionError("a plan with the largest number that is allowed takes seconds")
+
+    monkeypatch.setattr(sys.modules[resolve.__module__], "spec_of", planned)
+    with pytest.raises(ConfigError) as caught:
+        resolve(tiny_config({"model.layers": 2**63}))
+    assert [problem.suggestion for problem in caught.value.problems] == ["model.layers=10000"]
 
 
 def test_a_schedule_has_a_limit_that_is_told():

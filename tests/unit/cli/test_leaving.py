@@ -1,0 +1,38 @@
+"""The end of a command that has imported torch: at once, with its exit code, and with all that it has printed."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from parallelrun.cli import main
+
+
+class _Stream:
+    def __init__(self, said: list[object]):
+        self._said = said
+
+    def flush(self) -> None:
+        self._said.append("flushed")
+
+
+@pytest.mark.parametrize(
+    ("codes", "modules", "expected"),
+    [
+        ([3], {"torch": None}, ["flushed", "flushed", 3]),
+        ([0], {"torch": None}, ["flushed", "flushed", 0]),
+        ([3], {}, []),  # Python ends it as fast
+        ([], {"torch": None}, []),  # an exception, of which Python makes the exit code
+    ],
+)
+def test_the_process_ends_with_the_exit_code_after_all_is_printed(codes, modules, expected, monkeypatch):
+    said: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", said.append)
+        patch.setattr(sys, "stdout", _Stream(said))
+        patch.setattr(sys, "stderr", _Stream(said))
+        patch.setattr(sys, "modules", modules)
+        main._leave(codes)
+    assert said == expected
