@@ -105,7 +105,8 @@ class ProductStrategy(ProductTraffic):
         if _says_itself(block, plan):
             elements = (block.saved_elements or 0) * plan.batch.micro_batch
             return (LayerBackward(kept=round(elements * BYTES[plan.precision.compute])),)
-        found = [one for layer in block.layers for one in self._layer_backward(layer, block, plan)]
+        layers = expert_memory.as_computed(block.layers)
+        found = [one for layer in layers for one in self._layer_backward(layer, block, plan)]
         return (*found, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
 
     def _layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
@@ -114,6 +115,8 @@ class ProductStrategy(ProductTraffic):
         between = _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
         waiting = between if block.kind in RESIDUAL_KINDS else 0
         waiting += self._beside(layer, block, plan)
+        if layer.layer_role == "expert":
+            return expert_memory.backwards(layer, block, waiting, plan)
         if product is None or layer.layer_role not in MULTIPLY:
             norm = 0
             if layer.layer_role == "norm":
@@ -195,8 +198,6 @@ class ProductStrategy(ProductTraffic):
             return kept * MASK if plan.dropout > 0 else 0
         if role == "router":
             return expert_memory.input_bytes(block, plan) + expert_memory.routing_bytes(plan)
-        if role == "expert":
-            return expert_memory.rows_bytes(layer, block, plan)
         if product is not None and product.lookup:  # a gathered table is read by index
             masked = plan.mesh.size(AXIS) > 1 and not product.gather_w
             rows = product.x.local(plan.num_rows, 1, plan.mesh.sizes)[0]
