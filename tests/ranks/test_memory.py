@@ -85,6 +85,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "gpt full bf16": GPT | FULL | BF16,
     "gpt sgd": GPT | {"optimizer.name": "sgd"},
     "gpt large vocabulary": GPT | {"model.vocab": 1024, "dataset.vocab": 1024},
+    # The gradients of the tied weight by head and by embedding, and their sum.
+    "gpt large vocabulary, few tokens": FEW | {"model.vocab": 1024, "dataset.vocab": 1024},
     "llama": LLAMA,
     "llama full": LLAMA | FULL,
     "moe": MOE,

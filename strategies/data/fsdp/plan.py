@@ -116,21 +116,23 @@ class FSDP(UnitSharding):
 
     def closing_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
         """Of a block, its whole gradients in the dtype of the sum (counted elsewhere if they stay until the last
-        pass), their flat copy, and this rank's part of the sum; beside them the root's whole gradients, and the weights
-        that are gathered for the next block. The root itself is reduced last."""
+        pass), their flat copy, and this rank's part of the sum; beside them the root's whole gradients, the weights
+        that are gathered for the next block, and, unless they are counted for the whole step, the reduced gradients of
+        all blocks behind. The root itself is reduced last."""
         copies = 1 if self._holds_whole(plan) else 2
         sent, let_go = self._by_block(stage, number, coordinate, plan)
         of_root = self._of_root(stage, coordinate, plan)
-        found = [
-            copies * flat + flat // self.shard + sum(of_root[index + 1 :]) + _gathered_at(index, let_go)[1]
-            for index, flat in enumerate(sent)
-        ]
+        found, reduced = [], 0
+        for index, flat in reversed([*enumerate(sent)]):
+            beside = reduced + sum(of_root[index + 1 :]) + _gathered_at(index, let_go)[1]
+            found.append(copies * flat + flat // self.shard + beside)
+            reduced += 0 if self.keeps_gradients(plan) else flat // self.shard
         reduces = self.reduce_each_microbatch or number == plan.batch.microbatches - 1
         for unit in self.units(plan, plan.stages[stage].pp_rank) if reduces else ():
             if unit.stage == stage and not unit.block:
                 flat = reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
-                found[0] = max(found[0], copies * flat + flat // self.shard)
-        return found
+                found[-1] = max(found[-1], copies * flat + flat // self.shard + reduced)
+        return found[::-1]
 
     def _holds_whole(self, plan: Plan) -> bool:
         """Whether whole gradients are held through the step (`gradient_layout`), and so counted for all of it."""

@@ -105,8 +105,8 @@ class ProductStrategy(ProductTraffic):
         if _says_itself(block, plan):
             elements = (block.saved_elements or 0) * plan.batch.micro_batch
             return (LayerBackward(kept=round(elements * BYTES[plan.precision.compute])),)
-        layers = expert_memory.as_computed(block.layers)
-        found = [one for layer in layers for one in self._layer_backward(layer, block, plan)]
+        in_order = expert_memory.as_computed(block.layers)
+        found = [one for layer in in_order for one in self._layer_backward(layer, block, plan)]
         return (*found, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
 
     def _layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
@@ -121,7 +121,8 @@ class ProductStrategy(ProductTraffic):
             norm = 0
             if layer.layer_role == "norm":
                 norm = between = _bytes(self.activation_layout(layer, plan), layer.in_features, plan)
-            return (LayerBackward(kept, waiting + between, norm, 0, _weight_gradients(layer, None, plan), norm),)
+            own = _weight_gradients(layer, None, plan)
+            return (LayerBackward(kept, waiting + between, norm, own if _adds_to_head(layer, plan) else 0, own, norm),)
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
         scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
@@ -279,6 +280,12 @@ def _read_behind(layer: LayerSpec, product: Product, outputs: int, plan: Plan) -
         return prod(heads) * BYTES[plan.precision.compute]
     gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
     return outputs // 2 if gated else outputs
+
+
+def _adds_to_head(layer: LayerSpec, plan: Plan) -> bool:
+    """Whether autograd adds the gradients of a layer's weights to those that the head left for the same weights: in a
+    third tensor."""
+    return len(plan.stages) == 1 and any(one.name in plan.spec.readers for one in layer.parameters)
 
 
 def _weight_gradients(layer: LayerSpec, product: Product | None, plan: Plan) -> int:
