@@ -2,7 +2,8 @@
 
 torch's TCPStore answers every process that connects, so that any of them can delete its keys. This server answers
 only clients that know the run's token: both sides prove that they do (HMAC-SHA256 of fresh random numbers), and the
-token itself is never sent. What is then sent is neither encrypted nor signed: the network must be trusted not to change it.
+token itself is never sent. Later messages are neither encrypted nor signed: the network must be trusted not to
+change them.
 
 A message is its length, and fields of bytes with their lengths. Nothing is unpickled.
 """
