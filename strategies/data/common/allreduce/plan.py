@@ -149,7 +149,7 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
-        decides who sends to whom."""
+        decides which rank sends to which."""
         found: Counter[tuple[int, int]] = Counter()
         if self.algorithm.native:
             return found

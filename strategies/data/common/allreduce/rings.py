@@ -61,7 +61,7 @@ class RingAllReduce(Algorithm):
 
 @dataclass(frozen=True)
 class HierarchicalAllReduce(RingAllReduce):
-    """Scatter-reduce inside the group, a ring across groups among those who own the same segment, all-gather inside.
+    """Scatter-reduce inside the group, a ring across groups among ranks that own the same segment, all-gather inside.
 
     The size of the groups is as given; else the members of dp that share a host; where hosts are unknown the divisor of
     dp next to its root, with which a rank has the fewest rounds.
