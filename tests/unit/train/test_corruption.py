@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from parallelrun.sequences import Lane
+from parallelrun.train.corruption.at_rest import AtRest
 from parallelrun.train.corruption.blame import Evidence, origins, verdict
-from parallelrun.train.corruption.digests import PACKED, ROW, AtRest, digest, digests
+from parallelrun.train.corruption.digests import PACKED, ROW, digest, digests
 from parallelrun.train.corruption.record import PassRecorder
 
 
