@@ -1,7 +1,8 @@
 """Silent data corruption: are wrong bits found, the rank named, the steps undone, and what does looking cost?
 
 `python -m benchmarks.sdc --cases 500` plants faults of seeds 0, 1, ... in real trainings of one to four ranks, and
-prints a table; `--plans tp3d,tp25d --cases 12` does so on grids of 8 ranks. `python -m benchmarks.sdc --cost` measures the processor time of what `sdc.every=50` adds to a step.
+prints a table; `--plans tp3d,tp25d --cases 12` does so on grids of 8 ranks. `python -m benchmarks.sdc --cost` measures
+the processor time of what `sdc.every=50` adds to a step.
 """
 
 from __future__ import annotations

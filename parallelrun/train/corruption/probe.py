@@ -87,11 +87,12 @@ class Probe:
         self._training.data.finish_update()
 
 
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Return views of a tensor's values, each of which stays in the processor's cache while it is exchanged."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if tensor.device.type != "cpu" or tensor.numel() <= PIECE or not tensor.is_contiguous():
         return (tensor,)
-    return tensor.view(-1).split(PIECE)
+    pieces: Sequence[Tensor] = tensor.view(-1).split(PIECE)
+    return pieces
 
 
 class _FewBatches(Reader):
