@@ -6,15 +6,17 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from parallelrun import registry
+from parallelrun.config.schema import Config
 from parallelrun.launch import emulation, position
 from parallelrun.launch import rank as ranks
 from parallelrun.launch.emulation import Namespaces
@@ -32,31 +34,36 @@ _PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report
 
 
 def preload(job: Job) -> None:
-    """Import the modules of the ranks once in the launcher, if the ranks are forked.
+    """Import the modules of the ranks once in the launcher, if the ranks are forked."""
+    import_all(modules(job.config, job.plan, job.worker))
 
-    A failing import is ignored: it fails again in the ranks, which log it. The garbage collector, which takes a seventh
-    of the time of these imports, is paused, and leaves alone what was imported until `start` has started the ranks.
+
+def modules(config: Config, plan: Plan, worker: str = ranks.WORKER) -> list[str]:
+    """Return the modules that forked ranks need; none if the ranks of this plan are not forked."""
+    if not _may_fork(plan):
+        return []
+    kinds = (("data", plan.data.kind), ("tensor", plan.tensor.kind), ("pipeline", plan.pipeline.kind))
+    runtimes = [registry.path("strategies", f"{axis}.{kind}", "runtime") for axis, kind in kinds]
+    network = registry.path("models", config.model.name, "network")
+    return [worker.partition(":")[0], *_PRELOADED, network, registry.path("datasets", config.dataset.name), *runtimes]
+
+
+def import_all(names: Sequence[str]) -> None:
+    """Import the modules `names`, up to the first that fails: it fails again in the ranks, which log it.
+
+    The garbage collector, which takes a seventh of the time of these imports, is paused, and leaves alone what was
+    imported until `start` has started the ranks.
     """
-    if not _may_fork(job.plan):
+    if not names:
         return
     was_on = gc.isenabled()
     gc.disable()
     with contextlib.suppress(Exception):
-        _import_modules(job)
+        for name in names:
+            import_module(name)
     gc.freeze()
     if was_on:
         gc.enable()
-
-
-def _import_modules(job: Job) -> None:
-    plan = job.plan
-    ranks.find_worker(job.worker)
-    for module in _PRELOADED:
-        import_module(module)
-    registry.load("models", job.config.model.name, "network")
-    registry.load("datasets", job.config.dataset.name)
-    for axis, kind in (("data", plan.data.kind), ("tensor", plan.tensor.kind), ("pipeline", plan.pipeline.kind)):
-        registry.load("strategies", f"{axis}.{kind}", "runtime")
 
 
 def method_for(plan: Plan) -> str:
@@ -239,3 +246,11 @@ def _proc_stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def oom_kills() -> int:
+    """Return how often the kernel has killed a process of our memory cgroup."""
+    with contextlib.suppress(OSError), open("/sys/fs/cgroup/memory.events") as file:
+        match = re.search(r"^oom_kill (\d+)", file.read(), re.MULTILINE)
+        return int(match.group(1)) if match else 0
+    return 0
