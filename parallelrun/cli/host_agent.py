@@ -25,6 +25,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from parallelrun.cli.unanswered import is_unanswered
 from parallelrun.errors import EXIT_OK, EXIT_RANK_DIED
 from parallelrun.launch import processes, stores
 from parallelrun.launch.environment import LISTENER, without_launchers
@@ -34,6 +35,7 @@ from parallelrun.launch.rank import STOP_SIGNALS, end
 MARK = "\x1eparallelrun host agent: "  # before each message, among what ranks and a login shell print
 LOCAL = "local"  # argument: this is the launcher's own host
 GRACE_S = 10.0  # after a rank has failed: time for the others to notice and report it
+BEAT_S = 1.0  # between messages that say that the agent lives: see `is_unanswered`
 _TICK_S = 0.05
 
 
@@ -84,7 +86,7 @@ class Agent:
 
     prepare: `{modules, environ}`, which ranks will need; listen: an address, answered by `listening`; start: an
     `Order`; signal: its name, for the ranks. Then `exit` tells how a rank ended that has failed, and `ended` the code
-    of the host when all ranks have. channel: the descriptor for these messages.
+    of the host when all ranks have; `alive` needs no answer. channel: the descriptor for these messages.
     """
 
     def __init__(self, channel: int):
@@ -100,8 +102,13 @@ class Agent:
             os.write(self._channel, f"{MARK}{json.dumps({what: content})}\n".encode())
 
     def serve(self) -> None:
-        """Obey until the launcher hangs up; then kill the ranks."""
+        """Obey until the launcher hangs up or cannot be reached; then kill the ranks."""
+        next_beat = 0.0
         while not self._hung_up:
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                self.tell("alive", None)
+                self._hung_up = is_unanswered(os.environ)
             for line in self._lines():
                 ((what, content),) = json.loads(line).items()
                 self._obey(what, content)

@@ -181,7 +181,7 @@ class HostLauncher:
             self._connections.open([host], again=True)
         else:
             print(f"error: {found.what}", file=sys.stderr, flush=True)
-        self._end_within(failure.GRACE_S if self._judges else GRACE_S)
+        self._end_within(0.0 if self._judges else GRACE_S)  # no rank knows more
 
     def _notice(self) -> None:
         self.noticed = self.noticed or time.time()

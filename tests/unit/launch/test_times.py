@@ -324,13 +324,13 @@ def test_who_judges_ends_the_others_after_a_second_unless_they_explain_a_hang(co
     assert [(one.rank, one.status, one.host) for one in launcher.exits] == [(1, status, "b")]
 
 
-def test_a_lost_host_is_connected_to_again_while_the_others_are_ended(connections, clock):
+def test_a_lost_host_is_connected_to_again_while_the_others_are_ended_at_once(connections, clock):
     began = clock.now
     connections.messages += [("b", "closed", None)]
     launcher = started(connections, judges=True)
     assert launcher.watch() == 6
     assert connections.opened == ["b"] and [one.name for one in launcher.lost] == ["b"]
-    assert connections.sent[0][0] == "a" and connections.sent[0][2] - began == pytest.approx(1, abs=0.5)
+    assert connections.sent[0][0] == "a" and connections.sent[0][2] - began < 0.5
 
 
 def test_an_agent_that_does_not_end_its_ranks_is_dropped_after_five_seconds(connections, clock):
