@@ -105,7 +105,7 @@ class _Attempts:
             return code
         Status(directory, last.step).running(last.step)
         noticed = launcher.noticed or ended
-        attempts.mark(directory, noticed=noticed, ended=ended, connected=time.time())
+        attempts.mark(directory, noticed=noticed, ended=ended, hosts=time.time())
         return None
 
     def _tell(self, seen: Failure, directory: Path, last: Attempt, restarts: bool) -> None:
