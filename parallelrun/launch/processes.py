@@ -28,7 +28,7 @@ from parallelrun.launch.store_file import StoreFile, file_store, store_file
 from parallelrun.plan.structure import Plan
 
 FORK, EXEC = "fork", "exec"
-_PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
+_PRELOADED = ("numpy.random", "torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
               "parallelrun.shared_memory.joining", "parallelrun.train.bench",
               "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run")  # fmt: skip
 
@@ -39,17 +39,21 @@ def preload(job: Job) -> None:
 
 
 def modules(config: Config, plan: Plan, worker: str = ranks.WORKER) -> list[str]:
-    """Return the modules that forked ranks need; none if the ranks of this plan are not forked."""
+    """Return what forked ranks need, for `import_all`; nothing if the ranks of this plan are not forked."""
     if not _may_fork(plan):
         return []
-    kinds = (("data", plan.data.kind), ("tensor", plan.tensor.kind), ("pipeline", plan.pipeline.kind))
-    runtimes = [registry.path("strategies", f"{axis}.{kind}", "runtime") for axis, kind in kinds]
-    network = registry.path("models", config.model.name, "network")
-    return [worker.partition(":")[0], *_PRELOADED, network, registry.path("datasets", config.dataset.name), *runtimes]
+    found = [worker.partition(":")[0], *_PRELOADED]
+    if plan.mesh.size("pp") > 1:
+        found.append("torch.distributed.pipelining")
+    if plan.recompute == "full" or config.compile:
+        found.append("parallelrun.torch_private:import_compiler")
+    found += [registry.path("models", config.model.name, "network"), registry.path("datasets", config.dataset.name)]
+    used = {axis: getattr(plan, axis) for axis in ("data", "tensor", "pipeline", "context", "expert")}
+    return found + [registry.path("strategies", f"{axis}.{one.kind}", "runtime") for axis, one in used.items() if one]
 
 
 def import_all(names: Sequence[str]) -> None:
-    """Import the modules `names`, up to the first that fails: it fails again in the ranks, which log it.
+    """Import modules, or call `module:function`, up to the first that fails: it fails again in the ranks, which log it.
 
     The garbage collector, which takes a seventh of the time of these imports, is paused, and leaves alone what was
     imported until `start` has started the ranks.
@@ -60,7 +64,10 @@ def import_all(names: Sequence[str]) -> None:
     gc.disable()
     with contextlib.suppress(Exception):
         for name in names:
-            import_module(name)
+            module, _, function = name.partition(":")
+            imported = import_module(module)
+            if function:
+                getattr(imported, function)()
     gc.freeze()
     if was_on:
         gc.enable()
