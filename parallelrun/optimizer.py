@@ -133,12 +133,13 @@ def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.
     """Return the torch optimizer, fused if torch supports it on the device. Raises ConfigError."""
     if config.name == "adamw":
         beta1, beta2 = config.betas
-        return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+        kind = torch_private.uncompiled(torch.optim.AdamW)
+        return kind(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        return torch_private.uncompiled(torch.optim.SGD)(groups, lr=config.lr, momentum=config.momentum, fused=True)
     if config.name == "adagrad":
         on_cpu = all(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
-        return torch.optim.Adagrad(
+        return torch_private.uncompiled(torch.optim.Adagrad)(
             groups, lr=config.lr, eps=config.eps, fused=on_cpu or None
         )  # torch has fused Adagrad only on CPU
     fix = " or ".join(f"optimizer={kind}" for kind in OPTIMIZERS)

@@ -78,7 +78,7 @@ def initial_weights(config: Config, spec: ModelSpec) -> Weights | None:
 
 
 def notes_on_initial(config: Config) -> list[str]:
-    """What the model of this run computes otherwise than the one whose weights it starts from."""
+    """Return notes on how this run's model differs from the one whose weights it starts from."""
     if config.init.weights is None:
         return []
     folder = Path(os.path.abspath(Path(config.init.weights).expanduser()))

@@ -40,7 +40,7 @@ class Weights(ABC):
 
     @abstractmethod
     def differences(self, spec: ModelSpec) -> list[str]:
-        """What keeps these weights from being those of the model: tensors missing, unknown, or of another shape."""
+        """Return a text for each tensor that is missing, unknown to the model, or of the wrong shape."""
 
     def verify(self) -> None:
         """Raise CheckpointError if a file is not what was written, where a sum of its bytes is known."""

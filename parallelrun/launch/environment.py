@@ -17,7 +17,7 @@ from pathlib import Path
 
 from parallelrun.errors import EnvironmentProblem, Problem
 
-TOKEN = "PARALLELRUN_TOKEN"  # a secret of the run: who knows it may join a rendezvous over a network
+TOKEN = "PARALLELRUN_TOKEN"  # a secret of the run, which a rank must know to join a rendezvous over a network
 LISTENER = "PARALLELRUN_LISTENER"  # the descriptor of a listening socket that rank 0 inherits for the rendezvous
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = re.compile(

@@ -26,7 +26,7 @@ from parallelrun.launch.store_file import StoreFile, file_store, store_file
 from parallelrun.plan.structure import Plan
 
 FORK, EXEC = "fork", "exec"
-_PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
+_PRELOADED = ("numpy.random", "torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
               "parallelrun.shared_memory.joining", "parallelrun.train.bench",
               "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run")  # fmt: skip
 
@@ -49,14 +49,19 @@ def preload(job: Job) -> None:
 
 
 def _import_modules(job: Job) -> None:
-    plan = job.plan
+    plan, config = job.plan, job.config
     ranks.find_worker(job.worker)
     for module in _PRELOADED:
         import_module(module)
-    registry.load("models", job.config.model.name, "network")
-    registry.load("datasets", job.config.dataset.name)
-    for axis, kind in (("data", plan.data.kind), ("tensor", plan.tensor.kind), ("pipeline", plan.pipeline.kind)):
-        registry.load("strategies", f"{axis}.{kind}", "runtime")
+    if plan.mesh.size("pp") > 1:
+        import_module("torch.distributed.pipelining")
+    if plan.recompute == "full" or config.compile:
+        import_module("parallelrun.torch_private").import_compiler()
+    registry.load("models", config.model.name, "network")
+    registry.load("datasets", config.dataset.name)
+    for axis in ("data", "tensor", "pipeline", "context", "expert"):
+        if strategy := getattr(plan, axis):
+            registry.load("strategies", f"{axis}.{strategy.kind}", "runtime")
 
 
 def method_for(plan: Plan) -> str:

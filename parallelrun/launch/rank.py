@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What differs between ranks. threads: compute threads, 0 for OMP_NUM_THREADS."""
+    """Settings that differ between ranks. threads: compute threads, 0 for OMP_NUM_THREADS."""
 
     rank: int
     local_rank: int

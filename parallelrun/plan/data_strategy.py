@@ -213,7 +213,7 @@ class DataStrategy(AxisStrategy):
         return None
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
-        """(source, target) -> bytes per step, where the strategy and not the backend chooses who sends to whom."""
+        """(source, target) -> bytes per step, if the strategy, not the backend, chooses the pairs."""
         return {}
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:

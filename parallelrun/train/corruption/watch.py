@@ -40,7 +40,7 @@ MAX_UNDONE = 3  # times in a row that steps are undone: then the cause is not a 
 
 
 class CorruptionWatch:
-    """What the training loop calls; this one looks for nothing. `watch_of` returns the one that a run asks for."""
+    """Hooks that the training loop calls. This class checks nothing; `watch_of` returns the one that a run asks for."""
 
     def before_step(self, step: int) -> None:
         """Called before a training step."""
@@ -78,7 +78,7 @@ def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, sta
 class _Undone:
     """Steps that were undone. step: of the check that found the fault.
 
-    history: digests of the weights after each of them, if it is not known who was wrong.
+    history: digests of the weights after each of them, if it is not known which rank was wrong.
     """
 
     step: int
@@ -157,7 +157,7 @@ class _Watch(CorruptionWatch):
             return self._passed(step)
         judged = verdict(found) if found else Verdict((), NOT_FINITE)
         if finite and not any(replace(one, repeated=0).is_any for one in found):
-            self._report(step, judged, found, None)  # the repetition is right, and says who was wrong
+            self._report(step, judged, found, None)  # the repetition is right, and tells which rank was wrong
             return self._passed(step)
         return self._undo(step, judged, found, finite)
 

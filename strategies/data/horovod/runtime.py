@@ -32,7 +32,7 @@ from .timeline import Timeline
 
 
 class HorovodRuntime(BucketedRuntime):
-    """Sums gradients over dp, or averages them within a process set, and notes each exchange for those who watch."""
+    """Sums gradients over dp, or averages them within a process set, and records each exchange for the timeline."""
 
     @classmethod
     def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
