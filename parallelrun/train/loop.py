@@ -35,6 +35,8 @@ def train(
     config = training.config
     scaler = before.scaler if before else LossScaler(config.precision, scaled=training.plan.precision.scaled)
     checkpoints = before.checkpoints if before else Checkpoints(training, scaler, context)
+    if context.rank == 0 and before is None:
+        attempts.mark(context.directory, "built")
     step = checkpoints.go_on(training, before.step) if before else checkpoints.resume()
     training.data.begin_run(training, context, step)
     loop = _Loop(training, context, recorder, scaler, checkpoints, step)
