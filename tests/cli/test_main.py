@@ -140,7 +140,10 @@ def test_every_example_of_the_help_is_legal(run, composed_once, command):
         ("--tp 8", ["did you mean: tp=8"]),
         ("plan tp=3", ["tp=2 or tp=4"]),
         ("tp=0", ["tp=0"]),
-        ("model=moe_gpt strategy=gshard dp=4 ep=3", ["do not divide by ep=3", "ep=2 or ep=4", "does not divide dp=4"]),
+        (
+            "model=moe_gpt strategy=gshard dp=4 ep=3",
+            ["are not divisible by ep=3", "ep=2 or ep=4", "does not divide dp=4"],
+        ),
         ("model=moe_gpt dp=6 ep=4", ["ep=2 or dp=4 or dp=8"]),
         ("model=moe_gpt strategy=dropless model.router.top_k=9", ["model.router.top_k=8"]),
         ("model=moe_gpt strategy=gshard model.router.capacity_factor=0", ["finite number above 0"]),
