@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.run_records import find
 
 _FORMATS = {  # checked before torch is imported
     "hf": "a directory that transformers loads: config.json, safetensors, tokenizer",
@@ -19,7 +20,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def export(words: list[str]) -> int:
     """`parallelrun export RUN OUT [--format hf] [--dtype bf16] [--shard-gb 5]`."""
     parser = argparse.ArgumentParser("parallelrun export", description="Write the weights of a run for other programs.")
-    parser.add_argument("run", help="a run directory (its newest checkpoint), a checkpoint, an export")
+    parser.add_argument("run", help="a run (directory, latest or name): its newest checkpoint; a checkpoint; an export")
     parser.add_argument("out", help="the directory to write; it must not exist")
     listed = "; ".join(f"{name}: {what}" for name, what in _FORMATS.items())
     parser.add_argument("--format", choices=list(_FORMATS), default="hf", help=f"{listed} (default: hf)")
@@ -33,7 +34,7 @@ def export(words: list[str]) -> int:
     from parallelrun.exchange import export as writer
     from parallelrun.exchange.source import open_source
 
-    source = open_source(asked.run, "run")
+    source = open_source(find.directory_of(asked.run), "run")
     dtype = getattr(torch, _DTYPES[asked.dtype]) if asked.dtype else None
     writer.export(source, Path(asked.out), asked.format, dtype, int(asked.shard_gb * 1e9))
     print(f"written: {asked.out} ({source.spec.num_parameters:,} parameters of {source.path})")

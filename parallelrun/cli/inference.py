@@ -16,6 +16,7 @@ from parallelrun.cli import argv as command_lines
 from parallelrun.cli.json_output import print_json
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.run_records import find
 
 if TYPE_CHECKING:
     from parallelrun.exchange.source import StoredModel
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 _GENERATE = """usage: parallelrun generate RUN TEXT [key=value ...] [--json]
 
-Continue TEXT with a trained language model. RUN: a run, checkpoint, import, export or Hugging Face directory.
+Continue TEXT with a trained language model. RUN: the directory of a run, checkpoint, import, export or Hugging Face
+model; or, as in `parallelrun runs show`, latest, a run's name, or the random end of its directory.
 
   max_tokens=100    tokens to generate
   temperature=1.0   0: always the most likely token
@@ -62,7 +64,7 @@ def generate(words: list[str]) -> int:
     from parallelrun.inference.generate import Generator, Sampling, check_causal, check_prompt
     from parallelrun.inference.text import collected
 
-    source = open_source(words[0], "run")
+    source = open_source(find.directory_of(words[0]), "run")
     codec = Codec(source) if given is None else None
     prompt = given if given is not None else codec.encode(text or "") if codec else []
     check_causal(source)
@@ -114,7 +116,7 @@ def evaluate(words: list[str]) -> int:
     split = asked.get("split", "val")
     if split not in SPLITS:
         raise ConfigError(Problem(f"split={split}: must be one of {', '.join(SPLITS)}", "split"))
-    source = open_source(words[0], "run")
+    source = open_source(find.directory_of(words[0]), "run")
     config = _with_overrides(source.config, [word for word in words[1:] if word not in own and word != "--json"])
     scores = score(source, config, split, limit)
     fields = {"source": str(source.path), "split": split, **asdict(scores)}

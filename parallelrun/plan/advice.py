@@ -136,7 +136,7 @@ def _bubble_warnings(plan: Plan, config: Config, simulation: Simulation) -> list
     uneven = sum(simulation.busy) / len(simulation.busy) <= (1 - LARGEST_BUBBLE) * max(simulation.busy)
     enough = None if uneven else _enough_microbatches(plan)
     if enough is None:
-        return [f"{said}, because the stages are uneven: more microbatches cannot bring it to {limit}, a lower pp can"]
+        return [f"{said}: the stages are uneven, so more microbatches cannot bring it to {limit}; a lower pp can"]
     for change, microbatches in _batch_changes(plan, config, enough):
         left = simulate.of_plan(plan, microbatches).bubble_of_total
         if left <= LARGEST_BUBBLE and _planned(plan, config, {**schedule, **change}):
