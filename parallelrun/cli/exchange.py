@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from parallelrun.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.errors import EXIT_OK, Problem
+from parallelrun.exchange.paths import check_paths
 from parallelrun.run_records import find
 
 _FORMATS = {  # checked before torch is imported
@@ -27,14 +28,15 @@ def export(words: list[str]) -> int:
     parser.add_argument("--dtype", choices=list(_DTYPES), help="number format of the weights (default: as stored)")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file in GB (default: 5)")
     asked = parser.parse_args(words)
-    if not asked.shard_gb > 0:
-        raise ConfigError(Problem(f"--shard-gb {asked.shard_gb:g}: a positive number is needed", "--shard-gb"))
+    run = str(find.directory_of(asked.run))
+    too_small = Problem(f"--shard-gb {asked.shard_gb:g}: a positive number is needed", "--shard-gb")
+    check_paths(run, "run", asked.out, [] if asked.shard_gb > 0 else [too_small])
     import torch
 
     from parallelrun.exchange import export as writer
     from parallelrun.exchange.source import open_source
 
-    source = open_source(find.directory_of(asked.run), "run")
+    source = open_source(run, "run")
     dtype = getattr(torch, _DTYPES[asked.dtype]) if asked.dtype else None
     writer.export(source, Path(asked.out), asked.format, dtype, int(asked.shard_gb * 1e9))
     print(f"written: {asked.out} ({source.spec.num_parameters:,} parameters of {source.path})")
@@ -48,6 +50,7 @@ def import_weights(words: list[str]) -> int:
     parser.add_argument("directory", help="a directory with config.json and safetensors, or an export")
     parser.add_argument("--to", required=True, metavar="OUT", help="the checkpoint to write; it must not exist")
     asked = parser.parse_args(words)
+    check_paths(asked.directory, "directory", asked.to, out_key="--to")
     from parallelrun.exchange.imported import write_checkpoint
     from parallelrun.exchange.source import open_source
 

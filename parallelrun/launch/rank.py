@@ -108,6 +108,8 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
     store = connect() if connect is not None else None
     if store is not None:
         _join(job, rank, store)
+    if rank == 0:
+        attempts.mark(job.directory, "connected")
     context = WorkerContext(
         rank=rank,
         world=world,
