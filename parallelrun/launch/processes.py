@@ -143,7 +143,7 @@ def unblock_signals() -> None:
 
 
 def take_turns(num_ranks: int) -> None:
-    """If ranks share cores, let this one not interrupt another when it is woken: each interruption empties caches."""
+    """Where ranks share cores, keep this rank from preempting another when it is woken: preemption empties caches."""
     if num_ranks > num_cores() and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

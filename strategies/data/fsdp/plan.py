@@ -97,10 +97,10 @@ class FSDP(UnitSharding):
         return sum(count * _gathered_bytes(unit, coordinate, plan) for unit, count in units if not unit.reshard)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """Of a block, the weights that are gathered for it and for the next one; in passes that reduce, the gradients
-        of the block behind, on their way; and those of all blocks behind, reduced, unless they are counted for the
-        whole step. Until a pass reduces, whole gradients are held (`gradient_layout`). Where backward is split, weights
-        stay gathered, and nothing is reduced before the schedule ends."""
+        """Return the bytes at each block: the weights that are gathered for it and for the next one; in passes that
+        reduce, the gradients of the block behind, on their way; and those of all blocks behind, reduced, unless they
+        are counted for the whole step. Until a pass reduces, whole gradients are held (`gradient_layout`). Where
+        backward is split, weights stay gathered, and nothing is reduced before the schedule ends."""
         if plan.pipeline.splits_backward:
             return None
         sent, let_go = self._by_block(stage, number, coordinate, plan)
@@ -113,8 +113,8 @@ class FSDP(UnitSharding):
         return found[::-1]
 
     def closing_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-        """Of a block, its whole gradients in the dtype of the sum (counted elsewhere if they stay until the last
-        pass), their flat copy, and this rank's part of the sum."""
+        """Return the bytes at each block: its unsharded gradients in the dtype of the sum (counted elsewhere if they
+        stay until the last pass), their flat copy, and this rank's part of the sum."""
         copies = 2 if self.reduce_each_microbatch else 1
         sent, _ = self._by_block(stage, number, coordinate, plan)
         return [copies * flat + flat // self.shard for flat in sent]

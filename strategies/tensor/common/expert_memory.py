@@ -68,7 +68,7 @@ def _choices(plan: Plan) -> int:
 
 
 def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
-    """Of dispatching rows, the experts and combining."""
+    """Return the bytes that dispatching rows, the experts and combining save."""
     count = num_kept(plan)
     indices = (2 * count + num_assignments(plan) + plan.num_rows) * INDEX
     return indices + count * (row_bytes(layer, block, plan) + BYTES[plan.precision.compute]) + _weights(layer, plan)
