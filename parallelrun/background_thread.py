@@ -12,7 +12,7 @@ from queue import SimpleQueue
 class BackgroundThread:
     """A thread that runs functions one after another, from the first on. It ends with the process, or with this object.
 
-    A failed rank must not wait for a disk or for peers, so the process does not wait for it. Who starts a
+    A failed rank must not wait for a disk or for peers, so the process does not wait for it. The caller that starts a
     thread waits until it runs, which takes many milliseconds where ranks share cores: so it is started once.
     """
 

@@ -53,8 +53,8 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class PartUse:
-    """What a run reads of a part of a mixture. share: of each global batch; num_samples: that the part has for
-    training; used: that the run reads; epochs: how often it reads the part. None: not known before the run."""
+    """Use of one part of a mixture by a run. share: its fraction of each global batch; num_samples: its training
+    samples; used: samples that the run reads; epochs: used / num_samples. None: not known before the run."""
 
     label: str
     share: float
@@ -126,7 +126,7 @@ IGNORED = -1  # as a target
 
 @dataclass(frozen=True)
 class TextTokens:
-    """What makes token ids of texts. sha256: of the tokenizer's file, or `bytes`. path: of that file, where known."""
+    """The tokenizer of a dataset. sha256: of its file, or `bytes`. path: of that file, where known."""
 
     sha256: str
     path: Path | None = None
@@ -154,7 +154,7 @@ class Dataset:
 
     @property
     def record(self) -> dict[str, str | None]:
-        """What a checkpoint says about its data."""
+        """The dataset's entry in a checkpoint."""
         return {"name": self.name, "fingerprint": self.fingerprint, "tokenizer": self.tokenizer}
 
 
@@ -177,7 +177,7 @@ class DatasetDefinition(ABC):
         """Number of token ids or classes; None if only the data determine it."""
 
     def tokenizer(self, config: Config) -> TextTokens | None:
-        """What makes token ids of texts; None for data that are no text, or if it is unknown. Raises ConfigError."""
+        """Return the tokenizer; None if the data are not text or it is unknown. Raises ConfigError."""
         return None
 
     def image_shape(self, config: Config) -> tuple[int, int | None] | None:
@@ -197,7 +197,7 @@ class DatasetDefinition(ABC):
         return True
 
     def uses(self, config: Config, spec: ModelSpec, global_batch: int) -> list[PartUse]:
-        """What a run reads of each part of a mixture; nothing for another dataset. Writes nothing."""
+        """Return the use of each part of a mixture; empty for any other dataset. Writes nothing."""
         return []
 
     def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:

@@ -95,8 +95,13 @@ def _may_have_plug_ins() -> bool:
 
 def load(kind: str, name: str, submodule: str = "") -> ModuleType:
     """Import the module of `name`, or its submodule (`plan`, `runtime`, `spec`, `network`). Raises KeyError."""
-    path = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
-    return import_module(f"{path}.{submodule}" if submodule else path)
+    return import_module(path(kind, name, submodule))
+
+
+def path(kind: str, name: str, submodule: str = "") -> str:
+    """The import path of the module of `name`, or of its submodule. Raises KeyError."""
+    found = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
+    return f"{found}.{submodule}" if submodule else found
 
 
 def has_submodule(kind: str, name: str, submodule: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the functions of the Python API return: frozen dataclasses that notebooks can show. No torch until `model`."""
+"""Results of the Python API's functions: frozen dataclasses that notebooks can show. Only `model` imports torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What would happen: the plan of a configuration, and what is predicted about it.
+    """The plan of a configuration and its predictions.
 
     words: the overrides as they were given; run_root: the directory that they ask for.
     """
@@ -73,7 +73,7 @@ class PlannedRun:
 
     @property
     def warnings(self) -> list[str]:
-        """What `parallelrun plan` warns of."""
+        """The warnings of `parallelrun plan`."""
         from parallelrun.plan.advice import warnings
 
         return list(warnings(self.plan, self.config, self.facts))
@@ -85,13 +85,13 @@ class PlannedRun:
         return figures(self.plan, self.config.cluster, self.facts)
 
     def document(self) -> dict[str, Any]:
-        """What `parallelrun plan --json` prints."""
+        """The JSON document of `parallelrun plan --json`."""
         from parallelrun.plan.document import document
 
         return document(self.plan, self.config, self.facts)
 
     def text(self) -> str:
-        """What `parallelrun plan` prints."""
+        """The screen of `parallelrun plan`, as plain text."""
         from parallelrun.report import plan as report
 
         return plain_text(lambda console: report.show(self.plan, self.config, console, self.facts))
@@ -180,7 +180,7 @@ class Run:
         return tuple(map(str, read_object(self.directory / MANIFEST).get("overrides") or ()))
 
     def text(self) -> str:
-        """What `parallelrun runs show` prints about the run's origin and state."""
+        """The run's origin and state as `parallelrun runs show` prints them, as plain text."""
         from parallelrun.launch.cleanup import size_of
         from parallelrun.report import runs as report
         from parallelrun.run_records.read import read
@@ -242,7 +242,7 @@ class SearchTable(ResultTable["Found"]):
 
 @dataclass(frozen=True)
 class ComparedRuns(RunComparison):
-    """What differs between runs. The first column is the baseline; runs that differ only in the seed share a column."""
+    """Differences between runs. The first column is the baseline; runs that differ only in the seed share a column."""
 
     def failures(self, *conditions: str) -> list[str]:
         """A text for each of `val_loss>+1%`, `tokens_per_s<-5%`, ... that holds. Raises ConfigError."""
@@ -251,13 +251,13 @@ class ComparedRuns(RunComparison):
         return failures(self, [parse(text) for text in conditions])
 
     def document(self) -> dict[str, Any]:
-        """What `parallelrun compare --json` prints."""
+        """The JSON document of `parallelrun compare --json`."""
         from parallelrun.report.compare import document
 
         return document(self, [])
 
     def markdown(self) -> str:
-        """What `parallelrun compare --md` prints."""
+        """The Markdown text of `parallelrun compare --md`."""
         from parallelrun.report.compare import markdown
 
         return markdown(self, [])

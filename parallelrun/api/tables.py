@@ -101,7 +101,7 @@ def _text(value: Any) -> str:
 
 
 def plain_text(show: Callable[[Console], None]) -> str:
-    """What `show` prints, in lines of plain text without spaces at their ends."""
+    """Return the output of `show` as plain text, without spaces at the ends of lines."""
     from io import StringIO
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""What a rank times of its device: matrix products, copies, collectives. On GPUs by events of the stream.
+"""Timing of a rank's device: matrix products, copies and collectives. GPUs are timed by CUDA events.
 
 All ranks do the same at the same time, so that cores which share caches and memory are measured as runs use them.
 """

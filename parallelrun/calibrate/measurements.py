@@ -1,4 +1,4 @@
-"""What a calibration measures, as plain data that goes to a JSON file and comes back. Torch-free."""
+"""The measurements of a calibration: plain data that is written to JSON and read back. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a calibration run: `devices` times the machine, `steps` a training. They write JSON files."""
+"""The ranks' side of a calibration: `devices` times the machine, `steps` a training. Both write JSON files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure(config: Config, plan: Plan, context: WorkerContext) -> int:
 
 
 def backend(mesh: Mesh) -> str:
-    """What carries the collectives; empty for one rank."""
+    """Return the name of the collectives' backend; empty for one rank."""
     return comm.backend_of(mesh) or ""
 
 

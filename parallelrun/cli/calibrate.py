@@ -28,7 +28,7 @@ _CHOICES = {"backend": ("auto", "shm", "gloo"), "device": ("auto", "cpu")}
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     values: dict[str, str]
     seconds: float

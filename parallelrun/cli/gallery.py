@@ -202,7 +202,7 @@ def _in_file(file: RecipeFile, problem: Problem) -> Problem:
 
 
 def _compared(file: RecipeFile, about: About | None, composed: Composed, plan: Plan) -> Checked:
-    """What a recipe says about itself beside what is planned: devices, fit, and where it is predicted, the rate."""
+    """Compare a recipe's own statements with its plan: devices, memory fit and, where predicted, the rate."""
     from parallelrun.config.about import KEY
     from parallelrun.plan.facts import facts, figures
 

@@ -1,8 +1,10 @@
 """The process on each host of `-np N -H h1:4,h2:4` that starts this host's ranks, forwards signals and ends them.
 
-`cli/host_launcher.py` starts it, over ssh on other hosts, and writes to its stdin: first one line of JSON with the
-`Order`, then names of signals. When stdin ends, because the launcher has ended or the connection is lost, the agent
-ends its ranks. Only the rendezvous of rank 0 listens on the network, on one address.
+`cli/host_connection.py` starts it, over ssh on other hosts, and writes lines of JSON to its stdin: see `Agent`. The
+agent answers on its stdout, or on the socket that is its stdin if it is on the launcher's host. It stays between the
+attempts of a run, and forks the ranks of each from what it has imported once. When stdin ends, because the launcher has
+ended or the connection is lost, it ends its ranks. Only the rendezvous of rank 0 listens on the network, on one
+address.
 """
 
 from __future__ import annotations
@@ -11,81 +13,66 @@ import contextlib
 import json
 import os
 import queue
+import select
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
+from parallelrun.cli.unanswered import is_unanswered
 from parallelrun.errors import EXIT_OK, EXIT_RANK_DIED
 from parallelrun.launch import processes, stores
 from parallelrun.launch.environment import LISTENER, without_launchers
+from parallelrun.launch.host_failures import Exit
 from parallelrun.launch.rank import STOP_SIGNALS, end
 
-GREETING = "parallelrun host agent: "  # a login shell may print other lines before it
-SERVE = "serve"  # argument: this host has rank 0, so open a listening socket
+MARK = "\x1eparallelrun host agent: "  # before each message, among what ranks and a login shell print
 LOCAL = "local"  # argument: this is the launcher's own host
 GRACE_S = 10.0  # after a rank has failed: time for the others to notice and report it
-_TICK_S = 0.1
+BEAT_S = 1.0  # between messages that say that the agent lives: see `is_unanswered`
+_TICK_S = 0.05
 
 
 @dataclass(frozen=True)
 class Hello:
-    """The greeting of an agent on another host.
+    """The first message of an agent.
 
     address: this host as the launcher reached it; launcher: the launcher's address as this host sees it, empty if
-    unknown; port: where rank 0 will listen, 0 if it runs elsewhere.
+    unknown or if this is the launcher's host.
     """
 
     host: str
     address: str
     launcher: str
-    port: int
 
 
 @dataclass(frozen=True)
 class Order:
-    """The ranks that an agent must start, each as `parallelrun <words>` with the variables `environ`.
-
-    environ: the launcher's and those of torchrun that the ranks of a host share; listener: the descriptor of rank 0's
-    socket, if the launcher has opened it.
-    """
+    """The ranks that an agent must start, each as `parallelrun <words>` with the variables `environ`: the launcher's,
+    and those of torchrun that the ranks of a host share."""
 
     words: list[str]
     first_rank: int
     num_ranks: int
     environ: dict[str, str]
-    listener: int | None = None
 
 
 def main(arguments: list[str]) -> int:
-    """Run an agent: greet, read the order, start the ranks and watch them. Returns the exit code."""
+    """Run an agent until the launcher hangs up."""
     for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)  # the launcher forwards those that matter
-    listener = None
-    if LOCAL not in arguments:
-        launcher, address = addresses(os.environ)
-        listener = stores.listen(address, 0) if SERVE in arguments else None
-        port = listener.getsockname()[1] if listener else 0
-        print(GREETING + json.dumps(asdict(Hello(os.uname().nodename, address, launcher, port))), flush=True)
-    text = sys.stdin.readline()
-    if not text.endswith("\n"):
-        return EXIT_OK  # the launcher gave up before it sent an order
-    order = Order(**json.loads(text))
-    ranks = Ranks(order, order.listener if listener is None else listener.detach())
-    signals: SimpleQueue[str] = SimpleQueue()
-    threading.Thread(target=_receive, args=(signals,), daemon=True).start()
-    return ranks.watch(signals)
-
-
-def _receive(signals: SimpleQueue[str]) -> None:
-    """Take names of signals from the launcher. Its end, or that of the connection, means SIGKILL."""
-    for line in sys.stdin:
-        signals.put(line.strip())
-    signals.put("SIGKILL")
+    is_local = LOCAL in arguments
+    launcher, address = ("", "") if is_local else addresses(os.environ)
+    agent = Agent(0 if is_local else 1)
+    agent.tell("hello", asdict(Hello(os.uname().nodename, address, launcher)))
+    agent.serve()
+    return EXIT_OK
 
 
 def addresses(environ: Mapping[str, str]) -> tuple[str, str]:
@@ -94,31 +81,143 @@ def addresses(environ: Mapping[str, str]) -> tuple[str, str]:
     return client.strip("-"), server
 
 
-class Ranks:
-    """The ranks of this host, started by the constructor. torch is not loaded yet, so a fork is safe."""
+class Agent:
+    """What the launcher asks for, each as a JSON object with one key, and what the agent tells.
 
-    def __init__(self, order: Order, listener: int | None):
+    prepare: `{modules, environ}`, which ranks will need; listen: an address, answered by `listening`; start: an
+    `Order`; signal: its name, for the ranks. Then `exit` tells how a rank ended that has failed, and `ended` the code
+    of the host when all ranks have; `alive` needs no answer. channel: the descriptor for these messages.
+    """
+
+    def __init__(self, channel: int):
+        self._channel = channel
+        self._received = b""
+        self._hung_up = False
+        self._listener: socket.socket | None = None
+        self._ranks: Ranks | None = None
+
+    def tell(self, what: str, content: Any) -> None:
+        """Send a message to the launcher, if there still is one."""
+        with contextlib.suppress(OSError):
+            os.write(self._channel, f"{MARK}{json.dumps({what: content})}\n".encode())
+
+    def serve(self) -> None:
+        """Obey until the launcher hangs up or cannot be reached; then kill the ranks."""
+        next_beat = 0.0
+        while not self._hung_up:
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                self.tell("alive", None)
+                self._hung_up = is_unanswered(os.environ)
+            for line in self._lines():
+                ((what, content),) = json.loads(line).items()
+                self._obey(what, content)
+            self._look()
+        while self._ranks is not None:
+            self._ranks.send(signal.SIGKILL)
+            self._look()
+            time.sleep(_TICK_S)
+
+    def _lines(self) -> list[bytes]:
+        """Return the lines that have come, after _TICK_S at most."""
+        if not select.select([0], [], [], _TICK_S)[0]:
+            return []
+        found = os.read(0, 2**16)
+        self._hung_up = not found
+        *lines, self._received = (self._received + found).split(b"\n")
+        return lines
+
+    def _obey(self, what: str, content: Any) -> None:
+        if what == "prepare":
+            prepare(content["modules"], content["environ"])
+        elif what == "listen":
+            self.tell("listening", self._listen(content))
+        elif what == "start":
+            self._ranks = Ranks(Order(**content), self._listener, lambda one: self.tell("exit", asdict(one)))
+            self._listener = None
+        elif what == "signal" and self._ranks is not None:
+            self._ranks.send(signal.Signals[content])
+
+    def _listen(self, address: str) -> dict[str, Any]:
+        """Open the socket of rank 0. Return its port, or 0 and why there is none."""
+        try:
+            self._listener = stores.listen(address, 0)
+        except OSError as error:
+            return {"port": 0, "why": error.strerror or str(error)}
+        return {"port": self._listener.getsockname()[1], "why": ""}
+
+    def _look(self) -> None:
+        if self._ranks is not None and self._ranks.have_ended():
+            code, self._ranks = self._ranks.exit_code(), None
+            self.tell("ended", code)
+
+
+def prepare(modules: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Import what the ranks will need, with the variables that native libraries read when they are loaded."""
+    os.environ.update(environ)
+    with _ends_with_launcher():
+        processes.import_all(modules)
+
+
+@contextlib.contextmanager
+def _ends_with_launcher() -> Iterator[None]:
+    """End this process at once if the launcher hangs up meanwhile. The thread has ended afterwards: ranks are forked.
+
+    sshd gives a socket or a pipe as stdin: their ends differ.
+    """
+    done = threading.Event()
+    poll = select.poll()
+    poll.register(0, getattr(select, "POLLRDHUP", 0))
+
+    def watch() -> None:
+        while not done.wait(2 * _TICK_S):
+            if poll.poll(0):
+                os._exit(EXIT_OK)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class Ranks:
+    """The ranks of this host, started by the constructor. torch has not been used yet, so a fork is safe.
+
+    told: gets the end of each rank that has failed.
+    """
+
+    def __init__(self, order: Order, listener: socket.socket | None, told: Callable[[Exit], None] | None = None):
         start = [partial(_run, order, local_rank, listener) for local_rank in range(order.num_ranks)]
+        self._memory_kills = processes.oom_kills()
         self._pids = {order.first_rank + i: processes.fork(run) for i, run in enumerate(start)}  # while they live
         self._codes: dict[int, int] = {}  # rank -> exit code, in the order in which they ended
         self._ended_by_us = False
+        self._deadline = float("inf")
+        self._told = told
         if listener is not None:
-            os.close(listener)
+            listener.close()
 
     def watch(self, signals: SimpleQueue[str]) -> int:
-        """Wait for all ranks and forward the launcher's signals. Returns the exit code of this host."""
-        deadline = float("inf")
-        while self._pids:
+        """Wait for all ranks and forward the signals. Return the exit code of this host."""
+        while not self.have_ended():
             with contextlib.suppress(queue.Empty):
-                self._send(signal.Signals[signals.get(timeout=_TICK_S)])
-            self._reap()
-            if deadline == float("inf") and any(code != EXIT_OK for code in self._codes.values()):
-                deadline = time.monotonic() + GRACE_S
-            if time.monotonic() > deadline:
-                self._send(signal.SIGKILL)
-        return self._exit_code()
+                self.send(signal.Signals[signals.get(timeout=_TICK_S)])
+        return self.exit_code()
 
-    def _send(self, number: int) -> None:
+    def have_ended(self) -> bool:
+        """Look after the ranks; return whether all have ended. GRACE_S after the first has failed they are killed."""
+        self._reap()
+        if self._deadline == float("inf") and any(code != EXIT_OK for code in self._codes.values()):
+            self._deadline = time.monotonic() + GRACE_S
+        if self._pids and time.monotonic() > self._deadline:
+            self.send(signal.SIGKILL)
+        return not self._pids
+
+    def send(self, number: int) -> None:
+        """Send a signal to all ranks that live."""
         self._ended_by_us |= number == signal.SIGKILL
         for pid in self._pids.values():
             processes.kill(pid, number)
@@ -130,8 +229,10 @@ class Ranks:
                 del self._pids[rank]
             if code is not None and not (self._ended_by_us and code == -signal.SIGKILL):
                 self._codes[rank] = code
+                if code != EXIT_OK and self._told is not None:
+                    self._told(Exit(rank, code, processes.oom_kills() > self._memory_kills))
 
-    def _exit_code(self) -> int:
+    def exit_code(self) -> int:
         """The code of rank 0, which knows the cause; else that of the rank that failed first."""
         codes = [code for code in (self._codes.get(0, 0), *self._codes.values()) if code != EXIT_OK]
         if not codes:
@@ -139,7 +240,7 @@ class Ranks:
         return codes[0] if codes[0] > 0 else EXIT_RANK_DIED
 
 
-def _run(order: Order, local_rank: int, listener: int | None) -> int:
+def _run(order: Order, local_rank: int, listener: socket.socket | None) -> int:
     """As the process of one rank: run the program with torchrun's variables."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -147,10 +248,12 @@ def _run(order: Order, local_rank: int, listener: int | None) -> int:
     processes.unblock_signals()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    if listener is not None and order.first_rank + local_rank != 0:
-        os.close(listener)
-        listener = None
-    environ = variables(order, local_rank, os.environ, listener)
+    descriptor = None
+    if listener is not None and order.first_rank + local_rank == 0:
+        descriptor = listener.detach()
+    elif listener is not None:
+        listener.close()
+    environ = variables(order, local_rank, os.environ, descriptor)
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = ["parallelrun", *order.words]
@@ -171,4 +274,4 @@ def variables(order: Order, local_rank: int, host: Mapping[str, str], listener: 
 
 
 if __name__ == "__main__":
-    end(main(sys.argv[1:]))  # a thread still reads stdin
+    end(main(sys.argv[1:]))

@@ -1,69 +1,136 @@
 """`restarts=N` over several hosts: ranks that fail are started again, on the hosts that can still be reached.
 
-Each attempt is one `HostLauncher`. The ranks of the next one find the run by the variables that torchrun would set
-(`launch/reattach.py`), and go on from its last checkpoint. A host that is gone is replaced by one with free slots, or
-the run goes on with fewer ranks (`elastic=true`). Torch-free.
+Each attempt is one `HostLauncher`; the agents of the hosts stay, with torch imported. The ranks of the next attempt
+find the run by the variables that torchrun would set (`launch/reattach.py`), and go on from its last checkpoint. A host
+that is gone is replaced by one with free slots, or the run goes on with fewer ranks (`elastic=true`). Torch-free.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
 from parallelrun.cli import hosts as host_list
-from parallelrun.cli.host_launcher import HostConnection, HostLauncher, await_hellos
+from parallelrun.cli.host_connection import Connections
+from parallelrun.cli.host_launcher import HostLauncher
 from parallelrun.cli.hosts import HostRanks, SshOptions
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK
-from parallelrun.launch import reattach
+from parallelrun.launch import failure, host_failures, processes, reattach
 from parallelrun.launch.directory import Status
+from parallelrun.launch.environment import for_other_hosts
+from parallelrun.launch.failure import ConsoleOptions, Failure
+from parallelrun.launch.peers import is_recorded
 from parallelrun.launch.rank import STOP_SIGNALS
 from parallelrun.launch.supervisor import signal_handlers
 from parallelrun.plan import elastic
 from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
 from parallelrun.run_records import attempts
 from parallelrun.run_records.attempts import Attempt
 from parallelrun.wording import counted
 
-RECONNECT_S = 25.0  # for a host to answer again; ssh gives up after 20 s
+RECONNECT_S = 25.0  # for a host to answer again: ssh, and the start of Python
+
+_RANK_MODULES = ("parallelrun.cli.verbs", "parallelrun.config.compose", "parallelrun.launch.start")
 
 
-def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, asked: Config) -> int:
+def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, asked: Config, plan: Plan) -> int:
     """Run `parallelrun <words>` on all hosts, again after failures; return the exit code of the last attempt.
 
-    asked: the configuration that `words` mean. No process outlives this call. Raises EnvironmentProblem when a host
-    cannot be reached at the first start.
+    asked: the configuration that `words` mean, of which `plan` is resolved. No process outlives this call. Raises
+    EnvironmentProblem when a host cannot be reached at the first start.
     """
-    name, left = secrets.token_hex(8), tuple(hosts)
     signals: list[int] = []
+    modules = processes.modules(asked, plan)
+    prepare = {"modules": [*modules, *(_RANK_MODULES if modules else ())], "environ": for_other_hosts(os.environ)}
     with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
+        with Connections(ssh, signals, prepare) as connections:
+            connections.open(hosts)
+            connections.must_greet([one.name for one in hosts if one.num_ranks])
+            return _Attempts(hosts, words, asked, connections).run()
+
+
+class _Attempts:
+    """The attempts of one run over `hosts`."""
+
+    def __init__(self, hosts: Sequence[HostRanks], words: Sequence[str], asked: Config, connections: Connections):
+        self._hosts, self._words, self._asked, self._connections = hosts, words, asked, connections
+        self._left = tuple(hosts)  # those of the next attempt
+        self._name = secrets.token_hex(8)
+
+    def run(self) -> int:
         for number in count():
-            variables = reattach.variables(name, asked.restarts, number)
-            code = HostLauncher(left, words, ssh, signals, variables).run()
-            if code == EXIT_OK or signals:
+            variables = reattach.variables(self._name, self._asked.restarts, number)
+            launcher = HostLauncher(self._left, self._words, self._connections, variables, judges=True)
+            code = launcher.run()
+            if code == EXIT_OK or self._connections.signals:
                 break
-            variables = reattach.variables(name, asked.restarts, number + 1)
-            directory = reattach.earlier(Path(asked.runs).expanduser(), variables)
-            if directory is None:  # it has failed before a run began
-                break
-            outcome, history, decision = reattach.judged(directory, asked.restarts, _of_ranks(left))
-            if not decision.restart:
-                print(f"  not restarted: {decision.why}", file=sys.stderr, flush=True)
-                return decision.exit_code or outcome.exit_code
-            without = history[-1].host if decision.without is not None and asked.elastic else ""
-            slots = _slots_left(hosts, ssh, signals, without)
-            left = _placed(asked, directory, history[-1], slots)
-            if not left:
-                why = _too_few(asked, history[-1].world, slots, hosts)
-                Status(directory, history[-1].step).ended(code, f"{history[-1].error}; {why}", history[-1].rank)
-                print(f"  not restarted: {why}", file=sys.stderr, flush=True)
-                break
-    return code
+            found = self._after(number, code, launcher)
+            if found is not None:
+                return found
+        return code
+
+    def _after(self, number: int, code: int, launcher: HostLauncher) -> int | None:
+        """Decide what follows an attempt that has failed. Return the exit code of the run; None for another attempt."""
+        ended = time.time()
+        variables = reattach.variables(self._name, self._asked.restarts, number + 1)
+        directory = reattach.earlier(Path(self._asked.runs).expanduser(), variables)
+        if directory is None:  # it has failed before a run began
+            return code
+        seen = host_failures.cause(directory, launcher.exits, launcher.lost)
+        told = is_recorded(directory)
+        outcome, history, decision = reattach.judged(directory, self._asked.restarts, _of_ranks(self._left), seen)
+        last = history[-1]
+        if seen is not None and not told:
+            self._tell(seen, directory, last, decision.restart)
+        if not decision.restart or number >= self._asked.restarts:
+            why = decision.why or "the last attempts failed before they began"
+            print(f"  not restarted: {why}", file=sys.stderr, flush=True)
+            return decision.exit_code or outcome.exit_code
+        without = last.host if decision.without is not None and self._asked.elastic else ""
+        slots = self._slots_left(without)
+        self._left = _placed(self._asked, directory, last, slots)
+        if not self._left:
+            why = _too_few(self._asked, last.world, slots, self._hosts)
+            Status(directory, last.step).ended(code, f"{last.error}; {why}", last.rank)
+            print(f"  not restarted: {why}", file=sys.stderr, flush=True)
+            return code
+        Status(directory, last.step).running(last.step)
+        noticed = launcher.noticed or ended
+        attempts.mark(directory, noticed=noticed, ended=ended, hosts=time.time())
+        return None
+
+    def _tell(self, seen: Failure, directory: Path, last: Attempt, restarts: bool) -> None:
+        """Print why the ranks failed, and how to go on by hand if the run does not."""
+        plan = resolve(load_frozen(attempts.config_file(directory, last.number).read_text()))
+        options = ConsoleOptions(tuple(word for word in self._words if "=" in word))
+        lines = failure.headline(seen, plan) if restarts else failure.message(seen, plan, directory, options)
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def _slots_left(self, without: str) -> dict[str, int]:
+        """Return the slots of the hosts that answer; name the others. without: the host that loses a slot."""
+        connections = self._connections
+        for one in self._hosts:
+            known = connections.by_name.get(one.name)
+            if known is not None and known.process.poll() is not None and known.hello is not None:
+                connections.drop(one.name)
+        connections.open([one for one in self._hosts if one.name not in connections.by_name], again=True)
+        gone = [one.name for one in connections.greeted([one.name for one in self._hosts], RECONNECT_S)]
+        for name in gone:
+            connections.drop(name)
+            print(f"warning: {name} cannot be reached by ssh: it is left out", file=sys.stderr, flush=True)
+        slots = {one.name: one.slots for one in self._hosts if one.name not in gone}
+        if without in slots:
+            slots[without] -= 1
+        return slots
 
 
 def _too_few(asked: Config, world: int, slots: Mapping[str, int], hosts: Sequence[HostRanks]) -> str:
@@ -74,24 +141,6 @@ def _too_few(asked: Config, world: int, slots: Mapping[str, int], hosts: Sequenc
     if asked.elastic:
         return f"{why}, and no plan fits (min_world={elastic.least_world(asked)})"
     return f"{why}; elastic=true goes on with fewer"
-
-
-def _slots_left(hosts: Sequence[HostRanks], ssh: SshOptions, signals: Sequence[int], without: str) -> dict[str, int]:
-    """Return the slots of the hosts that answer; name the others. without: the host that loses a slot."""
-    probes = [HostConnection(one, ssh, serves=False) for one in hosts if not one.is_here]
-    try:
-        gone = [one.name for one in await_hellos(probes, signals, RECONNECT_S)]
-    finally:
-        for one in probes:
-            one.hang_up()
-            one.process.kill()  # an agent without an order ends with its connection
-            one.process.wait()
-    for name in gone:
-        print(f"warning: {name} cannot be reached by ssh: it is left out", file=sys.stderr, flush=True)
-    slots = {one.name: one.slots for one in hosts if one.name not in gone}
-    if without in slots:
-        slots[without] -= 1
-    return slots
 
 
 def _of_ranks(hosts: Sequence[HostRanks]) -> list[str]:

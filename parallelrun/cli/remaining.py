@@ -1,4 +1,4 @@
-"""What else is wrong with a command line whose first mistakes leave nothing to plan: all is said at once. No Hydra."""
+"""Further problems of a command line that cannot be planned, so that one error lists all of them. No Hydra."""
 
 from __future__ import annotations
 

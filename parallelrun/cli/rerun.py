@@ -65,7 +65,7 @@ def _config(directory: Path, runs: Path, trust: bool) -> Any:
 
 
 def _changes(before: RunRecord) -> list[str]:
-    """What is not as it was, so that the losses may differ."""
+    """Return the changes of code, versions and machine since the run, any of which may change the losses."""
     import importlib.metadata
     import platform
 

@@ -76,7 +76,7 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         if composed.config.restarts and line.verb == "run":
             from parallelrun.cli import host_restarts
 
-            return host_restarts.run(line.host_ranks, words, line.ssh, composed.config)
+            return host_restarts.run(line.host_ranks, words, line.ssh, composed.config, plan)
         from parallelrun.cli import host_launcher
 
         return host_launcher.run(line.host_ranks, words, line.ssh)

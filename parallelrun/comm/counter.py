@@ -179,7 +179,7 @@ class CollectiveNames(_Observer):
 
 
 class _Call(NamedTuple):
-    """What a collective or message is noted and counted as. lane: None if it is not noted."""
+    """The entry of a collective or message in the records. lane: None if the call is counted only."""
 
     lane: Lane | None
     text: str

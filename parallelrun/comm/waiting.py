@@ -1,4 +1,4 @@
-"""What this process waits for: the collective or message on which it is blocked, and how many it has issued."""
+"""The collective or message on which this process is blocked, and the number that it has issued."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Expected:
 
 @dataclass
 class About:
-    """What a recipe is for, what it needs, how long it takes, what to expect, and where that comes from."""
+    """A recipe's description of itself: purpose, devices, duration, expected results and their source."""
 
     purpose: str | None = key(None, "what the recipe is for, in one line")
     devices: int | None = key(None, "number of devices, one for each rank", least=1, most=COUNT)

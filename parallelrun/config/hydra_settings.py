@@ -22,7 +22,7 @@ VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.star
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What Hydra's own configuration says about a sweep before it starts.
+    """Settings of a sweep that Hydra's own configuration gives, read before the sweep starts.
 
     directory: `hydra.sweep.dir`, if given. counts_failures: the sweeper would stop at the first failed point.
     uses_plugin: the launcher or the sweeper is not Hydra's own, and may store files.

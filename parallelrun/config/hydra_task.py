@@ -1,4 +1,4 @@
-"""What Hydra says about the task that it has just started: a single run, or a point of a sweep."""
+"""Hydra's description of the task that it has just started: a single run, or a point of a sweep."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _folder(name: str) -> Path | None:
 
 @cache
 def _of_plug_ins() -> tuple[str, ...]:
-    """What Hydra's search path plug-ins add: classes in modules of the namespace `hydra_plugins`."""
+    """Return the config folders that Hydra's search path plug-ins add (classes in the namespace `hydra_plugins`)."""
     try:
         space = import_module("hydra_plugins")
     except ImportError:

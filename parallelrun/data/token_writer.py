@@ -22,7 +22,7 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Written:
-    """What was written. vocab: number of token ids; element: the integer type of the file."""
+    """Sizes of a written file. vocab: number of token ids; element: the integer type of the file."""
 
     documents: int
     tokens: int

@@ -1,4 +1,4 @@
-"""What the ranks of `parallelrun generate ... tp=2` run: all compute; rank 0 prints and writes the tokens."""
+"""The ranks' side of `parallelrun generate ... tp=2`: all ranks compute; rank 0 prints and writes the tokens."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MOUNT = "/runs"
 
 @dataclass(frozen=True)
 class KubernetesJob(JobOnNodes):
-    """What a TrainJob asks for.
+    """Settings of a TrainJob.
 
     image: with parallelrun in it; claim: a PersistentVolumeClaim that all nodes can write (ReadWriteMany), where the
     run's directory is; runtime: a ClusterTrainingRuntime.
@@ -85,7 +85,7 @@ metadata:
   name: {name}-token
   namespace: {namespace}
 stringData:
-  token: {token} # the ranks meet at rank 0, which answers who knows this
+  token: {token} # the ranks meet at rank 0, which answers only those that know this secret
 ---
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob

@@ -1,4 +1,4 @@
-"""What every job on nodes whose ranks the user counts has in common. Torch-free."""
+"""Base class of jobs for which the user gives the number of nodes and the ranks per node. Torch-free."""
 
 from __future__ import annotations
 

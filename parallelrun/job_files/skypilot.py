@@ -22,7 +22,7 @@ MOUNT = "/runs"
 
 @dataclass(frozen=True)
 class SkyPilotJob:
-    """What a task asks for.
+    """Settings of a SkyPilot task.
 
     nodes; accelerator: the kind of GPU (H100, A100-80GB), empty for nodes of CPUs, which have one rank each;
     gpus_per_node; bucket: where the run's directory is, which all nodes must see; infra: aws, gcp/us-central1, ...;

@@ -21,7 +21,7 @@ _COLUMN = 38
 
 @dataclass(frozen=True)
 class SlurmJob(JobOnNodes):
-    """What a job asks of Slurm.
+    """Settings of a Slurm job.
 
     time: its limit in one of Slurm's forms; save_s: seconds before the limit at which ranks are told to save;
     container: an image for the plug-in pyxis; output: the file of the job's output (%x: its name, %j: its number).
@@ -113,8 +113,8 @@ _BODY = """#!/bin/bash
 ranks=
 trap 'kill -USR1 $ranks 2>/dev/null' USR1
 
-# The ranks find each other by Slurm's variables: rank 0 listens on the first node, and answers who knows this secret,
-# which srun hands to the ranks only.
+# The ranks find each other by Slurm's variables: rank 0 listens on the first node, and answers only ranks that know
+# this secret, which srun hands to the ranks only.
 PARALLELRUN_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export PARALLELRUN_TOKEN
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.launch import environment, failure, hang, interfaces, output, preflight, rank, rendezvous, stores
 from parallelrun.launch.directory import Status
-from parallelrun.launch.environment import Attached
+from parallelrun.launch.environment import JUDGED, Attached
 from parallelrun.launch.failure import GRACE_S, TIMED_OUT, ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
@@ -96,6 +96,7 @@ def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
     write_json(path, {**json.loads(path.read_text()), "hosts": sorted({member.host for member in members})})
     members = [replace(member, words={}, code={}) for member in members]  # already compared
     rendezvous.put(store, "go", {"members": [asdict(member) for member in members]})
+    attempts.mark(job.directory, "joined")
     return _serve(attached, job, store, members)
 
 
@@ -196,6 +197,8 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
     """
 
     def report(own: Failure) -> int:
+        if os.environ.get(JUDGED) and own.exit_code != EXIT_HANG:  # it has written its failure
+            return own.exit_code
         history = attempts.read(job.directory)
         if history and history[-1].number > job.attempt:  # this host was cut off, and the run goes on without it
             return own.exit_code

@@ -41,7 +41,7 @@ class Removable:
 
 @dataclass(frozen=True)
 class Policy:
-    """What to remove. failed: runs that failed without a checkpoint to resume from; older_than_s: all runs that ended
+    """Runs and checkpoints to remove. failed: runs that failed without a checkpoint; older_than_s: all runs that ended
     so long ago (None: none); keep: checkpoints of every other run (None: as its own configuration says)."""
 
     failed: bool = True

@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class EmulatedNetwork:
-    """What is emulated: hosts of `ranks_per_host` ranks each, on ports of `bytes_s` in each direction.
+    """An emulated network: hosts of `ranks_per_host` ranks each, whose ports carry `bytes_s` in each direction.
 
     delay_s: of a message between hosts; None if this kernel cannot delay packets. slowdown: how many times slower the
     ports are than the cluster's.

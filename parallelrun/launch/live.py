@@ -1,4 +1,4 @@
-"""What each rank of another launcher reports while the run goes on: a small file of its own, gathered by rank 0.
+"""Progress reports of ranks under another launcher: each rank writes a small file, and rank 0 gathers them.
 
 Our own launcher reads its ranks' memory instead. Torch-free.
 """

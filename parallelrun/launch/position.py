@@ -50,8 +50,8 @@ class PendingCollective:
 
 @dataclass(frozen=True)
 class Position:
-    """What a rank does (one of the texts above), for what it waits, how many collectives it has issued by group, and
-    its frames in the user's code and in ours, innermost first."""
+    """A rank's activity (one of the texts above), the collective that it waits for, the number of collectives that it
+    has issued by group, and its frames in the user's code and in ours, innermost first."""
 
     activity: str
     frames: tuple[str, ...] = ()

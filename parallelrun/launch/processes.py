@@ -6,15 +6,17 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from parallelrun import registry
+from parallelrun.config.schema import Config
 from parallelrun.launch import emulation, position
 from parallelrun.launch import rank as ranks
 from parallelrun.launch.emulation import Namespaces
@@ -27,37 +29,49 @@ from parallelrun.launch.turns import take_long_turns
 from parallelrun.plan.structure import Plan
 
 FORK, EXEC = "fork", "exec"
-_PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
+_PRELOADED = ("numpy.random", "torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
               "parallelrun.shared_memory.joining", "parallelrun.train.bench",
               "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run")  # fmt: skip
 
 
 def preload(job: Job) -> None:
-    """Import the modules of the ranks once in the launcher, if the ranks are forked.
+    """Import the modules of the ranks once in the launcher, if the ranks are forked."""
+    import_all(modules(job.config, job.plan, job.worker))
 
-    A failing import is ignored: it fails again in the ranks, which log it. The garbage collector, which takes a seventh
-    of the time of these imports, is paused, and leaves alone what was imported until `start` has started the ranks.
+
+def modules(config: Config, plan: Plan, worker: str = ranks.WORKER) -> list[str]:
+    """Return what forked ranks need, for `import_all`; nothing if the ranks of this plan are not forked."""
+    if not _may_fork(plan):
+        return []
+    found = [worker.partition(":")[0], *_PRELOADED]
+    if plan.mesh.size("pp") > 1:
+        found.append("torch.distributed.pipelining")
+    if plan.recompute == "full" or config.compile:
+        found.append("parallelrun.torch_private:import_compiler")
+    found += [registry.path("models", config.model.name, "network"), registry.path("datasets", config.dataset.name)]
+    used = {axis: getattr(plan, axis) for axis in ("data", "tensor", "pipeline", "context", "expert")}
+    return found + [registry.path("strategies", f"{axis}.{one.kind}", "runtime") for axis, one in used.items() if one]
+
+
+def import_all(names: Sequence[str]) -> None:
+    """Import modules, or call `module:function`, up to the first that fails: it fails again in the ranks, which log it.
+
+    The garbage collector, which takes a seventh of the time of these imports, is paused, and leaves alone what was
+    imported until `start` has started the ranks.
     """
-    if not _may_fork(job.plan):
+    if not names:
         return
     was_on = gc.isenabled()
     gc.disable()
     with contextlib.suppress(Exception):
-        _import_modules(job)
+        for name in names:
+            module, _, function = name.partition(":")
+            imported = import_module(module)
+            if function:
+                getattr(imported, function)()
     gc.freeze()
     if was_on:
         gc.enable()
-
-
-def _import_modules(job: Job) -> None:
-    plan = job.plan
-    ranks.find_worker(job.worker)
-    for module in _PRELOADED:
-        import_module(module)
-    registry.load("models", job.config.model.name, "network")
-    registry.load("datasets", job.config.dataset.name)
-    for axis, kind in (("data", plan.data.kind), ("tensor", plan.tensor.kind), ("pipeline", plan.pipeline.kind)):
-        registry.load("strategies", f"{axis}.{kind}", "runtime")
 
 
 def method_for(plan: Plan) -> str:
@@ -239,3 +253,11 @@ def _proc_stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def oom_kills() -> int:
+    """Return how often the kernel has killed a process of our memory cgroup."""
+    with contextlib.suppress(OSError), open("/sys/fs/cgroup/memory.events") as file:
+        match = re.search(r"^oom_kill (\d+)", file.read(), re.MULTILINE)
+        return int(match.group(1)) if match else 0
+    return 0

@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What differs between ranks. threads: compute threads, 0 for OMP_NUM_THREADS."""
+    """Settings that differ between ranks. threads: compute threads, 0 for OMP_NUM_THREADS."""
 
     rank: int
     local_rank: int
@@ -108,6 +108,8 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
     store = connect() if connect is not None else None
     if store is not None:
         _join(job, rank, store)
+    if rank == 0:
+        attempts.mark(job.directory, "connected")
     context = WorkerContext(
         rank=rank,
         world=world,

@@ -17,7 +17,9 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_RANK_DIED, ParallelrunError, Problem
 from parallelrun.launch import failure, restart_policy, restarts
 from parallelrun.launch.directory import Status
+from parallelrun.launch.failure import Failure
 from parallelrun.launch.outcome import Outcome
+from parallelrun.launch.peers import is_recorded
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.rank import Job
 from parallelrun.launch.restart_policy import Decision
@@ -109,14 +111,18 @@ def continued(job: Job, directory: Path) -> Job:
 
 
 def judged(
-    directory: Path, most: int | None = None, hosts: Sequence[str] = ()
+    directory: Path, most: int | None = None, hosts: Sequence[str] = (), seen: Failure | None = None
 ) -> tuple[Outcome, list[Attempt], Decision]:
     """Return how the last attempt of a run ended, all attempts, and what follows; record it. Its ranks have ended.
 
-    most: how often the run may be restarted; None if its launcher counts. hosts: of each rank, if they are known.
+    most: how often the run may be restarted; None if its launcher counts. hosts: of each rank, if they are known. seen:
+    the cause as the launcher has seen it, which counts unless the ranks have recorded one.
     """
     history = attempts.read(directory)
-    outcome = _outcome(directory, history[-1])
+    if seen is None or is_recorded(directory):
+        outcome = _outcome(directory, history[-1])
+    else:
+        outcome = Outcome(seen.exit_code, seen)
     if history[-1].ended is None:
         last = restarts.ended(history, outcome, directory)
         if hosts and last.rank is not None:
@@ -142,6 +148,6 @@ def _outcome(directory: Path, last: Attempt) -> Outcome:
             told = str(status.get("error") or _UNTOLD)
             hosts = read_object(directory / find.MANIFEST).get("hosts", [])
             host = hosts[0] if len(hosts) == 1 else ""
-            cause = failure.Failure(rank, told, code, host=host) if isinstance(rank, int) else None
+            cause = Failure(rank, told, code, host=host) if isinstance(rank, int) else None
         return Outcome(code, cause, str(status.get("error") or ""))
     return Outcome(cause.exit_code if cause else EXIT_RANK_DIED, cause, _UNTOLD)

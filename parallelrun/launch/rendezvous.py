@@ -36,7 +36,7 @@ _OF_ONE_RANK = ("-v", "--verbose")  # change what a rank prints, not what it com
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank reports when it joins. born: see `processes.start_time`; words: see `command_line`; code: see `code`;
+    """A rank's report when it joins. born: see `processes.start_time`; words: see `command_line`; code: see `code`;
     config: its hash; directory_seen: the rank sees the run directory that rank 0 has created; gpu: the identity of the
     GPU that it would use, empty for none."""
 

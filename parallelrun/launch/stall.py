@@ -47,7 +47,7 @@ class StalledOperation:
 
     @property
     def reason(self) -> str:
-        """What the first missing rank does instead."""
+        """Return the activity of the first missing rank, as text."""
         first = self.missing[0]
         where = f" in {_function(first.frames[0])}" if first.frames and not first.waits_for else ""
         if first.waits_for:

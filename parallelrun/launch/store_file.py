@@ -34,7 +34,7 @@ def store_file(directory: Path) -> Iterator[StoreFile]:
 
 
 def file_store(path: str) -> Store:
-    """Return the store in this file. Who waits in it looks every 10 ms."""
+    """Return the store in this file. A rank that waits for a key looks every 10 ms."""
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     store: Store = FileStore(path)

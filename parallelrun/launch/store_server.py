@@ -1,8 +1,9 @@
 """The server of the store in which ranks of several hosts meet, and the protocol that its clients speak. Torch-free.
 
-torch's TCPStore answers whoever connects, so that any process that reaches its port can delete its keys. This one
-answers who knows the run's token: both sides prove that they do (HMAC-SHA256 of fresh random numbers), and the token
-itself is never sent. What is then sent is neither encrypted nor signed: the network must be trusted not to change it.
+torch's TCPStore answers every process that connects, so that any of them can delete its keys. This server answers
+only clients that know the run's token: both sides prove that they do (HMAC-SHA256 of fresh random numbers), and the
+token itself is never sent. Later messages are neither encrypted nor signed: the network must be trusted not to
+change them.
 
 A message is its length, and fields of bytes with their lengths. Nothing is unpickled.
 """
@@ -30,7 +31,7 @@ _LENGTH = struct.Struct("!I")
 
 
 def proof(token: str, role: bytes, nonces: bytes) -> bytes:
-    """What only a process with `token` can compute. role: server | client: neither can send the other's back."""
+    """Return the HMAC that proves knowledge of `token`. role: server | client, so that neither can echo the other's."""
     return hmac.digest(token.encode(), role + nonces, "sha256")
 
 
@@ -83,7 +84,7 @@ class _Waiting:
 
 
 class _Contents:
-    """The keys and values, and who waits for them."""
+    """The keys and values, and the connections that wait for them."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

@@ -1,8 +1,8 @@
-"""The stores in which ranks meet, and who can reach them.
+"""The stores in which ranks meet, and the processes that can reach them.
 
 Ranks of one host share a file without a name: it is opened through the process that made it, which the kernel allows
-its user only, so that nothing listens. Ranks of several hosts meet at a server in rank 0 that answers who knows the
-run's token (`store_server`). Under torchrun the store is torchrun's own, which answers everybody.
+its user only, so that nothing listens. Ranks of several hosts meet at a server in rank 0, which answers only ranks
+that know the run's token (`store_server`). Under torchrun the store is torchrun's own, which answers every process.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def exposure(address: str, port: int, token: str) -> str:
     """Return what strangers could do to a run that meets at this address; empty if they cannot."""
     if token or address.startswith("127.") or address == "::1":
         return ""
-    what = f"rank 0 listens on {address}:{port} without a token: who reaches it can end the run"
+    what = f"rank 0 listens on {address}:{port} without a token: any process that reaches this port can end the run"
     return f"{what} (set {TOKEN} to a secret, the same on all ranks)"
 
 

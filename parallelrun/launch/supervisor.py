@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -85,7 +84,7 @@ class Supervisor:
         self._verdict: Outcome | None = None
         self._next_look = self._latest_look = 0.0
         self._num_bytes, self._grew = 0, float("-inf")  # of the ranks' sequences, and when they last grew
-        self._oom_kills = _oom_kills()
+        self._oom_kills = processes.oom_kills()
 
     def start(self) -> None:
         """Start the ranks, unless a signal arrived while the launcher was importing."""
@@ -152,7 +151,7 @@ class Supervisor:
         return is_worker and code < 0 and underway and not ending and has_spare
 
     def _of_exit(self, rank: int, code: int, now: int) -> Failure:
-        return failure.of_exit(rank, code, now, out_of_memory=_oom_kills() > self._oom_kills)
+        return failure.of_exit(rank, code, now, out_of_memory=processes.oom_kills() > self._oom_kills)
 
     def _fail(self, rank: int, code: int, now: int) -> None:
         if code == EXIT_INTERRUPTED and self._signals:
@@ -222,11 +221,3 @@ class Supervisor:
         codes = {code for code in self._codes.values() if code not in (EXIT_OK, EXIT_PREEMPTED)}
         assert NOT_RETURNED not in codes, "a rank that did not return has failed"
         return Outcome(min(codes, default=max(self._codes.values())))
-
-
-def _oom_kills() -> int:
-    """Return how often the kernel has killed a process of our memory cgroup."""
-    with contextlib.suppress(OSError), open("/sys/fs/cgroup/memory.events") as file:
-        match = re.search(r"^oom_kill (\d+)", file.read(), re.MULTILINE)
-        return int(match.group(1)) if match else 0
-    return 0

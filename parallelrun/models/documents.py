@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,6 @@ from torch import Tensor
 from parallelrun import torch_private
 from parallelrun.models import functions
 from parallelrun.models.autograd import apply
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def uncompiled(function: Function) -> Function:
-    """Keep a function out of torch.compile's graphs: the documents differ from batch to batch."""
-    outside: Function = torch.compiler.disable(function)
-    return outside
 
 
 class DocumentBounds:

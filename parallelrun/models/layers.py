@@ -36,13 +36,13 @@ class TensorModule(nn.Module):
 class RoleLayer(TensorModule):
     """A layer that a tensor strategy may replace, as `layer_role` says.
 
-    communicates: its forward sends something, so that computing it again is not cheap. compiles: torch.compile may
-    look into it; otherwise it breaks the graph.
+    communicates: its forward sends something, so that computing it again is not cheap. uncompiled: the methods at
+    which torch.compile breaks its graphs.
     """
 
     layer_role: ClassVar[str] = ""
     communicates: ClassVar[bool] = False
-    compiles: ClassVar[bool] = True
+    uncompiled: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, compute_dtype: torch.dtype):
         super().__init__()

@@ -94,6 +94,7 @@ class AttentionProduct(_HashMasked):
     """
 
     layer_role = "attention"
+    uncompiled = ("_of_documents",)  # they differ from batch to batch
 
     def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype, causal: bool = True):
         super().__init__(rate, seed, site, compute_dtype)
@@ -115,7 +116,6 @@ class AttentionProduct(_HashMasked):
             return attend(query, key, value, self.causal)
         return self._dropped(query, key, value, self.sample_ids(query.size(0)), 0, query.size(2))
 
-    @packed.uncompiled
     def _of_documents(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         documents = self.documents()
         assert documents is not None

@@ -113,11 +113,10 @@ class Network(nn.Module):
 
 
 def compile_blocks(network: Network, backend: str = "inductor") -> None:
-    """torch.compile every block in place: names stay, equal blocks share one compilation. Layers with `compiles =
-    False` are left out of the graphs."""
+    """torch.compile every block in place: names stay, equal blocks share one compilation."""
     for module in network.modules():
-        if not getattr(module, "compiles", True):
-            module.forward = torch.compiler.disable(module.forward)
+        for name in getattr(module, "uncompiled", ()):  # of `RoleLayer`
+            setattr(module, name, torch.compiler.disable(getattr(module, name)))
     shared_memory.keep_out_of_graphs()
     for name in network.block_names:
         network.block(name).compile(backend=backend)

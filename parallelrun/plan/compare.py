@@ -112,8 +112,8 @@ def compare(plan: Plan, config: Config) -> Comparison | None:
 
 @dataclass(frozen=True)
 class _Case:
-    """What all rows share. plan: with the model's ends and the compared layer alone, which answers the same questions
-    at a fraction of the time."""
+    """The inputs of all rows. plan: of the model's ends and the compared layer alone, which gives the same answers in
+    a fraction of the time."""
 
     plan: Plan
     config: Config

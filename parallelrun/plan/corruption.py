@@ -1,4 +1,4 @@
-"""What looking for silent data corruption costs a run, and which faults it leaves out. Torch-free."""
+"""Predicted cost of the checks for silent data corruption, and the faults that they do not cover. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIGESTED = 2  # times that the weights are read in every step: when they begin t
 
 @dataclass(frozen=True)
 class Checks:
-    """What checks every `every` steps need. host_bytes: the copies in host memory, on the rank that holds most.
+    """Cost of a check every `every` steps. host_bytes: copies in host memory, on the rank that holds most.
 
     samples: of each batch that a check computes again. share_of_flops: of a run's. check_s: seconds of a check,
     share_of_time: of a run's; without the copies to host memory, None where the cluster gives no rates. wire_bytes:
@@ -73,11 +73,14 @@ def _bytes_of(plan: Plan, pp_rank: int) -> tuple[int, int, int]:
     return weights, states, lone
 
 
-def replicated_over(layout: Layout, plan: Plan) -> tuple[str, ...]:
-    """The mesh dims of several ranks on which all have the same part, but for stages and independent replicas."""
+def replicated_over(layout: Layout, plan: Plan, *, alike: bool = False) -> tuple[str, ...]:
+    """The mesh dims of several ranks on which all have the same part, but for stages and independent replicas.
+
+    alike: of tensors that independent replicas have in common.
+    """
     shape = plan.mesh
     differ = {dim for axis in (*layout.axes, "pp") for dim in shape.mesh_dims_of(axis)}
-    if plan.data.independent:
+    if plan.data.independent and not alike:
         differ |= set(shape.mesh_dims_of("dp"))
     return tuple(dim for dim in shape.mesh_dim_names if dim not in differ and shape.size(dim) > 1)
 

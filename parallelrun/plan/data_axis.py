@@ -1,4 +1,4 @@
-"""What combining the gradients of a plan would cost under every data-parallel strategy. Torch-free, closed form.
+"""Cost of combining a plan's gradients under every data-parallel strategy, in closed form. Torch-free.
 
 On equal nodes: where a parameter server has 6 workers and 2 servers, a ring has 8 workers. One node of the data axis is
 one rank with its own links, as `cluster` gives them per device. `prediction` says what the plan's own strategy sends,

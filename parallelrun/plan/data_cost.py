@@ -1,4 +1,4 @@
-"""What it costs to combine the gradients of a data axis, in closed form: every classic algorithm. Torch-free, pure.
+"""Cost of combining the gradients of a data axis by each classic algorithm, in closed form. Torch-free, pure.
 
 The model: a message takes `latency_s`, then its bytes at `bytes_per_s`; every node sends and receives at that rate at
 once (full duplex), and links share nothing. D: bytes of the gradients, and of the weights, which are as many. What is
@@ -24,7 +24,7 @@ ONE_SERVER, SERVERS, BEST, COLOCATED, HELPED = "one server", "servers", "best sh
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two nodes: bytes a second of a node, each way, and seconds until a message's first byte."""
+    """The network of a node: bytes per second in each direction, and seconds until a message's first byte."""
 
     bytes_per_s: float
     latency_s: float = 0.0

@@ -121,6 +121,10 @@ class DataStrategy(AxisStrategy):
         """
         return False
 
+    def meets(self, step: int) -> bool:
+        """Whether all replicas have the same weights after step `step` (from 1)."""
+        return not self.independent
+
     @property
     def in_step(self) -> bool:
         """Whether all replicas go through every step together, so that layers may communicate inside a step."""
@@ -213,7 +217,7 @@ class DataStrategy(AxisStrategy):
         return None
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
-        """(source, target) -> bytes per step, where the strategy and not the backend chooses who sends to whom."""
+        """(source, target) -> bytes per step, if the strategy, not the backend, chooses the pairs."""
         return {}
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:

@@ -57,7 +57,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
 
 
 def mixture(plan: Plan, config: Config) -> list[PartUse]:
-    """What a run reads of each part of a mixture of datasets."""
+    """Return the run's use of each part of a mixture of datasets."""
     dataset = definitions.dataset(config)
     return dataset.uses(config, plan.spec, plan.batch.global_batch)
 

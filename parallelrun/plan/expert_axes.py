@@ -130,7 +130,7 @@ def replica_axis(layout: Layout, plan: Plan) -> str:
 
 
 def axis_views(plan: Plan) -> dict[str, str]:
-    """What is sharded or replicated over each axis, if ep splits dp into several views; else empty."""
+    """Return a description of what each axis shards or replicates, if ep splits dp into several views; else empty."""
     ep, experts = plan.mesh.size(EP), plan.spec.experts
     if ep == 1:
         return {}

@@ -1,6 +1,6 @@
 """Where another plan would win: at which link rates, batch and tokens per microbatch the answer of a search changes.
 
-The model itself is asked: a search at other values finds who wins there, and bisection finds from where on. Torch-free.
+A search at other values finds the winner there, and bisection finds the value from which it wins. Torch-free.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ Way = tuple[Callable[[int], Config], int]  # the configuration at a step, and th
 
 @dataclass(frozen=True)
 class _Ground:
-    """What plans are compared on. best: of a search; plan: the same, or the one that is named."""
+    """The basis of a comparison. best: the best plan of a search; plan: the same, or the plan that the user names."""
 
     config: Config
     given: frozenset[str]

@@ -59,7 +59,7 @@ def identity(config: Config, plan: Plan | None = None) -> str:
 
 
 def filled(config: Config, plan: Plan) -> Config:
-    """What every rank starts from: `config` with the values that `resolve` chose, and the chosen strategies' keys."""
+    """Return the configuration of all ranks: `config` with the values and the strategies' keys that `resolve` chose."""
     from parallelrun.plan import routing, sample_sets, shorthands
     from parallelrun.plan.optimizers import with_lr_scale
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
+from math import gcd
 
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import Config
@@ -37,11 +40,20 @@ def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
     if axis in (WORLD, EMBEDDING):
         return min(per_node, plan.world) if axis == WORLD else 1
 
-    def compute() -> int:
-        members = plan.mesh.group_of(0, *mesh_dims(plan, axis))
-        return min(Counter(rank // per_node for rank in members).values())
+    compute = partial(_shares, plan, axis, per_node)
+    return min(once(plan.weights_cache, ("ranks in node", axis, per_node), compute))
 
-    return once(plan.weights_cache, ("ranks in node", axis, per_node), compute)
+
+def _shares(plan: Plan, axis: str, per_node: int) -> Collection[int]:
+    """The numbers of ranks of the first group of `axis` on its hosts; equal hosts of a large group only once."""
+    varying, members, stride = mesh_dims(plan, axis), [0], 1
+    for name, degree in reversed(plan.mesh.mesh_dims):
+        if name in varying:
+            period = per_node // gcd(stride, per_node)  # so many indices on, the same ranks of other hosts follow
+            count = degree if degree % period else period
+            members = [first + index * stride for index in range(count) for first in members]
+        stride *= degree
+    return Counter(member // per_node for member in members).values()
 
 
 def backend_of_axis(plan: Plan, config: Config, axis: str) -> str:
@@ -64,7 +76,7 @@ def _most_ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
     per_node = cluster.gpus_per_node or plan.world
     if axis == WORLD:
         return min(per_node, plan.world)
-    return max(Counter(rank // per_node for rank in plan.mesh.group_of(0, *mesh_dims(plan, axis))).values())
+    return max(_shares(plan, axis, per_node))
 
 
 def mesh_dims(plan: Plan, axis: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""What limits the step of a plan: by how much it would be shorter if one thing cost nothing. Torch-free.
+"""Limits of a plan's step time: the seconds that a step would save if one resource cost nothing. Torch-free.
 
 Each limit is found by predicting the same plan again on a cluster without it, so that hidden communication counts as
 little as it does in the prediction.
@@ -16,7 +16,7 @@ from parallelrun.plan.structure import Plan
 
 ENDLESS = 1e9  # a rate at which nothing takes any time
 SMALLEST = 0.005  # of a step; less is no limit
-# What could be faster -> the `cluster` keys that make it free. A group across hosts also uses the links inside them.
+# Resource -> the `cluster` keys that make it free. A group across hosts also uses the links inside them.
 FREE: dict[str, dict[str, float]] = {
     "links between hosts": {"inter_gb_s": ENDLESS},
     "links inside a host": {"intra_gb_s": ENDLESS},
@@ -29,14 +29,14 @@ FREE: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Limit:
-    """What costs time, and by how many seconds a step would be shorter without it."""
+    """A resource, and the seconds by which a step would be shorter if it cost nothing."""
 
     name: str
     saved_s: float
 
 
 def limits(plan: Plan, cluster: ClusterConfig, time: StepTime) -> list[Limit]:
-    """What limits the plan, the largest first. time: the prediction for the cluster as it is."""
+    """Return the limits of the plan, largest first. time: the prediction for the cluster as it is."""
     found = [Limit(name, time.step_s - _without(plan, cluster, keys, time)) for name, keys in FREE.items()]
     found.append(Limit(BUBBLE, time.parts.get(BUBBLE, 0.0)))
     return sorted((one for one in found if one.saved_s >= SMALLEST * time.step_s), key=lambda one: -one.saved_s)

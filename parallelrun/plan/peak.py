@@ -121,7 +121,7 @@ class Walk:
         self._waiting = {index: self._waits(index, 0) for index in stages}
 
     def _once(self, what: str, index: int, number: int, compute: Callable[[], Value]) -> Value:
-        """What `compute` returns for backward pass `number` of a stage, computed once for equal pp ranks."""
+        """Return `compute()` for backward pass `number` of a stage, computed once for equal pp ranks."""
         return once(self._shared, (what, self._number[index], number), compute)
 
     def worst(self, has_messages: bool = True) -> Moment:

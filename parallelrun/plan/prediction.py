@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -211,13 +212,19 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
         shards = {(h.spec.shape, plan.data.state_layout(h.spec, h.layout, plan)) for h in last}
         for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=pp_ranks[0], tp=i) for i in range(num_tensor)]):
             tensor = plan.mesh.coordinate(first)["tp"]
-            replicas = [plan.mesh.rank(**{"pp": pp_ranks[0], plan.data_axis: i, "tp": tensor}) for i in range(num_data)]
-            found = _alike(plan, shards, replicas) if shards else [(first, num_data)]
+            replica = partial(_replica, plan, pp_ranks[0], tensor)
             own = plan.data.sending_classes(pp_ranks[0], plan.mesh.coordinate(first), plan)
             if own is not None:
-                found = [(replicas[i], count) for i, count in own]
+                found = [(replica(i), count) for i, count in own]
+            else:
+                found = _alike(plan, shards, list(map(replica, range(num_data)))) if shards else [(first, num_data)]
             classes += [(rank, len(pp_ranks) * num_alike * count) for rank, count in found]
     return classes + [(rank, 1) for rank in range(plan.num_workers, plan.world)]
+
+
+def _replica(plan: Plan, pp_rank: int, tp_rank: int, index: int) -> int:
+    """The rank with an index on the data axis."""
+    return plan.mesh.rank(**{"pp": pp_rank, plan.data_axis: index, "tp": tp_rank})
 
 
 def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[int]) -> list[tuple[int, int]]:

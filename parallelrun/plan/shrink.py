@@ -68,7 +68,7 @@ def shrunk(config: Config, plan: Plan) -> Shrunk:
 
 
 def features(plan: Plan) -> dict[str, object]:
-    """What makes a plan's step differ from another's, by a name for people; independent of sizes."""
+    """Return the properties that distinguish a plan's step from another's, by readable names; no sizes."""
     spec, mesh = plan.spec, plan.mesh
     axes = sorted({name for name in mesh.sizes if mesh.size(name) > 1})
     lengths = {sum(spec.block(name).is_recomputed for name in stage.blocks) for stage in plan.stages}
@@ -217,7 +217,7 @@ def _latent_sizes(model: ModelConfig, hidden: int) -> dict[str, Any]:
 
 
 def _sizes(large: Plan, small: Plan) -> Iterator[str]:
-    """What became smaller."""
+    """Yield a text `name before -> after` for each size that became smaller."""
     degrees = zip(large.degrees.items(), small.degrees.values())
     yield from (f"{axis} {before} -> {after}" for (axis, before), after in degrees if before != after)
     for name in ("num_layers", "hidden", "heads", "kv_heads", "vocab", "seq", "experts"):

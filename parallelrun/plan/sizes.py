@@ -21,7 +21,7 @@ ENOUGH = 1.1  # a cluster twice as large that is less than so much faster ends t
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What a training takes. price: None where the cluster gives none."""
+    """Duration and price of a training. price: None where the cluster gives none."""
 
     days: float
     device_hours: float
@@ -38,7 +38,7 @@ class Size:
 
 
 def training_of(config: Config, found: Search) -> TrainingCost | None:
-    """What training on `tokens` takes with the best plan of a search; None if they are not given."""
+    """Return duration and price of training on `tokens` with the best plan of a search; None without `tokens`."""
     if config.tokens is None or not found.best:
         return None
     best = found.best[0]

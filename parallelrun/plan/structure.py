@@ -239,7 +239,7 @@ class Collective:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What distinguishes the rows of a rank."""
+        """(axis, operation, purpose), which is unique among the rows of a rank."""
         return self.axis, self.operation, self.purpose
 
     def allows(self, calls: int, payload_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""What looking for silent data corruption costs, as a text of the summary of `parallelrun plan`. Torch-free."""
+"""The cost of checks for silent data corruption, as a text of the summary of `parallelrun plan`. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of a plan costs in FLOPs and seconds, as texts of the summary of `parallelrun plan`. Torch-free."""
+"""FLOPs and seconds of a plan's step, as texts of the summary of `parallelrun plan`. Torch-free."""
 
 from __future__ import annotations
 

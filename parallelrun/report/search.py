@@ -1,4 +1,4 @@
-"""What a search has found, on screen and as JSON: the best plans side by side, and why they are. Torch-free."""
+"""The result of a search, on screen and as JSON: the best plans side by side, and the reasons. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_REASONS = 3  # for which plans have no time, or are not legal
 
 @dataclass(frozen=True)
 class Context:
-    """What the screen of a search says beside it. config: as searched with. command: runs the best plan."""
+    """Facts that the screen of a search shows beside the result. config: as given. command: runs the best plan."""
 
     config: Config
     command: str
@@ -121,7 +121,7 @@ def rank_rows(found: Search | None, mine: StepTime, fits: str) -> list[tuple[str
 
 
 def too_many(number: int) -> Text:
-    """What is said where a plan is not compared with all others unless that is asked for."""
+    """Return the note that a plan is compared with so many others only on request."""
     return Text(f"not looked for among more than {number:,} plans, which takes seconds: explain=true")
 
 

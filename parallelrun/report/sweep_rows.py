@@ -53,7 +53,7 @@ def forget(directory: Path, names: Collection[str]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a file, which is made if need be, against others who come here; also against one who replaces it."""
+    """Lock a file against other processes, creating it if needed; also if another process replaces it meanwhile."""
     while True:
         with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             fcntl.flock(file, fcntl.LOCK_EX)

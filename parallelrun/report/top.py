@@ -95,7 +95,7 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
 
 
 def _marks(one: Mapping[str, Any], step: int) -> str:
-    """What is unusual about a rank. step: of the rank that is furthest."""
+    """Return a note if a rank is slow, silent or late. step: of the rank that is furthest."""
     if one.get("seen") is False:
         return "not seen: nothing of it in the run directory (does its host share the disk?)"
     silent, slow = _number(one, "silent_s"), _number(one, "slow")
@@ -117,6 +117,6 @@ def _number(one: Mapping[str, Any], name: str) -> float:
 def _event(event: Mapping[str, Any]) -> str:
     name = str(event.get("event", "")).replace("_", " ")
     ranks = event.get("ranks")
-    who = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+    where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
     undone = f"; undone to step {event['undone_to']}" if event.get("undone_to") is not None else ""
-    return f"step {event.get('step', '?')}: {name}{who}: {event.get('what', '')}{undone}"
+    return f"step {event.get('step', '?')}: {name}{where}: {event.get('what', '')}{undone}"

@@ -80,7 +80,7 @@ def flip_texts(flips: Sequence[Flip], all_done: bool, best: Found | None) -> lis
 
 
 def _difference(flip: Flip, own: set[str]) -> str:
-    """What the winner sets otherwise than the best plan."""
+    """Return the winner's overrides that differ from the best plan's."""
     assert flip.winner is not None
     return " ".join(text for text in flip.winner.overrides if text not in own)
 

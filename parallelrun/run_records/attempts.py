@@ -33,7 +33,8 @@ class Attempt:
     number: from 1; resumed_step: of the checkpoint from which it resumed, 0 for a fresh start; stepping: when its first
     step began; step: the last step that it completed; saved: the last step that was saved when it ended; exit_code,
     error, rank, host: how it ended, `rank` the one that failed first; raised: by an exception of its worker; memory: by
-    a lack of it; repeated_s: time of its steps that the next attempt takes again.
+    a lack of it; repeated_s: time of its steps that the next attempt takes again; marks: when parts of its start and of
+    its end were done, by name.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Attempt:
     raised: bool = False
     memory: bool = False
     repeated_s: float = 0.0
+    marks: Mapping[str, float] = field(default_factory=dict)
 
 
 def folder_of(directory: Path, number: int) -> Path:
@@ -83,6 +85,15 @@ def first_step_begins(directory: Path) -> None:
     found = read(directory)
     if found and found[-1].stepping is None:
         write(directory, [*found[:-1], replace(found[-1], stepping=time.time())])
+
+
+def mark(directory: Path, *names: str, **times: float) -> None:
+    """Record when parts of the present attempt were done: `names` now, `times` then. Without attempts nothing is
+    recorded. One process at a time may call this."""
+    found = read(directory)
+    if found:
+        marks = {**found[-1].marks, **dict.fromkeys(names, time.time()), **times}
+        write(directory, [*found[:-1], replace(found[-1], marks=marks)])
 
 
 def lost_s(attempts: Sequence[Attempt]) -> float:

@@ -154,7 +154,7 @@ def columns_of(runs: Sequence[RunRecord]) -> tuple[Column, ...]:
 
 
 def _identity(run: RunRecord) -> str:
-    """What replicates share: configuration but for the seed, and versions."""
+    """Return a key that replicates share: versions, and the configuration without the seed."""
     asked = {key: value for key, value in _asked(run).items() if key != SEED}
     if not asked:
         return str(run.directory)

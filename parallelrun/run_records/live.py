@@ -1,4 +1,4 @@
-"""What a run reports while it trains: status.json, the last row of metrics.jsonl and its events. Torch-free."""
+"""The state of a live run: status.json, the last row of metrics.jsonl and its events. Torch-free."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _NUMBERS = ("loss", "val_loss", "step_time_s", "tokens_per_s", "grad_norm", "lr"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory holds. config, plan, manifest and results are flat: `optimizer.lr`, `degrees.tp`.
+    """The contents of a run directory. config, plan, manifest and results are flat: `optimizer.lr`, `degrees.tp`.
 
     state: running, done, failed, preempted or unknown; results: the summary's values, or those that the steps so far
     give; rows: the rows of metrics.jsonl, ascending by step.

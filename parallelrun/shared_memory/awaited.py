@@ -1,4 +1,4 @@
-"""What a thread of this process waits for in a group: for the message of a run that hangs."""
+"""The operation that a thread waits for in a group, as the message of a hanging run names it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Stage = Callable[[], Iterable[PendingOperation]]  # issues operations and return
 
 
 class BetweenHosts:
-    """What an `engine.PendingOperation` answers whose peers are all on other hosts, where gloo looks after them."""
+    """Answers of an `engine.PendingOperation` whose peers are all on other hosts, where gloo watches them."""
 
     def missing(self) -> list[Peer]:
         """Return none: its peers are on other hosts."""

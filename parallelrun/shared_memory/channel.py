@@ -148,7 +148,7 @@ class CollectiveChannel:
                 fence()
                 self._me[slot + 3] = result
                 store_before_load()
-            finally:  # those who find no sum compute it, and fail alike
+            finally:  # ranks that find no sum compute it, and fail alike
                 self._wake(collective.readers)
         self._end(collective)
 

@@ -68,7 +68,7 @@ class _Arrived:
 
 
 class _Inbox:
-    """What has arrived from one member: by tag in order; how many messages were looked at and received."""
+    """Messages that have arrived from one member, by tag and in order, and the numbers of those seen and received."""
 
     def __init__(self) -> None:
         self.by_tag: dict[int, deque[_Arrived]] = defaultdict(deque)

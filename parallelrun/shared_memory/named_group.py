@@ -1,4 +1,4 @@
-"""What torch asks of any process group that is written in Python: its name and store, and to be seen by observers.
+"""Methods that torch expects of a process group written in Python: its name, its store and calls of observers.
 
 torch calls the methods of such a group directly, not through its dispatcher. So each tells the observers of
 `parallelrun.torch_private` what it was called with, as torch's dispatcher does for its own groups.
@@ -53,7 +53,7 @@ def _arguments(operation: str, group: dist.ProcessGroup, args: tuple[Any, ...]) 
 
 @dataclass(frozen=True)
 class Place:
-    """What torch tells a member of a new group: the group's store, its number there, the group's size and timeout."""
+    """Torch's arguments for a member of a new group: the store, its rank in the group, the group's size and timeout."""
 
     store: Any
     rank: int

@@ -72,7 +72,7 @@ class SharedCollective:
         return self._channel.missing() if self._channel else []
 
     def sleep(self) -> tuple[int, float]:
-        """See `engine.PendingOperation`. Nobody wakes those who wait for a free slot."""
+        """See `engine.PendingOperation`. Nothing wakes a thread that waits for a free slot."""
         assert self._channel is not None
         return self._channel.base, STALLED_S if self.stage == CollectiveStage.QUEUED else SAFETY_S
 

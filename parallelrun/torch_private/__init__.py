@@ -1,7 +1,7 @@
 """The only package that uses torch's private symbols. Each function says why it needs them."""
 
 from parallelrun.torch_private.attention import fused_attention, fused_attention_backward, has_fused_attention
-from parallelrun.torch_private.compiler import before_compiling, keep_compiled_buffers
+from parallelrun.torch_private.compiler import before_compiling, import_compiler, keep_compiled_buffers, uncompiled
 from parallelrun.torch_private.fsdp import fsdp_initialise, fsdp_reduce
 from parallelrun.torch_private.groups import default_store, gloo_group, num_collectives, process_groups
 from parallelrun.torch_private.observers import (
@@ -48,6 +48,7 @@ __all__ = [
     "grouped_product",
     "has_fused_attention",
     "has_grouped_product",
+    "import_compiler",
     "in_stream",
     "is_observed",
     "keep_compiled_buffers",
@@ -66,5 +67,6 @@ __all__ = [
     "timed_waits",
     "torchs_own_products",
     "trust_metadata",
+    "uncompiled",
     "use_fast_products",
 ]

@@ -22,7 +22,7 @@ FINISHED, FAILED, INTERRUPTED = "finished", "failed", "interrupted"  # how a run
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What is known about a run when it begins.
+    """A run as it begins.
 
     directory: the run directory; runs: the folder of all of them; project, name, group, tags: the keys `tracker.*`,
     with the name of the first run's directory for `name`. config: config.yaml without secrets. plan: degrees, and what
@@ -61,7 +61,7 @@ class Tracker(ABC):
     @property
     @abstractmethod
     def identity(self) -> Mapping[str, Any]:
-        """What a later process needs to go on with this run, for JSON. It must hold no secret."""
+        """JSON data by which a later process continues this tracker's run. It must hold no secret."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

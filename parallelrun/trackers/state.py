@@ -1,4 +1,4 @@
-"""What a run keeps about each tracker (`trackers/<name>.json`), so that a resumed run goes on as the same one.
+"""The saved state of each tracker (`trackers/<name>.json`), by which a resumed run continues the same record.
 
 The run that continues another one also writes into the first one's file: whichever of them is resumed next, it finds
 the last step that the tracker has. Torch-free.

@@ -1,4 +1,4 @@
-"""What the ranks sent in the counted step, beside what was predicted: the rows of comm.json."""
+"""The rows of comm.json: counted beside predicted traffic of the counted step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What earlier attempts of a run, or its earlier plans, have written to metrics.jsonl. Torch-free."""
+"""Rows of metrics.jsonl that earlier attempts or earlier plans of a run have written. Torch-free."""
 
 from __future__ import annotations
 

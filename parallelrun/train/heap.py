@@ -1,4 +1,4 @@
-"""What the C library does with freed memory: on CPU, tensors come from it, and each step needs the same ones again.
+"""Settings of malloc for CPU tensors: freed blocks are kept, because the next step needs the same sizes again.
 
 glibc gives blocks of 32 MiB and more back to the system as soon as they are freed, so that the next step faults in and
 clears every page of them again: in a layer with experts that took a tenth of the step.

@@ -52,7 +52,7 @@ def document(
 
 
 def _about(training: Training) -> dict[str, Any]:
-    """What was known before the first step."""
+    """Return the entries that are known before the first step."""
     plan = training.plan
     return {
         "model": training.config.model.preset,

@@ -22,9 +22,14 @@ from parallelrun.train.reader import Batch
 
 from . import messages
 from .schedule import Schedule, boundary_shape
-from .stage import compute_dtype
 
 MOST_BYTES = 2**24  # of a block's activations at once: beyond it, products take longer than Python's calls of them
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    """Return the dtype of activations and of their gradients."""
+    dtype: torch.dtype = getattr(torch, plan.precision.compute)
+    return dtype
 
 
 def in_larger_microbatches(plan: Plan) -> Plan:
@@ -119,3 +124,10 @@ def _wait(tensor: Tensor, work: dist.Work | None) -> Tensor:
     if work is not None:
         work.wait()
     return tensor
+
+
+def total(losses: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the microbatches' summed losses (fp64 scalar); 0 without losses."""
+    if not losses:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(losses).sum(dtype=torch.float64)

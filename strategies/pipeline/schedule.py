@@ -23,7 +23,7 @@ from .orders import Orders
 
 @dataclass(frozen=True)
 class Schedule(PipelineSchedule):
-    """What all schedules share; they differ in the order of actions, in how messages are posted, and in their checks.
+    """Base of all schedules, which differ in the order of actions, in how messages are posted, and in their checks.
 
     explained: the schedule in sentences, and its paper, for `parallelrun explain`. torch_name: the class of
     torch.distributed.pipelining that runs it.

@@ -19,14 +19,9 @@ from parallelrun.plan.structure import Plan
 from parallelrun.shared_memory import is_ours
 from parallelrun.train.actions import ActionClock
 
+from .evaluation import compute_dtype
 from .messages import SENDS_IN_FLIGHT
 from .schedule import boundary_shape
-
-
-def compute_dtype(plan: Plan) -> torch.dtype:
-    """Return the dtype of activations and of their gradients."""
-    dtype: torch.dtype = getattr(torch, plan.precision.compute)
-    return dtype
 
 
 def input_example(plan: Plan, stage: int) -> Tensor:

@@ -229,7 +229,7 @@ def main(connection: socket.socket) -> None:
     from tests.plans import tiny_config, tiny_plan
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    processes.preload(Job(tiny_config(), tiny_plan(), Path(), "tests.cli.workers:train"))
+    processes.preload(Job(tiny_config(), tiny_plan({"pp": 2}), Path(), "tests.cli.workers:train"))
     helper = os.getpid()
     for line in connection.makefile():
         if os.fork() == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -103,11 +104,18 @@ def test_mistakes_plans_and_completion_are_quick(name, tmp_path):
 
 
 def test_a_run_shares_memory_and_uses_the_directory_that_was_asked_for_and_no_other(tmp_path):
-    """Only what a rank changes is its own: without `gc.freeze`, or with an import after the fork, it is far more."""
+    """Only what a rank changes is its own: without `gc.freeze`, or with an import after the fork, it is far more.
+
+    Nothing is compiled, so nobody spends half a second on importing the compiler.
+    """
     words = ["hydra.run.dir=out", *TINY[:-2], "steps=40", TINY[-1]]
     command = [sys.executable, "-m", "parallelrun", "tp=2", *words]
     own, total = [0], [0]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    with (
+        open(tmp_path / "stderr", "w") as stderr,
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=stderr, env=environment) as process,
+    ):
         while process.poll() is None:
             time.sleep(0.02)
             for rank in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
@@ -118,7 +126,10 @@ def test_a_run_shares_memory_and_uses_the_directory_that_was_asked_for_and_no_ot
                     total.append(sizes["Rss:"])
     assert process.returncode == 0 and max(total) > 200 * 1024
     assert max(own) < 64 * 1024, f"{max(own)} KiB of {max(total)} KiB"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    imports = [(tmp_path / name).read_text().splitlines() for name in ("stderr", "out/logs/rank_1.log")]
+    assert not [line for line in itertools.chain(*imports) if "torch._dynamo" in line]
+    assert len(imports[0]) > 1000 and len([line for line in imports[1] if line.startswith("import time:")]) < 8
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "stderr"}
     assert not (tmp_path / "out" / ".hydra").exists()
     assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "done"
     again = run_to_end("strategy=single", *words, cwd=tmp_path)

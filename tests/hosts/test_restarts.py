@@ -17,7 +17,7 @@ import pytest
 from parallelrun.checkpoint.find import latest
 from parallelrun.run_records import attempts
 from tests.checkpoints import read_whole, same
-from tests.cli.launcher import read, wait_for
+from tests.cli.launcher import read, survivors, wait_for
 from tests.hosts.jobs import Job, environ
 from tests.hosts.network import Network, missing
 from tests.hosts.test_launchers import TINY
@@ -73,11 +73,21 @@ def train(network: Network, folder: Path, hosts: str, *words: str, at: str = "wo
     return job
 
 
+def agents(network: Network, name: str) -> list[int]:
+    """The agent of a host and its ranks, which are its children."""
+    return [pid for pid in network.processes(name) if b"host_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def nothing_left(network: Network) -> None:
+    """No agent and no rank lives on any host, or ends within seconds."""
+    left = [pid for name in network.names for pid in agents(network, name)]
+    assert survivors(left, 15.0) == []
+
+
 def ranks(network: Network, name: str) -> list[int]:
     """The ranks of a host: children of its agent."""
-    agents = [pid for pid in network.processes(name) if b"host_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    parents = {pid: int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1]) for pid in agents}
-    return [pid for pid in agents if parents[pid] in agents and b"env" not in Path(f"/proc/{pid}/comm").read_bytes()]
+    found = agents(network, name)
+    return [pid for pid in found if int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1]) in found]
 
 
 def kill(network: Network, name: str) -> None:
@@ -96,7 +106,20 @@ def test_a_rank_that_dies_on_another_host_is_replaced(own, tmp_path, expected):
     first, second = attempts.read(job.run)
     assert (first.rank in (2, 3), first.host, second.world) == (True, "worker-2", 4), job.output
     assert "attempt 1 of 3 has failed" in job.output and second.resumed_step >= 4
-    print(f"failure to next step: {second.stepping - first.ended:.1f} s")
+    assert list(first.marks) == ["joined", "connected", "built", "noticed", "ended", "hosts"]
+    nothing_left(own)
+
+
+def test_an_agent_that_dies_on_another_host_is_replaced(own, tmp_path, expected):
+    job = train(own, tmp_path, BOTH)
+    (agent,) = set(agents(own, "worker-2")) - set(ranks(own, "worker-2"))
+    os.kill(agent, signal.SIGKILL)
+    assert job.wait() == [0], job.output
+    assert rows(job.run) == rows(expected)
+    first, second = attempts.read(job.run)
+    assert (first.rank, first.host, second.world) == (2, "worker-2", 4), job.output
+    assert first.error == "lost the connection to worker-2 (ranks 2 to 3)"
+    nothing_left(own)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +138,7 @@ def test_without_a_host_an_elastic_run_goes_on_with_the_others(own, tmp_path, ex
     found, whole = rows(job.run), rows(expected)
     assert [found[step][0] for step in found] == pytest.approx([whole[step][0] for step in found], rel=1e-4)
     assert job.status["state"] == "done"
+    nothing_left(own)
 
 
 @LONG

@@ -8,7 +8,7 @@ import sys
 from tests.servants import ROOT
 
 COMPILED = """
-import torch, torch._dynamo
+import torch
 import torch.distributed as dist
 from parallelrun import comm, shared_memory
 from parallelrun.mesh import Group
@@ -24,6 +24,7 @@ def is_kept_out():
 
 dist.init_process_group(shared_memory.register(), store=dist.HashStore(), rank=0, world_size=1)
 group = Group("tp", (0, 0), 0, dist.group.WORLD)  # two members, so that it is not skipped
+import torch._dynamo
 before = is_kept_out()
 result = torch.compile(forward, backend="eager")(torch.ones(2))
 print(before, is_kept_out(), result.tolist())

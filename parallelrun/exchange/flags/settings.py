@@ -1,4 +1,4 @@
-"""What the formats share: a setting with its place, rules that translate it, and the collected result."""
+"""Shared by all formats: a setting with its place, the rules that translate it, and the collected result."""
 
 from __future__ import annotations
 

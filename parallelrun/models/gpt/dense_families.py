@@ -135,7 +135,7 @@ LLAMA_KEYS: dict[str, tuple[Any, ...]] = {
 
 
 def decoder_fields(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    """What all classes after Llama have in common."""
+    """Return the config.json fields that all classes after Llama share."""
     model = config.model
     return {
         "vocab_size": spec.vocab,

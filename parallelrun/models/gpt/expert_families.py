@@ -113,7 +113,7 @@ class Glm4Moe(Llama):
         }
 
     def expert_values(self, fields: Fields, dense_layers: int) -> dict[str, Any]:
-        """What `expert_fields` describes, without the router. dense_layers: the default of the class."""
+        """Return the model keys for the fields of `expert_fields`, without the router. dense_layers: the default."""
         return {
             "bias": False,
             "experts": fields.take("n_routed_experts", int, 128),

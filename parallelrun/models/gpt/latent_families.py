@@ -66,7 +66,7 @@ class DeepseekV3(Glm4Moe):
         }
 
     def routing_fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
-        """What the class and its predecessor call differently."""
+        """Return the routing fields, which differ between this class and its predecessor."""
         assert spec.router is not None
         return {
             "norm_topk_prob": spec.router.renormalise != "none",

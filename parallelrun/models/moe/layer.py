@@ -65,7 +65,7 @@ class MoE(TensorModule):
     gradients; set before each step. Not compiled: the number of tokens of an expert differs from step to step.
     """
 
-    compiles: ClassVar[bool] = False
+    uncompiled: ClassVar[tuple[str, ...]] = ("forward",)
 
     def __init__(self, name: str, make: LayerFactory, router: RouterSpec):
         super().__init__()

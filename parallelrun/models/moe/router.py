@@ -50,7 +50,7 @@ class Router(RoleLayer):
     """
 
     layer_role = "router"
-    compiles: ClassVar[bool] = False
+    uncompiled: ClassVar[tuple[str, ...]] = ("forward",)
     __call__: Any
 
     def __init__(

@@ -67,7 +67,7 @@ class BatchNorm(RoleLayer):
     """
 
     layer_role = SAMPLE_SET_ROLE
-    compiles: ClassVar[bool] = False
+    uncompiled: ClassVar[tuple[str, ...]] = ("forward",)
 
     def __init__(self, channels: int, eps: float, momentum: float, compute_dtype: torch.dtype):
         super().__init__(compute_dtype)

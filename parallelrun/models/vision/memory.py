@@ -1,4 +1,4 @@
-"""What the operations of an image classifier save for backward, and the gradients that flow through them. Torch-free.
+"""Bytes that an image classifier's operations save for backward, and bytes of their gradients. Torch-free.
 
     convolution, norm, pooling, linear    their input
     max-pooling                           also an index of every output

@@ -152,7 +152,7 @@ class Bounds:
 
 
 def _placed(group: LegalGroup) -> object:
-    """What says which rank has which blocks."""
+    """Return the settings that decide which rank has which blocks, as a cache key."""
     return group.pp, group.virtual_stages, group.pipeline.kind
 
 

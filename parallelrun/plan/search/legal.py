@@ -52,7 +52,7 @@ class LegalGroup(NamedTuple):
 
 
 def tensor_of(group: LegalGroup) -> object:
-    """What the costs of a block depend on, beside micro-batch and recomputation."""
+    """Return, as a cache key, the settings on which a block's costs depend, beside micro-batch and recomputation."""
     return group.tp, group.number, group.ep, group.cp, group.schedule.splits_backward
 
 
@@ -177,7 +177,7 @@ class Legal:
         return found + routing.check(request, 1) + (expert.check(request) if expert else [])
 
     def _parts(self, group: LegalGroup) -> int:
-        """What divides every micro-batch."""
+        """Return the number that must divide every micro-batch."""
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         parts: int = tensor_strategy(group.tensor.kind).micro_batch_divisor(request)
         return parts * (self.spec.router.group_samples if self.spec.router else 1)

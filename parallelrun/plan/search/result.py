@@ -1,4 +1,4 @@
-"""What a search has found. Torch-free."""
+"""The result of a search. Torch-free."""
 
 from __future__ import annotations
 

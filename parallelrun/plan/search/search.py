@@ -159,8 +159,8 @@ class _Searched:
                 heapq.heappush(heap, (seconds, next(number), closer))
 
     def _closer(self, one: _Waiting) -> list[tuple[float, _Waiting]]:
-        """What waits instead, with closer bounds: the candidates of a row, a candidate with its data communication,
-        a candidate with its time."""
+        """Return the entries that replace `one` in the queue, with closer bounds: the candidates of a row, or the same
+        candidate with its data communication or its time."""
         row, data = one.row, one.data
         if data is None:
             found: list[tuple[float, _Waiting]] = []

@@ -27,7 +27,7 @@ from parallelrun.wording import divisors
 
 RECOMPUTE = ("none", "selective", "full")
 AXES = ("pp", "dp", "cp", "tp")
-# What is tried only where the user has given it: tensor parallel groups over more hosts (their communication in every
+# Not tried unless the user gives it: tensor parallel groups over more hosts (their communication in every
 # layer leaves the host) and microbatches of more tokens (kernels get no faster: `batch.EFFICIENT_TOKENS`).
 MOST_HOSTS, MOST_TOKENS = 8, 4 * EFFICIENT_TOKENS
 LEAST_SEQ = 4096  # tokens of a sequence that a cp rank holds, at least, where the user gives no cp
@@ -208,7 +208,7 @@ class Space:
         return completed(replace(changed, recompute=one.recompute))
 
     def overrides(self, one: Choice) -> tuple[str, ...]:
-        """What turns the user's command line into this candidate: every value that differs from the configuration."""
+        """Return the overrides that turn the user's command line into this candidate: every value that differs."""
         config, names = self.config(one), {kind: name for name, kind in shorthands.layouts().items()}
         found = [f"world={self.world}"] if self.folded.world != self.world else []
         for key in (*AXES, "ep", "global_batch", "micro_batch", "recompute"):

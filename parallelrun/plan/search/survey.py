@@ -25,7 +25,7 @@ class CandidateRow(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, str]:
-        """What plans are told apart by where few are shown: degrees and the kind of tensor layout."""
+        """The degrees and the kind of tensor layout, by which plans are distinguished where few are shown."""
         group = self.group
         return group.pp, group.dp, group.cp, group.tp, group.ep, group.tensor.kind
 

@@ -84,8 +84,8 @@ def _add_host(
     rates: Rates,
     stack: SoftwareStack,
 ) -> None:
-    """What the host takes to issue the operations of a pass beyond the time that the device takes for them. A host that
-    computes itself issues one after the other."""
+    """Add the host's time to issue the operations of a pass, where it exceeds the device's time for them. On CPU, the
+    host computes each operation after issuing it, so the two times add up."""
     forward, backward = host.operations(block, plan.spec)
     if plan.mesh.size("tp") > 1 and block.kind == "transformer":
         forward += stack.tensor_operations[0] / stack.operations
@@ -135,7 +135,7 @@ def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[st
 def _recomputed(
     shapes: Sequence[Shape], block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stack: SoftwareStack
 ) -> Parts:
-    """What backward computes again. That of the host and of collectives is added later."""
+    """Return the time of recomputation in backward. Its host time and collectives are added later."""
     if not block.is_recomputed or plan.recompute == "none":
         return {}
     if plan.recompute == "selective":
@@ -208,7 +208,7 @@ def _add_attention(
 def _add_convolutions(
     forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates
 ) -> None:
-    """What of a block's FLOPs no matrix product does."""
+    """Add the time of a block's FLOPs outside dense matrix products (convolutions)."""
     dense = sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
     left = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("cp") - dense
     if left > 1e-3 * dense:

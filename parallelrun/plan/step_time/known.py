@@ -1,4 +1,4 @@
-"""What plans that are priced together share: parts of their times, by what these depend on. Torch-free."""
+"""Cache of partial times that several plans of one search share, keyed by the settings they depend on. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Key:
 
 
 def of_blocks(plan: Plan) -> _Key:
-    """What the time of a block depends on."""
+    """Return the key of a block's time: all settings on which it depends."""
 
     def compute() -> _Key:
         axes = (axis for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
@@ -40,12 +40,12 @@ def of_blocks(plan: Plan) -> _Key:
 
 
 def of_stages(plan: Plan) -> _Key:
-    """What the time of a microbatch on every stage depends on, and that of the messages between them."""
+    """Return the key of a microbatch's time on every stage and of the messages between stages."""
     values = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), of_blocks(plan)
     return once(plan.cache, "of stages", lambda: _Key(*values))
 
 
 def of_weights(plan: Plan) -> _Key:
-    """What the bytes of weights and optimizer state depend on, and with the microbatches the traffic of gradients."""
+    """Return the key of the bytes of weights and optimizer state; with the microbatches, of the gradients' traffic."""
     values = plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
     return once(plan.weights_cache, "of weights", lambda: _Key(*values))

@@ -46,7 +46,7 @@ def beside(plan: Plan, cluster: ClusterConfig, measured: Mapping[str, float | No
     """Return the predicted step and parts, and the LikelyCause, ready for JSON; None without a prediction.
 
     measured: seconds of the step, `step_s`, and of the parts that were timed, by the names of StepTimes. Where ranks
-    share cores, parts are not compared (`compares_parts`): who waits to communicate may wait for a core.
+    share cores, parts are not compared (`compares_parts`): a rank that waits to communicate may wait for a core.
     """
     time = step_time(plan, cluster)
     if time is None:

@@ -1,4 +1,4 @@
-"""What is known of a step's time where the cluster does not give all rates."""
+"""Parts of a step's time that can be predicted although the cluster does not give all rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs do differently on the same devices. Torch-free."""
+"""Properties of a software stack that change the step time on the same devices. Torch-free."""
 
 from __future__ import annotations
 

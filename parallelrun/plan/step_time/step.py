@@ -275,7 +275,7 @@ def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
 
 
 def _exposed(plan: Plan, data: DataTime, stages: list[StageTime], stack: SoftwareStack) -> float:
-    """What of the data strategy's communication the computation of a pp rank's stages does not hide."""
+    """Return the seconds of the data strategy's communication that a pp rank's computation does not hide."""
     pp = plan.mesh.size("pp")
     forward, backward = (sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
     return data.late + overlap.data_s(data.gathers, data.sums, forward, backward, stack, plan)

@@ -202,7 +202,7 @@ def memory(columns: Sequence[Column]) -> str:
 
 
 def differences(comparison: RunComparison) -> str:
-    """What differs, and where the losses part."""
+    """Return the table of differences and the first step at which the losses differ, as HTML."""
     parts = []
     labels = [column.label for column in comparison.columns]
     for section, title in tables.SECTIONS:

@@ -18,7 +18,7 @@ _SHOWN = 3  # names in a message
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one rank has seen since the last check.
+    """Observations of one rank since the last check.
 
     at_rest: (step, tensor) of weights that changed between two updates. lanes, given, results: of a pass whose bits
     are not what they were: the lanes of its contributions, the numbers of those that differ, the gradients and the loss
@@ -66,7 +66,7 @@ class Verdict:
 
 
 def verdict(found: Sequence[Evidence]) -> Verdict:
-    """Return who is wrong. found: by rank; at least one rank has seen something."""
+    """Return the ranks that are wrong. found: evidence by rank; at least one rank has some."""
     changed = {rank: one.at_rest for rank, one in enumerate(found) if one.at_rest}
     if changed:
         step, _ = min(seen for one in changed.values() for seen in one)

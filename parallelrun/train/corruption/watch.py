@@ -19,14 +19,15 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.context import WorkerContext
 from parallelrun.errors import CorruptionError, Problem
+from parallelrun.optimizer import Around
 from parallelrun.plan.corruption import EACH_CHECK
 from parallelrun.plan.structure import WORLD
 from parallelrun.records import append_jsonl
 from parallelrun.run_records.find import EVENTS
 from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
+from parallelrun.train.corruption.at_rest import AtRest
 from parallelrun.train.corruption.blame import Evidence, Verdict, verdict
-from parallelrun.train.corruption.digests import AtRest
 from parallelrun.train.corruption.probe import NUM_BATCHES, Answer, Probe
 from parallelrun.train.corruption.record import PassBits, PassRecorder
 from parallelrun.train.corruption.replicas import Replicas
@@ -40,7 +41,7 @@ MAX_UNDONE = 3  # times in a row that steps are undone: then the cause is not a 
 
 
 class CorruptionWatch:
-    """What the training loop calls; this one looks for nothing. `watch_of` returns the one that a run asks for."""
+    """Hooks that the training loop calls. This class checks nothing; `watch_of` returns the one that a run asks for."""
 
     def before_step(self, step: int) -> None:
         """Called before a training step."""
@@ -52,6 +53,11 @@ class CorruptionWatch:
 
     def before_update(self, training: Training) -> None:
         """Called with the final gradients of a step."""
+
+    @property
+    def around_update(self) -> Around | None:
+        """Entered by the optimizer around its updates; see `Optimizer.step`."""
+        return None
 
     def after_update(self) -> None:
         """Called when the step has ended: nothing writes to the weights until the next update."""
@@ -78,7 +84,7 @@ def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, sta
 class _Undone:
     """Steps that were undone. step: of the check that found the fault.
 
-    history: digests of the weights after each of them, if it is not known who was wrong.
+    history: digests of the weights after each of them, if it is not known which rank was wrong.
     """
 
     step: int
@@ -138,14 +144,24 @@ class _Watch(CorruptionWatch):
             yield
 
     def before_update(self, training: Training) -> None:
-        self._changed += [(self._step, name) for name in self._at_rest.changed()]
+        self._changed += [(self._step, name) for name in self._at_rest.changed(chunks=False)]
         if self._first is not None and self._recorder is not None:
             bits = self._recorder.bits(training)
             self._differing, self._lanes = bits.differing(self._first), bits.lanes
 
+    @property
+    def around_update(self) -> Around | None:
+        return self._at_rest.updating
+
     def after_update(self) -> None:
-        self._at_rest.begin()
+        self._at_rest.begin(self._chunks())
+        self._changed += [(self._step, name) for name in self._at_rest.noted()]
         self._history[self._step] = self._at_rest.digest
+        self._replicas.after_step(self._step, self._history[self._step])
+
+    def _chunks(self) -> Sequence[Sequence[Tensor]]:
+        """The weights that only the optimizer writes to, as it updates them one after another."""
+        return () if self._training.data.writes_after_update else self._training.optimizer.chunks
 
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
         is_last = step == self._training.config.steps
@@ -157,7 +173,7 @@ class _Watch(CorruptionWatch):
             return self._passed(step)
         judged = verdict(found) if found else Verdict((), NOT_FINITE)
         if finite and not any(replace(one, repeated=0).is_any for one in found):
-            self._report(step, judged, found, None)  # the repetition is right, and says who was wrong
+            self._report(step, judged, found, None)  # the repetition is right, and tells which rank was wrong
             return self._passed(step)
         return self._undo(step, judged, found, finite)
 
@@ -237,7 +253,8 @@ class _Watch(CorruptionWatch):
         self._undone = _Undone(step, judged, {} if judged.ranks else self._history, in_a_row)
         self._history = {}
         back = self._snapshot.restore()
-        self._at_rest.begin()
+        self._at_rest.begin(self._chunks(), again=True)
+        self._replicas.restart()
         self._report(step, judged, found, back)
         return back
 

@@ -1,1 +1,1 @@
-"""What the context strategies share. Start with `plan.py` (prediction)."""
+"""Shared by the context strategies. Start with `plan.py` (prediction)."""

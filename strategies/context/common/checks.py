@@ -1,4 +1,4 @@
-"""What a plan may ask of context parallelism. Torch-free."""
+"""Checks of a request for context parallelism. Torch-free."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _listed(number: int) -> str:
 
 
 def parts(request: Request, head_ranks: int, order: str, cp: int = 0) -> int:
-    """What must divide the sequence: the parts of the order over the ring, the ranks, and sequence parallel's parts."""
+    """Return the number that must divide the sequence: the lcm of the order's chunks, the ranks and sequence parallel's
+    slices."""
     cp = cp or request.cp
     slices = tensor_strategy(request.config.strategy.tensor.kind).asks_for_slices(request.config)
     return lcm(cp // head_ranks * ORDERS[order].parts, cp * (request.tp if slices else 1))

@@ -1,4 +1,4 @@
-"""What the context strategies share before a run: mesh dims, order of tokens, traffic and memory in closed form.
+"""Base of all context strategies' plans: mesh dims, order of tokens, traffic and memory in closed form.
 
 The cp ranks are `head_ranks` x the ranks of a ring (or of a gather), the former fastest. An all-to-all over the former
 gives a rank all their tokens of some heads; its queries then attend to the keys and values of the latter, which travel.

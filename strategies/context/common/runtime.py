@@ -32,6 +32,6 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh, transport: Callable[[G
     groups = SharedGroups(group, positions)
     for module in network.modules():
         if isinstance(module, AttentionProduct):
-            module.over_ranks, module.__dict__["compiles"] = attention, False
+            module.over_ranks, module.__dict__["uncompiled"] = attention, ("forward",)
         elif isinstance(module, Router):
             module.over_ranks = groups

@@ -1,1 +1,1 @@
-"""What several data-parallel strategies share: buckets of gradients, sharding, compression, all-reduce algorithms."""
+"""Shared by data-parallel strategies: buckets of gradients, sharding, compression, all-reduce algorithms."""

@@ -76,7 +76,7 @@ class BucketedAllReduce(DataStrategy):
         return True
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """What compression holds beside weights, gradients and optimizer state."""
+        """Return the bytes that compression holds beside weights, gradients and optimizer state."""
         return sum(self.compression.held_bytes(parts, plan) for parts in buckets_of(pp_rank, coordinate, plan).parts)
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:

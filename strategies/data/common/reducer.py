@@ -190,7 +190,7 @@ class BucketedRuntime(DataRuntime):
         return work
 
     def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
-        """What starts the exchange of a bucket's buffer: its sum, or what the plan's compression sends instead."""
+        """Return a function that starts the exchange of a bucket's buffer: its sum, or compressed messages instead."""
         start_sum: Sum = partial(self.start_sum, group=group)
         compression = self._plan.data.exchange_form(self._plan).compression
         if not compression:

@@ -172,7 +172,7 @@ class ZeRORuntime(DataRuntime):
 
     @abstractmethod
     def bucket(self, chunks: Chunks) -> GradientBucket:
-        """What reduces the gradients of some chunks."""
+        """Return the bucket that reduces the gradients of some chunks."""
 
     def orders(self, filled: Sequence[Bucket], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
         """The buckets in groups, each of which is launched in its order."""

@@ -27,6 +27,7 @@ from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, complete_
 from ..common.buckets import shard_dim
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_whole, shard_axis
 
+torch_private.import_compiler()  # or DTensor would, in each rank instead of once before they are forked
 HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
 REPLICATE = "dp_replicate"
 

@@ -8,6 +8,7 @@ cycle time, and its response cache would always hit. `bucket_mb` is its fusion t
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -139,6 +140,10 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         sets = ", ".join(str(list(one)) for one in self.process_sets)
         text = f"{self.description[0]} Only the members of a process set sum with each other: {sets}."
         return Explanation("data", self.kind, text, self.description[1], ranks, 1, axis, tuple(exchanges))
+
+    def changes(self, sums: Iterable[SummedMessage], coordinate: dict[str, int], plan: Plan) -> Sequence[int]:
+        """Every worker where there are process sets: these may list their workers in any order."""
+        return range(plan.num_data_ranks) if self.process_sets else super().changes(sums, coordinate, plan)
 
     def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: Adasum's halves may differ by an element."""

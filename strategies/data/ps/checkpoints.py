@@ -21,7 +21,7 @@ from .store import ShardStore
 
 
 class ServerCheckpoints:
-    """Saves the shards of one server, together with the other servers, who decide alike. Collective over them.
+    """Saves the shards of one server, together with the other servers, which decide alike. Collective over them.
 
     All calls but the first are made under the server's lock. times: paused, that workers waited for the servers.
     """

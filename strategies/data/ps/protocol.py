@@ -22,7 +22,7 @@ COUNTED = 2  # the exchange whose messages are counted: the first one has set-up
 
 
 class Ask(IntEnum):
-    """What a worker asks of a server."""
+    """The kind of a worker's request to a server."""
 
     READ = 0  # the weights as they are
     UPDATE = 1  # a gradient follows; reply with the weights when this worker may read them

@@ -264,7 +264,8 @@ class Server:
             ending.release(failed)
 
     def _facts(self) -> dict[str, Any]:
-        """What worker 0 writes of this server. rows: of a steady step, the second exchange with every worker."""
+        """Return the facts of this server that worker 0 writes. rows: of a steady step, the second exchange with every
+        worker."""
         connections, messages = self._connections, self._norm_sums[COUNTED - 1 :]
         rows = [asdict(row) for row in merge(messages + [row for one in connections for row in one.messages])]
         return {

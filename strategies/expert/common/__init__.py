@@ -1,1 +1,1 @@
-"""What the expert dispatchers share. Start with `plan.py` (prediction) or `dispatcher.py` (run time)."""
+"""Shared by the expert dispatchers. Start with `plan.py` (prediction) or `dispatcher.py` (run time)."""

@@ -1,4 +1,4 @@
-"""What the expert dispatchers share before a run: checks, mesh dims, traffic and memory in closed form. Torch-free.
+"""Base of the expert dispatchers' plans: checks, mesh dims, traffic and memory in closed form. Torch-free.
 
 Per microbatch and layer with experts, a row is `hidden` numbers of the compute dtype. One level of the all-to-all (two
 on two levels) brings rows from source to destination. Rows cross it four times, as many as there are on that side:

@@ -1,1 +1,1 @@
-"""What tensor strategies share: traffic and memory by layer, checks, the split loss, sharding of networks."""
+"""Shared by tensor strategies: traffic and memory by layer, checks, the split loss, sharding of networks."""

@@ -1,4 +1,4 @@
-"""What norms, attention and activations save for backward, on a rank's rows and features. Torch-free."""
+"""Bytes that norms, attention and activations save for backward, on a rank's rows and features. Torch-free."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def activates_again(block: BlockSpec, plan: Plan) -> bool:
 
 
 def activation_bytes(num_rows: int, outputs: int, layer: LayerSpec, plan: Plan) -> int:
-    """What the MLP's middle reads, of a column layer of so many outputs on this rank; swiglu also keeps silu(gate)."""
+    """Return the bytes that the MLP's activation saves, for a column layer of `outputs` outputs on this rank; swiglu
+    also keeps silu(gate)."""
     if plan.spec.activation == "relu":
         return 0  # it keeps what it gives, which the layer behind it keeps too
     gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1

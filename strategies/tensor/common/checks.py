@@ -1,4 +1,4 @@
-"""What the checks of tensor strategies share: sizes that divide, and layers of a user's module that lack a role."""
+"""Checks that tensor strategies share: sizes that divide, and layers of a user's module that lack a role."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ OFFSET = 4  # bytes of where an expert's rows end, which every grouped product k
 
 
 def input_bytes(block: BlockSpec, plan: Plan) -> int:
-    """What the router keeps of its input: another tensor than the norm's output where sequences were gathered, or where
-    it is widened or jittered."""
+    """Return the bytes of the router's saved input: a tensor of its own where sequences were gathered, or where the
+    input is widened or jittered; else the norm's output, which is counted elsewhere."""
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
     own = plan.num_rows * plan.spec.hidden * accurate
     if router_of(plan).jitter > 0.0:
@@ -75,7 +75,8 @@ def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
 
 
 def _weights(layer: LayerSpec, plan: Plan) -> int:
-    """What products keep beside their weights: where each expert's rows end (fp64 has no grouped product)."""
+    """Return the bytes that products keep beside their weights: the end of each expert's rows (fp64 has no grouped
+    product, and keeps none)."""
     ends = len(layer.parameters) * plan.spec.experts // plan.mesh.size("ep") * OFFSET
     return ends if plan.precision.compute != "float64" else 0
 

@@ -244,7 +244,7 @@ class ProductStrategy(ProductTraffic):
         return own + weight * compute
 
     def _behind(self, layer: LayerSpec, block: BlockSpec, product: Product, plan: Plan) -> int:
-        """What stands between a column and a row layer, or behind a linear one: it reads this layer's output."""
+        """Return the gradient bytes of the operation behind a layer (an activation or attention)."""
         rows, outputs = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], self.local_outputs(layer, product, plan)
         of_product = latent_memory.product_gradients(layer, block, plan)
         if of_product == 0:

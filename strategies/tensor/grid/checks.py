@@ -1,4 +1,4 @@
-"""What a request for a grid tensor strategy can have wrong, each with the nearest legal values. Torch-free.
+"""Checks of a request for a grid tensor strategy; each problem names the nearest legal values. Torch-free.
 
 Ranks that form no grid (`shape`), layer roles, sizes and samples that do not divide, and settings that exclude each
 other.
@@ -45,7 +45,7 @@ class GridRequest:
 
     @property
     def choice(self) -> FormChoice:
-        """What the forms depend on, for a tp that can be laid out."""
+        """Return the inputs on which the forms depend, for a tp that can be laid out."""
         request, sizes = self.request, self.sizes
         assert sizes, "checked before"
         precision, samples = TABLE[request.config.precision.name], request.batch.micro_batch if request.batch else 0
@@ -100,7 +100,7 @@ class GridRequest:
         return replace(self, request=request)
 
     def _excluded(self) -> list[Problem]:
-        """What backward in two halves rules out: nodes that do more than one product, or that gather again for both."""
+        """Return settings that a split backward cannot run: SUMMA, and operands that both halves would gather."""
         tensor, pipeline = GridConfig.of(self.request.config), self.request.config.strategy.pipeline.kind
         if self.request.tp == 1 or not splits_backward(self.request):
             return []

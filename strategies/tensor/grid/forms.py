@@ -141,7 +141,7 @@ class FormChoice:
         return 1
 
     def misfits(self) -> list[Misfit]:
-        """What of the model's sizes does not divide, in the forms where least does not."""
+        """Return the model's sizes that do not divide, under the forms with the fewest of them."""
         boundary, features = boundary_layout(self.sizes), self.spec.boundary_shape[-1]
         found = [Misfit(self._key(features, "the model"), features, degree(boundary.features, self.sizes))]
         for pairs in self.groups.values():
@@ -162,7 +162,7 @@ class FormChoice:
         return list(dict.fromkeys(misfit for layer, product in both for misfit in self._misfits_in(layer, product)))
 
     def _misfits_in(self, layer: LayerSpec, product: Product) -> list[Misfit]:
-        """What of one layer does not divide: heads, features in and out, rows and columns of its weights, samples."""
+        """Return a layer's sizes that do not divide: heads, features in and out, rows and columns of W, samples."""
         rows, width = (degree(axes, self.sizes) for axes in product.weight.dims)
         inputs, outputs = (degree(layout.features, self.sizes) for layout in (product.x, product.y))
         parts = num_panels(product, self.sizes) if product.panels else max(inputs, width)

@@ -51,7 +51,7 @@ class LayoutTracker:
 class GridLayer(TakesOver):
     """A layer that multiplies as `product` says, and tells the tracker the layout of its result."""
 
-    compiles: ClassVar[bool] = False
+    uncompiled: ClassVar[tuple[str, ...]] = ("forward",)
     compute_dtype: torch.dtype
     product: Product
     mesh: Mesh

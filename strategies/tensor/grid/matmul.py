@@ -29,9 +29,9 @@ Weight = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class MatmulOptions:
-    """What a product must know of the plan. compute: dtype of X, W and Y where they multiply and move; reduce: in which
-    gradients of W are summed; save_gathered: keep what forward gathered instead of gathering it again; fused: one node
-    may move operands and multiply (never under zero bubble)."""
+    """Settings of a product that come from the plan. compute: dtype of X, W and Y in products and messages; reduce:
+    dtype in which gradients of W are summed; save_gathered: backward uses the tensors that forward gathered, instead of
+    gathering them again; fused: one autograd node may communicate and multiply (never under zero bubble)."""
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -121,7 +121,7 @@ class _Multiply(torch.autograd.Function):
 def _operands(
     ctx: Any, wants_x: bool, wants_weights: bool
 ) -> tuple[Callable[[], Tensor], Callable[[], Sequence[Tensor]]]:
-    """What gives the gathered X and weights in backward: kept, or what of them is needed gathered once more."""
+    """Return functions that give the gathered X and weights in backward: saved ones, or those needed gathered again."""
     x, *weights = ctx.saved_tensors
     if ctx.packed.options.save_gathered:
         return lambda: x, lambda: weights

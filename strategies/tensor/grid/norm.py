@@ -70,7 +70,7 @@ class GridNorm(TakesOver, single_device.HiddenNorm):
     """This rank's features of whole rows. Weights come after, as plain operations: split backward works on them."""
 
     communicates: ClassVar[bool] = True
-    compiles: ClassVar[bool] = False
+    uncompiled: ClassVar[tuple[str, ...]] = ("forward",)
     group: Group
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the grid tensor strategies will do: axes, forms, layouts, and what a plan may ask of them. Torch-free.
+"""Prediction of the grid tensor strategies: axes, forms, layouts and checks. Torch-free.
 
 The runtime and the predictions read the same products.
 """

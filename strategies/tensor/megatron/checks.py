@@ -1,4 +1,4 @@
-"""What a request for Megatron's strategy can have wrong: layer roles, sizes and sequences that tp does not divide."""
+"""Checks of a request for Megatron's strategy: layer roles, and sizes and sequences that tp must divide."""
 
 from __future__ import annotations
 

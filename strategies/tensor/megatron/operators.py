@@ -29,7 +29,7 @@ SEQUENCE_DIM = 1
 
 @dataclass(frozen=True)
 class TPContext:
-    """What a layer must know of the tensor axis: its group, whether activations between blocks are split along the
+    """The tensor axis as a layer sees it: its group, whether activations between blocks are split along the
     sequence, and whether the input-gradient reduction may share a node with the weight gradients (never under zero
     bubble)."""
 

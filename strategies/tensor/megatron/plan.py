@@ -1,4 +1,4 @@
-"""What Megatron's tensor strategy will do: layouts, products, and what a plan may ask of them. Torch-free."""
+"""Prediction of Megatron's tensor strategy: layouts, products and checks. Torch-free."""
 
 from __future__ import annotations
 

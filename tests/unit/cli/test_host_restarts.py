@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallelrun.cli import host_restarts, hosts
+from parallelrun.cli import host_connection, host_restarts, hosts
 from parallelrun.launch import reattach
 from parallelrun.launch.directory import Status
 from parallelrun.launch.rank import Job
@@ -27,8 +27,11 @@ def runs(tmp_path, monkeypatch):
     found = SimpleNamespace(starts=[], ends=[], gone=set(), folder=tmp_path, more={})
 
     class Launcher:
-        def __init__(self, placed, words, ssh, signals, variables):
-            self.placed, self.variables, self.signals = placed, variables, signals
+        exits, lost, noticed = (), (), None
+
+        def __init__(self, placed, words, connections, variables, judges):
+            assert judges
+            self.placed, self.variables, self.signals = placed, variables, connections.signals
 
         def run(self):
             found.starts.append({one.name: one.num_ranks for one in self.placed if one.num_ranks})
@@ -41,11 +44,27 @@ def runs(tmp_path, monkeypatch):
                 self.signals.append(15)
             return code
 
-    def slots_left(given, ssh, signals, without):
-        return {one.name: one.slots - (one.name == without) for one in given if one.name not in found.gone}
+    class Connections(host_connection.Connections):
+        """Those to hosts that answer at once; `gone` have ended, and do not answer again."""
+
+        def open(self, hosts, again=False):
+            for one in hosts:
+                answers = not (again and one.name in found.gone)
+                self.by_name[one.name] = Connection(one.name, object() if answers else None)
+
+    class Connection(SimpleNamespace):
+        def __init__(self, name, hello):
+            process = SimpleNamespace(poll=lambda: 255 if found.starts and name in found.gone else None)
+            super().__init__(name=name, hello=hello, process=process)
+
+        def hang_up(self):
+            pass
+
+        def end(self, deadline):
+            pass
 
     monkeypatch.setattr(host_restarts, "HostLauncher", Launcher)
-    monkeypatch.setattr(host_restarts, "_slots_left", slots_left)
+    monkeypatch.setattr(host_restarts, "Connections", Connections)
     return found
 
 
@@ -73,7 +92,7 @@ def run(found, listed="a:2,b:2", ranks=None, **more):
     found.more = {"restarts": 2, **more}
     placed = hosts.read(ranks, listed)
     asked = tiny_config({"dp": 4, "runs": str(found.folder), "steps": 9, "global_batch": 8, **found.more})
-    return host_restarts.run(placed, ["steps=9"], SSH, asked)
+    return host_restarts.run(placed, ["steps=9"], SSH, asked, resolve(asked))
 
 
 def status(found):

@@ -125,7 +125,9 @@ def test_a_server_that_is_not_ours_is_passed_over(address):
     ],
 )
 def test_rank_0_warns_where_strangers_can_reach_it(address, token, warned):
-    assert ("without a token: who reaches it can end the run" in stores.exposure(address, 29500, token)) is warned
+    assert (
+        "without a token: any process that reaches this port can end the run" in stores.exposure(address, 29500, token)
+    ) is warned
 
 
 def test_a_wrong_token_is_told_with_what_to_do(address, monkeypatch):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallelrun.cli import host_agent, host_launcher, hosts
+from parallelrun.cli import host_agent, host_connection, host_launcher, hosts
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
 from parallelrun.launch import (
     attach,
@@ -49,6 +49,8 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+    time = monotonic
 
     def monotonic_ns(self) -> int:
         return round(self.now * 1e9)
@@ -256,64 +258,114 @@ def test_the_process_group_waits_longer_than_the_watchers(monkeypatch):
 # -- several hosts
 
 
-class Agent:
-    """A host's agent that is no process: what it is sent, and when its stdin is ended."""
+class Connections:
+    """Connections to agents that are no processes. messages: what comes from them; sent: signals, with their time."""
 
-    def __init__(self, name: str, clock: Clock):
-        self.name, self.ranks, self.hello = name, SimpleNamespace(ranks="rank 1"), None
-        self.process = SimpleNamespace(poll=lambda: self.code, kill=lambda: None, wait=lambda: None)
-        self.code: int | None = None
-        self.sent: list[str] = []
-        self.hung_up_at: list[float] = []
+    def __init__(self, clock: Clock):
+        self.by_name = {name: SimpleNamespace(name=name) for name in "ab"}
+        self.signals: list[int] = []
+        self.messages: list[tuple[str, str, object]] = []
+        self.sent: list[tuple[str, int, float]] = []
+        self.opened: list[str] = []
         self._clock = clock
+        self.silent: set[str] = set()
 
-    def send(self, line: str) -> None:
-        self.sent.append(line)
+    def next_message(self):
+        if not self.messages:
+            self._clock.sleep(0.1)
+            return None
+        name, what, content = self.messages.pop(0)
+        return self.by_name[name], what, content
 
-    def show_rest(self) -> None:
-        pass
+    def send_signal(self, names, number):
+        for name in names:
+            self.sent.append((name, number, self._clock.now))
+            if number == signal.SIGKILL and name not in self.silent:
+                self.messages.append((name, "ended", 6))
 
-    def hang_up(self) -> None:
-        self.hung_up_at.append(self._clock.now)
-        self.code = -9 if self.code is None else self.code
+    def drop(self, name):
+        del self.by_name[name]
+
+    def open(self, hosts, again=False):
+        self.opened += [one.name for one in hosts if again]
+        self.by_name |= {one.name: SimpleNamespace(name=one.name) for one in hosts}
 
 
 @pytest.fixture
-def launcher(monkeypatch, clock) -> host_launcher.HostLauncher:
-    """A launcher of two hosts, whose loop moves the clock."""
-    found = host_launcher.HostLauncher(hosts.read("2", "a:1,b:1"), [], hosts.SshOptions())
-    found._agents = [Agent(name, clock) for name in "ab"]
+def connections(monkeypatch, clock) -> Connections:
     monkeypatch.setattr(host_launcher, "time", clock)
-    return found
+    return Connections(clock)
 
 
-def test_after_a_host_has_failed_the_others_have_fifteen_seconds_and_the_run_has_its_code(launcher, clock):
-    first, second = launcher._agents
-    began, second.code = clock.now, 5
-    assert launcher.watch() == 5
-    assert first.hung_up_at[0] - began == pytest.approx(15, abs=0.5)
+def started(connections: Connections, judges: bool = False) -> host_launcher.HostLauncher:
+    """A launcher of two hosts whose ranks run; the loop moves the clock."""
+    return host_launcher.HostLauncher(hosts.read("2", "a:1,b:1"), [], connections, judges=judges)
 
 
-def test_ctrl_c_reaches_every_host_at_once_and_ends_them_after_five_seconds(launcher, clock):
-    launcher.signals.append(signal.SIGINT)
+def failed(rank: int, status: int) -> dict[str, object]:
+    return {"rank": rank, "status": status, "memory": False}
+
+
+def test_after_a_host_has_failed_the_others_have_fifteen_seconds_and_the_run_has_its_code(connections, clock):
     began = clock.now
-    assert launcher.watch() == 130
-    assert [agent.sent for agent in launcher._agents] == [["SIGINT"], ["SIGINT"]]
-    assert launcher._agents[0].hung_up_at[0] - began == pytest.approx(5, abs=0.5)
+    connections.messages += [("b", "exit", failed(1, 5)), ("b", "ended", 5)]
+    assert started(connections).watch() == 5
+    ((name, number, when),) = connections.sent
+    assert (name, number) == ("a", signal.SIGKILL) and when - began == pytest.approx(15, abs=0.5)
 
 
-def test_a_second_signal_ends_all_hosts_at_once(launcher, clock):
-    launcher.signals += [signal.SIGTERM, signal.SIGTERM]
+@pytest.mark.parametrize(("status", "grace_s"), [(-9, 1), (6, 1), (EXIT_HANG, 15)])
+def test_who_judges_ends_the_others_after_a_second_unless_they_explain_a_hang(connections, clock, status, grace_s):
     began = clock.now
-    assert launcher.watch() == 143
-    assert launcher._agents[1].hung_up_at[0] - began < 0.5
+    connections.messages += [("b", "exit", failed(1, status))]
+    launcher = started(connections, judges=True)
+    assert launcher.watch() == 6
+    assert connections.sent[0][2] - began == pytest.approx(grace_s, abs=0.5)
+    assert [(one.rank, one.status, one.host) for one in launcher.exits] == [(1, status, "b")]
 
 
-def test_a_host_that_does_not_answer_is_waited_for_a_minute(launcher, clock):
+def test_a_lost_host_is_connected_to_again_while_the_others_are_ended_at_once(connections, clock):
     began = clock.now
-    launcher._agents[0].unreachable = launcher._agents[1].unreachable = lambda ssh: Problem("no answer")
+    connections.messages += [("b", "closed", None)]
+    launcher = started(connections, judges=True)
+    assert launcher.watch() == 6
+    assert connections.opened == ["b"] and [one.name for one in launcher.lost] == ["b"]
+    assert connections.sent[0][0] == "a" and connections.sent[0][2] - began < 0.5
+
+
+def test_an_agent_that_does_not_end_its_ranks_is_dropped_after_five_seconds(connections, clock):
+    began = clock.now
+    connections.messages += [("b", "exit", failed(1, 6)), ("b", "ended", 6)]
+    connections.silent.add("a")
+    assert started(connections, judges=True).watch() == 6
+    assert "a" not in connections.by_name and clock.now - began == pytest.approx(6, abs=0.5)
+
+
+def test_ctrl_c_reaches_every_host_at_once_and_ends_them_after_five_seconds(connections, clock):
+    connections.signals.append(signal.SIGINT)
+    began = clock.now
+    assert started(connections).watch() == 130
+    assert [one[:2] for one in connections.sent[:2]] == [("a", signal.SIGINT), ("b", signal.SIGINT)]
+    assert connections.sent[1][2] - began < 0.5
+    assert connections.sent[2][2] - began == pytest.approx(5, abs=0.5)
+
+
+def test_a_second_signal_ends_all_hosts_at_once(connections, clock):
+    connections.signals += [signal.SIGTERM, signal.SIGTERM]
+    began = clock.now
+    assert started(connections).watch() == 143
+    assert connections.sent[-1][1] == signal.SIGKILL and connections.sent[-1][2] - began < 0.5
+
+
+def test_a_host_that_does_not_answer_is_waited_for_a_minute(monkeypatch, clock):
+    monkeypatch.setattr(host_connection, "time", clock)
+    found = host_connection.Connections(hosts.SshOptions(), [])
+    waiting = SimpleNamespace(hello=None, process=SimpleNamespace(poll=lambda: None))
+    waiting.unreachable = lambda ssh: Problem("no answer")
+    found.by_name["a"] = waiting
+    began = clock.now
     with pytest.raises(EnvironmentProblem, match="no answer"):
-        launcher._await_hellos()
+        found.must_greet(["a"])
     assert clock.now - began == pytest.approx(60, abs=0.5)
 
 
@@ -322,7 +374,7 @@ def test_an_agent_ends_the_other_ranks_of_its_host_ten_seconds_after_one_has_fai
     killed = []
     monkeypatch.setattr(processes, "kill", lambda pid, number: killed.append((pid, number, clock.now)))
     found = host_agent.Ranks.__new__(host_agent.Ranks)
-    found._pids, found._codes, found._ended_by_us = {0: 11}, {1: 6}, False
+    found._pids, found._codes, found._ended_by_us, found._deadline = {0: 11}, {1: 6}, False, float("inf")
     monkeypatch.setattr(found, "_reap", lambda: found._pids.clear() if killed else None)
 
     def get(timeout: float) -> str:

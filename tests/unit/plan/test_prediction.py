@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import pytest
 
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan import cluster_cost, prediction, simulate
-from parallelrun.plan.hosts import ranks_in_node, rate_gb_s, stays_in_node
+from parallelrun.plan.hosts import mesh_dims, ranks_in_node, rate_gb_s, stays_in_node
+from parallelrun.plan.step_time.step import step_time
 from parallelrun.plan.structure import Collective, Memory
 from parallelrun.plan.traffic import traffic_of
 from tests.matrix import FULL
@@ -31,9 +33,14 @@ PLANS = [
     {"pp": 3, "tp": 2, "model.layers": 7, "model.tied_embeddings": False, "microbatches": 4},
     {"pp": 2, "dp": 2, "tp": 2, "strategy.data.kind": "fsdp", "model.vocab": 35},
 ]
+RINGS = [
+    {"dp": 7, "tp": 2, "strategy.data.kind": "ring", "global_batch": 14, "strategy.data.bucket_mb": 0.01},
+    {"dp": 4, "strategy.data.kind": "horovod", "strategy.data.algorithm": "ring",
+     "strategy.data.process_sets": [[3, 0, 2, 1]], "strategy.data.bucket_mb": 0.01},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides", PLANS, ids=str)
+@pytest.mark.parametrize("overrides", PLANS + RINGS, ids=str)
 def test_the_totals_are_the_sum_over_every_rank(overrides):
     plan = tiny_plan(overrides)
     calls, payload = Counter(), Counter()
@@ -285,6 +292,31 @@ def test_a_group_that_leaves_a_host_uses_the_ports_of_all_its_ranks_there(overri
     mesh_dims = not stays_in_node(plan, cluster, axis)
     assert rate_gb_s(plan, cluster, axis, True) == (10.0 if mesh_dims else 100.0), "a message uses one port"
     assert rate_gb_s(plan, replace(cluster, inter_gb_s=90.0), axis, False) <= 100.0, "never above the rate inside"
+
+
+@pytest.mark.parametrize("per_node", [3, 4, 6, 8])
+@pytest.mark.parametrize(
+    ("overrides", "axis"),
+    [({"dp": 96}, "dp"), ({"dp": 90}, "dp"), ({"dp": 16, "tp": 2, "pp": 2}, "dp"), ({"dp": 12, "tp": 4}, "dp"),
+     ({"dp": 16, "cp": 2, "tp": 3, "model.heads": 6, "model.hidden": 66}, "dp_cp"), ({"dp": 24, "pp": 2}, "dp+pp")],
+)  # fmt: skip
+def test_the_ranks_of_a_large_group_on_a_host_are_those_of_a_smaller_one(per_node, overrides, axis):
+    plan = tiny_plan({"global_batch": 1440, "micro_batch": 1, **overrides})
+    every = Counter(rank // per_node for rank in plan.mesh.group_of(0, *mesh_dims(plan, axis)))
+    assert ranks_in_node(plan, ClusterConfig(gpus_per_node=per_node), axis) == min(every.values())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1", "ring", "horovod"])
+def test_traffic_and_time_of_131072_ranks_are_predicted_in_a_second(kind):
+    """In fact in about a tenth of a second; walking through every rank takes several."""
+    cluster = ClusterConfig(
+        gpus_per_node=8, intra_gb_s=100.0, inter_gb_s=10.0, memory_gb_s=1000.0, peak_tflops={"fp32": 10.0}
+    )
+    began = time.process_time()
+    plan = tiny_plan({"dp": 2**17, "global_batch": 2**17, "strategy.data.kind": kind})
+    _, rows = traffic_of(plan)
+    assert rows and step_time(plan, cluster) is not None and prediction.heaviest(plan, cluster).total > 0
+    assert time.process_time() - began < 2
 
 
 def test_flat_fsdp_over_hosts_is_as_fast_as_its_ports():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -79,6 +80,10 @@ class Algorithm(ABC):
         received = [one.receive.numel for one in rounds if one.receive]
         return Counts(sum(num_pieces(n, limit) for n in sent), sum(sent), sum(num_pieces(n, limit) for n in received))
 
+    def changes(self, size: int, numel: int) -> Iterable[int]:
+        """Members, the first one among them, from each of which to the next one the counts of all are the same."""
+        return range(size)
+
     def longest_added(self, size: int, index: int, numel: int) -> int:
         """Elements of the longest message that a member adds to its own part."""
         adding = [one for one in self.rounds(size, index, numel) if one.phase == SCATTER_REDUCE]
@@ -119,6 +124,9 @@ class NativeAllReduce(Algorithm):
 
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
         return ()
+
+    def changes(self, size: int, numel: int) -> Iterable[int]:
+        return (0,)
 
     def collectives(
         self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"

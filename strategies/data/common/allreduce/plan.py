@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.errors import Problem
@@ -83,16 +85,26 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
             for mesh_dim in plan.mesh.mesh_dim_names
             if mesh_dim not in plan.mesh.mesh_dims_of(plan.data_axis)
         }
-        alike: dict[tuple[Collective, ...], list[int]] = defaultdict(list)
-        for index in range(plan.num_data_ranks):
+        alike: dict[tuple[Collective, ...], list[int]] = {}  # [the first, how many]
+        firsts = self.changes(sums, coordinate, plan)
+        for index, end in pairwise((*firsts, plan.num_data_ranks)):
             place = plan.mesh.coordinate(plan.mesh.rank(**others, **{plan.data_axis: index}))
             rows = [
                 replace(row, calls=times * row.calls, payload_bytes=times * row.payload_bytes)
                 for message, times in sums.items()
                 for row in self.rows_of_sum(message, place, plan)
             ]
-            alike[tuple(merge(rows))].append(index)
-        return [(same[0], len(same)) for same in alike.values()]
+            alike.setdefault(tuple(merge(rows)), [index, 0])[1] += end - index
+        return [(first, count) for first, count in alike.values()]
+
+    def changes(self, sums: Iterable[SummedMessage], coordinate: dict[str, int], plan: Plan) -> Sequence[int]:
+        """The members of dp, in order, from each of which to the next one all send the same."""
+        every, found = range(plan.num_data_ranks), {0}
+        for message in sums:
+            if self.summing_group(message.axis, coordinate, plan)[0] != len(every):
+                return every  # members of part of dp have other numbers there
+            found.update(self.algorithm.over(message.axis, plan).changes(len(every), message.numel))
+        return sorted(found)
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Buffers for what the messages bring, kept per group of ranks and as large as its largest sum needs."""
@@ -137,7 +149,7 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
-        decides who sends to whom."""
+        decides which rank sends to which."""
         found: Counter[tuple[int, int]] = Counter()
         if self.algorithm.native:
             return found

@@ -5,6 +5,7 @@ Their messages are counted in closed form, because lists of thousands of rounds 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING
@@ -44,6 +45,10 @@ class RingAllReduce(Algorithm):
         found = [_counts_of_ring(*one, limit) for one in self.rings(size, index, numel)]
         return Counts(*(sum(numbers) for numbers in zip(*found)))
 
+    def changes(self, size: int, numel: int) -> Iterable[int]:
+        """The counts depend on whether the member's own segment and the next two are longer by one."""
+        return {(edge - ahead) % size for edge in (0, numel % size) for ahead in range(3)}
+
     def longest_added(self, size: int, index: int, numel: int) -> int:
         """A member adds to every segment but the one with its own number, which it sends first."""
         rings = [one for one in self.rings(size, index, numel) if one[0] > 1]
@@ -56,7 +61,7 @@ class RingAllReduce(Algorithm):
 
 @dataclass(frozen=True)
 class HierarchicalAllReduce(RingAllReduce):
-    """Scatter-reduce inside the group, a ring across groups among those who own the same segment, all-gather inside.
+    """Scatter-reduce inside the group, a ring across groups among ranks that own the same segment, all-gather inside.
 
     The size of the groups is as given; else the members of dp that share a host; where hosts are unknown the divisor of
     dp next to its root, with which a rank has the fewest rounds.
@@ -124,6 +129,9 @@ class HierarchicalAllReduce(RingAllReduce):
             *ring(across, group, self._own(place, numel)),
             *all_gather(inside, place, (0, numel)),
         )
+
+    def changes(self, size: int, numel: int) -> Iterable[int]:
+        return range(size)
 
     def rings(self, size: int, index: int, numel: int) -> list[tuple[int, int, int]]:
         """That of the inner group, in two halves, and the one across groups."""

@@ -50,7 +50,7 @@ Rounds = tuple[Round, ...]
 
 
 class SumsByMessages(DataStrategy):
-    """A data strategy that can choose who sends what to whom in a sum."""
+    """A data strategy that can choose the messages of a sum: sender, receiver and segment."""
 
     @abstractmethod
     def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds:

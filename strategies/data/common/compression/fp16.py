@@ -14,7 +14,7 @@ from ..reducer import Part, Sum
 
 
 def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> Callable[[], Waitable]:
-    """What starts the exchange of `buffer`."""
+    """Return a function that starts the exchange of `buffer`."""
     return HalfSum(buffer, start_sum).start
 
 

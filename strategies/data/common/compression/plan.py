@@ -156,7 +156,8 @@ class PowerSGD(Compression):
         return 0 < (rows + columns) * num_columns(shape, self.rank) < rows * columns
 
     def messages(self, bucket: Parts, plan: Plan) -> list[SummedMessage]:
-        """What is not factored, the left factors, the right factors; each flat, none if it would be empty."""
+        """Return the messages of a bucket, each flat: tensors that are not factored, left factors, right factors. Empty
+        ones are left out."""
         factored = self._factored(bucket, plan)
         uncompressed = sum(prod(shape) for _, shape in bucket) - sum(rows * columns for rows, columns, _ in factored)
         left = sum(rows * rank for rows, _, rank in factored)

@@ -23,7 +23,7 @@ from .plan import PowerSGD, matrix_shape, num_columns
 
 
 def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> Callable[[], Waitable]:
-    """What starts the exchange of `buffer`, in the messages that `PowerSGD.messages` predicts."""
+    """Return a function that starts the exchange of `buffer`, in the messages that `PowerSGD.messages` predicts."""
     compression = BucketedAllReduce.of(plan).compression
     assert isinstance(compression, PowerSGD)
     factored = [(held, gradient) for held, gradient in parts if compression.is_factored(held, gradient.shape, plan)]

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from parallelrun.cli import argv, host_agent, host_launcher, hosts
+from parallelrun.cli import argv, host_agent, host_connection, host_launcher, hosts
 from parallelrun.errors import ConfigError
 from parallelrun.launch.environment import for_other_hosts
 from parallelrun.plan import prediction
@@ -176,11 +176,11 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", "/a b:$(c)")
-    *words, host, command = host_launcher.remote_command("[fe80::1]", hosts.SshOptions(port="2222"), serves=True)
+    *words, host, command = host_connection.remote_command("[fe80::1]", hosts.SshOptions(port="2222"))
     assert words[0] == "ssh" and words[-2:] == ["-p", "2222"] and host == "fe80::1"
     first, second = command.split(" && ")
     assert shlex.split(first) == ["cd", str(folder)]
-    agent = [sys.executable, "-m", "parallelrun.cli.host_agent", "serve"]
+    agent = [sys.executable, "-m", "parallelrun.cli.host_agent"]
     assert shlex.split(second) == ["exec", "env", "PYTHONPATH=/a b:$(c)", *agent]
 
 
@@ -217,8 +217,9 @@ def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_o
     ],
 )
 def test_one_exit_code_tells_how_the_run_ended_on_all_hosts(codes, signals, expected):
-    launcher = host_launcher.HostLauncher(hosts.read("4", "a:2,b:2"), [], hosts.SshOptions())
-    launcher._codes, launcher.signals = codes, signals
+    connections = host_connection.Connections(hosts.SshOptions(), signals)
+    launcher = host_launcher.HostLauncher(hosts.read("4", "a:2,b:2"), [], connections)
+    launcher._codes = codes
     assert launcher._exit_code() == expected
 
 
