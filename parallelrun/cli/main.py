@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(codes: list[int]) -> None:
-    """End the process here if torch is imported: taking it apart takes half a second. codes: the exit code, if `main`
-    has returned one."""
-    if codes and "torch" in sys.modules:
+    """End the process here: taking torch apart takes half a second, and what a plan imports some hundredths of one.
+    codes: the exit code, if `main` has returned one."""
+    if codes:
         with contextlib.suppress(OSError, ValueError):  # Python reports them
             sys.stdout.flush()
             sys.stderr.flush()
