@@ -73,8 +73,8 @@ def _leave(codes: list[int]) -> None:
     codes: the exit code, if `main` has returned one."""
     if codes:
         with contextlib.suppress(OSError, ValueError):  # Python reports them
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
+                stream.flush()
             os._exit(codes[0])
 
 
