@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.parameters import LocalParameter
 
 STEP = "step"
+CHUNK = 2**22  # bytes of weights that are updated together if somebody reads them before and after: they stay in cache
+Around = Callable[[int | None], AbstractContextManager[object]]
 
 
 class Optimizer:
@@ -34,15 +37,24 @@ class Optimizer:
         self._torch = _make(config, groups) if groups else None  # a stage may have only frozen parameters
         self._repeats: _AdamWSteps | None = None  # once torch has created the state
 
-    def step(self, lr: float) -> None:
-        """Update every tensor by its `.grad` with the learning rate `lr`."""
+    def step(self, lr: float, around: Around | None = None) -> None:
+        """Update every tensor by its `.grad` with the learning rate `lr`.
+
+        around: entered around the update of each of `chunks` with its number, or once with None around that of all.
+        """
         if self._torch is None:
             return
         for group in self._torch.param_groups:
             group["lr"] = lr
-        if self._repeats is None or not self._repeats.step(lr):
-            self._torch.step()
-            self._repeats = _AdamWSteps.of(self._torch)
+        if self._repeats is None or not self._repeats.step(lr, around):
+            with around(None) if around else nullcontext():
+                self._torch.step()
+            self._repeats = self._repeats or _AdamWSteps.of(self._torch)
+
+    @property
+    def chunks(self) -> Sequence[Sequence[Tensor]]:
+        """The tensors that are updated one after another, about CHUNK bytes at a time on the CPU; (): all at once."""
+        return self._repeats.chunks if self._repeats else ()
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the live state of one parameter by kind: of the tensor's shape (`exp_avg`, ...) or 0-d (`step`).
@@ -79,6 +91,17 @@ class _AdamWGroup:
     eps: float
     weight_decay: float
 
+    def parts(self) -> Iterator[slice]:
+        """Ranges of parameters of about CHUNK bytes on the CPU; on other devices all."""
+        start = size = 0
+        for index, tensor in enumerate(self.parameters):
+            size += tensor.nbytes
+            if size >= CHUNK and tensor.device.type == "cpu":
+                yield slice(start, index + 1)
+                start, size = index + 1, 0
+        if start < len(self.parameters):
+            yield slice(start, len(self.parameters))
+
 
 class _AdamWSteps:
     """Takes steps as `torch.optim.AdamW` does, to the same bits, from lists that are made once.
@@ -88,6 +111,8 @@ class _AdamWSteps:
 
     def __init__(self, groups: list[_AdamWGroup]):
         self._groups = groups
+        self._parts = [(group, part) for group in groups for part in group.parts()]
+        self.chunks = [group.parameters[part] for group, part in self._parts]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> _AdamWSteps | None:
@@ -108,24 +133,27 @@ class _AdamWSteps:
         return cls(groups)
 
     @torch.no_grad()
-    def step(self, lr: float) -> bool:
+    def step(self, lr: float, around: Around | None) -> bool:
         """Update every tensor. Do nothing and return False if one has no gradient: torch leaves that one as it is."""
         gradients = [[tensor.grad for tensor in group.parameters] for group in self._groups]
         present = [[gradient for gradient in found if gradient is not None] for found in gradients]
         if any(len(some) < len(found) for some, found in zip(present, gradients)):
             return False
-        for group, found in zip(self._groups, present):
-            torch_private.fused_adamw(
-                group.parameters,
-                found,
-                group.exp_avgs,
-                group.exp_avg_sqs,
-                group.steps,
-                lr=lr,
-                betas=group.betas,
-                eps=group.eps,
-                weight_decay=group.weight_decay,
-            )
+        gradient_of = {id(group): found for group, found in zip(self._groups, present)}
+        every = self._parts if around else [(group, slice(None)) for group in self._groups]
+        for number, (group, part) in enumerate(every):
+            with around(number) if around else nullcontext():
+                torch_private.fused_adamw(
+                    group.parameters[part],
+                    gradient_of[id(group)][part],
+                    group.exp_avgs[part],
+                    group.exp_avg_sqs[part],
+                    group.steps[part],
+                    lr=lr,
+                    betas=group.betas,
+                    eps=group.eps,
+                    weight_decay=group.weight_decay,
+                )
         return True
 
 

@@ -305,6 +305,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "gshard": {"dp": 2, "ep": 2, **EXPERTS},
     "dropless": {"dp": 2, "ep": 2, **EXPERTS, "strategy.expert.kind": "dropless"},
     "context": {"cp": 2},
+    "tp25d": {"tp": 8, "strategy.tensor.kind": "2.5d", "strategy.tensor.grid": "2x2", "strategy.tensor.depth": 2},
+    "tp3d": {"tp": 8, "strategy.tensor.kind": "3d"},
+    "local_sgd": {"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": 3},
+    "diloco": {"dp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": 3},
+    "horovod": {"dp": 2, "strategy.data.kind": "horovod"},
+    "adasum": {"dp": 2, "strategy.data.kind": "horovod", "strategy.data.reduction": "adasum"},
 }
 
 
@@ -318,7 +324,7 @@ def draw(seed: int, plans: list[str], kinds: tuple[str, ...] = (FLIP, SEVERAL, S
     place = choose.choice((WEIGHTS, GRADIENTS, SUMS, ACTIVATIONS))
     fault = Fault(kind, place, choose.randrange(world), choose.randint(2, BASE["steps"] - 1), seed)
     passes = kind != STUCK and place != WEIGHTS
-    alone = place == SUMS and plan in ("ddp", "ring") and choose.random() < 0.5
+    alone = place == SUMS and plan in ("ddp", "ring", "horovod") and choose.random() < 0.5
     recompute = passes and not alone
     return Case(plan, overrides, fault, 1 if recompute else choose.choice((2, 3, 4)), recompute)
 

@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from parallelrun.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.errors import EXIT_OK, Problem
+from parallelrun.exchange.paths import check_paths
 
 _FORMATS = {  # checked before torch is imported
     "hf": "a directory that transformers loads: config.json, safetensors, tokenizer",
@@ -26,8 +27,8 @@ def export(words: list[str]) -> int:
     parser.add_argument("--dtype", choices=list(_DTYPES), help="number format of the weights (default: as stored)")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file in GB (default: 5)")
     asked = parser.parse_args(words)
-    if not asked.shard_gb > 0:
-        raise ConfigError(Problem(f"--shard-gb {asked.shard_gb:g}: a positive number is needed", "--shard-gb"))
+    too_small = Problem(f"--shard-gb {asked.shard_gb:g}: a positive number is needed", "--shard-gb")
+    check_paths(asked.run, "run", asked.out, [] if asked.shard_gb > 0 else [too_small])
     import torch
 
     from parallelrun.exchange import export as writer
@@ -47,6 +48,7 @@ def import_weights(words: list[str]) -> int:
     parser.add_argument("directory", help="a directory with config.json and safetensors, or an export")
     parser.add_argument("--to", required=True, metavar="OUT", help="the checkpoint to write; it must not exist")
     asked = parser.parse_args(words)
+    check_paths(asked.directory, "directory", asked.to, out_key="--to")
     from parallelrun.exchange.imported import write_checkpoint
     from parallelrun.exchange.source import open_source
 

@@ -7,15 +7,19 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun import definitions
 from parallelrun.cli import argv as command_lines
+from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.json_output import print_json
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.exchange.paths import check_paths
+from parallelrun.inference import SPLITS
 
 if TYPE_CHECKING:
     from parallelrun.exchange.source import StoredModel
@@ -39,6 +43,8 @@ Mean loss, perplexity, bits per byte (of models of bytes) and top-1 of trained w
   samples=null      number of samples at most
   dataset=... path=... dataset.*   other data than the run's; precision=..."""
 
+_DATA_KEYS = ("dataset", "precision", "path", "tokenizer")
+
 
 def generate(words: list[str]) -> int:
     """`parallelrun generate RUN TEXT [key=value ...]`."""
@@ -47,16 +53,18 @@ def generate(words: list[str]) -> int:
         return EXIT_OK if words else 2
     as_json, words = "--json" in words, [word for word in words if word != "--json"]
     text = words[1] if len(words) > 1 and not words[1].startswith("tokens=") else None
-    asked = _pairs(words[1 if text is None else 2 :], ("max_tokens", "temperature", "top_k", "seed", "tokens", "tp"))
-    if (text is None) == ("tokens" not in asked):
+    known = ("max_tokens", "temperature", "top_k", "seed", "tokens", "tp")
+    asked = _Arguments(words[1 if text is None else 2 :], known)
+    if (text is None) == ("tokens" not in asked.values):
         what = "give a text, or token ids as tokens=[1,2,3]"
-        raise ConfigError(Problem(what, "text", command="parallelrun generate --help"))
-    count = _number("max_tokens", asked, int, 100, lambda value: value >= 1)
-    top_k = _number("top_k", asked, int, None, lambda value: value >= 1)
-    temperature = _number("temperature", asked, float, 1.0, lambda value: value >= 0 and math.isfinite(value))
-    seed = _number("seed", asked, int, 0, lambda value: 0 <= value < 2**63)
-    tp = _number("tp", asked, int, 1, lambda value: value >= 1)
-    given = _token_ids(asked["tokens"]) if "tokens" in asked else None
+        asked.problems.append(Problem(what, "text", command="parallelrun generate --help"))
+    count = asked.number("max_tokens", int, 100, lambda value: value >= 1)
+    top_k = asked.number("top_k", int, None, lambda value: value >= 1)
+    temperature = asked.number("temperature", float, 1.0, lambda value: value >= 0 and math.isfinite(value))
+    seed = asked.number("seed", int, 0, lambda value: 0 <= value < 2**63)
+    tp = asked.number("tp", int, 1, lambda value: value >= 1)
+    given = asked.token_ids("tokens")
+    check_paths(words[0], "run", problems=asked.problems)
     from parallelrun.exchange.source import open_source
     from parallelrun.exchange.tokenizer import Codec
     from parallelrun.inference.generate import Generator, Sampling, check_causal, check_prompt
@@ -105,17 +113,18 @@ def evaluate(words: list[str]) -> int:
         return EXIT_OK if words else 2
     as_json = "--json" in words
     own = [word for word in words[1:] if word.startswith(("split=", "samples="))]
-    asked = _pairs(own, ("split", "samples"))
-    limit = _number("samples", asked, int, None, lambda value: value >= 1)
+    asked = _Arguments(own, ("split", "samples"))
+    limit = asked.number("samples", int, None, lambda value: value >= 1)
+    split = asked.values.get("split", "val")
+    if split not in SPLITS:
+        asked.problems.append(Problem(f"split={split}: must be one of {', '.join(SPLITS)}", "split"))
+    line = _data_words([word for word in words[1:] if word not in own and word != "--json"], asked.problems)
+    check_paths(words[0], "run", problems=asked.problems)
     from parallelrun.exchange.source import open_source
-    from parallelrun.inference.evaluate import SPLITS
     from parallelrun.inference.evaluate import evaluate as score
 
-    split = asked.get("split", "val")
-    if split not in SPLITS:
-        raise ConfigError(Problem(f"split={split}: must be one of {', '.join(SPLITS)}", "split"))
     source = open_source(words[0], "run")
-    config = _with_overrides(source.config, [word for word in words[1:] if word not in own and word != "--json"])
+    config = _with_overrides(source.config, line)
     scores = score(source, config, split, limit)
     fields = {"source": str(source.path), "split": split, **asdict(scores)}
     if as_json:
@@ -128,52 +137,67 @@ def evaluate(words: list[str]) -> int:
     return EXIT_OK
 
 
-def _with_overrides(saved: Config, words: list[str]) -> Config:
+def _data_words(words: list[str], problems: list[Problem]) -> CommandLine:
+    """What the command line says of the data and the precision; `problems` gets all that is wrong with it."""
+    try:
+        line = command_lines.read(words)
+    except ConfigError as error:
+        problems += error.problems
+        return command_lines.read([])
+    wrong = [one.key for one in line.overrides if one.key.partition(".")[0] not in _DATA_KEYS]
+    if wrong or line.flags:
+        what = f"eval reads dataset, path, precision, split and samples, not {', '.join([*wrong, *line.flags])}"
+        problems.append(Problem(what, "command line", command="parallelrun eval --help"))
+    return line
+
+
+def _with_overrides(saved: Config, line: CommandLine) -> Config:
     """The saved configuration with the data and precision of the command line. Raises ConfigError."""
     from parallelrun.config import compose
     from parallelrun.config.continued import continued
 
-    line = command_lines.read(words)
-    kept = ("dataset", "precision", "path", "tokenizer")
-    wrong = [one.key for one in line.overrides if one.key.partition(".")[0] not in kept]
-    if wrong or line.flags:
-        what = f"eval reads dataset, path, precision, split and samples, not {(wrong or line.flags)[0]}"
-        raise ConfigError(Problem(what, "command line", command="parallelrun eval --help"))
     composed, _ = compose.compose_once(compose.prepare(line.overrides, (), "run", line.trust))
-    config = continued(composed.config, composed.given, saved) if words else saved
+    config = continued(composed.config, composed.given, saved) if line.overrides else saved
     if definitions.dataset(config).vocab_follows_model and "dataset" not in composed.given:
         what = f"dataset={config.dataset.name} is random and says nothing about trained weights"
         raise ConfigError(Problem(what, "dataset", "dataset=text path=FILE_OR_FOLDER"))
     return replace(config, model=saved.model, global_batch=1, local_batch=None)
 
 
-def _pairs(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """`key=value` words by key. Raises ConfigError for an unknown, repeated or malformed one."""
-    found: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key not in known or key in found:
-            what = "is given twice" if key in found else f"is none of {', '.join(f'{one}=' for one in known)}"
-            raise ConfigError(Problem(f"{word} {what}", "command line"))
-        found[key] = value
-    return found
+class _Arguments:
+    """The `key=value` words of a command: values by key, and every problem, for `check_paths`."""
 
+    def __init__(self, words: Sequence[str], known: Sequence[str]):
+        self.values: dict[str, str] = {}
+        self.problems: list[Problem] = []
+        known_words = [f"{key}=" for key in known]
+        for word in words:
+            key, equals, value = word.partition("=")
+            if not equals or key not in known or key in self.values:
+                wrong = "is given twice" if key in self.values else f"is none of {', '.join(known_words)}"
+                self.problems.append(Problem(f"{word} {wrong}", "command line"))
+            self.values.setdefault(key, value)
 
-def _number(key: str, asked: dict[str, str], kind: type, default: Any, holds: Callable[[Any], bool]) -> Any:
-    text = asked.get(key)
-    if text is None or (text == "null" and default is None):
+    def number(self, key: str, kind: type, default: Any, holds: Callable[[Any], bool]) -> Any:
+        """The number of a key; `default` if it is not given, or wrong."""
+        text = self.values.get(key)
+        if text is None or (text == "null" and default is None):
+            return default
+        with suppress(ValueError):
+            value = kind(text)
+            if holds(value):
+                return value
+        whole = "whole " if kind is int else ""
+        self.problems.append(Problem(f"{key}={text}: not a {whole}number in its range", key))
         return default
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not holds(value):
-        raise ConfigError(Problem(f"{key}={text}: not a {'whole ' if kind is int else ''}number in its range", key))
-    return value
 
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return [int(one) for one in text.strip("[]").split(",")]
-    except ValueError:
-        raise ConfigError(Problem(f"tokens={text}: not a list of token ids such as [1,2,3]", "tokens")) from None
+    def token_ids(self, key: str) -> list[int] | None:
+        """The token ids of a key; None if it is not given, or wrong."""
+        text = self.values.get(key)
+        if text is None:
+            return None
+        try:
+            return [int(one) for one in text.strip("[]").split(",")]
+        except ValueError:
+            self.problems.append(Problem(f"{key}={text}: not a list of token ids such as [1,2,3]", key))
+            return None

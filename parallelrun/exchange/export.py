@@ -25,9 +25,10 @@ from parallelrun.checkpoint.resume import CONFIG_FILE
 from parallelrun.checkpoint.storage import dtype_name, tensor_bytes
 from parallelrun.config.from_hf import CONFIG_FILE as THEIR_CONFIG
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
-from parallelrun.exchange import tokenizer
+from parallelrun.exchange import paths, tokenizer
+from parallelrun.exchange.paths import SHARD_INDEX, SINGLE_FILE
 from parallelrun.exchange.source import StoredModel
-from parallelrun.exchange.weights import SHARD_INDEX, SINGLE_FILE, stored_shapes
+from parallelrun.exchange.weights import stored_shapes
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece, family_for
 from parallelrun.plan.freeze import freeze
 from parallelrun.precision import BYTES
@@ -163,10 +164,8 @@ def written_aside(out: Path) -> Iterator[Path]:
 
     Raises EnvironmentProblem if `out` exists already, unless it is an empty directory, or cannot be written.
     """
-    out = Path(os.path.abspath(out.expanduser()))
+    out = paths.unused(out)
     aside = out.with_name(f".{out.name}.tmp-{secrets.token_hex(4)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise EnvironmentProblem(Problem(f"{out} exists already; nothing was written", str(out)))
     try:
         aside.mkdir(parents=True)
         yield aside

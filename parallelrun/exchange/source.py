@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallelrun import definitions
-from parallelrun.checkpoint.find import open_complete
-from parallelrun.checkpoint.index import INDEX_FILE
-from parallelrun.checkpoint.resume import CONFIG_FILE, resolve_resume, saved_config
+from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
 from parallelrun.config.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, ConfigError, Problem
-from parallelrun.exchange.weights import SHARD_INDEX, SINGLE_FILE, CheckpointWeights, FileWeights, Weights
+from parallelrun.exchange.paths import absolute, checkpoint_at, has_files
+from parallelrun.exchange.weights import CheckpointWeights, FileWeights, Weights
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models.hugging_face import Piece
 from parallelrun.plan.resolve import spec_of
@@ -41,10 +40,10 @@ def open_source(path: str | os.PathLike[str], where: str, trust: bool = False) -
     where: the key or argument of the user's request, for messages. trust: the configuration may name code, which is run
     to build the model. Raises CheckpointError, ConfigError.
     """
-    folder = Path(os.path.abspath(Path(path).expanduser()))
+    folder = absolute(path)
     if (folder / from_hf.CONFIG_FILE).is_file():
         return _checked(_of_hugging_face(folder), where)
-    if _has_files(folder):
+    if has_files(folder):
         config = _saved(folder, folder, where, trust)
         spec = _spec(config, folder)
         return _checked(StoredModel(folder, config, spec, _plain(folder, spec)), where)
@@ -59,7 +58,7 @@ def initial_weights(config: Config, spec: ModelSpec) -> Weights | None:
     if config.init.weights is None or config.resume:
         return None
     where = "init.from"
-    folder = Path(os.path.abspath(Path(config.init.weights).expanduser()))
+    folder = absolute(config.init.weights)
     found: Weights
     if (folder / from_hf.CONFIG_FILE).is_file():
         name, family, _, file = from_hf.family_at(folder)
@@ -69,10 +68,10 @@ def initial_weights(config: Config, spec: ModelSpec) -> Weights | None:
         if problems := family.differences(config, spec):
             raise ConfigError(*(replace(one, suggestion=f"model.from_hf={folder}") for one in problems))
         found = FileWeights(folder, spec, family.pieces(config, spec), family.constants(config, spec), family)
-    elif _has_files(folder):
+    elif has_files(folder):
         found = _plain(folder, spec)
     else:
-        found = _checkpoint(folder, where)
+        found = CheckpointWeights(*checkpoint_at(folder, where))
     found.check(spec, where)
     return found
 
@@ -81,7 +80,7 @@ def notes_on_initial(config: Config) -> list[str]:
     """Return notes on how this run's model differs from the one whose weights it starts from."""
     if config.init.weights is None:
         return []
-    folder = Path(os.path.abspath(Path(config.init.weights).expanduser()))
+    folder = absolute(config.init.weights)
     with suppress(ConfigError, CheckpointError):
         theirs = open_source(folder, "init.from").config.model
         pairs = [(key, getattr(config.model, key), getattr(theirs, key)) for key in FUNCTION_KEYS]
@@ -100,7 +99,7 @@ def _of_hugging_face(folder: Path) -> StoredModel:
 
 
 def _of_checkpoint(folder: Path, where: str, trust: bool) -> StoredModel:
-    weights = _checkpoint(folder, where)
+    weights = CheckpointWeights(*checkpoint_at(folder, where))
     run = next((one for one in (weights.path, *weights.path.parents[:2]) if (one / CONFIG_FILE).is_file()), None)
     if run is None:
         what = f"{weights.path} is in no run directory: there is no {CONFIG_FILE} that describes its model"
@@ -112,21 +111,9 @@ def _of_checkpoint(folder: Path, where: str, trust: bool) -> StoredModel:
     return StoredModel(weights.path, config, _spec(config, run), weights)
 
 
-def _checkpoint(folder: Path, where: str) -> CheckpointWeights:
-    try:
-        path = folder if (folder / INDEX_FILE).is_file() else resolve_resume(str(folder), ".")
-        return CheckpointWeights(path, open_complete(path))
-    except CheckpointError as error:
-        raise CheckpointError(*(replace(one, where=where) for one in error.problems)) from error
-
-
 def _checked(source: StoredModel, where: str) -> StoredModel:
     source.weights.check(source.spec, where)
     return source
-
-
-def _has_files(folder: Path) -> bool:
-    return (folder / SINGLE_FILE).is_file() or (folder / SHARD_INDEX).is_file()
 
 
 def _plain(folder: Path, spec: ModelSpec) -> FileWeights:

@@ -17,11 +17,11 @@ from torch import Tensor
 from parallelrun.checkpoint.index import Index, verify_file, weight_key
 from parallelrun.checkpoint.schema import check_header, read_header
 from parallelrun.errors import CheckpointError, Problem
+from parallelrun.exchange.paths import SHARD_INDEX, SINGLE_FILE
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece
 
 Ranges = Sequence[tuple[int, int]]  # [start, stop) of every dim
-SINGLE_FILE, SHARD_INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 5
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 _MAX_INDEX_BYTES = 2**28

@@ -19,12 +19,12 @@ from parallelrun.definitions import BYTES, Dataset, Split
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.exchange import tokenizer
 from parallelrun.exchange.source import StoredModel
+from parallelrun.inference import SPLITS
 from parallelrun.inference.model import loaded
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import token_loss
 
-SPLITS = {"val": ("val",), "train": ("train",), "all": ("train", "val")}
 _ELEMENTS = 2**23  # logits of a batch at most, except for a single sample or routing group
 
 

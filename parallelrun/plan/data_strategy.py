@@ -121,6 +121,10 @@ class DataStrategy(AxisStrategy):
         """
         return False
 
+    def meets(self, step: int) -> bool:
+        """Whether all replicas have the same weights after step `step` (from 1)."""
+        return not self.independent
+
     @property
     def in_step(self) -> bool:
         """Whether all replicas go through every step together, so that layers may communicate inside a step."""

@@ -64,15 +64,15 @@ def bytes_text(count: float) -> str:
 def flops_text(count: float) -> str:
     """FLOPs for people: 12.3 TFLOP."""
     for unit in ("", "k", "M", "G", "T", "P"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}FLOP"
+        if abs(count) < 999.5:
+            return f"{digits(count)} {unit}FLOP"
         count /= 1000
-    return f"{count:.3g} EFLOP"
+    return f"{digits(count)} EFLOP"
 
 
 def seconds_text(seconds: float) -> str:
-    """3.1 ms, 12.0 s."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    """3.1 ms, 12 s, 1130 s."""
+    return f"{digits(seconds * 1e3)} ms" if seconds < 0.9995 else f"{digits(seconds)} s"
 
 
 def degrees_text(degrees: Mapping[str, int]) -> str:

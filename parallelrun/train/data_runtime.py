@@ -83,8 +83,10 @@ class DataRuntime:
     unless the strategy shards weights. kept: additional tensors for checkpoints, by kind, equal on all replicas
     (DiLoCo's outer state). flat_gradients: flat buffers by the axis over which gradients are summed (`replica_axis`).
     After `finish_gradients` the buffers of an axis hold the gradients of all its `parameters`, padded with zeros; an
-    axis without buffers is absent.
+    axis without buffers is absent. writes_after_update: whether `finish_update` or `after_step` writes to `parameters`.
     """
+
+    writes_after_update = False
 
     flat_gradients: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})
@@ -123,6 +125,10 @@ class DataRuntime:
         """Clear the gradients of the last step."""
         for parameter in self.parameters:
             parameter.tensor.grad = None
+
+    def drop_step(self) -> None:
+        """Forget a step that has begun: its gradients are not applied."""
+        self.begin_step()
 
     def launch_gradients(self) -> None:
         """Start every exchange that has not started, without waiting. Called after the last backward pass."""

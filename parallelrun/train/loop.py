@@ -82,8 +82,9 @@ class _Loop:
         with self._first_steps.watch(step), self._profiler.watch(step), watch.recorded(), clock:
             asks = self._is_to_stop() or (context.rank == 0 and reshapes.is_asked(context.directory))
             result = train_step(
-                self._training, step, self._learning_rate(step), self._scaler, asks, self._before_update, clock
-            )
+                self._training, step, self._learning_rate(step), self._scaler, asks, self._before_update, clock,
+                watch.around_update,
+            )  # fmt: skip
         watch.after_update()
         self._pace.step(step, clock)
         return result

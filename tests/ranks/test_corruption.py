@@ -66,7 +66,7 @@ def test_a_fault_is_found_and_its_rank_named(tmp_path, run_ranks, plan, kind, pl
     assert result.is_right, (result, found[0].events, [one.error for one in found])
 
 
-@pytest.mark.parametrize("plan", [*PLANS] if FULL else ["ptdp", "gshard"])
+@pytest.mark.parametrize("plan", [*PLANS] if FULL else ["ptdp", "gshard", "adasum"])
 def test_a_run_without_faults_has_the_same_bits_and_no_alarm(tmp_path, run_ranks, plan):
     over = {**BASE, **PLANS[plan], "dropout": 0.1}
     world = tiny_plan(over).world

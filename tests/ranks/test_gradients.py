@@ -145,7 +145,7 @@ def scaled_norm(overrides: dict[str, Any], scale: float) -> tuple[float, float]:
     training = start({**overrides, "precision.name": "fp16", "precision.loss_scale": scale, "optimizer.clip": 0.01})
     seen = []
     step = training.optimizer.step
-    training.optimizer.step = lambda lr: (
+    training.optimizer.step = lambda lr, around=None: (
         seen.append(max(float(p.tensor.grad.abs().max()) for p in training.parameters)),
         step(lr),
     )

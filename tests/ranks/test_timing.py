@@ -249,7 +249,7 @@ def test_on_a_device_one_step_in_ten_is_timed_after_the_first() -> None:
 def test_the_optimizer_is_a_part_of_computing() -> None:
     def slow_update(training: Training, seconds: float) -> None:
         update = training.optimizer.step
-        training.optimizer.step = lambda lr: (time.sleep(seconds), update(lr))  # type: ignore[method-assign]
+        training.optimizer.step = lambda lr, around=None: (time.sleep(seconds), update(lr))  # type: ignore[method-assign]
 
     config = tiny_config()
     training = build(config, resolve(config), torch.device("cpu"))

@@ -1,12 +1,14 @@
 """Checksums of the raw bits of tensors, as 64-bit integers that wrap around.
 
-A row of 256 words has the sum of its words as its checksum, so that one flipped bit always changes it; two flips cancel
-only in the same row, at the same bit of a word, in opposite directions. Sums of integers do not depend on their order.
+The checksum of a row of 256 words is made of two sums: of its words, and of their upper halves, which the first one
+counts modulo 2^64 only. So a flipped bit always changes it, and so does a bit that is stuck in several words of a row;
+two flips cancel only at the same bit of words of one row, in opposite directions. Sums of integers do not depend on
+their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import ceil
 
@@ -16,7 +18,9 @@ from torch import Tensor
 ROW = 256  # words
 PACKED = 128 * ROW  # words: smaller tensors are copied into one, whose rows are summed by one operation
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTOR = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: its multiples are spread over all 64 bits
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, odd: its multiples are spread over all 64 bits
+_PIECES = {"cpu": 2**18}  # words whose upper halves are taken at a time: 2 MiB stay in the processor's cache
+_PIECE = 2**24  # on other devices
 
 
 def words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,14 +36,27 @@ def words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def row_sums(rows: Tensor, rest: Tensor) -> Tensor:
     """Return the checksums (int64) of the words of one tensor: of each row, and of the rest if there is one."""
     if not rest.numel():
-        return rows.sum(1, dtype=torch.int64)
-    ending = rest.sum(0, keepdim=True, dtype=torch.int64)
-    return torch.cat([rows.sum(1, dtype=torch.int64), ending]) if rows.numel() else ending
+        return _summed(rows)
+    ending = _summed(rest.view(1, -1))
+    return torch.cat([_summed(rows), ending]) if rows.numel() else ending
+
+
+def _summed(rows: Tensor) -> Tensor:
+    """Return the checksum (int64) of each row of words."""
+    size = max(_PIECES.get(rows.device.type, _PIECE) // max(rows.shape[1], 1), 1)
+    if rows.shape[0] <= size:
+        return _summed_piece(rows)
+    return torch.cat([_summed_piece(piece) for piece in rows.split(size)])
+
+
+def _summed_piece(rows: Tensor) -> Tensor:
+    words = rows.long()  # smaller words are packed with others as such, too
+    return words.sum(1).add_((words >> 32).sum(1), alpha=_FACTOR)
 
 
 def digest(tensor: Tensor) -> Tensor:
     """Return one checksum (0-d int64) of a tensor's bits, in which each row has a factor of its own."""
-    return _combined(row_sums(*words_of(tensor)))
+    return combined(row_sums(*words_of(tensor)))
 
 
 def digest_of_all(tensors: Sequence[Tensor]) -> Tensor:
@@ -49,9 +66,7 @@ def digest_of_all(tensors: Sequence[Tensor]) -> Tensor:
         flat = tensor.detach().reshape(-1)
         by_size.setdefault(flat.element_size(), []).append(flat.view(_WORDS[flat.element_size()]))
     found = [digest(part) for words in by_size.values() for part in _joined(words)]
-    return (
-        _combined(torch.stack(found)) if len(found) > 1 else found[0] if found else torch.zeros((), dtype=torch.int64)
-    )
+    return combined(torch.stack(found)) if len(found) > 1 else found[0] if found else torch.zeros((), dtype=torch.int64)
 
 
 def _joined(words: Sequence[Tensor]) -> list[Tensor]:
@@ -66,12 +81,12 @@ def digests(tensors: Iterable[Tensor]) -> Tensor:
     words = [words_of(tensor) for tensor in tensors]
     if not words:
         return torch.zeros(0, dtype=torch.int64)
-    sums = _sums_of(_groups_of(words))
-    owners, factors = _places(_counts_of(words), sums.device)
+    sums = sums_of(groups_of(words))
+    owners, factors = _places(counts_of(words), sums.device)
     return torch.zeros(len(words), dtype=torch.int64, device=sums.device).index_add_(0, owners, _mixed(sums) * factors)
 
 
-def _groups_of(words: Sequence[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
+def groups_of(words: Sequence[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
     """Return parts of tensors whose rows are summed together: a large tensor's two, or those of the small tensors
     between two large ones, each filled up to whole rows."""
     groups: list[list[Tensor]] = [[]]
@@ -84,17 +99,17 @@ def _groups_of(words: Sequence[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
     return [group for group in groups if group]
 
 
-def _sums_of(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+def sums_of(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the checksums of the rows of all tensors, one tensor after another."""
     found = [row_sums(*group) if group[0].dim() == 2 else _packed_sums(group) for group in groups]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(found) if len(found) > 1 else found[0] if found else torch.zeros(0, dtype=torch.int64)
 
 
 def _packed_sums(group: Sequence[Tensor]) -> Tensor:
-    return torch.cat(tuple(group)).view(-1, ROW).sum(1, dtype=torch.int64)
+    return _summed(torch.cat(tuple(group)).view(-1, ROW))
 
 
-def _counts_of(words: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, ...]:
+def counts_of(words: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, ...]:
     """Return how many rows each tensor has."""
     return tuple(ceil((rows.numel() + rest.numel()) / ROW) for rows, rest in words)
 
@@ -105,7 +120,7 @@ def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
     numbers = torch.tensor(counts)
     owners = torch.arange(len(counts)).repeat_interleave(numbers)
     first = (numbers.cumsum(0) - numbers).repeat_interleave(numbers)
-    return owners.to(device), (2 * (torch.arange(owners.numel()) - first) + 1).to(device) * (_FACTOR - 2**64)
+    return owners.to(device), (2 * (torch.arange(owners.numel()) - first) + 1).to(device) * _FACTOR
 
 
 def _mixed(sums: Tensor) -> Tensor:
@@ -113,43 +128,11 @@ def _mixed(sums: Tensor) -> Tensor:
     return sums ^ (sums >> 31)
 
 
-def _combined(sums: Tensor) -> Tensor:
+def combined(sums: Tensor) -> Tensor:
     """Combine checksums of rows. Each has an odd factor, so that a difference in one row never disappears."""
     return (_mixed(sums) * _factors(sums.numel(), sums.device)).sum()
 
 
 @lru_cache(maxsize=256)
 def _factors(count: int, device: torch.device) -> Tensor:
-    return (2 * torch.arange(count, device=device) + 1) * (_FACTOR - 2**64)
-
-
-class AtRest:
-    """Notices which of some tensors change while nobody may write to them. Their storage must stay the same."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]):
-        self._names = list(tensors)
-        words = [words_of(tensor) for tensor in tensors.values()]
-        self._groups, self._counts = _groups_of(words), _counts_of(words)
-        self._before: Tensor | None = None
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Take the checksums: from now on the tensors rest."""
-        self._before = _sums_of(self._groups)
-
-    @property
-    def digest(self) -> Tensor:
-        """One checksum (0-d int64) of all tensors as they were at `begin`, which has been called."""
-        assert self._before is not None
-        return _combined(self._before)
-
-    @torch.no_grad()
-    def changed(self) -> list[str]:
-        """Return the names of the tensors that have changed since `begin`; none before the first one."""
-        if self._before is None:
-            return []
-        now = _sums_of(self._groups)
-        if torch.equal(self._before, now):
-            return []
-        parts = zip(self._names, self._before.split(self._counts), now.split(self._counts))
-        return [name for name, old, new in parts if not torch.equal(old, new)]
+    return (2 * torch.arange(count, device=device) + 1) * _FACTOR

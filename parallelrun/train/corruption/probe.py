@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from parallelrun.plan.corruption import smallest_batch
 from parallelrun.sequences import Lane
@@ -25,6 +26,7 @@ from parallelrun.train.step import finish_gradients, forward_backward
 # likely has not, so that a stuck bit is seen.
 SCALES = (1.0, -(2.0**-5), 2.0**5, -1.0, 2.0**-3, -(2.0**3), 2.0**-7, -(2.0**7))
 NUM_BATCHES = len(SCALES)
+PIECE = 2**15  # elements that are exchanged at a time on the CPU
 Answer = tuple[tuple[list[int], list[str]], tuple[Lane, ...]]  # what differs (see `PassBits.differing`), the lanes
 
 
@@ -65,7 +67,7 @@ class Probe:
         bits = recorder.bits(training)
         training.statistics.finish_step(False)
         training.routing.finish_step(False)
-        training.data.begin_step()
+        training.data.drop_step()
         return bits
 
     @contextmanager
@@ -78,10 +80,19 @@ class Probe:
     def _exchange(self) -> None:
         """Exchange the weights and their copies."""
         for weight, copy in zip(self._weights, self._copies):
-            held = weight.clone()
-            weight.copy_(copy)
-            copy.copy_(held)
+            for one, other in zip(_pieces(weight), _pieces(copy)):
+                held = one.clone()
+                one.copy_(other)
+                other.copy_(held)
         self._training.data.finish_update()
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Return views of a tensor's values, each of which stays in the processor's cache while it is exchanged."""
+    if tensor.device.type != "cpu" or tensor.numel() <= PIECE or not tensor.is_contiguous():
+        return (tensor,)
+    pieces: Sequence[Tensor] = tensor.view(-1).split(PIECE)
+    return pieces
 
 
 class _FewBatches(Reader):

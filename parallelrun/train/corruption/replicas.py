@@ -45,6 +45,17 @@ class Replicas:
         self._weights = [*held, *((f"{one.name} stored weight", one.tensor, one) for one in stored)]
         layouts_held = {one.layout for _, _, one in self._weights}
         self._dims = {layout: replicated_over(layout, training.plan) for layout in layouts_held}
+        self._met: dict[str, Tensor] = {}
+
+    def after_step(self, step: int, digest: Tensor) -> None:
+        """Note the digest of this rank's weights, if independent replicas have met in this step."""
+        data = self._training.plan.data
+        if data.independent and data.meets(step):
+            self._met = {f"the weights after replicas met in step {step}": digest.view(1)}
+
+    def restart(self) -> None:
+        """Training returns to an earlier step."""
+        self._met = {}
 
     @torch.no_grad()
     def differing(self) -> dict[str, tuple[str, int]]:
@@ -67,7 +78,14 @@ class Replicas:
         by_dims: dict[tuple[str, ...], list[tuple[str, Tensor]]] = {}
         for name, tensor, parameter in self._tensors():
             by_dims.setdefault(self._dims[parameter.layout], []).append((name, tensor))
-        mesh, sets = self._training.mesh, []
+        training, mesh = self._training, self._training.mesh
+        for kind, parameters in training.data.kept.items():
+            for one in parameters:
+                dims = replicated_over(one.layout, training.plan, alike=True)
+                by_dims.setdefault(dims, []).append((f"{one.name} {kind}", one.tensor))
+        for name, digest in self._met.items():
+            by_dims.setdefault(mesh.shape.mesh_dims_of("dp"), []).append((name, digest))
+        sets = []
         for dims, named in sorted(by_dims.items()):
             if dims:
                 groups = tuple(mesh.group(dim) for dim in dims)

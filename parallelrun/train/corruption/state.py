@@ -80,5 +80,6 @@ class Snapshot:
             copy = self._copies.get(name)
             tensor.zero_() if copy is None else tensor.copy_(copy)
         self._scaler.load_state(self._scaling)
+        self._training.data.drop_step()  # an update that was skipped
         self._training.data.finish_update()
         return self.step

@@ -19,14 +19,15 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.context import WorkerContext
 from parallelrun.errors import CorruptionError, Problem
+from parallelrun.optimizer import Around
 from parallelrun.plan.corruption import EACH_CHECK
 from parallelrun.plan.structure import WORLD
 from parallelrun.records import append_jsonl
 from parallelrun.run_records.find import EVENTS
 from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
+from parallelrun.train.corruption.at_rest import AtRest
 from parallelrun.train.corruption.blame import Evidence, Verdict, verdict
-from parallelrun.train.corruption.digests import AtRest
 from parallelrun.train.corruption.probe import NUM_BATCHES, Answer, Probe
 from parallelrun.train.corruption.record import PassBits, PassRecorder
 from parallelrun.train.corruption.replicas import Replicas
@@ -52,6 +53,11 @@ class CorruptionWatch:
 
     def before_update(self, training: Training) -> None:
         """Called with the final gradients of a step."""
+
+    @property
+    def around_update(self) -> Around | None:
+        """Entered by the optimizer around its updates; see `Optimizer.step`."""
+        return None
 
     def after_update(self) -> None:
         """Called when the step has ended: nothing writes to the weights until the next update."""
@@ -138,14 +144,24 @@ class _Watch(CorruptionWatch):
             yield
 
     def before_update(self, training: Training) -> None:
-        self._changed += [(self._step, name) for name in self._at_rest.changed()]
+        self._changed += [(self._step, name) for name in self._at_rest.changed(chunks=False)]
         if self._first is not None and self._recorder is not None:
             bits = self._recorder.bits(training)
             self._differing, self._lanes = bits.differing(self._first), bits.lanes
 
+    @property
+    def around_update(self) -> Around | None:
+        return self._at_rest.updating
+
     def after_update(self) -> None:
-        self._at_rest.begin()
+        self._at_rest.begin(self._chunks())
+        self._changed += [(self._step, name) for name in self._at_rest.noted()]
         self._history[self._step] = self._at_rest.digest
+        self._replicas.after_step(self._step, self._history[self._step])
+
+    def _chunks(self) -> Sequence[Sequence[Tensor]]:
+        """The weights that only the optimizer writes to, as it updates them one after another."""
+        return () if self._training.data.writes_after_update else self._training.optimizer.chunks
 
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
         is_last = step == self._training.config.steps
@@ -237,7 +253,8 @@ class _Watch(CorruptionWatch):
         self._undone = _Undone(step, judged, {} if judged.ranks else self._history, in_a_row)
         self._history = {}
         back = self._snapshot.restore()
-        self._at_rest.begin()
+        self._at_rest.begin(self._chunks(), again=True)
+        self._replicas.restart()
         self._report(step, judged, found, back)
         return back
 

@@ -66,6 +66,10 @@ class IndependentReplicas(DataStrategy):
         """Do replicas meet at the end of step `step` (from 1)? By its number, so that resuming changes nothing."""
         return step % self.sync_every == 0 or step == self.steps
 
+    def meets(self, step: int) -> bool:
+        """After a synchronisation."""
+        return self.is_sync(step)
+
     def checked(self, steps: int) -> Self:
         """Rounds short enough for two meetings, so that what one leaves for the next (DiLoCo's momentum) is seen."""
         return replace(self, sync_every=min(self.sync_every, (steps + 1) // 2), steps=steps)

@@ -20,6 +20,8 @@ from .independent_plan import IndependentReplicas
 class IndependentRuntime(DataRuntime):
     """A replica that trains by itself; `synchronise` is called at the end of the steps that the strategy names."""
 
+    writes_after_update = True
+
     @classmethod
     def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
         return cls(match(parts, plan, mesh), plan, mesh)  # DiLoCo has an outer step at dp=1 too

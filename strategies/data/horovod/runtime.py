@@ -156,6 +156,8 @@ class Done:
 class AdasumRuntime(DataRuntime):
     """Every worker updates its weights by its own gradient; then the updates are combined, and all are equal."""
 
+    writes_after_update = True
+
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
         super().__init__(pairs, plan, mesh)
         self._group = group
@@ -172,6 +174,10 @@ class AdasumRuntime(DataRuntime):
         for before, weights in zip(self._before, self._weights):
             before.copy_(_flat(weights))
         self._stepping = True
+
+    def drop_step(self) -> None:
+        super().begin_step()
+        self._stepping = False
 
     @torch.no_grad()
     def finish_update(self) -> None:

@@ -42,6 +42,10 @@ class HorovodSettings(SumsByMessages):
         """Adasum combines updates, so gradients stay each worker's own; process sets train apart."""
         return self.reduction == ADASUM or bool(self.process_sets)
 
+    def meets(self, step: int) -> bool:
+        """Adasum gives all workers the same weights in every step; process sets never meet."""
+        return not self.process_sets
+
     @property
     def in_step(self) -> bool:
         """A worker that has joined takes part in gradients only."""

@@ -7,9 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import parallelrun.optimizer
+from parallelrun.config.schema import OptimizerConfig
+from parallelrun.layout import Layout
+from parallelrun.model_spec import Initialiser, ParameterSpec
+from parallelrun.optimizer import Optimizer
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.sequences import Lane
+from parallelrun.train.corruption.at_rest import AtRest
 from parallelrun.train.corruption.blame import Evidence, origins, verdict
-from parallelrun.train.corruption.digests import PACKED, ROW, AtRest, digest, digests
+from parallelrun.train.corruption.digests import PACKED, ROW, digest, digests
 from parallelrun.train.corruption.record import PassRecorder
 
 
@@ -43,6 +50,44 @@ def test_two_flips_of_the_same_bit_in_opposite_directions_do_not_cancel():
             assert digest(tensor) != before
             flip(tensor, 0, bit)
             flip(tensor, other, bit)
+
+
+@pytest.mark.parametrize("bit", [29, 31], ids=["exponent", "sign"])
+@pytest.mark.parametrize("count", [2, 8, 16])
+def test_a_high_bit_that_is_stuck_in_words_of_one_row_changes_the_checksum(bit, count):
+    """Sums of words modulo 2^64 count the highest bit modulo 2, and the exponent's modulo 8."""
+    tensor = torch.full((2 * ROW,), 0.02)
+    before, rest = digest(tensor), AtRest({"w": tensor})
+    rest.begin()
+    for index in range(1, 16 * count, 16):
+        flip(tensor, index, bit)
+    assert digest(tensor) != before and rest.changed() == ["w"]
+
+
+def test_weights_are_checked_around_the_update_of_their_chunk(monkeypatch):
+    """A change before the update of a chunk is seen, the update itself is not; what no chunk holds is watched too."""
+    monkeypatch.setattr(parallelrun.optimizer, "CHUNK", 4 * ROW)
+    tensors = {name: torch.randn(ROW) for name in ("a", "b", "c", "other")}
+    spec = ParameterSpec("w", (ROW,), Initialiser("ones"), "row_parallel")
+    held = [LocalParameter(name, tensors[name], spec, Layout.replicated(1)) for name in ("a", "b", "c")]
+    optimizer, rest = Optimizer(OptimizerConfig(), held), AtRest(tensors)
+    rest.begin()
+    for step, planted in enumerate(["", "", "b", "other", "", "a"]):
+        for one in held:
+            one.tensor.grad = torch.randn(ROW)
+        if planted:
+            flip(tensors[planted], 3, 0)
+        seen = rest.changed(chunks=False)
+        optimizer.step(0.1, rest.updating)
+        rest.begin(optimizer.chunks)
+        assert [*seen, *rest.noted()] == [planted] * bool(planted), step
+        assert not rest.changed()
+    assert len(optimizer.chunks) == 3
+    tensors["c"].add_(1)  # in a step whose update is skipped
+    rest.begin(optimizer.chunks)
+    assert rest.changed() == ["c"]
+    rest.begin(optimizer.chunks, again=True)
+    assert not rest.changed()
 
 
 def test_a_view_that_begins_at_an_odd_element_has_the_checksum_of_its_values():

@@ -83,7 +83,7 @@ def zero_one_by_one(self: DataRuntime) -> None:
             parameter.tensor.grad.zero_()
 
 
-def step_of_torch(self: Optimizer, lr: float) -> None:
+def step_of_torch(self: Optimizer, lr: float, around: object = None) -> None:
     self._torch.step()
 
 

@@ -1,0 +1,106 @@
+"""Notices which tensors change while nobody may write to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from parallelrun.train.corruption.digests import combined, counts_of, groups_of, sums_of, words_of
+
+
+class AtRest:
+    """Notices which of some tensors change between updates. Their storage must stay the same.
+
+    Tensors that are updated in chunks are read around the update of their chunk, while they are in the cache.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors = dict(tensors)
+        self._chunks: Sequence[Sequence[Tensor]] = ()
+        self._rest, self._parts = _Part(self._tensors), list[_Part]()
+        self._seen: list[str] = []
+
+    @torch.no_grad()
+    def begin(self, chunks: Sequence[Sequence[Tensor]] = (), again: bool = False) -> None:
+        """From now on the tensors rest, those of `chunks` until `updating` is entered.
+
+        It takes the checksums, but for chunks whose checksums are known. again: of all: their values were replaced.
+        """
+        if chunks is not self._chunks:
+            self._divide(chunks)
+        self._rest.begin()
+        for part in self._parts:
+            if again or not part.is_known:
+                part.begin()
+
+    def _divide(self, chunks: Sequence[Sequence[Tensor]]) -> None:
+        rest, self._chunks, self._parts = dict(self._tensors), chunks, []
+        name_of = {_place(tensor): name for name, tensor in rest.items()}
+        for chunk in chunks:
+            names = [name_of[_place(one)] for one in chunk if one.numel() and _place(one) in name_of]
+            self._parts.append(_Part({name: rest.pop(name) for name in names}))
+        self._rest = _Part(rest)
+
+    @contextmanager
+    def updating(self, number: int | None) -> Iterator[None]:
+        """Around the update of a chunk, or of all tensors (None): checks them before and takes their checksums after.
+
+        Of all: the next `begin` takes them.
+        """
+        parts = self._parts if number is None else self._parts[number : number + 1]
+        with torch.no_grad():
+            self._seen += [name for part in parts for name in part.changed()]
+        yield
+        for part in parts:
+            part.is_known = number is not None
+            if part.is_known:
+                part.begin()
+
+    @property
+    def digest(self) -> Tensor:
+        """One checksum (0-d int64) of all tensors as they were at `begin`, which has been called."""
+        return combined(torch.cat([part.sums for part in (self._rest, *self._parts)]))
+
+    @torch.no_grad()
+    def changed(self, *, chunks: bool = True) -> list[str]:
+        """Return the names of the tensors that have changed since `begin`; none before the first one.
+
+        chunks: look at those of chunks as well.
+        """
+        return [name for part in (self._rest, *(self._parts if chunks else ())) for name in part.changed()]
+
+    def noted(self) -> list[str]:
+        """Return the names that `updating` has found since this was last called."""
+        seen, self._seen = self._seen, []
+        return seen
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
+
+
+class _Part:
+    """Some of the tensors, which are read together. is_known: `sums` are those of their present values."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._names = list(tensors)
+        words = [words_of(tensor) for tensor in tensors.values()]
+        self._groups, self._counts = groups_of(words), counts_of(words)
+        self.sums = torch.zeros(0, dtype=torch.int64)
+        self.is_known = False
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        self.sums, self.is_known = sums_of(self._groups), True
+
+    def changed(self) -> list[str]:
+        if not self.is_known:
+            return []
+        now = sums_of(self._groups)
+        if torch.equal(self.sums, now):
+            return []
+        parts = zip(self._names, self.sums.split(self._counts), now.split(self._counts))
+        return [name for name, old, new in parts if not torch.equal(old, new)]
