@@ -117,7 +117,8 @@ def _route(words: list[str]) -> int:
         return _tool(words[0], words[1:])
     if not words or any(word in ("-h", "--help") for word in words):
         if os.environ.get("RANK", "0") == "0":  # under a launcher, print it once
-            print(texts.full() if words else texts.SHORT)
+            verb = next((word for word in words if word in texts.VERBS), "")
+            print(texts.of_verb(verb) if verb else texts.full() if words else texts.SHORT)
         return EXIT_OK
     if "--version" in words:
         print(f"parallelrun {__version__}")

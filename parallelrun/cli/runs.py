@@ -28,7 +28,9 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("parallelrun runs", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "parallelrun runs", description="List, show, repeat and clean up run directories.", allow_abbrev=False
+    )
     tools = parser.add_subparsers(required=True, metavar="ls|show|rerun|gc")
 
     def tool(name: str, carry_out: Callable[[argparse.Namespace, Path], int], text: str) -> argparse.ArgumentParser:

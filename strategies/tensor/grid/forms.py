@@ -30,7 +30,7 @@ Forms = tuple[str, str]
 
 @dataclass(frozen=True)
 class Misfit:
-    """`size` (of heads, features or samples, at config key `key`, or of layer `key`) does not divide by `parts`."""
+    """`size` (of heads, features or samples, at config key `key`, or of layer `key`) is not divisible by `parts`."""
 
     key: str
     size: int
