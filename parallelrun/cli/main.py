@@ -69,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(codes: list[int]) -> None:
-    """End the process here if torch is imported: taking it apart takes half a second. codes: the exit code, if `main`
-    has returned one."""
-    if codes and "torch" in sys.modules:
+    """End the process here: taking torch apart takes half a second, and what a plan imports some hundredths of one.
+    codes: the exit code, if `main` has returned one."""
+    if codes:
         with contextlib.suppress(OSError, ValueError):  # Python reports them
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
+                stream.flush()
             os._exit(codes[0])
 
 

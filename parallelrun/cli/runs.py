@@ -74,7 +74,7 @@ def _days(text: str) -> float:
 
 
 def _ls(arguments: argparse.Namespace, runs: Path) -> int:
-    """Of many runs only those that are shown are read, unless a state is asked for."""
+    """Print the table of runs. Reads only the runs that it shows, unless a state is asked for."""
     from parallelrun.report import runs as report
     from parallelrun.report.screen import open_console
 

@@ -99,10 +99,11 @@ class FSDP(UnitSharding):
         return sum(count * _gathered_bytes(unit, coordinate, plan) for unit, count in units if not unit.reshard)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """Of a block, the weights that are gathered for it and for the next one; in passes that reduce, the gradients
-        of the block behind, on their way, and whole ones of the root; and those of all blocks behind, reduced, unless
-        they are counted for the whole step. Until a pass reduces, whole gradients are held (`gradient_layout`). Where
-        backward is split, weights stay gathered, and nothing is reduced before the schedule ends."""
+        """Return the bytes at each block: the weights gathered for it and for the next one; in passes that reduce, the
+        gradients of the block behind, on their way, and whole ones of the root; and those of all blocks behind,
+        reduced, unless they are counted for the whole step. Until a pass reduces, whole gradients are held
+        (`gradient_layout`). Where backward is split, weights stay gathered, and nothing is reduced before the schedule
+        ends."""
         if plan.pipeline.splits_backward:
             return None
         sent, let_go = self._by_block(stage, number, coordinate, plan)
@@ -115,10 +116,10 @@ class FSDP(UnitSharding):
         return found[::-1]
 
     def closing_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-        """Of a block, its whole gradients in the dtype of the sum (counted elsewhere if they stay until the last
-        pass), their flat copy, and this rank's part of the sum; beside them the root's whole gradients, the weights
-        that are gathered for the next block, and, unless they are counted for the whole step, the reduced gradients of
-        all blocks behind. The root itself is reduced last."""
+        """Return the bytes at each block: its whole gradients in the dtype of the sum (counted elsewhere if they stay
+        until the last pass), their flat copy, and this rank's part of the sum; beside them the root's whole gradients,
+        the weights that are gathered for the next block, and, unless they are counted for the whole step, the reduced
+        gradients of all blocks behind. The root itself is reduced last."""
         copies = 1 if self._holds_whole(plan) else 2
         sent, let_go = self._by_block(stage, number, coordinate, plan)
         of_root = self._of_root(stage, coordinate, plan)

@@ -83,7 +83,8 @@ class ProductStrategy(ProductTraffic):
         return total
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Of the rank that saves most. Full recomputation saves a block's input; a model may say what it saves."""
+        """Return the bytes on the rank that saves most. Full recomputation saves a block's input; a model may give its
+        own figure."""
         in_full = plan.recompute == "full" and block.is_recomputed
         if _says_itself(block, plan) and (in_full or block.backward is None):
             elements = prod(block.input_shape) if in_full and block.input_shape else block.saved_elements or 0
