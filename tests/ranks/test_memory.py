@@ -153,6 +153,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp, long, full": LONG | context("ring") | FULL,
     "zero bubble bf16": GPT | pipeline("zero_bubble") | BF16,
     "2d": GPT | GRID | {"tp": 4, "layout": "2d"},
+    "2d, rotary positions and biases": GPT
+    | GRID
+    | {"tp": 2, "layout": "2d", "strategy.tensor.grid": "1x2", "model.position": "rope"},
     "2d llama, gathered again": LLAMA
     | GRID
     | {"tp": 4, "layout": "2d", "model.kv_heads": 4, "strategy.tensor.save_gathered": False},
