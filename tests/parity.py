@@ -38,7 +38,7 @@ from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import Trace, decisions_are_held, record
 from tests.matrix import FULL
 from tests.plans import tiny_config
-from tests.pool import BACKEND, run_ranks
+from tests.pool import BACKEND, COMPILER, run_ranks
 
 _FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
 _PLACEMENT = (
@@ -68,7 +68,8 @@ def parity(
     settings = repr(sorted(overrides.items()) if replayed else _settings(overrides))
     reference = "" if decisions_are_held(config, plan) else str(_reference(settings))
     cell = (overrides, reference, mutant, fault, hosts)
-    return run_ranks(plan.world, _cell, *cell, timeout=timeout, backend=backend, fresh=bool(hosts))[0]
+    imports = COMPILER if config.compile else ()
+    return run_ranks(plan.world, _cell, *cell, timeout=timeout, backend=backend, fresh=bool(hosts), imports=imports)[0]
 
 
 def _smaller(config: Config, plan: Plan, overrides: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from typing import Any
 from tests.servants import servant
 
 BACKEND = os.environ.get("PARALLELRUN_TEST_BACKEND", "shm")  # of tests that name none
+COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx")  # what `torch.compile` imports when used
 _VICTIM_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/")
 
 
@@ -71,12 +72,14 @@ def run_ranks(
     timeout: float = 60.0,
     fresh: bool = False,
     backend: str = BACKEND,
+    imports: tuple[str, ...] = (),
 ) -> list[Any]:
     """Call `function(*args)` on `world` ranks; return their results by rank.
 
     `function` is module-level and finds its rank by `torch.distributed.get_rank()`; arguments and results are pickled.
     What ranks print is printed here, prefixed by rank. fresh: no earlier call has run in these processes, for tests of
-    memory and for what cannot be undone. backend: shm or gloo. Raises RanksFailed.
+    memory and for what cannot be undone. backend: shm or gloo. imports: modules that ranks then need not import
+    themselves. Raises RanksFailed.
     """
     request = {
         "world": world,
@@ -88,6 +91,7 @@ def run_ranks(
         "fresh": fresh,
         "test file": os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0],
         "backend": backend,
+        "imports": imports,
         "path": list(sys.path),
     }
     reply = _ask(pickle.dumps(request), timeout + 60)

@@ -82,6 +82,8 @@ def _answer(
     known, settings = len(sys.modules), (request["world"], request["timeout"], request["backend"])
     key = (request["test file"], *settings)
     try:
+        for name in request["imports"]:
+            importlib.import_module(name)
         pool_rank.find(request)
     except Exception as error:
         failure = (0, type(error).__name__, str(error), traceback.format_exc(), None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallelrun import comm
+from parallelrun import comm, torch_private
 from parallelrun.calibrate.measurements import CPU, WALL, Sample, TimedExchange, TimedProduct
 from parallelrun.mesh import Group, Mesh
 
@@ -80,7 +80,8 @@ def products(clock: Clock, start: Callable[[], None]) -> list[TimedProduct]:
     for kind, rows, inner, columns in shapes():
         body = _product(kind, rows, inner, columns, torch.float32, clock.device)
         start()
-        found.append(TimedProduct(rows, inner, columns, clock.sample(body)))
+        with torch_private.products_of_training(rows * inner * columns):
+            found.append(TimedProduct(rows, inner, columns, clock.sample(body)))
     return found
 
 

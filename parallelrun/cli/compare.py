@@ -44,7 +44,11 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("parallelrun compare", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "parallelrun compare",
+        description="Compare the configuration, plan, versions and results of runs.",
+        allow_abbrev=False,
+    )
     parser.add_argument("run", nargs="+", help=f"{RUNS_HELP}; the first run is the baseline")
     parser.add_argument("--runs", default="runs", help="the folder of run directories (default: runs)")
     form = parser.add_mutually_exclusive_group()

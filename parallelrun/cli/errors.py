@@ -1,6 +1,6 @@
 """Error messages on the screen: one form for all of them, and Hydra's errors translated into it.
 
-error: tp=3: 64 hidden do not divide by it
+error: tp=3: 64 hidden are not divisible by it
   where: tp
   did you mean: tp=2 or tp=4
   try: parallelrun plan tp=2

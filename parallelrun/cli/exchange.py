@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parallelrun.errors import EXIT_OK, Problem
 from parallelrun.exchange.paths import check_paths
+from parallelrun.run_records import find
 
 _FORMATS = {  # checked before torch is imported
     "hf": "a directory that transformers loads: config.json, safetensors, tokenizer",
@@ -20,21 +21,22 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def export(words: list[str]) -> int:
     """`parallelrun export RUN OUT [--format hf] [--dtype bf16] [--shard-gb 5]`."""
     parser = argparse.ArgumentParser("parallelrun export", description="Write the weights of a run for other programs.")
-    parser.add_argument("run", help="a run directory (its newest checkpoint), a checkpoint, an export")
+    parser.add_argument("run", help="a run (directory, latest or name): its newest checkpoint; a checkpoint; an export")
     parser.add_argument("out", help="the directory to write; it must not exist")
     listed = "; ".join(f"{name}: {what}" for name, what in _FORMATS.items())
     parser.add_argument("--format", choices=list(_FORMATS), default="hf", help=f"{listed} (default: hf)")
     parser.add_argument("--dtype", choices=list(_DTYPES), help="number format of the weights (default: as stored)")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file in GB (default: 5)")
     asked = parser.parse_args(words)
+    run = str(find.directory_of(asked.run))
     too_small = Problem(f"--shard-gb {asked.shard_gb:g}: a positive number is needed", "--shard-gb")
-    check_paths(asked.run, "run", asked.out, [] if asked.shard_gb > 0 else [too_small])
+    check_paths(run, "run", asked.out, [] if asked.shard_gb > 0 else [too_small])
     import torch
 
     from parallelrun.exchange import export as writer
     from parallelrun.exchange.source import open_source
 
-    source = open_source(asked.run, "run")
+    source = open_source(run, "run")
     dtype = getattr(torch, _DTYPES[asked.dtype]) if asked.dtype else None
     writer.export(source, Path(asked.out), asked.format, dtype, int(asked.shard_gb * 1e9))
     print(f"written: {asked.out} ({source.spec.num_parameters:,} parameters of {source.path})")

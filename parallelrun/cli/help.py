@@ -5,7 +5,9 @@ A test plans every example, so that none of them is ever wrong.
 
 from __future__ import annotations
 
+import shutil
 import textwrap
+from collections.abc import Mapping
 
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
@@ -73,6 +75,7 @@ EXAMPLES = (
     ("parallelrun model=gpt strategy=ptdp tp=2 pp=2", "train a small GPT on 4 ranks of this machine"),
     ("parallelrun plan model=gpt3_175b strategy=ptdp tp=8 pp=64 dp=6", "predict a run on 3072 GPUs"),
     ("parallelrun verify model=gpt strategy=ptdp dp=2 tp=2 pp=2", "check it against one device"),
+    ("parallelrun explain strategy=ring world=4", "list the messages of a ring all-reduce"),
     ("parallelrun bench model=moe_gpt strategy=gshard dp=2 ep=2", "time expert parallelism"),
     ("parallelrun -m model=gpt strategy=ddp,tp,gpipe,ptdp world=4 steps=20", "compare strategies"),
     ("parallelrun plan recipe=gpt3_oneflow_3072", "use a complete run from a shared recipe"),
@@ -86,62 +89,114 @@ SHORT = """parallelrun: one command composes a model, a dataset and a parallelis
   parallelrun ls                                    list models, strategies, datasets, recipes, ...
   parallelrun --help                                everything else"""
 
-_FLAGS = """  -m, --multirun        a sweep: every combination of comma-separated values, one table at the end
-  --json                print one JSON document and nothing else (all verbs; ls, show, runs, compare, doctor)
-  -v, --verbose         show tracebacks
-  --trust               let a recipe name code and write anywhere
-  -np N, -H h1:4,h2:4   as in horovodrun: N ranks in the slots of these hosts, in order; other hosts by ssh
-  --hostfile FILE       the hosts from a file: `h1 slots=4` or `h1:4` on each line
-  --ssh-port P, --ssh-identity-file F, --ssh-config F
-                        how ssh reaches the other hosts, if its own configuration does not say
-  --cfg job, --info, -p, --config-dir, -sc install=bash, ...
-                        Hydra's flags; --hydra-help explains them
-  --version, -h, --help"""
+_FLAGS = {
+    "-m, --multirun": "a sweep: every combination of comma-separated values, one table at the end",
+    "--json": "print one JSON document and nothing else (all verbs; ls, show, runs, compare, doctor)",
+    "-v, --verbose": "show tracebacks",
+    "--trust": "let a recipe name code and write anywhere",
+    "-np N": "number of ranks, as in horovodrun",
+    "-H h1:4,h2:4": "hosts with their slots, which ranks fill in order; other hosts are reached by ssh",
+    "--hostfile FILE": "the hosts from a file: `h1 slots=4` or `h1:4` on each line",
+    "--ssh-port P, --ssh-identity-file F, --ssh-config F": "options for ssh, if its own configuration lacks them",
+    "--cfg job, --info, -p, --config-dir, -sc install=bash": "flags of Hydra; --hydra-help explains them",
+    "--version": "print the version",
+    "-h, --help": "print this text; after a verb or tool, its own help",
+}
 
-_KEYS = """  degrees     world (or gpus) dp cp tp pp ep
-  batch       global_batch local_batch micro_batch microbatches
-  schedule    schedule virtual_stages layout strategy.data.* strategy.tensor.* strategy.pipeline.*
-  data        path tokenizer dataset.column split append_eod mixture val_fraction ...
-  model       model.layers hidden heads kv_heads ffn vocab seq ...
-  experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
-  optimizer   optimizer.lr schedule warmup weight_decay clip ...
-  run         steps seed dropout recompute compile device name path runs
-  init        init.from=DIR (initial weights), model.from_hf=config.json (the model of Hugging Face transformers)
-  resume      resume=latest (the newest run) | auto (this training, or fresh) | DIR
-  records     eval.every eval.batches checkpoint.every keep last, profile=[STEPS]
-  trackers    tracker=tensorboard, tracker=[wandb,mlflow], tracker.project name group tags
-  plan        detail=ranks|stages|schedule|traffic|data_axis|layouts|all (sections to add, several with commas),
-              tokens=300e9 (days of training), plot=NAME (costs of the data axis, as NAME.svg and NAME.csv),
-              mtbf_gpu_hours=50000 checkpoint_gb_s=20 (failures: the useful part of the time),
-              explain=true (waterfall of the step, what limits it, where other plans win)
-  search      plan without a strategy: gpus=64 cluster=...; objective=time|cost|gpus days=30 tokens=300e9;
-              strategy=auto: search, then run the winner
-  explain     plot=NAME (every message, as NAME-data.svg, NAME-tensor.svg, ...)"""
+_KEYS = {
+    "degrees": "world (or gpus) dp cp tp pp ep",
+    "batch": "global_batch local_batch micro_batch microbatches",
+    "schedule": "schedule virtual_stages layout strategy.data.* strategy.tensor.* strategy.pipeline.*",
+    "data": "path tokenizer dataset.column split append_eod mixture val_fraction ...",
+    "model": "model.layers hidden heads kv_heads ffn vocab seq ...",
+    "experts": "model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*",
+    "optimizer": "optimizer.lr schedule warmup weight_decay clip ...",
+    "run": "steps seed dropout recompute compile device name path runs",
+    "init": "init.from=DIR (initial weights), model.from_hf=config.json (a model of Hugging Face transformers)",
+    "resume": "resume=latest (the newest run) | auto (this training, or a fresh start) | DIR",
+    "records": "eval.every eval.batches checkpoint.every keep last, profile=[STEPS]",
+    "trackers": "tracker=tensorboard, tracker=[wandb,mlflow], tracker.project name group tags",
+}
 
-_EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad
-checkpoint, 5 numerics, 6 a rank died, 7 hang, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."""
+# Verb -> the keys that matter to it most, for `parallelrun VERB --help`.
+_KEYS_OF = {
+    "run": {
+        "strategy=auto": "search all plans for the fastest that fits, then run it",
+        "resume=latest": "continue the newest run; resume=auto: this training, or start fresh",
+        "restarts=3": "replace ranks that fail, up to 3 times; elastic=true: continue with fewer ranks",
+    },
+    "plan": {
+        "(no strategy)": "search all plans for the fastest: gpus=64 cluster=...; objective=time|cost|gpus days=30",
+        "detail=SECTION,...": "sections to add: ranks stages schedule traffic data_axis layouts, or all",
+        "explain=true": "waterfall of the step, what limits it, where other plans win",
+        "tokens=300e9": "days (and price) of a training on so many tokens",
+        "plot=NAME": "costs of the data axis, as NAME.svg and NAME.csv",
+        "mtbf_gpu_hours=50000": "failures: the useful part of the time; with checkpoint_gb_s=20",
+    },
+    "explain": {
+        "plot=NAME": "every message, as NAME-data.svg, NAME-tensor.svg, ...",
+    },
+    "verify": {
+        "shrink=true": "check a smaller plan of the same structure, where the plan is too large for this machine",
+        "verify.optimizer=same": "report weight updates of the run's own optimizer, instead of checking plain SGD's",
+    },
+    "bench": {
+        "bench.warmup=3": "steps before those that are timed",
+        "bench.steps=20": "timed steps",
+    },
+}
+
+_EXIT_CODES = (
+    "Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad "
+    "checkpoint, 5 numerics, 6 a rank died, 7 hang, 8 no progress in three attempts, 9 a rank's memory or computing is "
+    "wrong again, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."
+)
+
+
+_MORE = (
+    "Every verb takes the keys of a run: `parallelrun --help` lists them, `parallelrun ls keys` explains each. "
+    "--json prints one JSON document, -m predicts or runs every combination of comma-separated values."
+)
 
 
 def full() -> str:
-    """The text of `parallelrun --help`."""
+    """The text of `parallelrun --help`, as wide as the terminal."""
     width = max(len(word) for word in (*VERBS, *TOOLS))
-    lines = ["parallelrun [verb] key=value ...", "", "Verbs (all take the same overrides):"]
-    lines += [f"  {word:<{width}}  {text}" for word, text in VERBS.items()]
-    lines += ["", "Tools:"] + [f"  {word:<{width}}  {text}" for word, text in TOOLS.items()]
+    lines = ["parallelrun [verb] key=value ...", "", "Verbs (all take the same overrides; VERB --help has more):"]
+    lines += _table(VERBS, width)
+    lines += ["", "Tools (TOOL --help has more):", *_table(TOOLS, width)]
     lines += ["", "Groups (group=option; `parallelrun ls` describes them):"]
-    for group in GROUPS:
-        options = " ".join(presets.options(group))
-        lines += textwrap.wrap(options, 118, initial_indent=f"  {group:<9}  ", subsequent_indent=" " * 13,
-                               break_on_hyphens=False)  # fmt: skip
-    lines += [
-        "",
-        "Keys (key=value; `parallelrun ls keys` explains each):",
-        _KEYS,
-        "",
-        "Flags:",
-        _FLAGS,
-        "",
-        "Examples:",
-    ]
+    lines += _table({group: " ".join(presets.options(group)) for group in GROUPS}, 9)
+    lines += ["", "Keys (key=value; `parallelrun ls keys` explains each):", *_table(_KEYS, 9)]
+    lines += ["", "Flags:", *_table(_FLAGS, 15), "", "Examples:"]
     lines += [f"  {command}\n      {text}" for command, text in EXAMPLES]
-    return "\n".join([*lines, "", _EXIT_CODES])
+    return "\n".join([*lines, "", *textwrap.wrap(_EXIT_CODES, _columns())])
+
+
+def of_verb(verb: str) -> str:
+    """The text of `parallelrun VERB --help`, as wide as the terminal."""
+    about = f"{VERBS[verb][0].upper()}{VERBS[verb][1:]}."
+    lines = [f"parallelrun {verb} key=value ...", "", *textwrap.wrap(about, _columns()), ""]
+    lines += ["Keys and values:", *_table(_KEYS_OF[verb], 20), "", "Examples:"]
+    own = [word for word in VERBS if word != "run"]
+    for command, text in EXAMPLES:
+        chosen = next((word for word in own if f" {word} " in command), "run")
+        if chosen == verb:
+            lines.append(f"  {command}\n      {text}")
+    lines += ["", *textwrap.wrap(_MORE, _columns(), break_on_hyphens=False)]
+    return "\n".join(lines)
+
+
+def _columns() -> int:
+    return max(60, min(shutil.get_terminal_size((120, 24)).columns, 120)) - 1
+
+
+def _table(texts: Mapping[str, str], width: int) -> list[str]:
+    """Lines of two columns. A word wider than `width` has a line of its own."""
+    lines = []
+    for word, text in texts.items():
+        indent = " " * (width + 4)
+        first = f"  {word:<{width}}  " if len(word) <= width else indent
+        lines += [f"  {word}"] if len(word) > width else []
+        lines += textwrap.wrap(text, _columns(), initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+    return lines

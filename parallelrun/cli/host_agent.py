@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # the launcher forwards those that matter
     is_local = LOCAL in arguments
     launcher, address = ("", "") if is_local else addresses(os.environ)
-    agent = Agent(0 if is_local else 1)
+    agent = Agent(is_local)
     agent.tell("hello", asdict(Hello(os.uname().nodename, address, launcher)))
     agent.serve()
     return EXIT_OK
@@ -86,11 +86,12 @@ class Agent:
 
     prepare: `{modules, environ}`, which ranks will need; listen: an address, answered by `listening`; start: an
     `Order`; signal: its name, for the ranks. Then `exit` tells how a rank ended that has failed, and `ended` the code
-    of the host when all ranks have; `alive` needs no answer. channel: the descriptor for these messages.
+    of the host when all ranks have; `alive` needs no answer.
     """
 
-    def __init__(self, channel: int):
-        self._channel = channel
+    def __init__(self, is_local: bool):
+        self._channel = 0 if is_local else 1
+        self._over_ssh = not is_local  # SSH_CONNECTION may be there on the launcher's host, too: that of the user
         self._received = b""
         self._hung_up = False
         self._listener: socket.socket | None = None
@@ -108,7 +109,7 @@ class Agent:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_S
                 self.tell("alive", None)
-                self._hung_up = is_unanswered(os.environ)
+                self._hung_up = self._over_ssh and is_unanswered(os.environ)
             for line in self._lines():
                 ((what, content),) = json.loads(line).items()
                 self._obey(what, content)

@@ -20,6 +20,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.exchange.paths import check_paths
 from parallelrun.inference import SPLITS
+from parallelrun.run_records import find
 
 if TYPE_CHECKING:
     from parallelrun.exchange.source import StoredModel
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 _GENERATE = """usage: parallelrun generate RUN TEXT [key=value ...] [--json]
 
-Continue TEXT with a trained language model. RUN: a run, checkpoint, import, export or Hugging Face directory.
+Continue TEXT with a trained language model. RUN: the directory of a run, checkpoint, import, export or Hugging Face
+model; or, as in `parallelrun runs show`, latest, a run's name, or the random end of its directory.
 
   max_tokens=100    tokens to generate
   temperature=1.0   0: always the most likely token
@@ -64,13 +66,14 @@ def generate(words: list[str]) -> int:
     seed = asked.number("seed", int, 0, lambda value: 0 <= value < 2**63)
     tp = asked.number("tp", int, 1, lambda value: value >= 1)
     given = asked.token_ids("tokens")
-    check_paths(words[0], "run", problems=asked.problems)
+    path = str(find.directory_of(words[0]))
+    check_paths(path, "run", problems=asked.problems)
     from parallelrun.exchange.source import open_source
     from parallelrun.exchange.tokenizer import Codec
     from parallelrun.inference.generate import Generator, Sampling, check_causal, check_prompt
     from parallelrun.inference.text import collected
 
-    source = open_source(words[0], "run")
+    source = open_source(path, "run")
     codec = Codec(source) if given is None else None
     prompt = given if given is not None else codec.encode(text or "") if codec else []
     check_causal(source)
@@ -119,11 +122,12 @@ def evaluate(words: list[str]) -> int:
     if split not in SPLITS:
         asked.problems.append(Problem(f"split={split}: must be one of {', '.join(SPLITS)}", "split"))
     line = _data_words([word for word in words[1:] if word not in own and word != "--json"], asked.problems)
-    check_paths(words[0], "run", problems=asked.problems)
+    path = str(find.directory_of(words[0]))
+    check_paths(path, "run", problems=asked.problems)
     from parallelrun.exchange.source import open_source
     from parallelrun.inference.evaluate import evaluate as score
 
-    source = open_source(words[0], "run")
+    source = open_source(path, "run")
     config = _with_overrides(source.config, line)
     scores = score(source, config, split, limit)
     fields = {"source": str(source.path), "split": split, **asdict(scores)}

@@ -69,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(codes: list[int]) -> None:
-    """End the process here if torch is imported: taking it apart takes half a second. codes: the exit code, if `main`
-    has returned one."""
-    if codes and "torch" in sys.modules:
+    """End the process here: taking torch apart takes half a second, and what a plan imports some hundredths of one.
+    codes: the exit code, if `main` has returned one."""
+    if codes:
         with contextlib.suppress(OSError, ValueError):  # Python reports them
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
+                stream.flush()
             os._exit(codes[0])
 
 
@@ -117,7 +117,8 @@ def _route(words: list[str]) -> int:
         return _tool(words[0], words[1:])
     if not words or any(word in ("-h", "--help") for word in words):
         if os.environ.get("RANK", "0") == "0":  # under a launcher, print it once
-            print(texts.full() if words else texts.SHORT)
+            verb = next((word for word in words if word in texts.VERBS), "")
+            print(texts.of_verb(verb) if verb else texts.full() if words else texts.SHORT)
         return EXIT_OK
     if "--version" in words:
         print(f"parallelrun {__version__}")

@@ -45,7 +45,11 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("parallelrun plot", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "parallelrun plot",
+        description="Draw one result of runs over a key, as a figure for a paper.",
+        allow_abbrev=False,
+    )
     parser.add_argument("run", nargs="+", help=RUNS_HELP)
     parser.add_argument("--x", required=True, help="a key of the configuration, or a result: world, optimizer.lr")
     parser.add_argument("--y", required=True, help="a result: tokens_per_s, val_loss, peak_memory_bytes")

@@ -17,7 +17,11 @@ PAGE = "report.html"
 
 def main(words: list[str]) -> int:
     """Write the page and print its path. Raises ConfigError (2), EnvironmentProblem (3), ParallelrunError (4)."""
-    parser = argparse.ArgumentParser("parallelrun report", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "parallelrun report",
+        description="Write one HTML page about runs, readable without a network.",
+        allow_abbrev=False,
+    )
     parser.add_argument("run", nargs="+", help=RUNS_HELP)
     parser.add_argument("--runs", default="runs", help="the folder of run directories (default: runs)")
     parser.add_argument(

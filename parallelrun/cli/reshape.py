@@ -25,7 +25,7 @@ POLL_S = 0.1
 def main(words: list[str]) -> int:
     """Ask a live run to change its plan, and wait until it has. Raises ConfigError (exit 2) with all problems."""
     if not words or any(word in ("-h", "--help") for word in words):
-        print(f"usage: {USAGE}\n\n{__doc__}")
+        print(f"usage: {USAGE}\n\nChange the plan of a live run after its next step. The new plan needs as many ranks.")
         return EXIT_OK if words else 2
     directory = _live(words[0])
     saved = _present(directory)

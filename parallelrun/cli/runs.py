@@ -28,7 +28,9 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("parallelrun runs", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "parallelrun runs", description="List, show, repeat and clean up run directories.", allow_abbrev=False
+    )
     tools = parser.add_subparsers(required=True, metavar="ls|show|rerun|gc")
 
     def tool(name: str, carry_out: Callable[[argparse.Namespace, Path], int], text: str) -> argparse.ArgumentParser:
@@ -72,7 +74,7 @@ def _days(text: str) -> float:
 
 
 def _ls(arguments: argparse.Namespace, runs: Path) -> int:
-    """Of many runs only those that are shown are read, unless a state is asked for."""
+    """Print the table of runs. Reads only the runs that it shows, unless a state is asked for."""
     from parallelrun.report import runs as report
     from parallelrun.report.screen import open_console
 

@@ -17,7 +17,11 @@ EVERY_S = 1.0
 
 def main(words: list[str]) -> int:
     """Draw the run until it has ended, or once. Raises ConfigError (exit 2), ParallelrunError (4) for broken files."""
-    parser = argparse.ArgumentParser("parallelrun top", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "parallelrun top",
+        description="Watch a live run: its ranks, steps, rate, memory and waiting.",
+        allow_abbrev=False,
+    )
     parser.add_argument("run", nargs="?", default=find.LATEST, help=f"{RUNS_HELP} (default: latest)")
     parser.add_argument("--runs", default="runs", help="the folder of run directories (default: runs)")
     parser.add_argument("--once", action="store_true", help="print once, as without a terminal")

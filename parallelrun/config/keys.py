@@ -133,14 +133,16 @@ def in_mapping(name: str) -> bool:
 
 
 def nearest(word: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The names closest to `word`, best first; an equal last part (`lr` of `optimizer.lr`) counts most."""
+    """Return the names closest to `word`, best first: an equal last part (`lr` of `optimizer.lr`), then a name that
+    continues the word (`h100_80gb` for `h100`), then similar spelling."""
     names = list(names)
     last_part = [name for name in names if name.rpartition(".")[2] == word.rpartition(".")[2] and name != word]
     similar = difflib.get_close_matches(word, names, n=count, cutoff=0.6)
     by_last_part = difflib.get_close_matches(word, [name.rpartition(".")[2] for name in names], n=count, cutoff=0.75)
     similar += [name for name in names if name.rpartition(".")[2] in by_last_part]
-    prefixed = [name for name in names if len(word) > 1 and name.startswith(word)]
-    return list(dict.fromkeys(last_part + similar + prefixed))[:count]
+    prefixed = [name for name in names if len(word) > 1 and name.startswith((f"{word}_", f"{word}."))]
+    longer = [name for name in names if len(word) > 1 and name.startswith(word)]
+    return list(dict.fromkeys(last_part + prefixed + similar + longer))[:count]
 
 
 def nearest_keys(word: str, count: int = 3) -> list[str]:

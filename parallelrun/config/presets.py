@@ -65,7 +65,7 @@ def options(group: str) -> list[str]:
 
 def unknown(group: str, name: str, known: Sequence[str]) -> Problem:
     """The problem of a name that is not one of the group's options."""
-    close = nearest(name, known) or list(known[:8])
+    close = nearest(name, known)
     suggestion = " or ".join(f"{group}={option}" for option in close)
     return Problem(f"{group}={name}: no such {group}", group, suggestion, f"parallelrun ls {group}")
 

@@ -27,7 +27,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, whe
 
 
 def parse(text: str, shown: str) -> yaml.MappingNode:
-    """The one document of `text`, once its events are known to be few, shallow and free of tags and aliases."""
+    """Return the document of `text`. Raises ConfigError if it is too long or too deep, or has tags or aliases."""
     try:
         _check_events(text, shown)
         root = yaml.compose(text, Loader=LOADER)

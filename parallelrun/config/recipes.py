@@ -138,7 +138,7 @@ def load_all(files: Mapping[str, RecipeFile], chosen: Sequence[str], trust: bool
         if name in loaded:
             continue
         if name not in files:
-            close = nearest(name, files) or list(files)[:6]
+            close = nearest(name, files)
             suggestion = ", ".join(f"recipe={option}" for option in close)
             raise ConfigError(Problem(f"recipe={name}: no such recipe", "recipe", suggestion, "parallelrun ls recipes"))
         loaded[name] = load(files[name], trust)

@@ -63,7 +63,7 @@ class BuiltInSource(ConfigSource):
         return name == SCHEMA or (self._has_files and name in _texts()) or self._own(name) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Nothing: Hydra lists the same files of `pkg://parallelrun.conf`."""
+        """Return nothing, because Hydra lists the same files of `pkg://parallelrun.conf`."""
         return []
 
     def _own(self, name: str) -> Path | None:

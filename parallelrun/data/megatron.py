@@ -66,7 +66,7 @@ class MegatronTokens(DatasetDefinition):
         return int(indexed.tokens.max()) + 1 if indexed.tokens.size else 1
 
     def tokenizer(self, config: Config) -> TextTokens | None:
-        """Of the note that `parallelrun tokenize` wrote."""
+        """Return the tokenizer that the note of `parallelrun tokenize` names; None without a note."""
         if not config.dataset.path:
             return None
         sha256, path = (_noted(_prefix(config), f"tokenizer_{name}") for name in ("sha256", "path"))

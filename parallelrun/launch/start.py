@@ -155,7 +155,10 @@ def _is_finished(found: Chosen, config: Config) -> bool:
     step = found.index.step
     if step >= config.steps:
         left = f"nothing is left to do (steps={2 * step} trains on)"
-        print(f"finished: {found.path} is step {step} of {config.steps}, {left}")
+        where = (
+            f"step {step} of {config.steps}" if step == config.steps else f"step {step}, beyond steps={config.steps}"
+        )
+        print(f"finished: {found.path} is {where}, {left}")
     elif config.resume == AUTO:
         print(f"resume=auto: continues from step {step}, {found.path}", file=sys.stderr)
     return step >= config.steps

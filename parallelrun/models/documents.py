@@ -55,11 +55,11 @@ class DocumentBounds:
         return torch.arange(seq, device=device) < torch.tensor(used, device=device).unsqueeze(1)
 
     def samples(self, start: int, stop: int) -> DocumentBounds:
-        """Those of the samples [start, stop)."""
+        """Return the bounds of the samples [start, stop)."""
         return DocumentBounds(self.lengths[start:stop], self.positions[start:stop])
 
     def part(self, index: int, count: int) -> DocumentBounds:
-        """Those of one of `count` equal parts of the samples."""
+        """Return the bounds of part `index` of `count` equal parts of the samples."""
         size = len(self.lengths) // count
         return self if count == 1 else self.samples(index * size, (index + 1) * size)
 

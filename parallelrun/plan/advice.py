@@ -131,17 +131,17 @@ def _bubble_warnings(plan: Plan, config: Config, simulation: Simulation) -> list
     if not plan.pipeline.takes_microbatches:
         schedule = {"schedule": REFERENCE_SCHEDULE}
         plan = replace(plan, pipeline=pipeline_schedule(REFERENCE_SCHEDULE)())
-    said, limit = f"the bubble is {bubble:.0%} of a step", f"{LARGEST_BUBBLE:.0%}"
+    said, limit = f"the bubble takes {bubble:.0%} of a step", f"{LARGEST_BUBBLE:.0%}"
     # In a steady round the busiest pp rank never waits, so a mean below its share is a bubble that stays.
     uneven = sum(simulation.busy) / len(simulation.busy) <= (1 - LARGEST_BUBBLE) * max(simulation.busy)
     enough = None if uneven else _enough_microbatches(plan)
     if enough is None:
-        return [f"{said}: the stages are uneven, no number of microbatches makes it {limit}; a lower pp does"]
+        return [f"{said}: the stages are uneven, so more microbatches cannot bring it to {limit}; a lower pp can"]
     for change, microbatches in _batch_changes(plan, config, enough):
         left = simulate.of_plan(plan, microbatches).bubble_of_total
         if left <= LARGEST_BUBBLE and _planned(plan, config, {**schedule, **change}):
-            return [f"{said}: {_typed({**schedule, **change})} makes it {left:.0%}"]
-    return [f"{said}: {enough} microbatches or more make it at most {limit}"]
+            return [f"{said}: {_typed({**schedule, **change})} brings it to {left:.0%}"]
+    return [f"{said}: {enough} microbatches or more bring it to {limit} at most"]
 
 
 def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:

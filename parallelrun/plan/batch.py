@@ -78,7 +78,7 @@ def fill(
     if global_batch % dp:
         step = dp * (config.micro_batch or (config.microbatches or 1) * rules.parts)
         fix = _around(global_batch, step) + "".join(f" or dp={n}" for n in nearest(dp, divisors(global_batch)))
-        what = f"global_batch={global_batch} does not divide by dp={dp}"
+        what = f"global_batch={global_batch} is not divisible by dp={dp}"
         problems.append(Problem(what, "global_batch", fix, kind="arithmetic"))
         return None
     return _microbatches(config, global_batch, dp, pp, rules, filled, problems)
@@ -130,7 +130,7 @@ def _microbatches(
     key = "micro_batch" if config.micro_batch is not None else "microbatches"
     if not counts:
         asked = getattr(config, key)
-        what = f"global_batch={global_batch} does not divide by dp x {key} = {dp} x {asked} = {dp * asked}"
+        what = f"global_batch={global_batch} is not divisible by dp x {key} = {dp} x {asked} = {dp * asked}"
         step = dp * (asked if key == "micro_batch" else asked * rules.parts)
         fix = either(key, nearest(asked, divisors(replica))) + " or " + _around(global_batch, step)
         problems.append(Problem(what, key, fix, kind="arithmetic"))

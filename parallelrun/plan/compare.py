@@ -32,9 +32,10 @@ LARGE = 2**40  # rows: so many that only what grows with them decides between fo
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one layer and one microbatch on the rank that holds most. moved_weight_bytes: the part of received_bytes that
-    weights and their gradients make. once_bytes: received once a step besides (2.5D sums gradients over depth).
-    steps: messages one after the other. weight_bytes, saved_bytes: held, the latter for backward (attention too)."""
+    """Figures of one layer and one microbatch on the rank that holds most. moved_weight_bytes: the part of
+    received_bytes that weights and their gradients make. once_bytes: received once a step besides (2.5D sums gradients
+    over depth). steps: messages one after the other. weight_bytes, saved_bytes: held, the latter for backward
+    (attention too)."""
 
     received_elements: int
     received_bytes: int
@@ -202,7 +203,7 @@ def _figures(plan: Plan, block: BlockSpec) -> Figures:
 
 
 def _collectives(plan: Plan, block: BlockSpec) -> list[Collective]:
-    """Of one microbatch."""
+    """Return the collectives of one microbatch."""
     return plan.tensor.collectives((block,), replace(plan, batch=replace(plan.batch, microbatches=1)))
 
 

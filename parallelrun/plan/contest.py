@@ -24,7 +24,8 @@ class Contender:
         self._known: dict[object, tuple[Plan | None, bool]] = {}
 
     def seconds(self, config: Config) -> float | None:
-        """Of a step, infinite where the plan does not fit a device; None where it is not legal or has no time."""
+        """Return the seconds of a step: infinite if the plan does not fit a device, None if it is illegal or not
+        predicted."""
         # Of what is varied, only the sizes of model and batch change the plan: the links of the cluster do not.
         key = config.model.seq, config.global_batch
         plan, is_fit = once(self._known, key, lambda: self._plan(config))

@@ -99,7 +99,7 @@ def _num_pairs(query: Span, key: Span) -> int:
 
 
 class Imbalance(NamedTuple):
-    """Of the work of attention, 1.0 is even. ranks: the most of a rank over the mean. steps: the time of a ring in
+    """Imbalance of attention's work; 1.0 is even. ranks: the most of a rank over the mean. steps: the time of a ring in
     which every step waits for its slowest rank, over the mean work of a rank."""
 
     ranks: float
@@ -111,7 +111,7 @@ Lengths = tuple[int, ...]  # of the documents of a sample, in order
 
 
 def imbalance_of(calls: Iterable[Work]) -> Imbalance:
-    """Of several calls of attention; in each of them every rank waits for the slowest."""
+    """Return the imbalance of several calls of attention, in each of which every rank waits for the slowest."""
     most = in_steps = mean = 0.0
     for work in calls:
         most += max(map(sum, work))
@@ -124,7 +124,7 @@ def imbalance_of(calls: Iterable[Work]) -> Imbalance:
 def packed_imbalance(
     order: str, size: int, seq: int, causal: bool, samples: tuple[Lengths, ...], micro_batch: int
 ) -> Imbalance:
-    """Of documents that are packed into `samples`, `micro_batch` of which are attended to together.
+    """Return the imbalance of documents that are packed into `samples`, of which a call computes `micro_batch`.
 
     Looks at the first microbatches alone where there are many documents or ranks.
     """
@@ -159,7 +159,7 @@ def _num(spans: Spans) -> int:
 
 @lru_cache(maxsize=256)
 def imbalance(order: str, size: int, seq: int) -> Imbalance:
-    """Of one sequence over `size` ranks. All later steps of a ring are as slow as the first that sends."""
+    """Return the imbalance of one sequence over `size` ranks. All steps of a ring after its first send are alike."""
     spans = [ORDERS[order].spans(size, index, seq) for index in range(size)]
     whole, total = (Span(0, 1, seq),), seq * (seq + 1) // 2
     rank = max(num_pairs(one, whole) if one[0].step == 1 else _of_stripe(one[0]) for one in spans)

@@ -48,7 +48,7 @@ def degree(
     legal = either("ep", nearest(asked, [n for n in divisors(gcd(ranks, experts)) if n > 1] or [1]))
     found = []
     for key, number, what in (
-        ("model.experts", experts, f"{experts} experts of a layer do not divide by ep={asked}"),
+        ("model.experts", experts, f"{experts} experts of a layer are not divisible by ep={asked}"),
         (of, ranks, f"ep={asked} does not divide {of}={ranks}, whose ranks hold the experts"),
     ):
         if number % asked:

@@ -104,7 +104,7 @@ class _Ground:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch of the plan; 0 for a model of images."""
+        """Tokens of a microbatch of the plan; 0 for a model of images."""
         return self.plan.batch.micro_batch * self.plan.spec.seq if self.plan and self.plan.spec.kind == "tokens" else 0
 
     def ways(self, key: str, factor: float, there: Config | None = None) -> Iterator[Way]:
@@ -133,7 +133,7 @@ class _Ground:
 
 
 def _at_length(config: Config, far: int, step: int) -> Config:
-    """With a sequence between the configuration's own and `far`, the last of LENGTHS steps."""
+    """Return `config` with a sequence length between its own and `far`, which is the last of LENGTHS steps."""
     now = config.model.seq
     return replace(config, model=replace(config.model, seq=round(now + (far - now) * step / LENGTHS)))
 

@@ -117,7 +117,7 @@ def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> list[int] | Prob
     middle = [i for i, block in enumerate(blocks) if block.is_recomputed] or list(range(len(blocks)))
     if len(middle) % num_stages:
         what = (
-            f"{len(middle)} layers do not divide by {num_stages} stages, and partition=uniform was asked for; "
+            f"{len(middle)} layers are not divisible by {num_stages} stages, and partition=uniform was asked for; "
             f"numbers of stages that do: {', '.join(map(str, divisors(len(middle))))}"
         )
         where = "strategy.pipeline.partition"

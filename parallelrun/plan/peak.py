@@ -210,6 +210,7 @@ class Walk:
         waiting = self._waits(index, number)
         closing = plan.data.closing_bytes(index, number, self._coordinate, plan) if waiting is not None else []
         accumulates = number == 0 or waiting is not None
+        left = [] if accumulates else self._left(index)
         working = {id(block): block.working_bytes(accumulates) for block in {id(one): one for one in blocks}.values()}
         freed = produced = most = 0
         for i in reversed(range(len(blocks))):
@@ -217,8 +218,19 @@ class Walk:
             most = max(most, working[id(blocks[i])] + other - freed)
             freed += blocks[i].kept
             most = max(most, closing[i] - freed) if closing else most
-            produced += gradients[i] if accumulates else 0
+            produced += gradients[i] if accumulates else left[i]
         return most
+
+    def _left(self, index: int) -> list[int]:
+        """Bytes, by block of a stage, of gradients that wait for the block that shares the weight: autograd adds both
+        before it adds them to the sum over microbatches."""
+        plan, (stage,) = self._plan, [one for one in self._plan.stages_of(self._pp_rank) if one.index == index]
+        found = dict.fromkeys(stage.blocks, 0)
+        for held, _ in distinct_parameters(plan, self._pp_rank):
+            reads = plan.spec.readers.get(held.spec.name)
+            if held.stage == index and reads in found and held.block in found:
+                found[reads] += gradient_bytes(plan, [held], self._coordinate)
+        return [*found.values()]
 
 
 def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]) -> list[int]:

@@ -153,7 +153,7 @@ def run(plan: Plan, times: Times, microbatches: int | None = None) -> Simulation
 
     Of many microbatches, only some are simulated if a further round then takes the longest forward and the longest
     backward of any pp rank. No round takes longer, so all others take as long, and their times are added. A round is
-    one microbatch, or where a rank runs several stages one per pp rank, or more where they do not divide by pp (no
+    one microbatch, or where a rank runs several stages one per pp rank, or more where they are not divisible by pp (no
     order is known of numbers that are not in whole rounds).
     """
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches if microbatches is None else microbatches

@@ -122,7 +122,7 @@ def rank_rows(found: Search | None, mine: StepTime, fits: str) -> list[tuple[str
 
 def too_many(number: int) -> Text:
     """Return the note that a plan is compared with so many others only on request."""
-    return Text(f"not looked for among more than {number:,} plans, which takes seconds: explain=true")
+    return Text(f"not compared with more than {number:,} other plans; explain=true does, in seconds")
 
 
 def side_by_side(best: Sequence[Found]) -> list[Found]:
@@ -172,7 +172,7 @@ def _columns(shown: Sequence[Found], config: Config) -> Table:
         if key not in equal:
             drawn.add_row(_label(key), *values)
     if common:
-        drawn.caption, drawn.caption_justify = f"in all: {' '.join(common)}", "left"
+        drawn.caption, drawn.caption_justify = f"the same in all: {' '.join(common)}", "left"
     drawn.add_row(f"parts of a step, {unit[0]}", style="dim")
     *parts, total = waterfall.columns(times, unit)
     for name, figures in parts:

@@ -99,11 +99,33 @@ def mark(directory: Path, *names: str, **times: float) -> None:
 def lost_s(attempts: Sequence[Attempt]) -> float:
     """Return the seconds that failures cost: from each failure to the next step, and the work that was repeated."""
     down = [
-        after.stepping - before.ended
+        after.stepping - before.marks.get("noticed", before.ended)
         for before, after in pairwise(attempts)
         if before.ended is not None and after.stepping is not None
     ]
     return sum(down) + sum(one.repeated_s for one in attempts[:-1])
+
+
+def parts(before: Attempt, after: Attempt) -> dict[str, float]:
+    """Return the seconds of each part of a restart, from the notice of the failure to the next step; empty if that
+    never came. Ranks on one host have fewer parts."""
+    times = {
+        "ending the ranks": before.marks.get("ended"),
+        "finding the hosts": before.marks.get("hosts"),
+        "starting ranks": after.began,
+        "joining": after.marks.get("joined"),
+        "process group": after.marks.get("connected"),
+        "building": after.marks.get("built"),
+        "loading": after.stepping,
+    }
+    last = before.marks.get("noticed", before.ended)
+    if last is None or after.stepping is None:
+        return {}
+    found = {}
+    for name, when in times.items():
+        if when is not None:
+            found[name], last = when - last, when
+    return found
 
 
 def repeated_steps(attempts: Sequence[Attempt]) -> int:
@@ -130,9 +152,10 @@ def status(directory: Path) -> dict[str, Any]:
 
 
 def lines(attempts: Sequence[Attempt], most: int | None = None) -> list[str]:
-    """Return a line for each attempt: its ranks, its steps, and why it ended. most: attempts that are allowed."""
+    """Return a line for each attempt: its ranks, its steps, and why it ended; and one with the parts of each restart.
+    most: attempts that are allowed."""
     out = []
-    for one in attempts:
+    for number, one in enumerate(attempts):
         of = f" of {most}" if most else ""
         degrees = " ".join(f"{axis}={size}" for axis, size in one.degrees.items() if size > 1)
         shown = f"attempt {one.number}{of}: {one.world} ranks{f' ({degrees})' if degrees else ''}"
@@ -142,6 +165,9 @@ def lines(attempts: Sequence[Attempt], most: int | None = None) -> list[str]:
             who = f"rank {one.rank}{host} " if one.rank is not None else ""
             shown += f", ended by {who}({one.error})"
         out.append(shown)
+        if number and (took := parts(attempts[number - 1], one)):
+            each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in took.items())
+            out.append(f"  {sum(took.values()):.1f} s from the failure to its first step: {each}")
     return out
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from parallelrun.errors import ConfigError, Problem
@@ -52,6 +53,17 @@ def resolve(words: Iterable[str], runs: Path) -> list[Path]:
     or the end of a directory's path: its name, its random end, of a point `<random end>/<name>`. Raises ConfigError.
     """
     return [path for word in words for path in _resolve(word, runs)]
+
+
+def directory_of(word: str, runs: Path = Path("runs")) -> Path:
+    """Return the path `word` if it exists, else the run below `runs` that it names (see `resolve`), else the path."""
+    path = Path(word).expanduser()
+    if path.exists():
+        return path
+    with suppress(ConfigError):
+        found = resolve([word], runs)
+        return found[0] if len(found) == 1 else path
+    return path
 
 
 def _resolve(word: str, runs: Path) -> list[Path]:

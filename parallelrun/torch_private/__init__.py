@@ -19,7 +19,7 @@ from parallelrun.torch_private.pipelines import (
     start_messages,
     trust_metadata,
 )
-from parallelrun.torch_private.products import torchs_own_products, use_fast_products
+from parallelrun.torch_private.products import products_of_training, torchs_own_products, use_fast_products
 from parallelrun.torch_private.tensors import (
     add_all,
     copy_all,
@@ -60,6 +60,7 @@ __all__ = [
     "observers",
     "phase",
     "process_groups",
+    "products_of_training",
     "receive_on_demand",
     "set_messages",
     "start_messages",

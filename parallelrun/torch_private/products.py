@@ -8,7 +8,7 @@ has no switch for it, so the CPU kernels of its products are replaced here; auto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -51,6 +51,11 @@ def torchs_own_products() -> Iterator[None]:
     finally:
         if were_replaced:
             use_fast_products()
+
+
+def products_of_training(largest: int) -> AbstractContextManager[None]:
+    """Compute as a training does whose largest product has so many multiplications (`use_fast_products`)."""
+    return nullcontext() if largest >= SMALLEST else torchs_own_products()
 
 
 def is_faster() -> bool:

@@ -129,8 +129,8 @@ class Interleaved(Schedule):
 
     @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:
-        """Those that give every stage equally many layers, or the default. More than MOST_CHOSEN leave hardly a smaller
-        bubble, and send more."""
+        """Return the numbers that give every stage equally many layers, or the default. More than MOST_CHOSEN hardly
+        shrink the bubble, and send more."""
         per_rank = num_layers // pp if num_layers % pp == 0 else 1
         even = [number for number in divisors(per_rank) if 1 < number <= MOST_CHOSEN]
         return even or [number for number in [2] if 2 * pp <= num_layers]

@@ -107,7 +107,7 @@ def run_launcher(
         "method": method,
         "run_root": str(run_root) if run_root else None,
     }
-    _send(
+    request(
         "tests.cli.launcher:launch", folder, argument, {"PARALLELRUN_TEST": json.dumps(wish or {}), **(environ or {})}
     )
     world = math.prod(overrides.get(axis, 1) for axis in ("dp", "tp", "pp"))
@@ -129,13 +129,13 @@ def run_attached(
         place = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world), "PMIX_NAMESPACE": str(folder)}
         place |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(world)}
         place |= {"PARALLELRUN_TEST": json.dumps(wish or {}), **(environ or {})}
-        _send("tests.cli.attached:main", one.folder, argument, place)
+        request("tests.cli.attached:main", one.folder, argument, place)
     return ranks
 
 
 def run_stranger(folder: Path) -> Launched:
     """Start a stranger (`tests.cli.stranger`), who has attacked nothing yet when this returns."""
-    _send("tests.cli.stranger:main", folder, str(folder / "ready"), {})
+    request("tests.cli.stranger:main", folder, str(folder / "ready"), {})
     wait_for(lambda: read(folder / "ready"), f"stranger\n{read(folder / 'stderr')}")
     return Launched(folder, 0, folder)
 
@@ -143,7 +143,7 @@ def run_stranger(folder: Path) -> Launched:
 def run_program(folder: Path, words: list[str], environ: dict[str, str], world: int) -> Launched:
     """The program itself, as a user calls it with `words`, in a warm process. Its runs go to `folder`/../runs."""
     runs = folder.parent / "runs"
-    _send("tests.cli.launcher:program", folder, [*words, f"runs={runs}"], environ)
+    request("tests.cli.launcher:program", folder, [*words, f"runs={runs}"], environ)
     return Launched(folder, world, runs)
 
 
@@ -151,7 +151,7 @@ def run_torchrun(folder: Path, *words: str, **environ: str) -> Launched:
     """`torchrun --nproc-per-node 2 <words>` in a warm process. Its two ranks are started by `python`, as ever; those of
     `tests.cli.attached` are forked, and need not import torch.
     """
-    _send("tests.cli.launcher:torchrun", folder, ["--nproc-per-node", "2", *words], environ)
+    request("tests.cli.launcher:torchrun", folder, ["--nproc-per-node", "2", *words], environ)
     return Launched(folder, 2, folder.parent / "runs")
 
 
@@ -171,19 +171,20 @@ def run_to_end(
     """
     call = {"words": words, "cwd": str(cwd), "site": str(site) if site else None, "limit": limit}
     with tempfile.TemporaryDirectory(prefix="parallelrun-call-") as folder:
-        _send(function, Path(folder), call, environ)
+        request(function, Path(folder), call, environ)
         code = wait_for(lambda: read(Path(folder) / "code"), f"end of {' '.join(words)}", timeout)
         output = [read(Path(folder) / name) for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(words, int(code), *output)
 
 
-def _send(function: str, folder: Path, argument: Any, environ: dict[str, str]) -> None:
+def request(function: str, folder: Path, argument: Any, environ: dict[str, str]) -> None:
+    """Let a warm process call `function` with `argument`. `folder` gets its pid, its exit code and its output."""
     folder.mkdir(parents=True, exist_ok=True)
-    request = {"function": function, "folder": str(folder), "argument": argument, "environ": environ}
+    line = {"function": function, "folder": str(folder), "argument": argument, "environ": environ}
     global _current
     if _current is None:
         _current = servant("tests.cli.launcher")
-    _current.sendall(f"{json.dumps(request)}\n".encode())
+    _current.sendall(f"{json.dumps(line)}\n".encode())
 
 
 def wait_for(look: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:

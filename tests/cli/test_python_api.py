@@ -19,6 +19,7 @@ import parallelrun as pr
 from parallelrun.api import launcher, launching
 from parallelrun.exchange.source import open_source
 from parallelrun.launch import rank
+from tests.cli.api_launcher import WarmProcess
 from tests.extras import needs
 from tests.unit import user_net
 
@@ -33,6 +34,12 @@ MODULE = (
     'model.roles={embed.tokens: embedding, "layers.*.norm?": norm, "layers.*.[qkv]": column_parallel, '
     '"layers.*.out": row_parallel, "layers.*.fc1": column_parallel, "layers.*.fc2": row_parallel, head: head}',
 )  # fmt: skip
+
+
+@pytest.fixture
+def warm(monkeypatch) -> None:
+    """The launcher of the API is forked. `trained`, and the run in a notebook, start it as a user's program does."""
+    monkeypatch.setattr(launching, "_started", WarmProcess)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +82,7 @@ def test_the_model_has_the_weights_of_the_named_checkpoint(trained):
         pr.load(trained, step=1)
 
 
-def test_a_run_that_diverges_raises_its_exit_code_and_shows_its_output_if_asked(tmp_path, capsys):
+def test_a_run_that_diverges_raises_its_exit_code_and_shows_its_output_if_asked(tmp_path, capsys, warm):
     diverging = ("strategy=single", "steps=5", "optimizer=sgd", "optimizer.lr=1e30", "optimizer.clip=0")
     with pytest.raises(pr.RunFailed) as raised:
         pr.plan(*TINY, *diverging, f"runs={tmp_path}").run(show=True)
@@ -118,7 +125,7 @@ def interrupt_when_running(runs: Path) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_stops_the_ranks(tmp_path):
+def test_an_interrupt_stops_the_ranks(tmp_path, warm):
     threading.Thread(target=interrupt_when_running, args=(tmp_path,), daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         pr.run(*TINY, "tp=2", "steps=1000000", f"runs={tmp_path}")

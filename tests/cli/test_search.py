@@ -104,7 +104,7 @@ def test_a_large_space_is_compared_only_where_that_is_asked_for(run, monkeypatch
     monkeypatch.setattr("parallelrun.plan.searches.MOST_RANKED", 100)
     code, out, _ = run("plan", *NAMED)
     assert code == 0 and of_label("rank", out) == (
-        "not looked for among more than 100 plans, which takes seconds: explain=true"
+        "not compared with more than 100 other plans; explain=true does, in seconds"
     )
     assert json.loads(run("plan", "--json", *NAMED)[1])["search"] is None
     assert json.loads(run("plan", "--json", *NAMED, "explain=true")[1])["search"]["rank"] > 1

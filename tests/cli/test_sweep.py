@@ -174,7 +174,7 @@ def test_plans_are_one_table_unless_sections_are_asked_for(launcher, capsys):
     assert program.main(line) == 0
     title, *lines = capsys.readouterr().out.splitlines()
     assert title.strip() == "sweep of 3 points" and len(lines) == 6
-    reason = "global_batch=48 does not divide by dp x micro_batch = 8 x 5 = 40"
+    reason = "global_batch=48 is not divisible by dp x micro_batch = 8 x 5 = 40"
     assert lines[-2] == f"# 2 micro_batch=5: skipped: {reason}"
     assert program.main([*line, "detail=stages"]) == 0
     assert capsys.readouterr().out.count("stages and memory:") == 2

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,9 +53,9 @@ def mine(index: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(index), dtype=torch.float64).to(dtype)
 
 
+@mock.patch.object(round_module, "PIECE_BYTES", 40)
 def sums(algorithms: tuple[Algorithm, ...]) -> list[list[Tensor]]:
     """Per algorithm the sums of every dtype and size, in pieces of five elements of fp64."""
-    round_module.PIECE_BYTES = 40
     group = world_group()
     found = []
     for algorithm in algorithms:
@@ -77,9 +78,9 @@ def test_every_rank_ends_with_the_same_bits_of_the_sum(world):
             assert error <= BOUND[dtype] * world * 3, (dtype, numel)
 
 
+@mock.patch.object(round_module, "PIECE_BYTES", 40)
 def both_executors(algorithms: tuple[Algorithm, ...]) -> bool:
     """Whole messages in batches, as NCCL gets them, and pieces: the same bits."""
-    round_module.PIECE_BYTES = 40
     group = world_group()
     same = True
     for algorithm in algorithms:
@@ -100,7 +101,6 @@ def test_batches_of_whole_messages_give_the_bits_of_the_pieces():
 
 def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict[tuple[int, int], int], list]:
     """(rows counted, bytes by link as sent from here, rows predicted) of one asynchronous fp64 all-reduce."""
-    round_module.PIECE_BYTES = piece_bytes
     world = dist.get_world_size()
     mesh = build_mesh(tiny_plan(dp=world, global_batch=4 * world), torch.device("cpu"))
     group, sent = mesh.group("dp"), Counter()
@@ -110,9 +110,10 @@ def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict
             sent[lane.ranks] += int(what.partition("(")[2].split()[0])
 
     tensor = torch.zeros(numel, dtype=torch.float64)
-    with CommunicationCounter(mesh, note) as counter:
-        all_reduce(tensor, group, algorithm, async_op=True).wait()
-    predicted = algorithm.collectives(world, group.index, numel, 8, round_module.piece_elements(8))
+    with mock.patch.object(round_module, "PIECE_BYTES", piece_bytes):
+        with CommunicationCounter(mesh, note) as counter:
+            all_reduce(tensor, group, algorithm, async_op=True).wait()
+        predicted = algorithm.collectives(world, group.index, numel, 8, round_module.piece_elements(8))
     return counter.rows(), dict(sent), predicted
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -14,7 +16,9 @@ from tests.pool import run_ranks
 
 # Uneven vocab shards (33 over 2 and 4), kv heads copied (2 over tp=4), tied embeddings across stages, empty ZeRO
 # chunks (3 ranks of small dims), HSDP, more than one stage per rank, dims split by several axes (2D, 2.5D, 3D).
-MODEL = {"model.vocab": 33, "model.kv_heads": 2, "dataset.vocab": 33}
+MODEL: dict[str, Any] = {"model.vocab": 33, "model.kv_heads": 2, "dataset.vocab": 33}
+if not FULL:
+    MODEL["model.layers"] = 3  # a stage of two layers and one of one
 DENSE = {
     "one": {},
     "dp2": {"dp": 2},

@@ -64,5 +64,5 @@ def test_a_rank_that_forgets_the_position_is_seen():
 
 
 def test_an_illegal_number_of_ranks_is_refused():
-    with pytest.raises(ConfigError, match="does not divide by tp=3"):
+    with pytest.raises(ConfigError, match="is not divisible by tp=3"):
         plan_for(make("GPT2LMHeadModel"), 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,13 +38,13 @@ def fill_with_ones(overrides: dict[str, Any], alone_bytes: int) -> tuple[float, 
 
     alone_bytes: up to how many bytes every rank measures all.
     """
-    gradients.MEASURED_ALONE_BYTES = alone_bytes
-    training = start(overrides)
-    training.data.begin_step()
-    training.data.finish_gradients()
-    for parameter in training.parameters:
-        parameter.tensor.grad.fill_(1.0)  # in the data strategy's flat buffers, where it has such
-    share = training.gradients.squared_norm()
+    with mock.patch.object(gradients, "MEASURED_ALONE_BYTES", alone_bytes):
+        training = start(overrides)
+        training.data.begin_step()
+        training.data.finish_gradients()
+        for parameter in training.parameters:
+            parameter.tensor.grad.fill_(1.0)  # in the data strategy's flat buffers, where it has such
+        share = training.gradients.squared_norm()
     assert share.dtype == torch.float64 and share.dim() == 0
     return float(share), training.plan.spec.num_parameters, training.gradients.norm_is_local
 

@@ -85,6 +85,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "gpt full bf16": GPT | FULL | BF16,
     "gpt sgd": GPT | {"optimizer.name": "sgd"},
     "gpt large vocabulary": GPT | {"model.vocab": 1024, "dataset.vocab": 1024},
+    # The gradients of the tied weight by head and by embedding, and their sum.
+    "gpt large vocabulary, few tokens": FEW | {"model.vocab": 1024, "dataset.vocab": 1024},
     "llama": LLAMA,
     "llama full": LLAMA | FULL,
     "moe": MOE,
@@ -151,6 +153,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp, long, full": LONG | context("ring") | FULL,
     "zero bubble bf16": GPT | pipeline("zero_bubble") | BF16,
     "2d": GPT | GRID | {"tp": 4, "layout": "2d"},
+    "2d, rotary positions and biases": GPT
+    | GRID
+    | {"tp": 2, "layout": "2d", "strategy.tensor.grid": "1x2", "model.position": "rope"},
     "2d llama, gathered again": LLAMA
     | GRID
     | {"tp": 4, "layout": "2d", "model.kv_heads": 4, "strategy.tensor.save_gathered": False},
@@ -198,6 +203,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp sequence llama full": LLAMA | {"tp": 2} | SEQUENCE | FULL,
     "interleaved full bf16": GPT | pipeline("interleaved") | FULL | BF16,
     "1f1b llama selective": LLAMA | pipeline("1f1b") | SELECTIVE,
+    # Experts' gradients of activations, and shared experts that forward computes before the others.
+    "moe fsdp, shared experts": MOE
+    | data("fsdp")
+    | {"model.layers": 2, "model.router.kind": "top_k", "model.shared_experts": 1, "model.expert_ffn": 256},
+    # The root's gradient waits while blocks are reduced, each beside the next one's gathered weights.
+    "fsdp bf16, highest when a block is reduced": FEW | data("fsdp") | BF16 | {"recompute": "none", "global_batch": 4},
+    "fsdp, highest when the root is reduced": FEW | data("fsdp") | {"model.vocab": 1024, "dataset.vocab": 1024},
     "hsdp": GPT | data("fsdp", shard=2) | {"dp": 4},
     "hsdp llama bf16": LLAMA | data("fsdp", shard=2) | {"dp": 4} | BF16,
     "tp 4 llama, copied kv heads": LLAMA | {"tp": 4},

@@ -117,6 +117,10 @@ def leaves_traces(name: str) -> tuple:
     return seen
 
 
+def has_imported(name: str) -> bool:
+    return name in sys.modules
+
+
 def prints() -> None:
     print(f"hello from {dist.get_rank()}")
 
@@ -219,6 +223,11 @@ def test_ranks_serve_one_test_file(monkeypatch):
 
 def test_a_call_finds_the_process_as_the_first_one_did():
     assert run_ranks(2, leaves_traces, "first") == run_ranks(2, leaves_traces, "second")
+
+
+def test_ranks_find_the_modules_that_a_call_asks_for():
+    assert run_ranks(2, has_imported, "tabnanny") == [False, False]
+    assert run_ranks(2, has_imported, "tabnanny", imports=("tabnanny",)) == [True, True]
 
 
 def test_no_rank_survives_the_session():

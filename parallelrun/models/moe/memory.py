@@ -49,10 +49,15 @@ def _num_tokens(plan: Plan) -> int:
     return plan.num_rows * plan.mesh.size("cp")
 
 
+def expert_width(layer: LayerSpec, plan: Plan) -> int:
+    """Return the features inside an expert that a rank has."""
+    weight = layer.parameters[0]
+    return weight.shape[inside_dim(weight)] // plan.mesh.size("tp")
+
+
 def row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     """Return what one row keeps for backward: the row, the inside of its expert, and the expert's output."""
-    weight = layer.parameters[0]
-    inside = weight.shape[inside_dim(weight)] // plan.mesh.size("tp")
+    inside = expert_width(layer, plan)
     opened = {"swiglu": 3, "relu": 0}.get(plan.spec.activation, 1)  # gate, silu(gate), up; relu keeps its output
     activated = 0 if plan.recompute == "selective" and block.is_recomputed and opened else 1
     return (2 * plan.spec.hidden + (opened + activated) * inside) * BYTES[plan.precision.compute]

@@ -23,7 +23,7 @@ from parallelrun.plan.structure import BatchSizes, Plan, Stage, once
 
 
 class Bounds:
-    """Of the candidates of a space. known: see `step_time_with`."""
+    """Lower bounds of the step time of a space's candidates. known: see `step_time_with`."""
 
     def __init__(self, legal: Legal, cluster: ClusterConfig, known: Known):
         self._legal, self._cluster, self._known = legal, cluster, known
@@ -51,7 +51,8 @@ class Bounds:
         return found
 
     def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
-        """With one of the data strategies that shard weights, or that do not."""
+        """Return the bounds for `data`, which stands for all data strategies that shard weights, or for those that do
+        not."""
         plan = self._legal.plan(group, micro_batch, self._most, data)
         if why_unknown(plan, self._cluster):
             return 0.0, 0.0, 0.0
@@ -96,8 +97,8 @@ class Bounds:
         return found
 
     def in_flight(self, group: LegalGroup, micro_batch: int) -> int:
-        """Of the commonest block on the fullest pp rank, how many have run forward when its first backward begins, or
-        fewer."""
+        """Return how many of the commonest block (at least) have run forward on the fullest pp rank when its first
+        backward begins."""
         count, (rank, _, fewest) = self._legal.space.global_batch // group.dp // micro_batch, self.fullest(group)
         return fewest * group.schedule.least_in_flight(group.pp, group.virtual_stages, count, rank)
 

@@ -105,7 +105,7 @@ class Legal:
         return plans[recompute]
 
     def _plan(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> Plan:
-        """With the recomputation of the configuration."""
+        """Return the plan of a candidate, with the recomputation of the configuration."""
         degrees = Degrees(group.pp, group.dp, group.tp, group.ep, group.cp, device=self._device)
         draft = PlanDraft(self._config(group, data), self.spec, degrees, self._classes(group, data.kind))
         request = replace(self.request(group, draft.config, self.spec), batch=self._batch(group, micro_batch))

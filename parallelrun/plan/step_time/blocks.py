@@ -167,7 +167,7 @@ def _dense_layers(block: BlockSpec, plan: Plan) -> Iterator[tuple[LayerSpec, Pro
 
 
 def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
-    """Of every product that a rank computes in forward."""
+    """Yield the shape of every matrix product that a rank computes in forward."""
     for layer, product in _dense_layers(block, plan):
         rows, _ = product.gathered_x.local(plan.num_rows, layer.in_features, plan.mesh.sizes)
         shape = (layer.out_features, layer.in_features)

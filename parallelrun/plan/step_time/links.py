@@ -63,12 +63,15 @@ def bytes_s(row: Collective, size: int, in_node: int, rates: Rates) -> float:
 def latency_s(operation: str, size: int, in_node: int, rates: Rates) -> float:
     """Seconds that a collective of `size` ranks takes however little it sends, `in_node` of them on each node.
 
-    Around a ring, data pass every rank, and an all-reduce goes around twice; NCCL sums small tensors over a tree of
-    nodes instead, up and down (its cost model: nccl/src/graph/tuning.cc).
+    Around a ring, data pass every rank, and an all-reduce goes around twice. A ring has as many links between nodes as
+    there are nodes. A piece of data passes all links but one, and the slowest piece passes all of those between nodes,
+    if any link is inside a node. NCCL sums small tensors over a tree of nodes instead, up and down (its cost model:
+    nccl/src/graph/tuning.cc).
     """
     nodes = max(1, size // max(1, in_node))
     rounds = 2 if operation == "all_reduce" else 1
-    ring = rounds * ((nodes - 1) * rates.message_s + (size - nodes) * rates.hop_s)
+    between = nodes if nodes > 1 and in_node > 1 else nodes - 1
+    ring = rounds * (between * rates.message_s + (size - 1 - between) * rates.hop_s)
     if operation != "all_reduce":
         return rates.collective_s + ring
     tree = rounds * (ceil(log2(nodes)) * rates.message_s + (in_node - 1) * rates.hop_s)

@@ -106,4 +106,4 @@ class _FewBatches(Reader):
         return self._batches[step - 1]
 
     def close(self) -> None:
-        """Nothing reads ahead."""
+        """Do nothing, because no thread reads ahead."""

@@ -28,6 +28,7 @@ from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
 from parallelrun.train.corruption.at_rest import AtRest
 from parallelrun.train.corruption.blame import Evidence, Verdict, verdict
+from parallelrun.train.corruption.hooks import CorruptionWatch
 from parallelrun.train.corruption.probe import NUM_BATCHES, Answer, Probe
 from parallelrun.train.corruption.record import PassBits, PassRecorder
 from parallelrun.train.corruption.replicas import Replicas
@@ -38,41 +39,6 @@ from parallelrun.wording import counted
 
 NOT_FINITE = "the loss or a gradient is not finite"
 MAX_UNDONE = 3  # times in a row that steps are undone: then the cause is not a passing fault
-
-
-class CorruptionWatch:
-    """Hooks that the training loop calls. This class checks nothing; `watch_of` returns the one that a run asks for."""
-
-    def before_step(self, step: int) -> None:
-        """Called before a training step."""
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Around a training step."""
-        yield
-
-    def before_update(self, training: Training) -> None:
-        """Called with the final gradients of a step."""
-
-    @property
-    def around_update(self) -> Around | None:
-        """Entered by the optimizer around its updates; see `Optimizer.step`."""
-        return None
-
-    def after_update(self) -> None:
-        """Called when the step has ended: nothing writes to the weights until the next update."""
-
-    def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
-        """Return the step after which training continues: `step`, or an earlier one to whose state it has returned.
-
-        Called on all ranks after each step. saves: the state is about to be saved; finite: whether loss and gradients
-        are, or may overflow. Collective. Raises CorruptionError on all ranks.
-        """
-        return step
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of summary.json."""
-        return {}
 
 
 def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, start: int) -> CorruptionWatch:

@@ -78,7 +78,7 @@ class Merged:
 
     @classmethod
     def nothing(cls, query: Tensor) -> Merged:
-        """Of queries (batch, heads, tokens, head_dim), none of which has seen a key."""
+        """Return the state of queries (batch, heads, tokens, head_dim) before the first key."""
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=accurate_dtype(query.dtype))
         return cls(torch.zeros_like(query), lse)
 

@@ -102,9 +102,9 @@ def _heads(request: Request, head_ranks: int, order: str) -> list[Problem]:
         key, others = "cp", [n for n in divisors(each)[1:] if _divides(n, head_ranks, order, request)]
     own = max(1, kv_heads // parts)
     if spec.heads % (parts * head_ranks):
-        what = f"model.heads={spec.heads} does not divide by {of}"
+        what = f"model.heads={spec.heads} is not divisible by {of}"
     elif own % head_ranks and head_ranks % own:
-        what = f"model.kv_heads={kv_heads} does not divide by {of}, nor they by it (each held by some ranks)"
+        what = f"model.kv_heads={kv_heads} is not divisible by {of}, nor they by it (each held by some ranks)"
     else:
         return []
     legal = [n for n in others if own % n == 0 or n % own == 0]

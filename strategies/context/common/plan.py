@@ -187,8 +187,8 @@ class BlockwiseContext(ContextStrategy):
         return 0, 0
 
     def passing_bytes(self, plan: Plan) -> int:
-        """Of rank 0, which holds most. Beside those: the sums of its queries' gradients. The gradients of one block are
-        as large as those that attention gives when they are gone."""
+        """Return the bytes in flight on rank 0, which holds most, beside the sums of its queries' gradients. The
+        gradients of one block are as large as those that attention gives when they are gone."""
         compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
         rows, heads, _ = part_of(plan)
         queries = rows * heads * head_dim(plan)

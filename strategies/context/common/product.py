@@ -48,7 +48,7 @@ class Transport(ABC):
 
     @abstractmethod
     def gradients(self, own: Tensor) -> GradientSum:
-        """Of the blocks of `blocks`, to be added in the same order."""
+        """Return the sum of the gradients of `blocks`, which are added in the same order."""
 
 
 @dataclass(frozen=True)

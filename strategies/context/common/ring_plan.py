@@ -13,7 +13,7 @@ from .plan import GRADIENTS, KEYS, BlockwiseContext
 
 @dataclass(frozen=True)
 class RingContext(BlockwiseContext):
-    """In each step a rank attends to the block it has, while the next one arrives."""
+    """Context parallelism over a ring: in each step a rank attends to one block, while the next one arrives."""
 
     in_turn = True
     explained = (

@@ -21,7 +21,7 @@ from .plan import ROUTED
 
 
 class SharedGroups:
-    """Of a router on the ranks of cp. positions: of the tokens that each rank holds of every sample."""
+    """Routing groups of a router, shared by the ranks of cp. positions: of each rank's tokens in every sample."""
 
     def __init__(self, group: Group, positions: Sequence[Sequence[int]]):
         self._group = group

@@ -39,5 +39,5 @@ class UnifiedSequence(RingContext):
         return (*super().filled(request), f"strategy.context.ulysses={cls.asked_head_ranks(request)} (filled: {why})")
 
     def resolved_config(self, config: Config) -> ContextConfig:
-        """With the ranks of a group."""
+        """Return the keys with the resolved number of ranks in a group."""
         return USPContextConfig(order=self.order, ulysses=self.head_ranks)

@@ -49,7 +49,7 @@ class IndependentReplicas(DataStrategy):
         )
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
-        """Of the weights that replicas average, which are as large as their gradients."""
+        """Return the buckets of the weights that replicas average, which are as large as their gradients."""
         return partition(trained, shapes, plan)
 
     @property
@@ -80,13 +80,14 @@ class IndependentReplicas(DataStrategy):
         return min(due, self.steps) if step <= self.steps else due
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """Of a step that synchronises: one all-reduce per bucket of weights; of every step: what gradients need."""
+        """Return the collectives of a step that synchronises: those of every step, and one all-reduce per weight
+        bucket."""
         found = self._bucket_bytes(pp_rank, coordinate, plan)
         synchronisation = [Collective("dp", "all_reduce", SYNC, len(found), sum(found))] if found else []
         return synchronisation + final_collectives(pp_rank, coordinate, plan)
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Of a synchronisation, at the end of its step: two flat buckets at a time."""
+        """Return the bytes of a synchronisation at the end of its step: two flat buckets at a time."""
         found = self._bucket_bytes(pp_rank, coordinate, plan)
         return max(map(sum, zip(found, [*found[1:], 0])), default=0)
 

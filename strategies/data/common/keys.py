@@ -10,7 +10,7 @@ from parallelrun.config.schema import DataStrategyConfig
 
 @dataclass
 class BucketKeys(DataStrategyConfig):
-    """Of strategies that exchange gradients in buckets."""
+    """Keys of strategies that exchange gradients in buckets."""
 
     bucket_mb: float = key(25.0, "size of gradient buckets in MB", least=0)
 
@@ -21,7 +21,7 @@ class BucketKeys(DataStrategyConfig):
 
 @dataclass
 class CompressionKeys(BucketKeys):
-    """Of strategies that can compress gradients."""
+    """Keys of strategies that can compress gradients."""
 
     compression: str = key("none", "gradient compression", choices=("none", "fp16", "powersgd"))
     powersgd_rank: int | None = key(None, "rank of PowerSGD's factors; null: 4", least=1)
@@ -29,7 +29,7 @@ class CompressionKeys(BucketKeys):
 
 @dataclass
 class AlgorithmKeys(CompressionKeys):
-    """Of strategies that choose the algorithm of their all-reduce."""
+    """Keys of strategies that choose the algorithm of their all-reduce."""
 
     algorithm: str | None = key(None, "native | ring | halving_doubling | hierarchical | tree; null: ring or native")
     group_size: int | None = key(None, "hierarchical: dp ranks per inner group; null: those of one host", least=1)
@@ -37,6 +37,6 @@ class AlgorithmKeys(CompressionKeys):
 
 @dataclass
 class PeriodicKeys(BucketKeys):
-    """Of strategies whose replicas train by themselves between two synchronisations."""
+    """Keys of strategies whose replicas train independently between two synchronisations."""
 
     sync_every: int | None = key(None, "local_sgd, diloco: local steps per averaging; null: 8, diloco 10", least=1)

@@ -7,7 +7,8 @@ it, so a minor version of torch that sends something else fails there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parallelrun.config.schema import DataStrategyConfig
@@ -16,8 +17,9 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import ExchangeForm
-from parallelrun.plan.load import splits_backward, tensor_strategy
+from parallelrun.plan.load import splits_backward
 from parallelrun.plan.parameters import distinct_parameters
+from parallelrun.plan.peak import gradient_bytes
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
@@ -25,6 +27,7 @@ from parallelrun.precision import BYTES
 
 from ..common.bucket_prediction import buckets_of, check_shardable, final_collectives, local_shapes
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
+from . import checks
 from .keys import FSDPConfig
 from .units import Unit, UnitSharding, is_whole
 
@@ -53,8 +56,7 @@ class FSDP(UnitSharding):
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         """shard must divide dp; zero bubble needs the weights kept between microbatches."""
-        problems = [*check_shardable(request, cls.kind), *_check_shard(request)]
-        return [*problems, *_check_split_backward(request), *_check_empty_vocabulary_shard(request)]
+        return [*check_shardable(request, cls.kind), *checks.check(request)]
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
@@ -97,27 +99,57 @@ class FSDP(UnitSharding):
         return sum(count * _gathered_bytes(unit, coordinate, plan) for unit, count in units if not unit.reshard)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """Of a block, the weights that are gathered for it and for the next one; in passes that reduce, the gradients
-        of the block behind, on their way; and those of all blocks behind, reduced, unless they are counted for the
-        whole step. Until a pass reduces, whole gradients are held (`gradient_layout`). Where backward is split, weights
-        stay gathered, and nothing is reduced before the schedule ends."""
+        """Return the bytes at each block: the weights gathered for it and for the next one; in passes that reduce, the
+        gradients of the block behind, on their way, and whole ones of the root; and those of all blocks behind,
+        reduced, unless they are counted for the whole step. Until a pass reduces, whole gradients are held
+        (`gradient_layout`). Where backward is split, weights stay gathered, and nothing is reduced before the schedule
+        ends."""
         if plan.pipeline.splits_backward:
             return None
         sent, let_go = self._by_block(stage, number, coordinate, plan)
+        of_root = self._of_root(stage, coordinate, plan)
         found, reduced = [], 0
         for index in reversed(range(len(sent))):
             behind = sent[index + 1] if index + 1 < len(sent) else 0
             reduced += 0 if self.keeps_gradients(plan) else behind // self.shard
-            here = let_go[index]
-            found.append(behind + reduced + (here + let_go[index - 1] if here and index else here))
+            found.append(behind + reduced + sum(of_root[index + 1 :]) + sum(_gathered_at(index, let_go)))
         return found[::-1]
 
     def closing_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-        """Of a block, its whole gradients in the dtype of the sum (counted elsewhere if they stay until the last
-        pass), their flat copy, and this rank's part of the sum."""
-        copies = 2 if self.reduce_each_microbatch else 1
-        sent, _ = self._by_block(stage, number, coordinate, plan)
-        return [copies * flat + flat // self.shard for flat in sent]
+        """Return the bytes at each block: its whole gradients in the dtype of the sum (counted elsewhere if they stay
+        until the last pass), their flat copy, and this rank's part of the sum; beside them the root's whole gradients,
+        the weights that are gathered for the next block, and, unless they are counted for the whole step, the reduced
+        gradients of all blocks behind. The root itself is reduced last."""
+        copies = 1 if self._holds_whole(plan) else 2
+        sent, let_go = self._by_block(stage, number, coordinate, plan)
+        of_root = self._of_root(stage, coordinate, plan)
+        found, reduced = [], 0
+        for index, flat in reversed([*enumerate(sent)]):
+            beside = reduced + sum(of_root[index + 1 :]) + _gathered_at(index, let_go)[1]
+            found.append(copies * flat + flat // self.shard + beside)
+            reduced += 0 if self.keeps_gradients(plan) else flat // self.shard
+        reduces = self.reduce_each_microbatch or number == plan.batch.microbatches - 1
+        for unit in self.units(plan, plan.stages[stage].pp_rank) if reduces else ():
+            if unit.stage == stage and not unit.block:
+                flat = reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
+                found[-1] = max(found[-1], copies * flat + flat // self.shard + reduced)
+        return found[::-1]
+
+    def _holds_whole(self, plan: Plan) -> bool:
+        """Whether whole gradients are held through the step (`gradient_layout`), and so counted for all of it."""
+        return not self.reduce_each_microbatch and self.keeps_gradients(plan)
+
+    def _of_root(self, stage: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
+        """Bytes, for each block of a stage, of the whole gradients that it leaves for the root to reduce: those of
+        weights that blocks share. None where they are counted for the whole step."""
+        names = plan.stages[stage].blocks
+        found = dict.fromkeys(names, 0)
+        for unit in self.units(plan, plan.stages[stage].pp_rank) if not self._holds_whole(plan) else ():
+            if unit.stage == stage and not unit.block:
+                for held in unit.trained.parameters:
+                    reads = plan.spec.readers.get(held.spec.name)
+                    found[reads if reads in found else held.block] += gradient_bytes(plan, [held], coordinate)
+        return [*found.values()]
 
     def _by_block(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> tuple[list[int], list[int]]:
         """Return, for each block of a stage, the bytes of gradients that backward pass `number` reduces, and of
@@ -196,6 +228,13 @@ class FSDP(UnitSharding):
         return Equivalence("exact")
 
 
+def _gathered_at(index: int, let_go: Sequence[int]) -> tuple[int, int]:
+    """Bytes of the gathered weights of a block in its backward pass, and of those of the next one that are on their
+    way."""
+    here = let_go[index]
+    return here, let_go[index - 1] if here and index else 0
+
+
 def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
     """Elements of a unit as it is sent, computed once for the units of equal blocks."""
     block = plan.spec.first_alike.get(unit.block, unit.stage)
@@ -212,57 +251,3 @@ def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
 def _gathered_bytes(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
     dtype = plan.precision.compute if unit.rounded else plan.precision.stored
     return BYTES[dtype] * _padded_numel(unit, coordinate, plan)
-
-
-def _check_shard(request: Request) -> list[Problem]:
-    shard, dp = FSDPConfig.of(request.config).shard, request.num_data_ranks
-    if shard is None or dp == 1:
-        return []
-    legal = [n for n in range(2, dp + 1) if dp % n == 0]
-    if shard in legal:
-        return []
-    where, nearest = "strategy.data.shard", min(legal, key=lambda n: (abs(n - shard), n))
-    if shard == 1:
-        what = "strategy.data.shard=1 splits nothing: that is ddp"
-        return [Problem(what, where, f"strategy.data.kind=ddp, or strategy.data.shard={nearest}", kind="undefined")]
-    what = f"strategy.data.shard={shard} does not divide dp={dp}"
-    return [Problem(what, where, f"strategy.data.shard={nearest}", kind="arithmetic")]
-
-
-def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
-    """torch's FSDP2 cannot reduce a gradient without elements: every tensor rank needs a row of the vocabulary."""
-    rows, tp = request.spec.vocab, request.tp
-    if request.num_data_ranks == 1 or tp == 1 or _smallest_part(request):
-        return []
-    fits = max(degree for degree in range(1, tp) if _smallest_part(replace(request, tp=degree)))
-    what = f"vocab {rows} over tp={tp} leaves a rank without rows, which torch's FSDP2 cannot reduce"
-    return [Problem(what, "tp", f"tp={fits} or strategy.data.kind=zero1", kind="not_built")]
-
-
-def _smallest_part(request: Request) -> int:
-    """Rows of the vocabulary on the tensor rank that holds fewest."""
-    parts = tensor_strategy(request.config.strategy.tensor.kind).vocab_degrees(request)
-    sizes = {str(axis): degree for axis, degree in enumerate(parts)}
-    last = {axis: degree - 1 for axis, degree in sizes.items()}
-    return Layout((tuple(sizes),)).local_shape((request.spec.vocab,), sizes, last)[0]
-
-
-def _check_split_backward(request: Request) -> list[Problem]:
-    """Where weight gradients are computed apart, nothing can follow from the end of a backward pass."""
-    if not splits_backward(request):
-        return []
-    data, kind = FSDPConfig.of(request.config), request.config.strategy.pipeline.kind
-    too_early = {
-        "reshard_after_forward": (data.reshard_after_forward, "would let the weights go"),
-        "reduce_each_microbatch": (data.reduce_each_microbatch, "would reduce them"),
-    }
-    return [
-        Problem(
-            f"strategy.data.{key}=true under schedule={kind}: its weight gradients come after the backward that {does}",
-            where=f"strategy.data.{key}",
-            suggestion=f"strategy.data.{key}=false, or schedule=1f1b",
-            kind="undefined",
-        )
-        for key, (asked, does) in too_early.items()
-        if asked
-    ]

@@ -95,7 +95,7 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         return sum(_sent_bytes(pp_rank, coordinate, plan))
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """With adasum, the largest update."""
+        """Return the bytes of the largest update under Adasum; else 0."""
         combines = self._combines_updates(plan)
         return max(_sent_bytes(pp_rank, coordinate, plan), default=0) if combines else 0
 
@@ -119,7 +119,7 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         return [replace(row, axis=self.axis(worker)) for row in rows if len(self.process_set(worker)) > 1]
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
-        """Not predicted: process sets and Adasum send over links of their own."""
+        """Return nothing: process sets and Adasum use links of their own, which are not predicted."""
         return {}
 
     def explain(self, plan: Plan) -> Explanation:

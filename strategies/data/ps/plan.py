@@ -113,7 +113,7 @@ class ParameterServer(DataStrategy):
         return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
 
     def resolved_config(self, config: Config) -> ParameterServerConfig:
-        """With the number of servers."""
+        """Return the keys with the resolved number of servers."""
         return replace(ParameterServerConfig.of(config), servers=self.servers)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:

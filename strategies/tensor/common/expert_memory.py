@@ -16,11 +16,12 @@ is predicted by itself.
 from __future__ import annotations
 
 from parallelrun.model_spec import BlockSpec, LayerSpec
-from parallelrun.models.moe.memory import num_assignments, num_groups, num_kept, router_of, row_bytes
+from parallelrun.models.moe.memory import expert_width, num_assignments, num_groups, num_kept, router_of, row_bytes
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
-from .activation_memory import INDEX, MASK, recomputed
+from .activation_memory import INDEX, MASK, local_numel, recomputed
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
 
@@ -67,11 +68,40 @@ def _choices(plan: Plan) -> int:
     return kept + (tokens * router.top_k * MASK if refuses else 0)
 
 
-def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
-    """Of dispatching rows, the experts and combining."""
-    count = num_kept(plan)
+def as_computed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The layers of a block in the order in which they run: shared experts before the others."""
+    routed = tuple(one for one in layers if one.layer_role in ("expert", "expert_output"))
+    rest = tuple(one for one in layers if one not in routed)
+    last = len(rest) - (bool(routed) and rest[-1].layer_role == "dropout")
+    return (*rest[:last], *routed, *rest[last:])
+
+
+def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> tuple[LayerBackward, ...]:
+    """The passes of a layer of experts, in forward order: rows and the first products, the activation, the last
+    product, combining. waiting: bytes of the gradients that go past the layer."""
+    count, compute = num_kept(plan), BYTES[plan.precision.compute]
     indices = (2 * count + num_assignments(plan) + plan.num_rows) * INDEX
-    return indices + count * (row_bytes(layer, block, plan) + BYTES[plan.precision.compute]) + _weights(layer, plan)
+    given = count * plan.spec.hidden * compute
+    inside = count * expert_width(layer, plan) * compute
+    between = count * row_bytes(layer, block, plan) - 2 * given  # of the activation's input and result
+    result = inside if between > inside or plan.spec.activation == "relu" else 0  # else it is computed again
+    *opening, closing = (local_numel(one, plan) // plan.mesh.size("ep") for one in layer.parameters)
+    stored = BYTES[plan.precision.stored]
+    rounded = compute if plan.precision.compute != plan.precision.stored else 0  # beside the same in the stored dtype
+    opened, again = len(opening) * inside, 0 if result else inside
+    return (
+        LayerBackward(
+            indices + given + _weights(layer, plan),
+            waiting + opened,
+            len(opening) * given,
+            max(opening) * rounded,
+            sum(opening) * stored,
+            opened,
+        ),
+        LayerBackward(between - result, waiting + inside, opened),
+        LayerBackward(result, waiting + given, inside + again, closing * rounded, closing * stored, given),
+        LayerBackward(given + count * compute, waiting, given, given),
+    )
 
 
 def _weights(layer: LayerSpec, plan: Plan) -> int:

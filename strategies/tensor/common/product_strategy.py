@@ -83,7 +83,8 @@ class ProductStrategy(ProductTraffic):
         return total
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Of the rank that saves most. Full recomputation saves a block's input; a model may say what it saves."""
+        """Return the bytes on the rank that saves most. Full recomputation saves a block's input; a model may give its
+        own figure."""
         in_full = plan.recompute == "full" and block.is_recomputed
         if _says_itself(block, plan) and (in_full or block.backward is None):
             elements = prod(block.input_shape) if in_full and block.input_shape else block.saved_elements or 0
@@ -105,7 +106,8 @@ class ProductStrategy(ProductTraffic):
         if _says_itself(block, plan):
             elements = (block.saved_elements or 0) * plan.batch.micro_batch
             return (LayerBackward(kept=round(elements * BYTES[plan.precision.compute])),)
-        found = [one for layer in block.layers for one in self._layer_backward(layer, block, plan)]
+        in_order = expert_memory.as_computed(block.layers)
+        found = [one for layer in in_order for one in self._layer_backward(layer, block, plan)]
         return (*found, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
 
     def _layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
@@ -114,11 +116,14 @@ class ProductStrategy(ProductTraffic):
         between = _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
         waiting = between if block.kind in RESIDUAL_KINDS else 0
         waiting += self._beside(layer, block, plan)
+        if layer.layer_role == "expert":
+            return expert_memory.backwards(layer, block, waiting, plan)
         if product is None or layer.layer_role not in MULTIPLY:
             norm = 0
             if layer.layer_role == "norm":
                 norm = between = _bytes(self.activation_layout(layer, plan), layer.in_features, plan)
-            return (LayerBackward(kept, waiting + between, norm, 0, _weight_gradients(layer, None, plan), norm),)
+            own = _weight_gradients(layer, None, plan)
+            return (LayerBackward(kept, waiting + between, norm, own if _adds_to_head(layer, plan) else 0, own, norm),)
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
         scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
@@ -195,8 +200,6 @@ class ProductStrategy(ProductTraffic):
             return kept * MASK if plan.dropout > 0 else 0
         if role == "router":
             return expert_memory.input_bytes(block, plan) + expert_memory.routing_bytes(plan)
-        if role == "expert":
-            return expert_memory.rows_bytes(layer, block, plan)
         if product is not None and product.lookup:  # a gathered table is read by index
             masked = plan.mesh.size(AXIS) > 1 and not product.gather_w
             rows = product.x.local(plan.num_rows, 1, plan.mesh.sizes)[0]
@@ -278,6 +281,12 @@ def _read_behind(layer: LayerSpec, product: Product, outputs: int, plan: Plan) -
         return prod(heads) * BYTES[plan.precision.compute]
     gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
     return outputs // 2 if gated else outputs
+
+
+def _adds_to_head(layer: LayerSpec, plan: Plan) -> bool:
+    """Whether autograd adds the gradients of a layer's weights to those that the head left for the same weights: in a
+    third tensor."""
+    return len(plan.stages) == 1 and any(one.name in plan.spec.readers for one in layer.parameters)
 
 
 def _weight_gradients(layer: LayerSpec, product: Product | None, plan: Plan) -> int:

@@ -57,7 +57,7 @@ class EvenSlice:
     def of(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return this part of a tensor that is whole along `dim`: a view."""
         size, rest = divmod(tensor.size(dim), self.count)
-        assert rest == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {self.count}"
+        assert rest == 0, f"dim {dim} of {tuple(tensor.shape)} is not divisible by {self.count}"
         return tensor.narrow(dim, self.index * size, size)
 
 

@@ -30,7 +30,7 @@ Forms = tuple[str, str]
 
 @dataclass(frozen=True)
 class Misfit:
-    """`size` (of heads, features or samples, at config key `key`, or of layer `key`) does not divide by `parts`."""
+    """`size` (of heads, features or samples, at config key `key`, or of layer `key`) is not divisible by `parts`."""
 
     key: str
     size: int
@@ -157,7 +157,7 @@ class FormChoice:
         return [(layer, columns) for layer in pair.columns] + ([(pair.row, row)] if pair.row else [])
 
     def _misfits_of(self, pairs: list[Pair], forms: Forms) -> list[Misfit]:
-        """All that does not divide when these pairs multiply so."""
+        """Return all sizes of these pairs that do not divide under `forms`."""
         both = [one for pair in pairs for one in self._products(pair, forms)]
         return list(dict.fromkeys(misfit for layer, product in both for misfit in self._misfits_in(layer, product)))
 
@@ -177,7 +177,7 @@ class FormChoice:
         return [misfit for misfit in found if misfit.size % misfit.parts]
 
     def _output_misfit(self, layer: LayerSpec, parameter: ParameterSpec, parts: int) -> Misfit:
-        """Of the rows of a weight; where they are those of heads, in terms of the hidden size that makes them."""
+        """Return the misfit of a weight's rows; of the rows of heads, in terms of the hidden size that gives them."""
         size = parameter.shape[0]
         if not parameter.heads or size % parts == 0:
             return Misfit(self._key(size, layer.name), size, parts)

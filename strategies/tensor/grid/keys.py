@@ -10,7 +10,7 @@ from parallelrun.config.schema import TensorStrategyConfig
 
 @dataclass
 class GridConfig(TensorStrategyConfig):
-    """Of every grid, and all keys of kind=3d. A grid without a key has its neutral value as a property."""
+    """Keys of every grid, and all keys of kind=3d. A grid that lacks a key has its neutral value as a property."""
 
     kind: str = "3d"
     save_gathered: bool = key(True, "2d, 2.5d, 3d: save gathered operands for backward, or gather again")

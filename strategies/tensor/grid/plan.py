@@ -201,13 +201,13 @@ class GridStrategy(ProductStrategy):
     def shared_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
         """Where q, k and v are views of one buffer (scattered, or written by one node) and rotary positions make other
         tensors of q and k, v's view keeps all three."""
-        has_bias = any(len(parameter.shape) == 1 for parameter in layer.parameters)
         scatters = product.scatter_y is not None and plan.mesh.size(product.scatter_y.axis) > 1
-        if plan.mesh.size(AXIS) == 1 or has_bias or product.panels or not (scatters or overlaps(plan)):
+        if plan.mesh.size(AXIS) == 1 or product.panels or not (scatters or overlaps(plan)):
             return 0
         if plan.spec.learns_positions:
             return 0
-        rotated = sum(parameter.shape[0] for parameter in layer.parameters[:-1])
+        weights = [parameter for parameter in layer.parameters if len(parameter.shape) == 2]
+        rotated = sum(weight.shape[0] for weight in weights[:-1])
         rows, features = product.y.local(plan.num_rows, rotated, plan.mesh.sizes)
         return rows * features * BYTES[plan.precision.compute]
 

@@ -116,7 +116,7 @@ class Deep(Square):
         if grid:
             return "grid", f"depth={depth} x grid={rows}x{columns} = {depth * rows * columns} ranks, and tp={tp}"
         if tp % depth:
-            return "depth", f"tp={tp} does not divide by depth={depth}"
+            return "depth", f"tp={tp} is not divisible by depth={depth}"
         return "depth", f"tp={tp} / depth={depth} = {tp // depth} ranks are no square grid"
 
 

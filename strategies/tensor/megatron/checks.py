@@ -73,7 +73,7 @@ def _sequence(spec: ModelSpec, tp: int, wanted: bool) -> list[Problem]:
         return [Problem(what, key, f"{key}=false", kind="undefined")]
     if spec.seq % tp == 0:
         return []
-    what = f"model.seq={spec.seq} does not divide by tp={tp}, and sequence_parallel cuts it evenly"
+    what = f"model.seq={spec.seq} is not divisible by tp={tp}, and sequence_parallel cuts it evenly"
     fix = f"{either('model.seq', common.multiples(spec.seq, tp))} or {key}=false"
     return [Problem(what, "tp", fix, kind="arithmetic")]
 
@@ -85,22 +85,23 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
     """
     found = []
     if spec.heads % tp:
-        found.append(("model.heads", spec.heads, f"model.heads={spec.heads} does not divide by tp={tp}"))
+        found.append(("model.heads", spec.heads, f"model.heads={spec.heads} is not divisible by tp={tp}"))
     elif spec.kv_heads and spec.kv_heads % tp and tp % spec.kv_heads:
-        what = f"model.kv_heads={spec.kv_heads} does not divide by tp={tp}, nor tp by it (each held by some ranks)"
+        what = f"model.kv_heads={spec.kv_heads} is not divisible by tp={tp}, nor tp by it (each held by some ranks)"
         found.append(("model.kv_heads", spec.kv_heads, what))
     if spec.ffn and spec.ffn % tp:
-        found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} does not divide by tp={tp}"))
+        found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} is not divisible by tp={tp}"))
     expert = next((layer.parameters[0] for layer in spec.layers() if layer.layer_role == "expert"), None)  # all alike
     width = expert.shape[inside_dim(expert)] if expert else spec.ffn
     if width % tp and width != spec.ffn:
-        what = f"model.expert_ffn={width} does not divide by tp={tp}: it cuts the inside of every expert"
+        what = f"model.expert_ffn={width} is not divisible by tp={tp}: it cuts the inside of every expert"
         found.append(("model.expert_ffn", width, what))
     if not spec.heads and any(layer.layer_role == "row_parallel" for layer in spec.layers()):
         for layer in spec.layers():
             misfits = [size for size in _widths(layer) if size % tp and size != spec.ffn]
             found += [
-                (layer.name, size, f"layer {layer.name}: {size} features do not divide by tp={tp}") for size in misfits
+                (layer.name, size, f"layer {layer.name}: {size} features are not divisible by tp={tp}")
+                for size in misfits
             ]
     return list(dict.fromkeys(found))
 

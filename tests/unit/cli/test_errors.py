@@ -65,7 +65,7 @@ def test_an_error_that_is_not_hydras_is_not_called_a_configuration_error():
         ("seed=${oc.env:HOME}", "could not be converted to Integer"),
         ("strategy=../../x", "error: strategy=../../x: choose a strategy by its name; ../../x points to"),
         ("model=/etc/passwd", "error: model=/etc/passwd: choose a model by its name; /etc/passwd points to"),
-        ("model=mine/small", "error: model=mine/small: no such model\n  where: model\n  did you mean: model=alexnet"),
+        ("model=mine/small", "error: model=mine/small: no such model\n  where: model\n  try: parallelrun ls model"),
     ],
 )
 def test_what_hydra_cannot_find_is_named(word, said, capsys):

@@ -1,4 +1,4 @@
-"""The end of a command that has imported torch: at once, with its exit code, and with all that it has printed."""
+"""The end of a command: at once, with its exit code, and with all that it has printed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ class _Stream:
 
 
 @pytest.mark.parametrize(
-    ("codes", "modules", "expected"),
+    ("codes", "is_open", "expected"),
     [
-        ([3], {"torch": None}, ["flushed", "flushed", 3]),
-        ([0], {"torch": None}, ["flushed", "flushed", 0]),
-        ([3], {}, []),  # Python ends it as fast
-        ([], {"torch": None}, []),  # an exception, of which Python makes the exit code
+        ([3], True, ["flushed", "flushed", 3]),
+        ([0], True, ["flushed", "flushed", 0]),
+        ([2], False, ["flushed", 2]),  # standard output was closed before the start
+        ([], True, []),  # an exception, of which Python makes the exit code
     ],
 )
-def test_the_process_ends_with_the_exit_code_after_all_is_printed(codes, modules, expected, monkeypatch):
+def test_the_process_ends_with_the_exit_code_after_all_is_printed(codes, is_open, expected, monkeypatch):
     said: list[object] = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "_exit", said.append)
-        patch.setattr(sys, "stdout", _Stream(said))
+        patch.setattr(sys, "stdout", _Stream(said) if is_open else None)
         patch.setattr(sys, "stderr", _Stream(said))
-        patch.setattr(sys, "modules", modules)
         main._leave(codes)
     assert said == expected

@@ -145,4 +145,4 @@ def test_the_command_on_two_ranks_gives_the_tokens_of_one(bytes_model, tmp_path)
     assert found[0] == found[1] and len(found[0]) == 6
     assert program("tp=2").stdout == " ".join(map(str, [97, 61, 98, *found[0]])) + "\n"
     refused = program("tp=3", tokens="tokens=[97]")
-    assert refused.returncode == 2 and "does not divide by tp=3" in refused.stderr
+    assert refused.returncode == 2 and "is not divisible by tp=3" in refused.stderr

@@ -29,7 +29,7 @@ def shrunk(most, exact=False, **overrides):
 @pytest.mark.parametrize(
     ("before", "most", "after"),
     [
-        ({"dp": 4}, 3, {"dp": 2}),  # 8 samples do not divide by 3
+        ({"dp": 4}, 3, {"dp": 2}),  # 8 samples are not divisible by 3
         ({"dp": 2, "tp": 2}, 3, {"tp": 2}),
         ({"dp": 4, "tp": 2}, 7, {"dp": 2, "tp": 2}),
         ({"dp": 2, "pp": 2, "tp": 2}, 7, {"pp": 2, "tp": 2}),

@@ -113,7 +113,7 @@ class TestDegrees:
 class TestRefused:
     def test_experts_that_ep_does_not_divide(self):
         problem = only({**MOE, "dp": 3, "ep": 3, "global_batch": 9})
-        assert problem.what == "8 experts of a layer do not divide by ep=3; divisors: 1, 2, 4, 8"
+        assert problem.what == "8 experts of a layer are not divisible by ep=3; divisors: 1, 2, 4, 8"
         assert set(pairs(problem.suggestion)) >= {("ep", "1"), ("model.experts", "6"), ("model.experts", "9")}
 
     def test_a_dp_that_ep_does_not_divide(self):

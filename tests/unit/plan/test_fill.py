@@ -198,7 +198,7 @@ def test_a_bubble_above_15_percent_is_told_with_what_mends_it(schedule, given):
     assert cure(**mended) is None
     plan = tiny_plan({"model.layers": 16, "global_batch": 48, **mended})
     bubble = facts(plan, Config()).simulation.bubble_of_total
-    assert f"makes it {bubble:.0%}" in told and bubble <= 0.15
+    assert f"brings it to {bubble:.0%}" in told and bubble <= 0.15
 
 
 @pytest.mark.parametrize("given", [{}, {"microbatches": 4}, {"global_batch": None, "local_batch": 4}])

@@ -66,9 +66,17 @@ def test_steps_within_and_between_nodes_are_no_slower_than_one_ring(operation, i
         assert found >= crossing / RATES.inter_bytes_s * (1 - 1e-9)
 
 
+@pytest.mark.parametrize(("nodes", "in_node"), [(1, 8), (2, 8), (4, 2), (5, 1)])
+def test_a_gather_waits_for_the_piece_of_data_with_the_longest_way_around_the_ring(nodes, in_node):
+    size, rates = nodes * in_node, replace(RATES, message_s=9 * RATES.hop_s)
+    links = [rates.hop_s if (rank + 1) % in_node or nodes == 1 else rates.message_s for rank in range(size)]
+    longest = max(sum(links) - skipped for skipped in links)
+    assert latency_s("all_gather", size, in_node, rates) == pytest.approx(rates.collective_s + longest)
+
+
 def test_sums_of_small_tensors_go_through_a_tree_of_nodes():
     ring, tree = (latency_s(operation, 512, 8, RATES) for operation in ("reduce_scatter", "all_reduce"))
-    assert ring == pytest.approx(RATES.collective_s + 63 * RATES.message_s + 448 * RATES.hop_s)
+    assert ring == pytest.approx(RATES.collective_s + 64 * RATES.message_s + 447 * RATES.hop_s)
     assert tree == pytest.approx(RATES.collective_s + 2 * (6 * RATES.message_s + 7 * RATES.hop_s))
 
 

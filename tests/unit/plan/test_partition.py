@@ -62,7 +62,7 @@ def test_uniform_refuses_layers_that_do_not_divide():
     with pytest.raises(ConfigError) as caught:
         tiny_plan(pp=3, strategy__pipeline__partition="uniform")
     (problem,) = caught.value.problems
-    assert "4 layers do not divide by 3 stages" in problem.what and "1, 2, 4" in problem.what
+    assert "4 layers are not divisible by 3 stages" in problem.what and "1, 2, 4" in problem.what
 
 
 def test_manual_cuts_name_the_first_block_of_every_later_stage():

@@ -274,7 +274,7 @@ def test_row_14_a_batch_that_does_not_divide():
     assert "2 x 3 = 6" in problem.what
     assert "micro_batch=2 or micro_batch=4 or global_batch=6 or global_batch=12" in problem.suggestion
     problem = only_problem({"dp": 5, "global_batch": None})
-    assert "global_batch=48 does not divide by dp=5" in problem.what
+    assert "global_batch=48 is not divisible by dp=5" in problem.what
 
 
 def test_two_ways_of_saying_the_batch():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from parallelrun.errors import ConfigError
@@ -42,6 +44,16 @@ def test_a_word_means_runs(runs, word, names):
 def test_a_path_is_found_from_anywhere(runs, tmp_path_factory):
     path = runs / "gpt-tp-tp2" / "20260201T000000Z-cccccc"
     assert find.resolve([str(path)], tmp_path_factory.mktemp("other")) == [path]
+
+
+def test_weights_are_found_by_the_name_of_their_run_and_other_directories_by_their_path(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt-tp-tp2x").mkdir()
+    assert find.directory_of("gpt-tp-tp2x", runs) == Path("gpt-tp-tp2x")
+    assert find.directory_of("aaaaaa", runs) == runs / "gpt-ddp-dp2" / "20260101T000000Z-aaaaaa"
+    assert find.directory_of("latest", tmp_path / "nowhere") == Path("latest")
+    for word in ("nowhere", "sweep-20260401T000000Z-dddddd/nowhere"):  # the caller says what it lacks
+        assert find.directory_of(word, runs) == Path(word)
 
 
 @pytest.mark.parametrize(

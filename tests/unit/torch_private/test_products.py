@@ -174,6 +174,16 @@ def test_torchs_own_products_come_back(chosen: list[tuple[int, ...]]) -> None:
     assert len(chosen) == 1
 
 
+@has_library
+def test_calibration_times_small_products_as_trainings_compute_them(chosen: list[tuple[int, ...]]) -> None:
+    """A training whose products are all small keeps torch's kernels."""
+    left, right = torch.randn(160, 192), torch.randn(192, 160)
+    for largest, replaced in ((products.SMALLEST - 1, 0), (products.SMALLEST, 1)):
+        with torch_private.products_of_training(largest):
+            left @ right
+        assert len(chosen) == replaced
+
+
 def test_other_processors_keep_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "is_faster", lambda: False)
     with torch_private.torchs_own_products():

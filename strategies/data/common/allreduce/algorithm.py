@@ -24,7 +24,7 @@ BUFFERS_ON_CPU = 2  # on gloo the receives of a round are posted while those of 
 
 
 class Counts(NamedTuple):
-    """Of one rank in one all-reduce: messages it starts sending, elements in them, messages it receives."""
+    """Counts of one rank in one all-reduce: messages sent, elements in them, messages received."""
 
     sends: int
     elements: int

@@ -134,7 +134,7 @@ class HierarchicalAllReduce(RingAllReduce):
         return range(size)
 
     def rings(self, size: int, index: int, numel: int) -> list[tuple[int, int, int]]:
-        """That of the inner group, in two halves, and the one across groups."""
+        """Return the rings: that of the inner group, in two halves, and the one across groups."""
         group, place = divmod(index, self.group_size)
         start, stop = self._own(place, numel)
         return [(self.group_size, place, numel), (size // self.group_size, group, stop - start)]

@@ -271,7 +271,8 @@ class TestUnits:
         assert found["router"].module == "layers.1.moe.router"
 
     def test_a_gathered_block_is_counted_with_its_experts(self):
-        """Of what is let go two blocks are held: here the layer with experts, and the one beside it."""
+        """Of what is let go two blocks are held: here the layer with experts, and the one beside it; and the gradients
+        that the head has left for the root to reduce."""
         plan = plan_of(dp=4, ep=2, **WAYS["fsdp"])
         place, held = plan.mesh.coordinate(0), held_parameters(plan, 0)
         layers = [p for p in held if p.block.startswith("layers.")]
@@ -281,7 +282,8 @@ class TestUnits:
         names = plan.stages[0].blocks
         last = max(index for index, name in enumerate(names) if name.startswith("layers."))
         assert names[last - 1].startswith("layers.") and names[last + 1 :] == ("head",)
-        assert plan.data.backward_bytes(0, 0, place, plan)[last] == FP32 * local
+        left = sum(prod(p.spec.shape) for p in held if p.block == "head" or p.spec.name in plan.spec.readers)
+        assert plan.data.backward_bytes(0, 0, place, plan)[last] == FP32 * (local + left)
 
 
 def refused(**overrides: Any) -> tuple[Problem, ...]:

@@ -205,7 +205,7 @@ def test_what_was_filled_in_is_told():
         ({"layout": "2d", "tp": 8, "grid": "2by4"}, "grid", "rows x columns", {"grid=2x4"}),
         ({"layout": "2.5d", "tp": 12}, "tp", "depth at most q", {"tp=8", "tp=16"}),
         ({"layout": "2.5d", "tp": 16, "depth": 4}, "depth", "exceeds the grid's side of 2", {"depth=1"}),
-        ({"layout": "2.5d", "tp": 8, "depth": 3}, "depth", "does not divide by depth=3", {"depth=2"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 3}, "depth", "is not divisible by depth=3", {"depth=2"}),
         ({"layout": "2.5d", "tp": 8, "depth": 1}, "depth", "no square grid", {"depth=2", "grid=2x4", "tp=4", "tp=16"}),
         ({"layout": "2.5d", "tp": 8, "depth": 2, "grid": "1x4"}, "depth", "side of 1", {"grid=2x2"}),
         ({"layout": "2.5d", "tp": 24, "depth": 2, "grid": "2x2"}, "grid", "= 8 ranks", {"tp=8"}),
@@ -251,7 +251,7 @@ def test_every_size_that_does_not_divide_is_told_at_once():
     [
         ({"layout": "2d", "tp": 4, "model.heads": 1}, "model.heads=1", {"model.heads=2", "model.heads=4", "tp=1"}),
         ({"layout": "2d", "tp": 4, "model.ffn": 31}, "model.ffn=31", {"model.ffn=30", "model.ffn=32", "tp=1"}),
-        ({**CUBE, "model.ffn": 30}, "model.ffn=30 does not divide by 4", {"model.ffn=28", "model.ffn=32", "tp=1"}),
+        ({**CUBE, "model.ffn": 30}, "model.ffn=30 is not divisible by 4", {"model.ffn=28", "model.ffn=32", "tp=1"}),
     ],
 )
 def test_heads_and_widths_must_divide_by_the_axes_that_split_them(overrides, told, suggested):

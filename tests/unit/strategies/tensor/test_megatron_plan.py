@@ -35,7 +35,7 @@ def refused(**overrides) -> str:
 
 def test_heads_must_divide_and_the_nearest_degrees_and_sizes_are_told():
     told = refused(tp=3, model__hidden=48, model__ffn=96)
-    assert "model.heads=4 does not divide by tp=3 -> tp=2 or tp=4 or model.heads=3 or model.heads=6" in told
+    assert "model.heads=4 is not divisible by tp=3 -> tp=2 or tp=4 or model.heads=3 or model.heads=6" in told
 
 
 def test_every_misfit_is_told_at_once():
@@ -56,7 +56,7 @@ def test_the_vocabulary_never_needs_to_divide():
 def test_the_sequence_must_divide_only_when_it_is_cut():
     tiny_plan({"tp": 4, "model.seq": 6})
     told = refused(tp=4, model__seq=6, strategy__tensor__sequence_parallel=True)
-    assert "model.seq=6 does not divide by tp=4" in told and "model.seq=4 or model.seq=8" in told
+    assert "model.seq=6 is not divisible by tp=4" in told and "model.seq=4 or model.seq=8" in told
 
 
 def test_a_model_without_a_sequence_cannot_be_cut_along_it():
@@ -103,7 +103,9 @@ def test_only_a_row_layer_may_read_what_a_column_layer_has_split():
 
 def test_the_widths_of_a_users_column_and_row_layers_must_divide_and_columns_alone_need_not():
     request = Request(narrow_config(), own_module("column_parallel", "row_parallel"), 1, 1, 3, 1, None)
-    assert "layer net.0: 8 features do not divide by tp=3" in [problem.what for problem in Megatron1D.check(request)]
+    assert "layer net.0: 8 features are not divisible by tp=3" in [
+        problem.what for problem in Megatron1D.check(request)
+    ]
     assert Megatron1D.check(replace(request, spec=own_module("column_parallel"))) == []
 
 

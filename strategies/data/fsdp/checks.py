@@ -1,0 +1,71 @@
+"""The requests that fsdp refuses. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.plan.load import splits_backward, tensor_strategy
+from parallelrun.plan.request import Request
+
+from .keys import FSDPConfig
+
+
+def check(request: Request) -> list[Problem]:
+    """Return what is wrong with the sizes of shards, and with settings under a split backward."""
+    return [*_check_shard(request), *_check_split_backward(request), *_check_empty_vocabulary_shard(request)]
+
+
+def _check_shard(request: Request) -> list[Problem]:
+    shard, dp = FSDPConfig.of(request.config).shard, request.num_data_ranks
+    if shard is None or dp == 1:
+        return []
+    legal = [n for n in range(2, dp + 1) if dp % n == 0]
+    if shard in legal:
+        return []
+    where, nearest = "strategy.data.shard", min(legal, key=lambda n: (abs(n - shard), n))
+    if shard == 1:
+        what = "strategy.data.shard=1 splits nothing: that is ddp"
+        return [Problem(what, where, f"strategy.data.kind=ddp, or strategy.data.shard={nearest}", kind="undefined")]
+    what = f"strategy.data.shard={shard} does not divide dp={dp}"
+    return [Problem(what, where, f"strategy.data.shard={nearest}", kind="arithmetic")]
+
+
+def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
+    """torch's FSDP2 cannot reduce a gradient without elements: every tensor rank needs a row of the vocabulary."""
+    rows, tp = request.spec.vocab, request.tp
+    if request.num_data_ranks == 1 or tp == 1 or _smallest_part(request):
+        return []
+    fits = max(degree for degree in range(1, tp) if _smallest_part(replace(request, tp=degree)))
+    what = f"vocab {rows} over tp={tp} leaves a rank without rows, which torch's FSDP2 cannot reduce"
+    return [Problem(what, "tp", f"tp={fits} or strategy.data.kind=zero1", kind="not_built")]
+
+
+def _smallest_part(request: Request) -> int:
+    """Rows of the vocabulary on the tensor rank that holds fewest."""
+    parts = tensor_strategy(request.config.strategy.tensor.kind).vocab_degrees(request)
+    sizes = {str(axis): degree for axis, degree in enumerate(parts)}
+    last = {axis: degree - 1 for axis, degree in sizes.items()}
+    return Layout((tuple(sizes),)).local_shape((request.spec.vocab,), sizes, last)[0]
+
+
+def _check_split_backward(request: Request) -> list[Problem]:
+    """Where weight gradients are computed apart, nothing can follow from the end of a backward pass."""
+    if not splits_backward(request):
+        return []
+    data, kind = FSDPConfig.of(request.config), request.config.strategy.pipeline.kind
+    too_early = {
+        "reshard_after_forward": (data.reshard_after_forward, "would let the weights go"),
+        "reduce_each_microbatch": (data.reduce_each_microbatch, "would reduce them"),
+    }
+    return [
+        Problem(
+            f"strategy.data.{key}=true under schedule={kind}: its weight gradients come after the backward that {does}",
+            where=f"strategy.data.{key}",
+            suggestion=f"strategy.data.{key}=false, or schedule=1f1b",
+            kind="undefined",
+        )
+        for key, (asked, does) in too_early.items()
+        if asked
+    ]
