@@ -15,6 +15,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,21 +24,42 @@ from typing import Any
 import torch
 
 from parallelrun.context import WorkerContext
-from parallelrun.train.build import build
-from parallelrun.train.corruption.watch import watch_of
+from parallelrun.train.build import Training, build
+from parallelrun.train.corruption.watch import CorruptionWatch, watch_of
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
-from tests.corruption import BASE, PLANS, Case, Outcome, Result, draw, judge, run, run_all
+from tests.corruption import (
+    ACTIVATIONS,
+    BASE,
+    FLIP,
+    GRADIENTS,
+    PLANS,
+    SEVERAL,
+    STUCK,
+    SUMS,
+    WEIGHTS,
+    Case,
+    Outcome,
+    Result,
+    draw,
+    judge,
+    run,
+    run_all,
+)
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 
 TOGETHER = 12  # cases in the same processes: to start them takes longer than a case
 EVERY = 50
+DOCS = Path(__file__).parent.parent / "docs" / "running.md"
+KINDS = {FLIP: "one bit", SEVERAL: "2 to 8 bits", STUCK: "stuck lane"}
+PLACES = {
+    ACTIVATIONS: "activations", GRADIENTS: "gradients in backward", SUMS: "final gradients", WEIGHTS: "stored weights",
+}  # fmt: skip
 SIZE: dict[str, Any] = {  # the model that `parallelrun model=gpt` trains (with hidden 64), and its batch
     "model.layers": 4, "model.heads": 4, "model.seq": 64, "model.vocab": 256, "dataset.vocab": 256,
     "global_batch": 48, "optimizer.name": "adamw", "steps": 10**6, "sdc.every": EVERY,
 }  # fmt: skip
-HIDDEN = (64, 128, 256)
 SMALL = [plan for plan in PLANS if plan not in ("tp3d", "tp25d")]  # 8 ranks on two cores: minutes a case
 COSTS: dict[str, dict[str, Any]] = {
     "ddp": {"dp": 2},
@@ -52,12 +75,17 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--plans", default=",".join(SMALL), help="names of tests.corruption.PLANS, with commas")
     parser.add_argument("--cost", action="store_true", help="measure what looking costs instead")
+    parser.add_argument("--hidden", default="64,128,256", help="sizes of the model for --cost, with commas")
     parser.add_argument("--rounds", type=int, default=20, help="steps and checks of each plan for --cost")
     parser.add_argument("--to", type=Path, help="append every case or plan to this file, as a line of JSON")
+    parser.add_argument("--table", type=Path, help="write the table of docs/running.md from the cases in this file")
     arguments = parser.parse_args()
+    if arguments.table:
+        return write_table(arguments.table)
     print(f"{time.strftime('%Y-%m-%d')}, {platform.node()}, Python {platform.python_version()}")
     if arguments.cost:
-        measure_cost(arguments.rounds, arguments.to)
+        hidden = [int(one) for one in arguments.hidden.split(",")]
+        measure_cost(hidden, arguments.rounds, arguments.to)
     else:
         plant(arguments.cases, arguments.first, arguments.plans.split(","), arguments.to)
 
@@ -122,9 +150,9 @@ def note(to: Path, seed: int, case: Case, result: Result, outcomes: list[Outcome
         file.write(json.dumps(row) + "\n")
 
 
-def measure_cost(rounds: int, to: Path | None) -> None:
+def measure_cost(hidden: list[int], rounds: int, to: Path | None) -> None:
     """Print the processor time of checks with `sdc.every=50` over that of training steps, on the slowest rank."""
-    for name, over in [(plan, {**COSTS[plan], "model.hidden": hidden}) for hidden in HIDDEN for plan in COSTS]:
+    for name, over in [(plan, {**COSTS[plan], "model.hidden": size}) for size in hidden for plan in COSTS]:
         size = tiny_plan({**SIZE, **over}).spec.num_parameters
         found = run_ranks(2, costs, over, rounds, timeout=600)
         shares = [(rest + check / EVERY) / step for step, rest, check in found]
@@ -140,6 +168,52 @@ def measure_cost(rounds: int, to: Path | None) -> None:
                 file.write(json.dumps({**row, "share": max(shares)}) + "\n")
 
 
+def write_table(rows: Path) -> None:
+    """Replace the table of docs/running.md by that of a file of cases."""
+    by_fault: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in map(json.loads, rows.read_text().splitlines()):
+        if row["acted"]:
+            by_fault[f"{KINDS[row['kind']]}, {PLACES[row['place']]}"].append(row)
+    by_fault["all"] = [row for found in by_fault.values() for row in found]
+    lines = ["| planted | cases | found in time | rank named | ended right |", "| --- | --- | --- | --- | --- |"]
+    for fault, cases in sorted(by_fault.items(), key=lambda item: (item[0] == "all", item[0])):
+        counts = [sum(case[key] for case in cases) for key in ("found", "named", "ended")]
+        lines.append(f"| {fault} | {' | '.join(map(str, [len(cases), *counts]))} |")
+    before, begin, rest = DOCS.read_text().partition("<!-- sdc -->\n")
+    _, end, after = rest.partition("<!-- /sdc -->\n")
+    assert begin and end, f"{DOCS} has no place for the table"
+    DOCS.write_text(before + begin + "\n".join(lines) + "\n" + end + after)
+
+
+@dataclass
+class Looking:
+    """Measures the processor time of what a watch does in a step."""
+
+    watch: CorruptionWatch
+    seconds: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        began = time.process_time()
+        yield
+        self.seconds += time.process_time() - began
+
+    def before_update(self, training: Training) -> None:
+        with self.timed():
+            self.watch.before_update(training)
+
+    @contextmanager
+    def around_update(self, chunk: int | None) -> Iterator[None]:
+        around = self.watch.around_update
+        assert around is not None
+        context = around(chunk)
+        with self.timed():
+            context.__enter__()
+        yield
+        with self.timed():
+            context.__exit__(None, None, None)
+
+
 def costs(over: dict[str, Any], rounds: int) -> tuple[float, float, float]:
     """Return medians of this rank's processor seconds: of a step, of its checksums, of a check. Measured in turns."""
     config, plan = tiny_config({**SIZE, **over}), tiny_plan({**SIZE, **over})
@@ -152,18 +226,20 @@ def costs(over: dict[str, Any], rounds: int) -> tuple[float, float, float]:
             console_owner=False,
         )  # fmt: skip
         watch = watch_of(training, scaler, context, 0)
+        looking = Looking(watch)
         times: dict[str, list[float]] = defaultdict(list)
         for step in range(1, rounds + 3):
-            moments = [time.process_time()]
-            train_step(training, step, 1e-3, scaler)
-            moments.append(time.process_time())
-            watch.after_update()
-            watch.before_update(training)
-            moments.append(time.process_time())
+            looking.seconds = 0.0
+            began = time.process_time()
+            train_step(training, step, 1e-3, scaler, observe=looking.before_update, around_update=looking.around_update)
+            took = time.process_time() - began - looking.seconds
+            with looking.timed():
+                watch.after_update()
+            began = time.process_time()
             watch.check(EVERY * step, saves=False)
-            moments.append(time.process_time())
-            for name, began, ended in zip(("step", "checksums", "check"), moments, moments[1:]):
-                times[name].append(ended - began)
+            check_s = time.process_time() - began
+            for name, seconds in (("step", took), ("checksums", looking.seconds), ("check", check_s)):
+                times[name].append(seconds)
     step_s, checksums_s, check_s = (statistics.median(times[name][2:]) for name in ("step", "checksums", "check"))
     return step_s, checksums_s, check_s
 

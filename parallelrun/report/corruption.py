@@ -27,6 +27,10 @@ def corruption_text(plan: Plan, config: Config) -> str:
     gaps = []
     if found.alone:
         gaps.append(f"{found.alone:.0%} of the optimizer's state, which no other rank holds as well")
+    if plan.data.independent:
+        meet = plan.data.meets(config.steps)
+        compared = "they are compared only after they have met" if meet else "they never meet, so none is compared"
+        gaps.append(f"what makes replicas differ, which train apart: {compared}")
     if not (config.sdc.recompute and found.every == 1):
         fix = "sdc.every=1" if config.sdc.recompute else "sdc.recompute=true"
         gaps.append(f"what goes wrong in computing in one step alone (see {fix})")

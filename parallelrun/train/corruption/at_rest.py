@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from parallelrun.train.corruption.digests import combined, counts_of, groups_of, sums_of, words_of
+from parallelrun.train.corruption.digests import combined, counts_of, groups_of, scratch_for, sums_of, words_of
 
 
 class AtRest:
@@ -20,7 +20,8 @@ class AtRest:
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = dict(tensors)
         self._chunks: Sequence[Sequence[Tensor]] = ()
-        self._rest, self._parts = _Part(self._tensors), list[_Part]()
+        self._scratch = scratch_for(tensors.values())
+        self._rest, self._parts = _Part(self._tensors, self._scratch), list[_Part]()
         self._seen: list[str] = []
 
     @torch.no_grad()
@@ -41,8 +42,8 @@ class AtRest:
         name_of = {_place(tensor): name for name, tensor in rest.items()}
         for chunk in chunks:
             names = [name_of[_place(one)] for one in chunk if one.numel() and _place(one) in name_of]
-            self._parts.append(_Part({name: rest.pop(name) for name in names}))
-        self._rest = _Part(rest)
+            self._parts.append(_Part({name: rest.pop(name) for name in names}, self._scratch))
+        self._rest = _Part(rest, self._scratch)
 
     @contextmanager
     def updating(self, number: int | None) -> Iterator[None]:
@@ -85,22 +86,26 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 class _Part:
     """Some of the tensors, which are read together. is_known: `sums` are those of their present values."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]):
+    def __init__(self, tensors: Mapping[str, Tensor], scratch: Tensor | None):
         self._names = list(tensors)
         words = [words_of(tensor) for tensor in tensors.values()]
         self._groups, self._counts = groups_of(words), counts_of(words)
+        self._scratch = scratch
         self.sums = torch.zeros(0, dtype=torch.int64)
         self.is_known = False
 
     @torch.no_grad()
     def begin(self) -> None:
-        self.sums, self.is_known = sums_of(self._groups), True
+        self.sums, self.is_known = self._read(), True
 
     def changed(self) -> list[str]:
         if not self.is_known:
             return []
-        now = sums_of(self._groups)
+        now = self._read()
         if torch.equal(self.sums, now):
             return []
         parts = zip(self._names, self.sums.split(self._counts), now.split(self._counts))
         return [name for name, old, new in parts if not torch.equal(old, new)]
+
+    def _read(self) -> Tensor:
+        return sums_of(self._groups, self._scratch)

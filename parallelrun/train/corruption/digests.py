@@ -19,7 +19,7 @@ ROW = 256  # words
 PACKED = 128 * ROW  # words: smaller tensors are copied into one, whose rows are summed by one operation
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, odd: its multiples are spread over all 64 bits
-_PIECES = {"cpu": 2**18}  # words whose upper halves are taken at a time: 2 MiB stay in the processor's cache
+_PIECES = {"cpu": 2**17}  # words whose upper halves are taken at a time: 1 MiB stays in the processor's cache
 _PIECE = 2**24  # on other devices
 
 
@@ -33,25 +33,33 @@ def words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return words[:in_rows].view(-1, ROW), words[in_rows:]
 
 
-def row_sums(rows: Tensor, rest: Tensor) -> Tensor:
+def row_sums(rows: Tensor, rest: Tensor, scratch: Tensor | None = None) -> Tensor:
     """Return the checksums (int64) of the words of one tensor: of each row, and of the rest if there is one."""
     if not rest.numel():
-        return _summed(rows)
-    ending = _summed(rest.view(1, -1))
-    return torch.cat([_summed(rows), ending]) if rows.numel() else ending
+        return _summed(rows, scratch)
+    ending = _summed(rest.view(1, -1), scratch)
+    return torch.cat([_summed(rows, scratch), ending]) if rows.numel() else ending
 
 
-def _summed(rows: Tensor) -> Tensor:
+def scratch_for(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return memory for `sums_of`, which it need not allocate then; None off the CPU, where torch keeps memory."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return None
+    return torch.empty(_PIECES["cpu"], dtype=torch.int64)
+
+
+def _summed(rows: Tensor, scratch: Tensor | None) -> Tensor:
     """Return the checksum (int64) of each row of words."""
     size = max(_PIECES.get(rows.device.type, _PIECE) // max(rows.shape[1], 1), 1)
     if rows.shape[0] <= size:
-        return _summed_piece(rows)
-    return torch.cat([_summed_piece(piece) for piece in rows.split(size)])
+        return _summed_piece(rows, scratch)
+    return torch.cat([_summed_piece(piece, scratch) for piece in rows.split(size)])
 
 
-def _summed_piece(rows: Tensor) -> Tensor:
+def _summed_piece(rows: Tensor, scratch: Tensor | None) -> Tensor:
     words = rows.long()  # smaller words are packed with others as such, too
-    return words.sum(1).add_((words >> 32).sum(1), alpha=_FACTOR)
+    into = None if scratch is None else scratch[: words.numel()].view(words.shape)
+    return words.sum(1).add_(torch.bitwise_right_shift(words, 32, out=into).sum(1), alpha=_FACTOR)
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -99,14 +107,17 @@ def groups_of(words: Sequence[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
     return [group for group in groups if group]
 
 
-def sums_of(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the checksums of the rows of all tensors, one tensor after another."""
-    found = [row_sums(*group) if group[0].dim() == 2 else _packed_sums(group) for group in groups]
+def sums_of(groups: Sequence[Sequence[Tensor]], scratch: Tensor | None = None) -> Tensor:
+    """Return the checksums of the rows of all tensors, one tensor after another. scratch: see `scratch_for`."""
+    found = [
+        row_sums(group[0], group[1], scratch) if group[0].dim() == 2 else _packed_sums(group, scratch)
+        for group in groups
+    ]
     return torch.cat(found) if len(found) > 1 else found[0] if found else torch.zeros(0, dtype=torch.int64)
 
 
-def _packed_sums(group: Sequence[Tensor]) -> Tensor:
-    return _summed(torch.cat(tuple(group)).view(-1, ROW))
+def _packed_sums(group: Sequence[Tensor], scratch: Tensor | None) -> Tensor:
+    return _summed(torch.cat(tuple(group)).view(-1, ROW), scratch)
 
 
 def counts_of(words: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, ...]:

@@ -33,6 +33,20 @@ def test_without_replicas_of_stages_nothing_is_compared():
     assert looked_for(pp=2, sdc__every=50)[0].alone == 1.0
 
 
+@pytest.mark.parametrize(
+    "over,said",
+    [
+        ({"dp": 2}, ""),
+        ({"dp": 2, "strategy__data__kind": "local_sgd"}, "only after they have met"),
+        ({"dp": 2, "strategy__data__kind": "horovod", "strategy__data__reduction": "adasum"}, "after they have met"),
+        ({"dp": 4, "strategy__data__kind": "horovod", "strategy__data__process_sets": [[0, 1], [2, 3]]}, "never meet"),
+    ],
+)
+def test_replicas_that_train_apart_are_compared_where_they_meet(over, said):
+    _, text = looked_for(sdc__every=50, **over)
+    assert ("which train apart" in text) == bool(said) and said in text
+
+
 def test_steps_computed_twice_cost_one_more_and_leave_nothing_out():
     rare, text = looked_for(dp=2, sdc__every=50)
     assert rare.share_of_flops == 2 * 2 / 8 / 50 and "sdc.recompute=true" in text
