@@ -25,7 +25,8 @@ import torch
 
 from parallelrun.context import WorkerContext
 from parallelrun.train.build import Training, build
-from parallelrun.train.corruption.watch import CorruptionWatch, watch_of
+from parallelrun.train.corruption.hooks import CorruptionWatch
+from parallelrun.train.corruption.watch import watch_of
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.corruption import (
