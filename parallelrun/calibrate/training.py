@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TIMED_STEPS = ("bench.warmup=2", "bench.steps=11", "dataset=synthetic")
+TIMED_STEPS = ("bench.warmup=5", "bench.steps=51", "dataset=synthetic")
 
 
 def _gpt(hidden: int, layers: int, seq: int, batch: int, *more: str) -> tuple[str, ...]:

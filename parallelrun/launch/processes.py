@@ -25,7 +25,6 @@ from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import open_log, redirect
 from parallelrun.launch.rank import Job, RankSettings
 from parallelrun.launch.store_file import StoreFile, file_store, store_file
-from parallelrun.launch.turns import take_long_turns
 from parallelrun.plan.structure import Plan
 
 FORK, EXEC = "fork", "exec"
@@ -144,9 +143,10 @@ def unblock_signals() -> None:
 
 
 def take_turns(num_ranks: int) -> None:
-    """If ranks share cores, let this one take long turns on its core."""
-    if num_ranks > num_cores():
-        take_long_turns()
+    """If ranks share cores, let this one not interrupt another when it is woken: each interruption empties caches."""
+    if num_ranks > num_cores() and hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _fork(

@@ -185,7 +185,8 @@ def _add_attention(
     if stack.fused_attention:
         causal = spec.is_causal  # which halves the work
         computed = 4.0 * plan.num_rows * attended * spec.qk_features / (2 if causal else 1)  # zeros behind values too
-        forward[ATTENTION] = attention_s(computed / tp / stack.attention, attended, causal, rates)
+        head_size = spec.qk_features / max(1, spec.heads)
+        forward[ATTENTION] = attention_s(computed / tp / stack.attention, attended, head_size, causal, rates)
         backward[ATTENTION] = BACKWARD_OF_ATTENTION * forward[ATTENTION]
     else:
         heads, size = max(1, plan.batch.micro_batch * spec.heads // tp), spec.qk_features // spec.heads

@@ -23,7 +23,7 @@ from tests.unit.config.test_presets import composed as composed_by_user
 FACTS = {"date": "2026-11-22T12:00:00Z", "host": "here", "device": "CPU", "backend": "shm", "versions": {"torch": "2"}}
 EMPTY = Measurements(WALL, "cpu", 2, FACTS, {"fp32": 1e11, "bf16": 2e11}, 2e10, memory_bytes=8e9)
 TRUE = {
-    "product_efficiency": 0.7, "product_ramp": 60.0, "attention_efficiency": 0.1, "memory_efficiency": 0.3,
+    "product_efficiency": 0.7, "product_ramp": 60.0, "attention_efficiency": 0.4, "memory_efficiency": 0.3,
     "operation_us": 9.0, "step_us": 2000.0, "thread_efficiency": 0.5, "convolution_efficiency": 0.2,
     "collective_us": 150.0, "hop_us": 20.0, "link_efficiency": 0.6,
 }  # fmt: skip

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from parallelrun.launch import turns
 from tests.servants import ROOT
 
 PRELUDE = """
@@ -41,24 +40,17 @@ def test_a_launcher_with_threads_that_do_not_survive_a_fork_execs_its_ranks(code
 
 
 SCHEDULED = """
-import ctypes, os
-from parallelrun.launch import processes, turns
+import os
+from parallelrun.launch import processes
 processes.num_cores = lambda: 4
-os.nice(3)
+policies = []
 for num_ranks in (4, 5):
     processes.take_turns(num_ranks)
-    found = turns._Attributes()
-    size = ctypes.sizeof(found)
-    number = turns._SYSCALLS[os.uname().machine] + 1  # sched_getattr(2)
-    assert ctypes.CDLL(None).syscall(number, 0, ctypes.byref(found), size, 0) == 0
-    print(found.policy, found.nice, found.runtime)
+    policies.append(os.sched_getscheduler(0))
+print(policies == [os.SCHED_OTHER, os.SCHED_BATCH])
 """
-TURN_LENGTHS_SINCE = (6, 12)  # the version of Linux
 
 
-def test_ranks_interrupt_each_other_and_take_short_turns_unless_they_share_cores():
+def test_ranks_interrupt_each_other_unless_they_share_cores():
     done = subprocess.run([sys.executable, "-c", SCHEDULED], cwd=ROOT, capture_output=True, text=True)
-    alone, shared = ([int(number) for number in line.split()] for line in done.stdout.splitlines())
-    version = tuple(int(number) for number in os.uname().release.split(".")[:2])
-    assert alone[:2] == [os.SCHED_OTHER, 3] and alone[2] != turns.TURN_NS, done.stderr
-    assert shared == [os.SCHED_BATCH, 3, turns.TURN_NS if version >= TURN_LENGTHS_SINCE else 0], done.stderr
+    assert done.stdout.strip() == "True", done.stderr

@@ -197,11 +197,21 @@ def test_bytes_of_simple_kernels_are_those_that_a_block_moves(changes):
         assert (seconds + beside) * rates.memory_bytes_s == pytest.approx(counted.total, rel=0.05)
 
 
+def test_measured_rates_of_attention_on_a_cpu():
+    """torch 2.13, one core with AVX-512, causal, forward and backward, by tokens and head size: GFLOP/s."""
+    measured = {(64, 16): 31.7, (96, 16): 40.6, (512, 8): 15.7, (512, 16): 50.7, (512, 48): 65.9, (512, 128): 71.3}
+    one_core = replace(RATES, kernel_s=0.0, synchronous=True)
+    predicted = {case: 1e12 / attention_s(1e12, case[0], case[1], True, one_core) for case in measured}
+    largest = predicted[512, 128]
+    for case, rate in measured.items():
+        assert predicted[case] / largest == pytest.approx(rate / measured[512, 128], rel=0.15), case
+
+
 def test_published_rates_of_attention():
     """FlashAttention-2, A100, head size 128, causal, forward and backward; FlashAttention-3's table of it on H100."""
     for seq, rate in ((512, 99e12), (2048, 155e12), (16384, 189e12)):
-        seconds = attention_s(1e12, seq, True, replace(RATES, kernel_s=0.0))
+        seconds = attention_s(1e12, seq, 128, True, replace(RATES, kernel_s=0.0))
         assert 3.5e12 / (seconds * (1 + blocks.BACKWARD_OF_ATTENTION)) == pytest.approx(rate, rel=0.1)
     h100 = rates_of(composed("cluster=h100_dgx").config.cluster, "bf16")
     for seq, rate in ((512, 309e12), (16384, 370e12)):
-        assert 1e12 / attention_s(1e12, seq, False, replace(h100, kernel_s=0.0)) == pytest.approx(rate, rel=0.05)
+        assert 1e12 / attention_s(1e12, seq, 128, False, replace(h100, kernel_s=0.0)) == pytest.approx(rate, rel=0.05)

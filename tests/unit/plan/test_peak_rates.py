@@ -69,11 +69,11 @@ def test_no_product_beats_the_peak_rate_or_the_memory(rated, rows, inner, column
 
 
 @settings(max_examples=100, **COMMON)
-@given(st.deferred(lambda: st.sampled_from(rated_clusters())), st.floats(1, 1e18), sizes, st.booleans())
-def test_no_attention_beats_the_peak_rate_and_no_copy_the_memory(rated, amount, seq, causal):
+@given(st.deferred(lambda: st.sampled_from(rated_clusters())), st.floats(1, 1e18), sizes, sizes, st.booleans())
+def test_no_attention_beats_the_peak_rate_and_no_copy_the_memory(rated, amount, seq, head_size, causal):
     cluster, precision = rated
     found = rates(cluster, precision, best=True)
-    assert attention_s(amount, seq, causal, found) >= amount / peak_flops(cluster, precision) * (1 - 1e-12)
+    assert attention_s(amount, seq, head_size, causal, found) >= amount / peak_flops(cluster, precision) * (1 - 1e-12)
     assert streaming_s(amount, 1, found) >= amount / ((cluster.memory_gb_s or 500.0) * 1e9) * (1 - 1e-12)
 
 
