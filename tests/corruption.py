@@ -1,7 +1,8 @@
 """Plants wrong bits in one rank of a real training, and says what the run made of them. Test tools, not product code.
 
 A fault is a flipped bit, several of them, or a stuck lane (one of 16, in which a bit keeps a value from then on), in
-weights, in gradients, in activations, or in what independent replicas have in common. `run` trains on the ranks of the warm pool, through the loop of a run.
+weights, in gradients, in activations, or in what independent replicas have in common. `run` trains on the ranks of the
+warm pool, through the loop of a run.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True)
 class Fault:
     """kind: flip, several, stuck; place: weights (at rest), gradients (of a module's output, in backward), sums (final
-    gradients of the rank), activations (a module's output), averages (weights when replicas have met), kept (tensors that
-    replicas have in common, at rest); step: of the first wrong bit; seed: of all other choices; bit: of a word, None: any.
+    gradients of the rank), activations (a module's output), averages (weights when replicas have met), kept (tensors
+    that replicas have in common, at rest); step: of the first wrong bit; seed: of all other choices; bit: of a word,
+    None: any.
     """
 
     kind: str
