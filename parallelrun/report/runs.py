@@ -99,7 +99,7 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
     ]
     if found := attempts.read(run.directory):
         allowed = run.config.get("restarts")
-        shown = attempts.lines(found, allowed + 1 if isinstance(allowed, int) and allowed else None)
+        shown = attempts.lines(found, allowed + 1 if isinstance(allowed, int) and allowed else None, row.step)
         lines.append(("attempts", "\n".join(shown)))
     if not (run.directory / "summary.json").exists():
         lines += [

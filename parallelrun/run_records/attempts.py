@@ -151,15 +151,16 @@ def status(directory: Path) -> dict[str, Any]:
     return {"attempt": found[-1].number, "last_failure": last}
 
 
-def lines(attempts: Sequence[Attempt], most: int | None = None) -> list[str]:
+def lines(attempts: Sequence[Attempt], most: int | None = None, step: int = 0) -> list[str]:
     """Return a line for each attempt: its ranks, its steps, and why it ended; and one with the parts of each restart.
-    most: attempts that are allowed."""
+    most: attempts that are allowed; step: the run's last one, to which an attempt has come that has not failed."""
     out = []
     for number, one in enumerate(attempts):
         of = f" of {most}" if most else ""
         degrees = " ".join(f"{axis}={size}" for axis, size in one.degrees.items() if size > 1)
         shown = f"attempt {one.number}{of}: {one.world} ranks{f' ({degrees})' if degrees else ''}"
-        shown += f", steps {one.resumed_step + 1} to {one.step}" if one.step > one.resumed_step else ", no step"
+        last = one.step if one.ended is not None else max(one.step, step)
+        shown += f", steps {one.resumed_step + 1} to {last}" if last > one.resumed_step else ", no step"
         if one.error:
             host = f" on {one.host}" if one.host else ""
             who = f"rank {one.rank}{host} " if one.rank is not None else ""

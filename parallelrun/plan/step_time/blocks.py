@@ -182,17 +182,17 @@ def _add_attention(
     tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
     attended = spec.attended or spec.seq
     flops = 2.0 * plan.num_rows * attended * spec.attention_features
+    head_size = spec.qk_features // max(1, spec.heads)
     if stack.fused_attention:
         causal = spec.is_causal  # which halves the work
         computed = 4.0 * plan.num_rows * attended * spec.qk_features / (2 if causal else 1)  # zeros behind values too
-        head_size = spec.qk_features / max(1, spec.heads)
         forward[ATTENTION] = attention_s(computed / tp / stack.attention, attended, head_size, causal, rates)
         backward[ATTENTION] = BACKWARD_OF_ATTENTION * forward[ATTENTION]
     else:
-        heads, size = max(1, plan.batch.micro_batch * spec.heads // tp), spec.qk_features // spec.heads
+        heads = max(1, plan.batch.micro_batch * spec.heads // tp)
         moved = [streaming_s(each * width / 2 * heads * plan.seq * spec.seq, 2, rates) for each in SCORE_BYTES]
-        multiplied = product_s(plan.seq, size, spec.seq, width, rates, heads)
-        multiplied += product_s(plan.seq, spec.seq, size, width, rates, heads)
+        multiplied = product_s(plan.seq, head_size, spec.seq, width, rates, heads)
+        multiplied += product_s(plan.seq, spec.seq, head_size, width, rates, heads)
         forward[ATTENTION] = multiplied + moved[0]
         backward[ATTENTION] = 2 * multiplied + moved[1]
     if plan.context:

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from parallelrun.launch import processes
+from tests.plans import tiny_config, tiny_plan
 from tests.servants import ROOT
 
 PRELUDE = """
@@ -54,3 +56,25 @@ print(policies == [os.SCHED_OTHER, os.SCHED_BATCH])
 def test_ranks_interrupt_each_other_unless_they_share_cores():
     done = subprocess.run([sys.executable, "-c", SCHEDULED], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
+
+
+COMPILER, PIPELINING = "parallelrun.torch_private:import_compiler", "torch.distributed.pipelining"
+
+
+@pytest.mark.parametrize(
+    ("asked", "needed"),
+    [
+        ({"dp": 2}, set()),
+        ({"dp": 2, "compile": True}, {COMPILER}),
+        ({"dp": 2, "recompute": "full"}, {COMPILER}),
+        ({"pp": 2}, {PIPELINING}),
+    ],
+)
+def test_before_the_fork_a_launcher_imports_what_its_plan_needs_and_nothing_else(asked, needed):
+    found = processes.modules(tiny_config(asked), tiny_plan(asked))
+    assert {COMPILER, PIPELINING} & set(found) == needed
+    assert any(name.endswith("tensor.megatron.runtime") for name in found)
+
+
+def test_ranks_that_are_not_forked_import_for_themselves():
+    assert not processes.modules(tiny_config(device="cuda"), tiny_plan(device="cuda"))

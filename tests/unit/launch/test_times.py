@@ -386,3 +386,10 @@ def test_an_agent_ends_the_other_ranks_of_its_host_ten_seconds_after_one_has_fai
     ((pid, number, when),) = killed
     assert (pid, number) == (11, signal.SIGKILL)
     assert when - began == pytest.approx(10, abs=0.5)
+
+
+def test_an_earlier_connection_to_a_host_that_was_connected_to_again_says_nothing_any_more(connections):
+    launcher, earlier = started(connections, judges=True), connections.by_name["b"]
+    connections.open([SimpleNamespace(name="b")])
+    launcher._take((earlier, "closed", None))
+    assert not launcher.lost and "b" in connections.by_name

@@ -68,6 +68,8 @@ def test_the_cost_of_restarts_is_the_time_without_steps_and_the_repeated_work(tm
         "attempt 2 of 4: 4 ranks (dp=4), no step",
         "  3.0 s from the failure to its first step: starting ranks 0.5, loading 2.5",
     ]
+    told = attempts.lines(history, 4, step=60)
+    assert "steps 1 to 7," in told[0] and told[1] == "attempt 2 of 4: 4 ranks (dp=4), steps 6 to 60"
 
 
 def test_a_restart_over_hosts_is_told_in_parts(tmp_path):
