@@ -16,7 +16,7 @@ from parallelrun.plan.traffic import traffic_of
 from parallelrun.precision import BYTES
 from parallelrun.wording import divisors
 
-EACH_CHECK = 2  # batches with a known answer that a check computes again
+EACH_CHECK = 1  # batches with a known answer that a check computes again
 DIGESTED = 2  # times that the weights are read in every step: when they begin to rest, and before the update
 
 
