@@ -174,8 +174,8 @@ def remote_command(name: str, ssh: SshOptions, connect_s: int = SSH_CONNECT_S) -
 class Connections:
     """The connections to the hosts of a run, while it lasts. No process outlives the context.
 
-    signals: gets those that arrive; prepare: what every agent must import, as in `host_agent.Agent`, if the ranks may be
-    started again: then a host that does not answer is given up after some 3 s, before ssh does.
+    signals: gets those that arrive; prepare: what every agent must import, as in `host_agent.Agent`, if the ranks may
+    be started again: then a host that does not answer is given up after some 3 s, before ssh does.
     """
 
     def __init__(self, ssh: SshOptions, signals: list[int], prepare: Mapping[str, Any] | None = None):

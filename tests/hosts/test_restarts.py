@@ -50,8 +50,8 @@ def own() -> Iterator[Network]:
 def expected(tmp_path_factory) -> Path:
     """The run that never failed, on one host."""
     folder = tmp_path_factory.mktemp("one host")
-    subprocess.run([sys.executable, *PROGRAM, f"steps={STEPS}", "backend=gloo"], cwd=folder, env=environ(), check=True, timeout=400,
-                   capture_output=True)  # fmt: skip
+    command = [sys.executable, *PROGRAM, f"steps={STEPS}", "backend=gloo"]
+    subprocess.run(command, cwd=folder, env=environ(), check=True, timeout=400, capture_output=True)
     return next(folder.glob("runs/*/*/config.yaml")).parent
 
 
