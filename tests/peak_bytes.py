@@ -51,6 +51,10 @@ class PeakBytes(TorchDispatchMode):
         self._see_in((result,))
         return result
 
+    def restart(self) -> None:
+        """Measure the peak from now on."""
+        self.peak = self.now
+
     def see_all(self) -> None:
         """Know all tensors that are alive, and that garbage collection has not frozen."""
         for value in gc.get_objects():
