@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -29,6 +30,8 @@ _PR_SET_PDEATHSIG = 1
 _MADV_COLLAPSE, _LARGE_PAGE = 25, 2 << 20
 _NOT_INHERITED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SETTINGS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+_COLLECTOR = gc.get_threshold()  # Python's own thresholds, before `tests/conftest.py` raises them
 
 _forks: socket.socket | None = None  # one per session: this is what makes it cheap
 
@@ -127,8 +130,9 @@ def _leave_with(parent: int) -> None:
 
 
 def _forget_pytest(connection: socket.socket) -> None:
-    """Be as a process that pytest has not started: its files are let go, its streams and hooks are Python's own."""
+    """Be as a process that pytest has not started: without its files, with Python's own streams and hooks."""
     faulthandler.disable()
+    gc.set_threshold(*_COLLECTOR)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (lives as long as the process)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
