@@ -43,8 +43,6 @@ def modules(config: Config, plan: Plan, worker: str = ranks.WORKER) -> list[str]
     if not _may_fork(plan):
         return []
     found = [worker.partition(":")[0], *_PRELOADED]
-    if plan.mesh.size("pp") > 1:
-        found.append("torch.distributed.pipelining")
     if plan.recompute == "full" or config.compile:
         found.append("parallelrun.torch_private:import_compiler")
     found += [registry.path("models", config.model.name, "network"), registry.path("datasets", config.dataset.name)]

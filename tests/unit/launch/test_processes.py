@@ -58,7 +58,7 @@ def test_ranks_interrupt_each_other_unless_they_share_cores():
     assert done.stdout.strip() == "True", done.stderr
 
 
-COMPILER, PIPELINING = "parallelrun.torch_private:import_compiler", "torch.distributed.pipelining"
+COMPILER = "parallelrun.torch_private:import_compiler"
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ COMPILER, PIPELINING = "parallelrun.torch_private:import_compiler", "torch.distr
         ({"dp": 2}, set()),
         ({"dp": 2, "compile": True}, {COMPILER}),
         ({"dp": 2, "recompute": "full"}, {COMPILER}),
-        ({"pp": 2}, {PIPELINING}),
+        ({"pp": 2}, set()),
     ],
 )
 def test_before_the_fork_a_launcher_imports_what_its_plan_needs_and_nothing_else(asked, needed):
     found = processes.modules(tiny_config(asked), tiny_plan(asked))
-    assert {COMPILER, PIPELINING} & set(found) == needed
+    assert {COMPILER} & set(found) == needed
     assert any(name.endswith("tensor.megatron.runtime") for name in found)
 
 
