@@ -13,7 +13,7 @@ from parallelrun.train.build import build
 from parallelrun.train.corruption.probe import Probe
 from parallelrun.train.corruption.state import Snapshot
 from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.train.step import finish_gradients, forward_backward, train_step
 from tests.corruption import (
     ACTIVATIONS,
     AVERAGES,
@@ -30,6 +30,7 @@ from tests.corruption import (
     Fault,
     judge,
     run,
+    run_in_chunks,
 )
 from tests.matrix import FULL
 from tests.plans import tiny_config, tiny_plan
@@ -62,7 +63,7 @@ def test_a_fault_is_found_and_its_rank_named(tmp_path, run_ranks, plan, kind, pl
     (tmp_path / "clean").mkdir()
     (tmp_path / "wrong").mkdir()
     clean = run_ranks(world, run, {**BASE, **PLANS[plan]}, None, tmp_path / "clean")
-    found = run_ranks(world, run, case.all_overrides, case.fault, tmp_path / "wrong")
+    found = run_ranks(world, run_in_chunks, case.all_overrides, case.fault, tmp_path / "wrong")
     result = judge(case, clean, found)
     assert result.acted, "the fault changed nothing"
     assert result.is_right, (result, found[0].events, [one.error for one in found])
@@ -75,7 +76,9 @@ def test_a_run_without_faults_has_the_same_bits_and_no_alarm(tmp_path, run_ranks
     (tmp_path / "plain").mkdir()
     (tmp_path / "watched").mkdir()
     plain = run_ranks(world, run, over, None, tmp_path / "plain")
-    watched = run_ranks(world, run, {**over, "sdc.every": 3, "sdc.recompute": True}, None, tmp_path / "watched")
+    watched = run_ranks(
+        world, run_in_chunks, {**over, "sdc.every": 3, "sdc.recompute": True}, None, tmp_path / "watched"
+    )
     assert not watched[0].events and [one.state for one in plain] == [one.state for one in watched]
 
 
@@ -99,6 +102,25 @@ def test_a_gradient_that_is_huge_on_one_rank_does_not_part_the_ranks(tmp_path, r
 
 def test_a_broken_device_has_an_exit_code_of_its_own():
     assert CorruptionError("x").exit_code == EXIT_CORRUPTION == 9
+
+
+def answers_without_an_update(over):
+    """Return what differs in known answers after a pass whose update is skipped, and in those after them."""
+    training = build(tiny_config(over), tiny_plan(over), torch.device("cpu"))
+    probe = Probe(training)
+    forward_backward(training, 1)
+    finish_gradients(training)
+    found = [probe.answers([number])[0][0] for number in (0, 1)]
+    training.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", [*PLANS] if FULL else ["adasum"])
+def test_a_skipped_update_leaves_known_answers_as_they_were(run_ranks, plan):
+    """Adasum combines updates, and would take the exchange of the weights for one."""
+    over = {**BASE, **PLANS[plan]}
+    for found in run_ranks(tiny_plan(over).world, answers_without_an_update, over):
+        assert found == [([], []), ([], [])]
 
 
 def check_costs(over):
