@@ -136,6 +136,7 @@ def test_processes_of_a_host_that_get_no_time_are_no_cut_network(own, tmp_path):
     wait_for(lambda: job.status["step"] > step, f"a step\n{job.output}")
     job.processes[0].send_signal(signal.SIGINT)
     assert job.wait() == [130], job.output
+    assert job.status["state"] == "interrupted"
     assert len(attempts.read(job.run)) == 1, job.output
     nothing_left(own)
 
