@@ -74,7 +74,8 @@ class Hashes:
 def _buffer(tensor: Tensor) -> memoryview:
     """Return the memory of the values, of a copy if they have gaps."""
     values = tensor.detach().contiguous()
-    return memoryview((values if values.dtype in _NUMPY else values.view(_WORDS[values.element_size()])).numpy())
+    words = values if values.dtype in _NUMPY else values.view(_WORDS[values.element_size()])
+    return words.numpy().data
 
 
 class RowSums:
