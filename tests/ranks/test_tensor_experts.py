@@ -46,11 +46,10 @@ def test_zero_bubble_separates_the_collectives():
     assert_proved(experts(GSHARD, **SHARED, **SEQUENCE), pipeline="zero_bubble")
 
 
-# Compilation takes ten seconds a case.
+# Compilation takes ten seconds a case: the first layer of this one has no experts.
 @pytest.mark.parametrize("sequence", [SEQUENCE, {}] if FULL else [SEQUENCE], ids=str)
-def test_compiled_blocks_leave_experts_out(sequence):
-    one_layer = {"model.layers": 1, "model.expert_period": 1}
-    assert_proved(experts(GSHARD, **SHARED, **one_layer, **sequence), backend="aot_eager")
+def test_compiled_blocks_send_the_same_and_leave_experts_out(sequence):
+    assert_proved(experts(GSHARD, **SHARED, **sequence), backend="aot_eager")
 
 
 def test_other_precisions_differ_by_their_rounding():
