@@ -57,7 +57,6 @@ CELLS: dict[str, dict[str, Any]] = {
     "2.5d dropout": {**DEEP, **DROPS, "recompute": "full"},
     "3d dropout": {**CUBE, **DROPS},
     "3d llama lean": {**CUBE, **llama(), **LEAN, **ONE_LAYER, "recompute": "full"},
-    "1x2 compiled": {**SQUARE, "tp": 2, "grid": "1x2", **ONE_LAYER, "compile": True, "dropout": 0.1},
     "2d mlp on features": {**SQUARE, "model.name": "mlp"},
     "2d stationary_w, user's module, one dropout inside and one behind": {
         **SQUARE, **form("stationary_w"), **PLACED, "model.source": f"{NET}:build_sliceable",
@@ -89,7 +88,6 @@ FULL_CELLS: dict[str, dict[str, Any]] = {
     "4x1": {**SQUARE, "grid": "4x1"},
     "1x4": {**SQUARE, "grid": "1x4"},
     "2d dp pp fsdp": {**SQUARE, **data("fsdp"), **schedule("1f1b")},
-    "3d compiled, recomputed": {**CUBE, "compile": True, "recompute": "full", **DROPS},
     "2d fp32": {**SQUARE, "verify.precision": "fp32"},
     "3d fp32": {**CUBE, "verify.precision": "fp32"},
 }  # fmt: skip
