@@ -45,7 +45,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announce
 @dataclass(frozen=True)
 class Job:
     """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; options: how to
-    talk to the user; attempt: from 1, higher after a restart; memory: a folder for checkpoints in the host's memory."""
+    talk to the user; attempt: from 1, higher after a restart; memory: a folder for checkpoints in the host's memory;
+    memory_step: the newest one of which several hosts have all files together, 0 for none; None on one host."""
 
     config: Config
     plan: Plan
@@ -54,6 +55,7 @@ class Job:
     options: ConsoleOptions = field(default_factory=ConsoleOptions)
     attempt: int = 1
     memory: Path | None = None
+    memory_step: int | None = None
 
     @property
     def config_file(self) -> Path:
