@@ -111,7 +111,8 @@ class _Attempts:
             print(f"  not restarted: {why}", file=sys.stderr, flush=True)
             return code
         of_memory = last.checkpoint is not None and not Path(last.checkpoint).is_relative_to(directory)
-        self._keep(is_bad=decision.bad_checkpoint and of_memory)
+        if self._asked.checkpoint.memory_every:
+            self._keep(is_bad=decision.bad_checkpoint and of_memory)
         Status(directory, last.step).running(last.step)
         noticed = launcher.noticed or ended
         attempts.mark(directory, noticed=noticed, ended=ended, hosts=time.time())
