@@ -40,7 +40,7 @@ Parts = Callable[[Index], Sequence[LocalPart]]
 
 
 @dataclass(frozen=True)
-class Hosts:
+class MemoryHosts:
     """The hosts of a run as this rank sees them. folder: that of its own host; ranks: those of each host, ascending."""
 
     folder: Path
@@ -48,7 +48,7 @@ class Hosts:
     rank: int
 
     @classmethod
-    def of(cls, folder: Path, mesh: Mesh) -> Hosts:
+    def of(cls, folder: Path, mesh: Mesh) -> MemoryHosts:
         """Find out which ranks share a host, by their folders, whose names are unique. Collective over the world."""
         by_folder: dict[str, list[int]] = {}
         for rank, name in enumerate(gather_json(os.fspath(folder), mesh)):
@@ -65,19 +65,19 @@ class Hosts:
         """Whether this rank does what one rank of each host must do."""
         return self.rank == self.own[0]
 
-    def copies(self, files: Mapping[str, int]) -> list[Transfer]:
+    def copies(self, files: Mapping[str, int]) -> list[FileTransfer]:
         """Return how the files of each host get to the next one."""
         found = []
         for number, ranks in enumerate(self.ranks if len(self.ranks) > 1 else ()):
             following = self.ranks[(number + 1) % len(self.ranks)]
             for local, rank in enumerate(ranks):
                 if rank_file(rank) in files:
-                    found.append(Transfer(rank_file(rank), rank, following[local % len(following)]))
+                    found.append(FileTransfer(rank_file(rank), rank, following[local % len(following)]))
         return found
 
 
 @dataclass(frozen=True)
-class Transfer:
+class FileTransfer:
     """A file that the rank `source` must send to the rank `target`."""
 
     name: str
@@ -103,7 +103,7 @@ class MemoryWriter(SafetensorsWriter):
 
 
 def write(
-    hosts: Hosts,
+    hosts: MemoryHosts,
     step: int,
     extra: Mapping[str, Any],
     plan: Plan,
@@ -145,7 +145,7 @@ def _publish(writer: MemoryWriter, index: bytes) -> OSError | None:
     return None
 
 
-def fetch(path: Path, hosts: Hosts, parts: Parts, plan: Plan, mesh: Mesh, group: dist.ProcessGroup) -> list[str]:
+def fetch(path: Path, hosts: MemoryHosts, parts: Parts, plan: Plan, mesh: Mesh, group: dist.ProcessGroup) -> list[str]:
     """Get the files of the checkpoint `path` that this host's ranks need and other hosts have. Collective.
 
     parts: a function that returns the parts that this rank must fill, from the index. Return the files that this rank
@@ -177,8 +177,8 @@ def fetch(path: Path, hosts: Hosts, parts: Parts, plan: Plan, mesh: Mesh, group:
 
 
 def _wanted(
-    hosts: Hosts, needed: Mapping[tuple[int, ...], set[str]], everyone: Sequence[Mapping[str, Any]], path: Path
-) -> list[Transfer]:
+    hosts: MemoryHosts, needed: Mapping[tuple[int, ...], set[str]], everyone: Sequence[Mapping[str, Any]], path: Path
+) -> list[FileTransfer]:
     """Return the transfers that give each host the files that it needs. Raises CheckpointError if one is lost."""
     found = []
     for ranks in hosts.ranks:
@@ -187,7 +187,7 @@ def _wanted(
             if not sources:
                 raise CheckpointError(Problem(f"{path / name} is lost: no host has it", where="resume"))
             source = sources[number % len(sources)]
-            found.append(Transfer(name, source[number % len(source)], ranks[number % len(ranks)]))
+            found.append(FileTransfer(name, source[number % len(source)], ranks[number % len(ranks)]))
     return found
 
 
@@ -204,7 +204,7 @@ def _files_of(index: Index, parts: Sequence[LocalPart]) -> set[str]:
 
 
 def transfer(
-    transfers: Sequence[Transfer], sizes: Mapping[str, int], directory: Path, rank: int, group: dist.ProcessGroup
+    transfers: Sequence[FileTransfer], sizes: Mapping[str, int], directory: Path, rank: int, group: dist.ProcessGroup
 ) -> OSError | None:
     """Send and receive this rank's files, one after the other, in an order that is the same on all ranks.
 

@@ -10,7 +10,7 @@ from typing import Any
 from parallelrun.checkpoint import memory
 from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.index import Index
-from parallelrun.checkpoint.memory import Hosts
+from parallelrun.checkpoint.memory import MemoryHosts
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.checkpoint.store import parts_wanted
 from parallelrun.context import WorkerContext
@@ -26,7 +26,7 @@ class MemoryCheckpoints:
         mesh = training.mesh
         self._training, self._context = training, context
         self._every = training.config.checkpoint.memory_every if context.memory is not None else 0
-        self._hosts = Hosts.of(context.memory, mesh) if self._every and context.memory is not None else None
+        self._hosts = MemoryHosts.of(context.memory, mesh) if self._every and context.memory is not None else None
         self._writer = BackgroundWriter(training.plan, mesh.group(WORLD), mesh.device, training.config.timeout_s)
         self.num_saved = 0
 
