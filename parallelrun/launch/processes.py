@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -71,6 +72,16 @@ def import_all(names: Sequence[str]) -> None:
         gc.enable()
 
 
+def prepared(job: Job) -> Job:
+    """Return the job with what its worker's module prepares once for all ranks, if they are forked. An error is left to
+    the ranks, which meet it again and log it."""
+    if _may_fork(job.plan):
+        with contextlib.suppress(Exception):
+            make = getattr(import_module(job.worker.partition(":")[0]), "prepare", None)
+            return replace(job, prepared=make(job.config, job.plan)) if make else job
+    return job
+
+
 def method_for(plan: Plan) -> str:
     """Return `exec` if a fork would be unsafe (CUDA, macOS, threads that do not survive a fork), else `fork`.
 
@@ -98,6 +109,7 @@ def num_threads() -> int:
 
 def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
     """Start every rank and yield its pid."""
+    job = prepared(job)
     start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
     with emulation.namespaces(job.config, job.plan) as hosts, store_file(job.directory) as file:
