@@ -113,8 +113,8 @@ def write_parts(
 
 
 def write_with(
-    writer: SafetensorsWriter, parts: Sequence[LocalPart], plan: Plan, rank: int, group: dist.ProcessGroup | None = None,
-    alone: bool = False,
+    writer: SafetensorsWriter, parts: Sequence[LocalPart], plan: Plan, rank: int,
+    group: dist.ProcessGroup | None, alone: bool,
 ) -> None:  # fmt: skip
     """Write one rank's parts by a storage writer: see `write_parts`."""
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
