@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,7 @@ class WorkerContext:
     report_pace(pace): report how the rank fares, for `top` and the supervisor.
     console_owner: whether this rank writes to the terminal (rank 0 only); other ranks write to their logs.
     memory: a folder in the memory of the host, for checkpoints from which the launcher may restart the ranks.
+    prepared: what `prepare` of the worker's module has made before the ranks were forked; None if it was not called.
     """
 
     rank: int
@@ -54,3 +55,4 @@ class WorkerContext:
     rank_died: Callable[[int], None] = lambda rank: None
     report_pace: Callable[[Pace], None] = lambda pace: None
     memory: Path | None = None
+    prepared: Any = None

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 from parallelrun.errors import Problem
 
@@ -79,23 +79,31 @@ class SequenceFile:
     def __init__(self, directory: Path, rank: int):
         self.path = path_of(directory, rank)
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
-        self._file: TextIO = open(self.path, "w", buffering=1)  # noqa: SIM115
+        self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115
         self._numbers: dict[Lane, int] = {}
+        self._lines: dict[tuple[Lane, str], bytes] = {}  # a step issues the same few again and again
 
     def begin(self, step: int) -> None:
-        self._file.write(f"step {step}\n")
+        self._file.write(f"step {step}\n".encode())
 
     def end(self, step: int) -> None:
-        self._file.write(f"end {step}\n")
+        self._file.write(f"end {step}\n".encode())
 
     def note(self, lane: Lane, what: str) -> None:
         """Record that the rank is about to issue the collective `what`."""
+        line = self._lines.get((lane, what))
+        if line is None:
+            line = self._lines[lane, what] = f"{self._number(lane)} {what}\n".encode()
+        self._file.write(line)
+
+    def _number(self, lane: Lane) -> int:
+        """Return the number of a lane, which the file tells before its first collective."""
         number = self._numbers.get(lane)
         if number is None:
             number = self._numbers[lane] = len(self._numbers)
             ranks = ",".join(map(str, lane.ranks))
-            self._file.write(f"lane {number} {lane.axis} {ranks} {lane.messages}\n")
-        self._file.write(f"{number} {what}\n")
+            self._file.write(f"lane {number} {lane.axis} {ranks} {lane.messages}\n".encode())
+        return number
 
     def remove(self) -> None:
         """Delete the file: the first steps have ended and were the same on all ranks."""

@@ -6,7 +6,8 @@ and the tests of sweeps type the same few points again and again.
 
 from __future__ import annotations
 
-import copy
+import io
+import pickle
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,14 +15,17 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, open_dict
 
+from parallelrun.config import source
+
 _SCRATCH = "hydra.sweep.dir="  # another folder in every sweep
-_kept: dict[Hashable, DictConfig] = {}
+_Pickled = tuple[bytes, dict[str, type]]  # a deep copy takes five times as long
+_kept: dict[Hashable, _Pickled] = {}
 
 
 def keep(patch: pytest.MonkeyPatch) -> None:
     """From now on, equal words compose once: in a process, or with a recipe, which is the test's own, in a test."""
     compose = ConfigLoaderImpl.load_configuration
-    of_recipes: dict[Hashable, DictConfig] = {}
+    of_recipes: dict[Hashable, _Pickled] = {}
 
     def load(self: ConfigLoaderImpl, config_name: str, overrides: Sequence[str], *rest: Any, **more: Any) -> DictConfig:
         kept = of_recipes if any("recipe" in word for word in overrides) else _kept
@@ -29,11 +33,24 @@ def keep(patch: pytest.MonkeyPatch) -> None:
         folders = tuple(map(repr, self.config_search_path.get_path()))
         key = config_name, *words, len(overrides), rest, *sorted(more.items()), folders
         if key not in kept:
-            kept[key] = compose(self, config_name, overrides, *rest, **more)
-            return copy.deepcopy(kept[key])
-        return _with_scratch(copy.deepcopy(kept[key]), [word for word in overrides if word.startswith(_SCRATCH)])
+            config = compose(self, config_name, overrides, *rest, **more)
+            kept[key] = _pickled(config)
+            return config
+        return _with_scratch(_copy(*kept[key]), [word for word in overrides if word.startswith(_SCRATCH)])
 
     patch.setattr(ConfigLoaderImpl, "load_configuration", load)
+
+
+def _pickled(config: DictConfig) -> _Pickled:
+    buffer = io.BytesIO()
+    pickler = source._Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.dump(config)
+    return buffer.getvalue(), pickler.types
+
+
+def _copy(pickled: bytes, types: dict[str, type]) -> DictConfig:
+    copied: DictConfig = source._Unpickler(pickled, types).load()
+    return copied
 
 
 def _with_scratch(config: DictConfig, words: list[str]) -> DictConfig:

@@ -29,6 +29,9 @@ from tests.pool import run_ranks as _run_ranks
 # whole would leave one of them alone with the last one.
 CELL_BY_CELL = ("tests/ranks/test_grid_parity.py", "tests/ranks/test_parity.py")
 
+# New objects that may wait for the garbage collector: with Python's 700, unit tests spend a fifth of their time on it.
+MOST_GARBAGE = 1_000_000
+
 
 @pytest.fixture
 def run_ranks():
@@ -69,6 +72,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     yield
     gc.enable()
     gc.freeze()
+    gc.set_threshold(MOST_GARBAGE)
 
 
 def _import_own_share(config: pytest.Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +54,14 @@ class PeakBytes(TorchDispatchMode):
     def restart(self) -> None:
         """Measure the peak from now on."""
         self.peak = self.now
+
+    def see_all(self) -> None:
+        """Know all tensors that are alive, and that garbage collection has not frozen."""
+        for value in gc.get_objects():
+            if type(value) is Tensor or type(value) is torch.nn.Parameter:
+                self._see(value)
+                if value.is_leaf and value.grad is not None:
+                    self._see(value.grad)
 
     def _see_in(self, values: tuple[Any, ...] | list[Any]) -> None:
         """See every tensor of an operation's arguments or results. Not by `tensors_in`: this takes half the time."""

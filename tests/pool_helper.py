@@ -24,6 +24,7 @@ from parallelrun import shared_memory
 from tests import pool_rank
 from tests.plans import tiny_plan
 from tests.pool import receive_message, send_message
+from tests.servants import use_large_pages
 
 _GRACE_S = 1.0  # how long the others may go on after the first failure
 _MAX_CALLS = 16  # of the same ranks: the process groups of each call stay, with their threads and connections
@@ -50,6 +51,7 @@ def _snapshot() -> list[pool_rank.Namespace]:
     namespaces = pool_rank.namespaces()
     gc.collect()
     gc.freeze()  # else every rank's garbage collector visits, and so copies, all that was imported
+    use_large_pages()
     return namespaces
 
 

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -26,8 +27,11 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG = 1
+_MADV_COLLAPSE, _LARGE_PAGE = 25, 2 << 20
 _NOT_INHERITED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SETTINGS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+_COLLECTOR = gc.get_threshold()  # Python's own thresholds, before `tests/conftest.py` raises them
 
 _forks: socket.socket | None = None  # one per session: this is what makes it cheap
 
@@ -86,6 +90,7 @@ def _serve(connection: socket.socket) -> NoReturn:
     for name in _NOT_INHERITED:
         os.environ.pop(name, None)
     os.environ.update(_SETTINGS, PYTHONPATH=os.pathsep.join([str(ROOT), *_python_path()]))
+    use_large_pages()
     parent = os.getpid()
     while True:
         name, descriptors, _, _ = socket.recv_fds(connection, 1024, 1)
@@ -105,6 +110,19 @@ def _serve(connection: socket.socket) -> NoReturn:
         os.close(descriptors[0])
 
 
+def use_large_pages() -> None:
+    """Let the memory of this process lie in pages of 2 MiB where the kernel can: a fork, which copies the table of
+    pages, then takes a fifth of the time. A copy that writes there still copies only 4 KiB."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
+        if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            start, stop = (int(address, 16) for address in addresses.split("-"))
+            for page in range(-(-start // _LARGE_PAGE), stop // _LARGE_PAGE):
+                madvise(page * _LARGE_PAGE, _LARGE_PAGE, _MADV_COLLAPSE)  # where it is refused, all stays as it was
+
+
 def _leave_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -112,8 +130,9 @@ def _leave_with(parent: int) -> None:
 
 
 def _forget_pytest(connection: socket.socket) -> None:
-    """Be as a process that pytest has not started: its files are let go, its streams and hooks are Python's own."""
+    """Be as a process that pytest has not started: without its files, with Python's own streams and hooks."""
     faulthandler.disable()
+    gc.set_threshold(*_COLLECTOR)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (lives as long as the process)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115

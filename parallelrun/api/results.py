@@ -117,10 +117,10 @@ class PlannedRun:
 class Run:
     """A run directory, read when it was loaded.
 
-    state: running, done, failed, preempted or unknown. summary: the values of summary.json (of verify.json, of
-    bench.json), nested keys with dots; of a run without one, those that its steps give. checkpoint: the one that
-    `model` reads; None if there is none. device: where `model` is placed; None: a GPU if there is one. trust: a user's
-    module is built by its own code.
+    state: running, done, failed, preempted, interrupted or unknown. summary: the values of summary.json (of
+    verify.json, of bench.json), nested keys with dots; of a run without one, those that its steps give.
+    checkpoint: the one that `model` reads; None if there is none. device: where `model` is placed;
+    None: a GPU if there is one. trust: a user's module is built by its own code.
     """
 
     directory: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,18 @@ class LocalPart:
         return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
 
 
+class _OfCoordinator(Metadata):
+    """Metadata from which the coordinator writes the index. The other ranks, to which DCP broadcasts it when the save
+    has ended, need none of it."""
+
+    def __reduce__(self) -> tuple[type[Metadata], tuple[dict[str, Any]]]:
+        return Metadata, ({},)
+
+
 class PartSavePlanner(DefaultSavePlanner):
     """Writes each rank's parts. The parts of all ranks must cover every tensor exactly once.
+
+    A rank's items go to the coordinator, and nothing comes back but the name of its file.
 
     required: keys of which some rank must have a part.
     """
@@ -48,7 +59,10 @@ class PartSavePlanner(DefaultSavePlanner):
         self._required = frozenset(required)
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(part) for part in self._parts.values() if part.tensor.numel()])
+        properties = {part.tensor.dtype: TensorProperties(dtype=part.tensor.dtype) for part in self._parts.values()}
+        written = [part for part in self._parts.values() if part.tensor.numel()]
+        self._items = [_write_item(part, properties[part.tensor.dtype]) for part in written]
+        return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Unlike torch's, fails if two ranks write one part, instead of dropping one of the two."""
@@ -65,7 +79,10 @@ class PartSavePlanner(DefaultSavePlanner):
             begins = {tuple(chunk.offsets) for chunk in stored.chunks}
             if held != prod(stored.size) or len(begins) != len(stored.chunks):
                 raise AssertionError(f"the ranks' parts of {key} hold {held} elements of {tuple(stored.size)}")
-        return all_plans, Metadata(state_dict_metadata=dict(tensors))
+        return [SavePlan([]) for _ in all_plans], _OfCoordinator(state_dict_metadata=dict(tensors))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return super().finish_plan(replace(new_plan, items=self._items))
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._parts[index.fqn].tensor
@@ -106,7 +123,6 @@ class PartLoadPlanner(DefaultLoadPlanner):
         return self._parts[index.index].tensor.detach()
 
 
-def _write_item(part: LocalPart) -> WriteItem:
-    properties = TensorProperties(dtype=part.tensor.dtype)
+def _write_item(part: LocalPart, properties: TensorProperties) -> WriteItem:
     data = TensorWriteData(part.chunk, properties, torch.Size(part.shape))
     return WriteItem(MetadataIndex(part.key, part.offsets), WriteItemType.SHARD, tensor_data=data)

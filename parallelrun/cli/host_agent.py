@@ -25,7 +25,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from parallelrun.cli.unanswered import is_unanswered
+from parallelrun.cli.unanswered import RESENT, is_unanswered
 from parallelrun.errors import EXIT_OK, EXIT_RANK_DIED
 from parallelrun.launch import processes, stores
 from parallelrun.launch.environment import LISTENER, without_launchers
@@ -35,7 +35,7 @@ from parallelrun.launch.rank import STOP_SIGNALS, end
 MARK = "\x1eparallelrun host agent: "  # before each message, among what ranks and a login shell print
 LOCAL = "local"  # argument: this is the launcher's own host
 GRACE_S = 10.0  # after a rank has failed: time for the others to notice and report it
-BEAT_S = 1.0  # between messages that say that the agent lives: see `is_unanswered`
+BEAT_S = 0.5  # between messages of agent and launcher that only the kernel answers: see `cli/unanswered.py`
 _TICK_S = 0.05
 
 
@@ -84,13 +84,15 @@ def addresses(environ: Mapping[str, str]) -> tuple[str, str]:
 class Agent:
     """What the launcher asks for, each as a JSON object with one key, and what the agent tells.
 
-    prepare: `{modules, environ}`, which ranks will need; listen: an address, answered by `listening`; start: an
+    prepare: `{modules, environ}`, which ranks will need; resent: how often the kernel sends the same data again until
+    the launcher's host counts as lost; listen: an address, answered by `listening`; start: an
     `Order`; signal: its name, for the ranks. Then `exit` tells how a rank ended that has failed, and `ended` the code
     of the host when all ranks have; `alive` needs no answer.
     """
 
     def __init__(self, is_local: bool):
         self._channel = 0 if is_local else 1
+        self._resent = RESENT
         self._over_ssh = not is_local  # SSH_CONNECTION may be there on the launcher's host, too: that of the user
         self._received = b""
         self._hung_up = False
@@ -109,7 +111,7 @@ class Agent:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_S
                 self.tell("alive", None)
-                self._hung_up = self._over_ssh and is_unanswered(os.environ)
+                self._hung_up = self._over_ssh and is_unanswered(os.environ, self._resent)
             for line in self._lines():
                 ((what, content),) = json.loads(line).items()
                 self._obey(what, content)
@@ -131,6 +133,8 @@ class Agent:
     def _obey(self, what: str, content: Any) -> None:
         if what == "prepare":
             prepare(content["modules"], content["environ"])
+        elif what == "resent":
+            self._resent = content
         elif what == "listen":
             self.tell("listening", self._listen(content))
         elif what == "start":

@@ -22,14 +22,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, TextIO
 
-from parallelrun.cli.host_agent import LOCAL, MARK, Hello
+from parallelrun.cli.host_agent import BEAT_S, LOCAL, MARK, Hello
 from parallelrun.cli.hosts import HostRanks, SshOptions
+from parallelrun.cli.unanswered import RESENT_SOON, sockets_of, unanswered
 from parallelrun.errors import EnvironmentProblem, Problem
 
 CONNECT_S = 60.0  # for ssh to connect and the agent to greet
 END_S = 5.0  # after the stdin of the agents was closed
 SSH_FAILED = 255
-SSH_CONNECT_S, SSH_CONNECT_AGAIN_S = 20, 4
+SSH_CONNECT_S, SSH_CONNECT_AGAIN_S, SSH_CONNECT_CUT_S = 20, 4, 2
 # ssh ends if a host is silent for 2 s, and then does not answer three questions in 6 s
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3")
 _AGENT = "parallelrun.cli.host_agent"
@@ -42,7 +43,8 @@ class HostConnection:
     """The connection to one host's agent, over ssh or to a process of this host.
 
     hello: the greeting of the agent, once it has come; complaints: stderr of ssh and the login shell before that;
-    messages: gets `(connection, what, content)` for each message of the agent after its greeting.
+    messages: gets `(connection, what, content)` for each message of the agent after its greeting; is_cut: it was ended
+    because the host had not acknowledged what was sent.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class HostConnection:
         self.name, self.is_here = host.name, host.is_here
         self.hello: Hello | None = None
         self.complaints: list[str] = []
+        self.is_cut = False
         self._messages = messages
+        self._sockets: frozenset[int] | None = None
         try:
             self.process = self._start_here() if self.is_here else self._start_there(ssh, connect_s)
         except FileNotFoundError as error:
@@ -114,6 +118,20 @@ class HostConnection:
                 self.process.stdin.write(data)
                 self.process.stdin.flush()
 
+    @property
+    def sockets(self) -> frozenset[int]:
+        """The sockets of ssh, whose data the host acknowledges: none on this host, through a proxy, or too early."""
+        if self.hello is None or self.is_here:
+            return frozenset()
+        if self._sockets is None:
+            self._sockets = sockets_of(self.process.pid)
+        return self._sockets
+
+    def cut(self) -> None:
+        """End the connection to a host that does not answer; its message is CLOSED."""
+        self.is_cut = True
+        self.process.kill()
+
     def hang_up(self) -> None:
         """Close the agent's stdin, which makes it end its ranks and itself."""
         with contextlib.suppress(OSError):
@@ -156,7 +174,8 @@ def remote_command(name: str, ssh: SshOptions, connect_s: int = SSH_CONNECT_S) -
 class Connections:
     """The connections to the hosts of a run, while it lasts. No process outlives the context.
 
-    signals: gets those that arrive; prepare: what every agent must import, as in `host_agent.Agent`, or nothing.
+    signals: gets those that arrive; prepare: what every agent must import, as in `host_agent.Agent`, if the ranks may
+    be started again: then a host that does not answer is given up after some 3 s, before ssh does.
     """
 
     def __init__(self, ssh: SshOptions, signals: list[int], prepare: Mapping[str, Any] | None = None):
@@ -164,6 +183,8 @@ class Connections:
         self.messages: SimpleQueue[tuple[HostConnection, str, Any]] = SimpleQueue()
         self.by_name: dict[str, HostConnection] = {}
         self._ssh, self._prepare = ssh, prepare
+        self._cut: set[str] = set()
+        self._next_beat = 0.0
 
     def __enter__(self) -> Connections:
         return self
@@ -178,14 +199,18 @@ class Connections:
     def open(self, hosts: Sequence[HostRanks], again: bool = False) -> None:
         """Begin to connect to `hosts`. again: they may be gone, so ssh tries for a short time."""
         for host in hosts:
-            connect_s = SSH_CONNECT_AGAIN_S if again else SSH_CONNECT_S
+            connect_s = SSH_CONNECT_CUT_S if host.name in self._cut else SSH_CONNECT_AGAIN_S if again else SSH_CONNECT_S
             self.by_name[host.name] = one = HostConnection(host, self._ssh, self.messages, connect_s)
             if self._prepare is not None:
+                one.send("resent", RESENT_SOON)
                 one.send("prepare", self._prepare)
 
     def drop(self, name: str) -> None:
         """Forget a host; its ranks end, if it can still be reached."""
-        self.by_name.pop(name).end(time.monotonic())
+        dropped = self.by_name.pop(name)
+        dropped.end(time.monotonic())
+        if dropped.is_cut:
+            self._cut.add(name)
 
     def greeted(self, names: Sequence[str], timeout_s: float) -> list[HostConnection]:
         """Wait until the agents of these hosts have greeted. Return those that have not. A signal raises
@@ -207,9 +232,21 @@ class Connections:
 
     def next_message(self) -> tuple[HostConnection, str, Any] | None:
         """Return the next message of an agent; None if there is none for a moment."""
+        if self._prepare is not None and time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_S
+            self._beat()
         with contextlib.suppress(queue.Empty):
             return self.messages.get(timeout=_TICK_S)
         return None
+
+    def _beat(self) -> None:
+        """Write to every host, and end the connections to those whose kernels no longer answer."""
+        for one in self.by_name.values():
+            if one.sockets:
+                one.send("alive", None)
+        sockets = {name: one.sockets for name, one in self.by_name.items()}
+        for name in unanswered(sockets, RESENT_SOON):
+            self.by_name[name].cut()
 
     def send_signal(self, names: Sequence[str], number: int) -> None:
         """Let the agents of these hosts send a signal to their ranks."""

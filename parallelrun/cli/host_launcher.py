@@ -171,7 +171,7 @@ class HostLauncher:
         host = self._hosts.get(agent.name)
         if host is None or agent.name in self._codes:
             return
-        found = LostHost(host.name, host.first_rank, host.ranks)
+        found = LostHost(host.name, host.first_rank, host.ranks, agent.is_cut)
         self._codes[host.name] = EXIT_RANK_DIED
         if self._killed < float("inf"):
             return

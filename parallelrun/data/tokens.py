@@ -76,11 +76,14 @@ class Documents:
 
     def _may_exceed(self, vocab: int) -> bool:
         """False when the element type alone keeps every token inside the vocab (bytes, vocab 256)."""
-        return any(bound.min < 0 or bound.max >= vocab for bound in self._bounds)
+        least, most = self._bounds
+        return least < 0 or most >= vocab
 
     @cached_property
-    def _bounds(self) -> list[np.iinfo[Any]]:
-        return [np.iinfo(source.dtype) for source in self.sources]
+    def _bounds(self) -> tuple[int, int]:
+        """The least and the largest number of the sources' element types: there may be thousands of sources."""
+        bounds = [np.iinfo(dtype) for dtype in {source.dtype for source in self.sources}]
+        return min((int(one.min) for one in bounds), default=0), max((int(one.max) for one in bounds), default=0)
 
     def choose(self, chosen: NDArray[np.bool_]) -> Documents:
         """The chosen documents."""

@@ -23,7 +23,7 @@ from parallelrun.run_records.rows import BROKEN, DIED, EMPTY, RunRow, read_row
 from parallelrun.wording import counted
 
 QUIET_S = 600.0  # a run that seems to have died must not have written its status for so long
-FAILED = ("failed", DIED, BROKEN)
+FAILED = ("failed", "interrupted", DIED, BROKEN)
 
 
 @dataclass(frozen=True)

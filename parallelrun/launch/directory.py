@@ -28,7 +28,15 @@ from typing import Any
 import parallelrun
 from parallelrun import definitions, reserve
 from parallelrun.config.schema import Config
-from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, EnvironmentProblem, Problem
+from parallelrun.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    EXIT_TERMINATED,
+    ConfigError,
+    EnvironmentProblem,
+    Problem,
+)
 from parallelrun.launch.environment import num_cores
 from parallelrun.launch.prometheus import exposition
 from parallelrun.plan.structure import Plan
@@ -37,6 +45,11 @@ from parallelrun.run_records import attempts, reshapes
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 STATUS_EVERY_S = 2.0
+_STATES = {  # by exit code; with any other a run has failed
+    EXIT_OK: "done",
+    EXIT_PREEMPTED: "preempted",
+    **dict.fromkeys((EXIT_INTERRUPTED, EXIT_TERMINATED), "interrupted"),
+}
 _FILES_OF_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints")
 _VERSIONS = ("torch", "numpy", "hydra-core", "omegaconf", "rich", "safetensors")
 
@@ -209,7 +222,7 @@ class Status:
     ) -> None:
         """Record the end of the run. error: one line; failed_rank: the rank that failed first; stalled: the operation
         that did not end, and where the ranks were that had not come to it."""
-        state = {EXIT_OK: "done", EXIT_PREEMPTED: "preempted"}.get(exit_code, "failed")
+        state = _STATES.get(exit_code, "failed")
         write = partial(self._write, state, exit_code, error, failed_rank, stalled=stalled)
         with contextlib.suppress(OSError):
             reserve.insist(self.directory, reserve.STATUS, write)

@@ -31,16 +31,18 @@ class Exit:
 
 @dataclass(frozen=True)
 class LostHost:
-    """A host to which the connection was lost. ranks: as a text."""
+    """A host to which the connection was lost. ranks: as a text; is_silent: its kernel no longer answers."""
 
     name: str
     first_rank: int
     ranks: str
+    is_silent: bool = False
     time_ns: int = field(default_factory=time.monotonic_ns)
 
     @property
     def what(self) -> str:
-        return f"lost the connection to {self.name} ({self.ranks})"
+        why = ": it does not answer" if self.is_silent else ""
+        return f"lost the connection to {self.name} ({self.ranks}){why}"
 
 
 def cause(directory: Path, exits: Sequence[Exit], lost: Sequence[LostHost]) -> Failure | None:

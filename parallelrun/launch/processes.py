@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -43,8 +44,6 @@ def modules(config: Config, plan: Plan, worker: str = ranks.WORKER) -> list[str]
     if not _may_fork(plan):
         return []
     found = [worker.partition(":")[0], *_PRELOADED]
-    if plan.mesh.size("pp") > 1:
-        found.append("torch.distributed.pipelining")
     if plan.recompute == "full" or config.compile:
         found.append("parallelrun.torch_private:import_compiler")
     found += [registry.path("models", config.model.name, "network"), registry.path("datasets", config.dataset.name)]
@@ -71,6 +70,16 @@ def import_all(names: Sequence[str]) -> None:
     gc.freeze()
     if was_on:
         gc.enable()
+
+
+def prepared(job: Job) -> Job:
+    """Return the job with what its worker's module prepares once for all ranks, if they are forked. An error is left to
+    the ranks, which meet it again and log it."""
+    if _may_fork(job.plan):
+        with contextlib.suppress(Exception):
+            make = getattr(import_module(job.worker.partition(":")[0]), "prepare", None)
+            return replace(job, prepared=make(job.config, job.plan)) if make else job
+    return job
 
 
 def method_for(plan: Plan) -> str:
@@ -100,6 +109,7 @@ def num_threads() -> int:
 
 def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
     """Start every rank and yield its pid."""
+    job = prepared(job)
     start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
     with emulation.namespaces(job.config, job.plan) as hosts, store_file(job.directory) as file:

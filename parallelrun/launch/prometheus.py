@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-STATES = ("running", "done", "failed", "preempted")
+STATES = ("running", "done", "failed", "preempted", "interrupted")
 
 
 def exposition(status: Mapping[str, Any], run: str) -> str:

@@ -45,7 +45,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announce
 @dataclass(frozen=True)
 class Job:
     """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; options: how to
-    talk to the user; attempt: from 1, higher after a restart; memory: a folder for checkpoints in the host's memory."""
+    talk to the user; attempt: from 1, higher after a restart; memory: a folder for checkpoints in the host's memory;
+    prepared: see `WorkerContext`."""
 
     config: Config
     plan: Plan
@@ -54,6 +55,7 @@ class Job:
     options: ConsoleOptions = field(default_factory=ConsoleOptions)
     attempt: int = 1
     memory: Path | None = None
+    prepared: Any = None
 
     @property
     def config_file(self) -> Path:
@@ -123,6 +125,7 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
         rank_died=partial(_leave_for, store, world),
         report_pace=partial(heartbeats.set_pace, rank),
         memory=job.memory,
+        prepared=job.prepared,
     )
     code: int = find_worker(job.worker)(job.config, job.plan, context)
     if store is not None:

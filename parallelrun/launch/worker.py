@@ -6,9 +6,20 @@ from parallelrun import definitions, registry
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK
+from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
-from parallelrun.train.build import Training, build
+from parallelrun.train.build import Training, build, whole_network
 from parallelrun.train.data_runtime import data_runtime
+
+
+def prepare(config: Config, plan: Plan) -> Network | None:
+    """Return the whole network on meta, of which each rank keeps its stages: built once before the ranks are forked.
+
+    None if they do not use it, or if it is the user's code, which might do more than build.
+    """
+    if config.verb == "verify" or definitions.model(config).is_lesson or config.model.source:
+        return None
+    return whole_network(config, plan)
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
@@ -25,7 +36,7 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
         from parallelrun.verify import run as verify
 
         return verify.run(config, plan, context)
-    training = build(config, plan, context.device)
+    training = build(config, plan, context.device, context.prepared)
     if config.verb == "bench":
         from parallelrun.train import bench
 

@@ -51,7 +51,7 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
         weight, bias = rounded(weight, x.dtype), bias if bias is None else rounded(bias, x.dtype)
     if kind == "rmsnorm":
         return functional.rms_norm(x, weight.shape, weight, eps)
-    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+    return torch.layer_norm(x, weight.shape, weight, bias, eps)  # torch.nn's first reads a setting of cuDNN
 
 
 def activate(kind: str, *parts: Tensor) -> Tensor:

@@ -118,7 +118,8 @@ def _planned(plan: Plan, config: Config, change: Change) -> Plan | None:
     changed: Config | None = config
     for key, value in {**degrees, "world": None, "device": plan.device, **change}.items():
         changed = with_value(changed, key, True if value == "true" else value) if changed else None
-    solved = solve(changed, frozenset(), None, None, True) if changed else None
+    spec = None if plan.spec.packed else plan.spec  # of packed documents, stages are cut before these are known
+    solved = solve(changed, frozenset(), None, None, True, spec) if changed else None
     return solved if isinstance(solved, Plan) else None
 
 

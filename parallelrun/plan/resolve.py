@@ -48,9 +48,15 @@ def resolve(
 
 
 def solve(
-    config: Config, given: frozenset[str], world: int | None, gpus: int | None, sweep: bool
+    config: Config,
+    given: frozenset[str],
+    world: int | None,
+    gpus: int | None,
+    sweep: bool,
+    spec: ModelSpec | None = None,
 ) -> Plan | list[Problem]:
-    """Return the plan, or every violation. config: with the keys of all strategies."""
+    """Return the plan, or every violation. config: with the keys of all strategies. spec: of its model on its dataset,
+    if another plan has it: that of a large model takes longer than the rest."""
     if rules.too_large(config):
         return independent.violations(config, given)
     notes = routing.kept(config)
@@ -60,7 +66,7 @@ def solve(
     known_strategies = not any(problem.where.startswith(shorthands.OF_STRATEGIES) for problem in problems)
     cluster = cluster_spec.read(config, problems)
     of_spec: list[Problem] = []
-    spec = spec_of(config, of_spec)
+    spec = spec or spec_of(config, of_spec)
     experts = spec.experts if spec is not None else config.model.experts
     servers = _servers(config, cluster, problems)
     problems += rules.check_devices(config, given, servers)

@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
-from parallelrun.plan import chosen, no_plan
-from parallelrun.plan.search.result import Search
-from parallelrun.plan.search.search import MOST_COUNTED, search
+from parallelrun.plan import chosen
 from parallelrun.plan.search.space import Space
 from parallelrun.plan.shorthands import short_keys
 from parallelrun.plan.step_time.rates import missing
 from parallelrun.plan.step_time.step import StepTime
 from parallelrun.plan.structure import Plan
+
+if TYPE_CHECKING:
+    from parallelrun.plan.search.result import Search
 
 KEPT = 3
 MOST_RANKED = 120_000  # candidates, legal or not, which take about three quarters of a second
@@ -26,6 +27,9 @@ MOST_RANKED_COUNTED = 60  # plans that are all priced in that time
 
 def searched(config: Config, given: frozenset[str], world: int, gpus: int | None = None, keep: int = KEPT) -> Search:
     """Search on `world` ranks. Raises ConfigError where the cluster lacks rates, or no plan is legal and fits."""
+    from parallelrun.plan import no_plan
+    from parallelrun.plan.search.search import search
+
     chosen.check_rates(config, world)
     base, held = chosen.base_of(config), given - {"strategy"}
     found = search(base, held, world, keep, gpus=gpus)
@@ -49,6 +53,8 @@ def among_all(plan: Plan, config: Config, time: StepTime, gpus: int | None = Non
 
     config: of the plan, which takes `time` for a step. soon: price fewer plans, so that a rank is more often a bound.
     """
+    from parallelrun.plan.search.search import MOST_COUNTED, search
+
     keep, most = (1, MOST_RANKED_COUNTED) if soon else (KEPT, MOST_COUNTED)
     try:
         found = search(

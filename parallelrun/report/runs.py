@@ -28,7 +28,11 @@ _NUM_WORDS = 4  # columns of text; the others are numbers
 _NARROW = 100  # columns of a terminal; below, the year is left out
 _MOST_STYLED = 200  # rows; rich takes seconds for thousands
 _OF_BENCH = {"step_time_median_s": "median_s"}  # in bench.json
-_STYLES = {"failed": "red", "died": "red", "broken": "red", "running": "green", "preempted": "yellow"}
+_STYLES = {
+    **dict.fromkeys(("failed", "died", "broken"), "red"),
+    **dict.fromkeys(("preempted", "interrupted"), "yellow"),
+    "running": "green",
+}
 
 
 def show_table(rows: Sequence[RunRow], num_more: int, console: Console) -> None:

@@ -15,7 +15,12 @@ from parallelrun.report.screen import table
 from parallelrun.run_records.live import LiveRun
 
 _SILENT_S = 10.0  # without progress, from which on a rank is marked
-_STYLES = {"running": "green", "done": "bold green", "failed": "bold red", "died": "bold red", "preempted": "yellow"}
+_STYLES = {
+    "running": "green",
+    "done": "bold green",
+    **dict.fromkeys(("failed", "died"), "bold red"),
+    **dict.fromkeys(("preempted", "interrupted"), "yellow"),
+}
 _BAR = 24
 _FIXED = 8  # lines beside those of the ranks
 

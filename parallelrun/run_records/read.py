@@ -25,8 +25,8 @@ _NUMBERS = ("loss", "val_loss", "step_time_s", "tokens_per_s", "grad_norm", "lr"
 class RunRecord:
     """The contents of a run directory. config, plan, manifest and results are flat: `optimizer.lr`, `degrees.tp`.
 
-    state: running, done, failed, preempted or unknown; results: the summary's values, or those that the steps so far
-    give; rows: the rows of metrics.jsonl, ascending by step.
+    state: running, done, failed, preempted, interrupted or unknown; results: the summary's values, or those that
+    the steps so far give; rows: the rows of metrics.jsonl, ascending by step.
     """
 
     directory: Path

@@ -16,7 +16,7 @@ from parallelrun.run_records.find import CONFIG, STATUS
 from parallelrun.run_records.read import METRICS, RESULTS, flatten, read_object
 
 RUNNING, DIED, BROKEN, STARTING, EMPTY = "running", "died", "broken", "starting", "no run"
-STATES = ("done", "failed", "preempted", RUNNING, DIED, BROKEN, STARTING)
+STATES = ("done", "failed", "preempted", "interrupted", RUNNING, DIED, BROKEN, STARTING)
 YOUNG_S = 3600.0  # a directory without status.json is that of a run that is about to start
 _TAIL = 8192  # bytes of metrics.jsonl, in which its last row is
 

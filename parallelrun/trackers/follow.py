@@ -27,8 +27,7 @@ from parallelrun.trackers.state import TrackerState
 POLL_S = 0.25
 STATUS_S = 5.0  # for the last word on a run whose launcher has ended: another rank may write it
 _MOST_BYTES = 2**20  # of metrics.jsonl that are read at once
-_STATES = {"done": FINISHED, "preempted": INTERRUPTED}
-_INTERRUPTIONS = (130, 143)  # exit codes: Ctrl-C, SIGTERM
+_STATES = {"done": FINISHED, "preempted": INTERRUPTED, "interrupted": INTERRUPTED}
 
 
 class RowTail:
@@ -110,7 +109,7 @@ def end_of(directory: Path) -> tuple[str, dict[str, Any]]:
             status = {"state": "failed", "exit_code": None, "error": "the launcher has ended without a status"}
             break
         time.sleep(POLL_S)
-    ended = INTERRUPTED if status["exit_code"] in _INTERRUPTIONS else _STATES.get(status["state"], FAILED)
+    ended = _STATES.get(status["state"], FAILED)
     summary = {**_json(directory / "summary.json"), **{key: status[key] for key in ("exit_code", "error")}}
     return ended, redacted(summary)
 

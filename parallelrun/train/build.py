@@ -105,16 +105,23 @@ def _parallelize(axis: str, kind: str, network: Network, plan: Plan, mesh: Mesh)
     parallelize(network, plan, mesh)
 
 
-def build_model_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
-    """Return this rank's stages on the meta device, sharded over tensor and expert axes, with recompute and compile.
-
-    All stages of the rank are split off one network, so that a weight tied between two of them is one parameter.
-    """
-    stages = plan.stages_of(mesh.coordinate.get("pp", 0))
+def whole_network(config: Config, plan: Plan) -> Network:
+    """Return the network on the meta device, as for one device."""
     with torch.device("meta"):
         network: Network = registry.load("models", config.model.name, "network").build(
             config, plan.spec, plan.precision
         )
+    return network
+
+
+def build_model_parts(config: Config, plan: Plan, mesh: Mesh, whole: Network | None = None) -> list[Network]:
+    """Return this rank's stages on the meta device, sharded over tensor and expert axes, with recompute and compile.
+
+    All stages of the rank are split off one network, so that a weight tied between two of them is one parameter.
+    whole: that network, if it is built already; it is changed.
+    """
+    stages = plan.stages_of(mesh.coordinate.get("pp", 0))
+    network = whole or whole_network(config, plan)
     network.keep([name for stage in stages for name in stage.blocks])
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
@@ -138,14 +145,14 @@ def _largest_product(plan: Plan) -> int:
     return plan.batch.micro_batch * positions * largest // (mesh.size("tp") * mesh.size("cp"))
 
 
-def build(config: Config, plan: Plan, device: torch.device) -> Training:
-    """Build the training of this rank. Collective: every rank of the world calls it."""
+def build(config: Config, plan: Plan, device: torch.device, whole: Network | None = None) -> Training:
+    """Build the training of this rank. Collective: every rank of the world calls it. whole: see `build_model_parts`."""
     config = with_lr_scale(config, plan)
     if device.type == "cpu":
         keep_freed_memory()
         torch_private.use_fast_products(_largest_product(plan))
     mesh = build_mesh(plan, device)
-    model_parts = build_model_parts(config, plan, mesh)
+    model_parts = build_model_parts(config, plan, mesh, whole)
     runtime = data_runtime(plan)
     runtime.shard(model_parts, plan, mesh)
     initialise.materialise(model_parts, plan, mesh, config.seed, initial_weights(config, plan.spec))

@@ -13,14 +13,13 @@ from parallelrun.train.pipeline_runner import PipelineRunner
 from parallelrun.train.reader import Batch
 
 from .evaluation import ForwardPass, total
+from .schedule_runner import ScheduleRunner, prepare_for_split_backward
 
 
 def build(model_parts: Sequence[Network], plan: Plan, mesh: Mesh) -> PipelineRunner:
     """Return the runner of this rank's stages, given by stage index."""
     if plan.mesh.size("pp") == 1:
         return AccumulationRunner(model_parts, plan, mesh)
-    from .schedule_runner import ScheduleRunner, prepare_for_split_backward  # they import torch's compiler
-
     if plan.pipeline.splits_backward:
         prepare_for_split_backward(model_parts)
     return ScheduleRunner(model_parts, plan, mesh)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from parallelrun import torch_private
 from parallelrun.mesh import Mesh
 from parallelrun.models import recompute
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
+from parallelrun.torch_private.pipelining import PipelineScheduleMulti, PipelineScheduleSingle, schedules
 from parallelrun.train.actions import ActionClock
 from parallelrun.train.clocks import clock_of
 from parallelrun.train.pipeline_runner import PipelineRunner
@@ -56,7 +55,7 @@ class ScheduleRunner(PipelineRunner):
         ]
         self._inputs_here = indices[0] == 0
         self._losses_here = indices[-1] == len(plan.stages) - 1
-        make: Any = getattr(pipelining, schedule.torch_name)
+        make: Any = getattr(schedules, schedule.torch_name)
         held = self._stages[0] if issubclass(make, PipelineScheduleSingle) else self._stages
         options = {"n_microbatches": plan.batch.microbatches, "loss_fn": _loss_of_output, "scale_grads": False}
         self._schedule = make(held, **options)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from parallelrun import comm, torch_private
 from parallelrun.models.autograd import apply
@@ -17,6 +16,7 @@ from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 from parallelrun.shared_memory import is_ours
+from parallelrun.torch_private.pipelining import PipelineStage
 from parallelrun.train.actions import ActionClock
 
 from .evaluation import compute_dtype

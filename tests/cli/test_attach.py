@@ -1,7 +1,7 @@
 """Ranks that torchrun and mpirun have started: one run, one voice, one exit code.
 
-One cold start under each real launcher; the endings on warm processes that carry mpirun's variables. (srun's mapping:
-tests/unit/launch/test_environment.py.)
+One start under each real launcher, torchrun's with ranks that import everything anew; the endings on warm processes
+that carry mpirun's variables. (srun's mapping: tests/unit/launch/test_environment.py.)
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import read, run_attached, run_torchrun, survivors, wait_for
-from tests.servants import ROOT
+from tests.cli import stand_in
+from tests.cli.launcher import read, request, run_attached, run_torchrun, survivors, wait_for
 
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, stand_in.__file__]
 TINY = "model=gpt strategy=ddp dp=2 steps=2 dataset=synthetic model.layers=1 model.hidden=16 model.seq=8 eval.batches=1"
 ENDLESS = {"steps": 100_000}
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here (openmpi-bin)")
@@ -28,19 +28,24 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpi
 
 def by_torchrun(folder: Path, words: list[str]) -> tuple[int, str, str]:
     """The exit code of torchrun, and what it has printed on stdout and stderr."""
-    job = run_torchrun(folder / "job", *words)
+    job = run_torchrun(folder / "job", "-m", "parallelrun", *words)
     return job.wait(), job.stdout, job.stderr
 
 
 def by_mpirun(folder: Path, words: list[str]) -> tuple[int, str, str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*MPIRUN, *words], capture_output=True, text=True, env=environ, cwd=folder, timeout=150)
-    return done.returncode, done.stdout, done.stderr
+    """With ranks of warm processes, which are given the variables that mpirun has set."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*MPIRUN, str(folder)], cwd=folder, **streams) as mpirun:
+        for place in [folder / f"process_{rank}" for rank in range(2)]:
+            environ = json.loads(wait_for(lambda place=place: read(place / "environ.json"), "a stand-in"))
+            request("tests.cli.launcher:program", place, words, environ)
+        stdout, stderr = mpirun.communicate(timeout=150)
+    return mpirun.returncode, stdout, stderr
 
 
 @pytest.mark.parametrize("launcher", [by_torchrun, pytest.param(by_mpirun, marks=needs_mpirun)])
 def test_the_ranks_of_another_launcher_make_one_run(tmp_path, launcher):
-    code, stdout, stderr = launcher(tmp_path, ["-m", "parallelrun", *TINY.split(), f"runs={tmp_path / 'runs'}"])
+    code, stdout, stderr = launcher(tmp_path, [*TINY.split(), f"runs={tmp_path / 'runs'}"])
     assert code == 0, stdout + stderr
     (group,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
     (directory,) = group.iterdir()

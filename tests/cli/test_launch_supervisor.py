@@ -209,7 +209,7 @@ def test_ctrl_c_ends_all_ranks_without_a_stack_and_without_orphans(tmp_path):
     assert not survivors(pids, GONE_S)
     assert re.search(r"^interrupted at step \d+; last good checkpoint: none", run.stderr, re.MULTILINE)
     assert "Traceback" not in run.stderr + run.stdout
-    assert (run.status["state"], run.status["exit_code"], run.status["failed_rank"]) == ("failed", 130, None)
+    assert (run.status["state"], run.status["exit_code"], run.status["failed_rank"]) == ("interrupted", 130, None)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_will_not_end(tmp_path):
@@ -315,7 +315,7 @@ def test_one_rank_runs_inline_with_the_same_files(tmp_path):
     [
         ({"rank": 0, "do": "raise"}, None, 1, "failed"),
         ({"rank": 0, "do": "sleep"}, None, 7, "failed"),
-        (ENDLESS, signal.SIGINT, 130, "failed"),
+        (ENDLESS, signal.SIGINT, 130, "interrupted"),
         (ENDLESS, signal.SIGTERM, 75, "preempted"),
     ],
 )

@@ -108,8 +108,8 @@ def test_a_run_shares_memory_and_uses_the_directory_that_was_asked_for_and_no_ot
 
     Nothing is compiled, so nobody spends half a second on importing the compiler.
     """
-    words = ["hydra.run.dir=out", *TINY[:-2], "steps=40", TINY[-1]]
-    command = [sys.executable, "-m", "parallelrun", "tp=2", *words]
+    words = ["hydra.run.dir=out", "model.layers=2", *TINY[1:-2], "steps=40", TINY[-1]]
+    command = [sys.executable, "-m", "parallelrun", "pp=2", *words]
     own, total = [0], [0]
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     with (

@@ -131,7 +131,7 @@ def test_an_interrupt_stops_the_ranks(tmp_path, warm):
         pr.run(*TINY, "tp=2", "steps=1000000", f"runs={tmp_path}")
     (run,) = pr.runs(tmp_path)
     status = json.loads((run.directory / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 130) and "interrupted at step" in status["error"]
+    assert (status["state"], status["exit_code"]) == ("interrupted", 130) and "interrupted at step" in status["error"]
     with pytest.raises(ProcessLookupError):
         os.kill(status["pid"], 0)
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from tests.matrix import FULL
 pytestmark = pytest.mark.hosts
 LONG = pytest.mark.skipif(not FULL, reason="with --matrix=full")
 STEPS, AT_STEP = 60, 8
-PROGRAM = ("-m", "parallelrun", *(word for word in TINY if not word.startswith("steps=")), f"steps={STEPS}",
+PROGRAM = ("-m", "parallelrun", *(word for word in TINY if not word.startswith("steps=")),
            "checkpoint.every=4", "checkpoint.keep=3", "eval.every=0")  # fmt: skip
 BOTH = "worker-1:2,worker-2:2"
 
@@ -49,8 +50,8 @@ def own() -> Iterator[Network]:
 def expected(tmp_path_factory) -> Path:
     """The run that never failed, on one host."""
     folder = tmp_path_factory.mktemp("one host")
-    subprocess.run([sys.executable, *PROGRAM, "backend=gloo"], cwd=folder, env=environ(), check=True, timeout=400,
-                   capture_output=True)  # fmt: skip
+    command = [sys.executable, *PROGRAM, f"steps={STEPS}", "backend=gloo"]
+    subprocess.run(command, cwd=folder, env=environ(), check=True, timeout=400, capture_output=True)
     return next(folder.glob("runs/*/*/config.yaml")).parent
 
 
@@ -61,11 +62,11 @@ def rows(run: Path) -> dict[int, tuple[float, float]]:
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in found}
 
 
-def train(network: Network, folder: Path, hosts: str, *words: str, at: str = "worker-1") -> Job:
+def train(network: Network, folder: Path, hosts: str, *words: str, at: str = "worker-1", steps: int = STEPS) -> Job:
     """A launcher on the host `at`, once its ranks have passed some steps."""
     ssh = ("--ssh-config", str(network.serve_ssh()))
     job = Job(folder, [
-        network.popen(at, sys.executable, *PROGRAM, "restarts=2", "-H", hosts, *ssh, *words,
+        network.popen(at, sys.executable, *PROGRAM, f"steps={steps}", "restarts=2", "-H", hosts, *ssh, *words,
                       output=folder / "output", env=environ())
     ])  # fmt: skip
     file = job.run / "metrics.jsonl"
@@ -122,16 +123,36 @@ def test_an_agent_that_dies_on_another_host_is_replaced(own, tmp_path, expected)
     nothing_left(own)
 
 
-@pytest.mark.parametrize(
-    "how", ["killed", pytest.param("cut off", marks=[] if FULL else pytest.mark.skip("waits for timeout_s: FULL"))]
-)
+def test_processes_of_a_host_that_get_no_time_are_no_cut_network(own, tmp_path):
+    """Agent and sshd stand still for longer than a cut network needs to be noticed; the kernel still answers."""
+    job = train(own, tmp_path, BOTH, steps=1_000_000)
+    stopped = set(own.processes("worker-2")) - set(ranks(own, "worker-2")) - {own.keeper("worker-2")}
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5.0)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    step = job.status["step"]
+    wait_for(lambda: job.status["step"] > step, f"a step\n{job.output}")
+    job.processes[0].send_signal(signal.SIGINT)
+    assert job.wait() == [130], job.output
+    assert job.status["state"] == "interrupted"
+    assert len(attempts.read(job.run)) == 1, job.output
+    nothing_left(own)
+
+
+@pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_without_a_host_an_elastic_run_goes_on_with_the_others(own, tmp_path, expected, how):
-    job = train(own, tmp_path, BOTH, "elastic=true", f"timeout_s={60 if how == 'killed' else 20}")
+    job = train(own, tmp_path, BOTH, "elastic=true")
     if how == "killed":
         kill(own, "worker-2")
     else:  # its ranks live on for a while, and must not write into the run that goes on
         own.check("worker-2", "ip", "link", "set", "eth0", "down")
+    began = time.time()
     assert job.wait() == [0], job.output
+    first, second = attempts.read(job.run)
+    print(f"noticed after {first.marks['noticed'] - began:.1f} s, {attempts.parts(first, second)}")  # for the docs
+    assert first.error == f"lost the connection to worker-2 (ranks 2 to 3){': it does not answer' * (how == 'cut off')}"
     assert "warning: worker-2 cannot be reached by ssh: it is left out" in job.output
     assert "elastic: the plan changes from 4 ranks" in job.output
     assert [one.world for one in attempts.read(job.run)] == [4, 2], job.output

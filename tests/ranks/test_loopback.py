@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import os
 import socket
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallelrun import torch_private
 from parallelrun.comm.counter import ENGINE
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
@@ -81,37 +79,40 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def quiet_network() -> None:
-    """Move this process into a network namespace of its own, with loopback up: nobody else's bytes are counted.
+    """Move the ranks into a network namespace of their own, with loopback up: nobody else's bytes are counted.
 
     Where the kernel does not allow it (no root) the host's loopback is used: exact only on a quiet machine.
     """
     new_network_namespace = 0x40000000
-    if ctypes.CDLL(None, use_errno=True).unshare(new_network_namespace) != 0:
-        return
-    set_flags, up_and_running = 0x8914, 0x1 | 0x40
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, set_flags, struct.pack("16sh", b"lo", up_and_running) + b"\0" * 16)
+    libc, store = ctypes.CDLL(None, use_errno=True), torch_private.default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        if libc.unshare(new_network_namespace) == 0:
+            set_flags, up_and_running = 0x8914, 0x1 | 0x40
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+                fcntl.ioctl(any_socket, set_flags, struct.pack("16sh", b"lo", up_and_running) + b"\0" * 16)
+        store.set("of rank 0", str(os.getpid()))
+    else:
+        with open(f"/proc/{int(store.get('of rank 0'))}/ns/net") as namespace:
+            libc.setns(namespace.fileno(), new_network_namespace)
+    dist.init_process_group("gloo", store=dist.PrefixStore("quiet", store), rank=rank, world_size=world)
+
+
+def witnesses() -> dict[str, tuple[float, float]]:
+    """Body of a rank: (seen, said) of every case."""
+    quiet_network()
+    return {name: witness(case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, tuple[float, float]]:
-    """(seen, said) of every case, measured by a process in its own network namespace."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__], capture_output=True, text=True, cwd=os.getcwd(), timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """(seen, said) of every case."""
+    return run_ranks(2, witnesses, fresh=True, backend="gloo")[0]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_saw_what_the_plan_foretold(figures: dict[str, tuple[float, float]], case: str) -> None:
     seen, said = figures[case]
     assert seen == pytest.approx(said, rel=0.01)
-
-
-if __name__ == "__main__":
-    quiet_network()
-    from tests.ranks import test_loopback  # the pool finds `witness` by its module's name
-
-    found = {case: run_ranks(2, test_loopback.witness, one, backend="gloo")[0] for case, one in CASES.items()}
-    print(json.dumps(found))

@@ -271,28 +271,28 @@ if not FULL_RUN:  # of four microbatches without a pipeline, the last two only r
 def peaks(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Body of a rank: of each case, (the peak of a step in bytes, as predicted).
 
-    What is there already is not looked at when garbage is collected, which would take as long as two steps. None is
-    collected in a step: recomputation leaves cycles, and when they are found is chance.
+    No garbage is collected in a step: recomputation leaves cycles, and when they are found is chance.
     """
     gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         return [_peak(case) for case in cases]
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
+    """What is there already, as what autograd's hooks keep of earlier cases, is frozen: no tensor of this case, and not
+    looked at when garbage is collected, which would take as long as two steps."""
+    gc.freeze()
     config = tiny_config(overrides)
     plan = resolve(config)
+    training = build(config, plan, torch.device("cpu"))
+    scaler = LossScaler(config.precision, plan.precision.scaled)
+    train_step(training, 1, 0.01, scaler)  # creates the optimizer's state
+    gc.collect()
     with PeakBytes() as live:
-        training = build(config, plan, torch.device("cpu"))
-        scaler = LossScaler(config.precision, plan.precision.scaled)
-        train_step(training, 1, 0.01, scaler)  # creates the optimizer's state
-        gc.collect()
-        live.restart()
+        live.see_all()
         train_step(training, 2, 0.01, scaler)
     predicted = prediction.memory(plan, training.mesh.rank).total
     del training

@@ -7,6 +7,9 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+from tests.unit.definitions import Definition
+from tests.unit.definitions import definitions as in_text
+
 ROOT = Path(__file__).resolve().parents[2]
 # Words of older code that readers had to learn; CONTRIBUTING.md says which word stands for each.
 RETIRED = {
@@ -24,14 +27,13 @@ RETIRED = {
 
 
 @cache
-def definitions() -> list[tuple[str, ast.ClassDef | ast.FunctionDef]]:
+def definitions() -> list[tuple[str, Definition]]:
     """Every class and function of the product, with its file."""
     found = []
     for folder in ("parallelrun", "strategies"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                    found.append((path.relative_to(ROOT).as_posix(), node))
+            file = path.relative_to(ROOT).as_posix()
+            found += [(file, node) for node in in_text(path.read_text())]
     return found
 
 

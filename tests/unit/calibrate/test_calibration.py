@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import yaml
@@ -45,6 +46,7 @@ UNSEEN = {
 }
 
 
+@cache
 def truth(clock=WALL):
     """Measurements of a machine whose constants are TRUE, each off by up to 3 %, and that machine."""
     exchanges = [TimedExchange(name, size, ranks, Sample(1.0, 1.0)) for ranks in (2, 4)
@@ -71,22 +73,34 @@ def truth(clock=WALL):
 
 def timed(name, words, seconds):
     """A step of a plan that takes seconds(plan)."""
+    frozen, plan = planned(words)
+    return TimedStep(name, frozen, Sample(seconds(plan), seconds(plan)))
+
+
+@cache
+def planned(words):
+    """(the frozen configuration of a plan, the plan)."""
     model = () if any(word.startswith("model=") for word in words) else ("model=gpt",)
     config, plan = composed([*model, "dataset=synthetic", *words])
-    return TimedStep(name, freeze(config, plan), Sample(seconds(plan), seconds(plan)))
+    return freeze(config, plan), plan
+
+
+@cache
+def calibration(clock=WALL):
+    """What is found from the measurements of `truth`."""
+    return calibrated(truth(clock)[0], "mine")
 
 
 @pytest.mark.parametrize("clock", [WALL, CPU])
 def test_constants_that_are_known_are_found_again(clock):
-    measured, machine = truth(clock)
-    found = calibrated(measured, "mine")
+    machine, found = truth(clock)[1], calibration(clock)
     assert set(found.fitted) == set(TRUE)
     close = {"product_efficiency": 0.1, "operation_us": 0.2, "collective_us": 0.2, "convolution_efficiency": 0.2}
     for key, within in {**close, "memory_efficiency": 0.35}.items():  # small tensors tell little about memory
         assert getattr(found.cluster, key) == pytest.approx(TRUE[key], rel=within), key
     assert found.error < 0.03
     for name, words in UNSEEN.items():
-        plan = PlannedStep.of(timed(name, words, lambda _: 1.0)).plan
+        plan = planned(words)[1]
         assert step_seconds(plan, found.cluster, clock) == pytest.approx(step_seconds(plan, machine, clock), rel=0.1), (
             name
         )
@@ -94,7 +108,7 @@ def test_constants_that_are_known_are_found_again(clock):
 
 def test_the_clock_of_the_cpu_counts_no_waiting():
     _, machine = truth()
-    plan = PlannedStep.of(timed("stages", SEEN["stages"], lambda _: 1.0)).plan
+    plan = planned(SEEN["stages"])[1]
     bubble = step_time(plan, machine).parts[BUBBLE]
     assert bubble > 0
     assert step_seconds(plan, machine, WALL) - step_seconds(plan, machine, CPU) == pytest.approx(bubble)
@@ -111,8 +125,7 @@ def test_one_device_has_no_links_to_fit_and_says_so():
 
 def test_a_calibrated_cluster_is_found_by_every_command(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path))
-    measured, _ = truth()
-    found = calibrated(measured, "mine")
+    measured, found = truth()[0], calibration()
     path = file.place("mine", None)
     file.prepare(path)
     file.write(path, measured, found, ())
@@ -165,9 +178,9 @@ def run_directory(folder, words, bench, **summary):
 
 def test_runs_are_added_to_a_calibration_which_then_predicts_them_better(tmp_path):
     measured, machine = truth()
-    slow = [1.6 * step_seconds(PlannedStep.of(timed("", SEEN[name], lambda _: 1.0)).plan, machine) for name in SEEN]
+    slow = [1.6 * step_seconds(planned(words)[1], machine) for words in SEEN.values()]
     folders = [run_directory(tmp_path / f"run{i}", words, slow[i]) for i, words in enumerate(SEEN.values())]
-    before = calibrated(measured, "mine")
+    before = calibration()
     added = runs.steps_of([str(folder) for folder in folders], measured, before.cluster)
     after = dict(calibrated(measured, "mine", added).ratios)
     for step, old in zip(added, constants.ratios_of(before.cluster, WALL, added)):

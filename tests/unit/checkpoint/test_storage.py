@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from parallelrun.checkpoint.planners import LocalPart, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from parallelrun.errors import CheckpointError
 
@@ -98,3 +100,15 @@ def test_torchs_pickle_format_is_refused(tmp_path):
 def test_a_dtype_the_format_cannot_hold_is_refused(tmp_path):
     with pytest.raises(dcp.CheckpointException, match="complex64"):
         save(tmp_path, {"wave": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_a_save_tells_the_coordinator_what_is_written_and_the_others_nothing_that_grows():
+    planner = PartSavePlanner([LocalPart(f"weight {n}", torch.zeros(4), (4,), (0,)) for n in range(100)])
+    local = planner.create_local_plan()
+    gathered = pickle.loads(pickle.dumps(local))  # as DCP sends it
+    assert len({id(item.tensor_data.properties) for item in gathered.items}) == 1, "torch takes long to read each"
+    plans, metadata = planner.create_global_plan([gathered])
+    returned = pickle.dumps((plans, metadata))
+    assert len(metadata.state_dict_metadata) == 100 and len(returned) < 500
+    plans, metadata = pickle.loads(returned)
+    assert metadata.state_dict_metadata == {} and planner.finish_plan(plans[0]).items == local.items

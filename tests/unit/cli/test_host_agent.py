@@ -17,7 +17,7 @@ from tests.servants import ROOT
 @pytest.mark.parametrize(("is_local", "ends"), [(True, False), (False, True)])
 def test_only_an_agent_over_ssh_ends_when_its_connection_is_dead(monkeypatch, is_local, ends):
     """The user's own ssh session may be dead (a laptop that sleeps) while the launcher goes on in tmux."""
-    monkeypatch.setattr(host_agent, "is_unanswered", lambda environ: True)
+    monkeypatch.setattr(host_agent, "is_unanswered", lambda environ, resent: True)
     monkeypatch.setattr(host_agent.os, "write", lambda descriptor, data: len(data))
     found = host_agent.Agent(is_local)
     looks = iter([[], []])

@@ -55,7 +55,7 @@ def runs(tmp_path, monkeypatch):
     class Connection(SimpleNamespace):
         def __init__(self, name, hello):
             process = SimpleNamespace(poll=lambda: 255 if found.starts and name in found.gone else None)
-            super().__init__(name=name, hello=hello, process=process)
+            super().__init__(name=name, hello=hello, process=process, is_cut=False)
 
         def hang_up(self):
             pass

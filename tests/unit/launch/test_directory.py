@@ -133,7 +133,9 @@ def test_the_code_s_fingerprint_changes_with_the_code(tmp_path, monkeypatch):
     assert len({before, one, directory.code_fingerprint()}) == 3
 
 
-@pytest.mark.parametrize(("code", "state"), [(0, "done"), (75, "preempted"), (6, "failed"), (130, "failed")])
+@pytest.mark.parametrize(
+    ("code", "state"), [(0, "done"), (75, "preempted"), (6, "failed"), (130, "interrupted"), (143, "interrupted")]
+)
 def test_the_status_says_how_a_run_ended(tmp_path, code, state):
     status = Status(tmp_path)
     status.running(step=4)

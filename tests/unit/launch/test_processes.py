@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from parallelrun.context import WorkerContext
 from parallelrun.launch import processes
+from parallelrun.launch.rank import WORKER, Job, find_worker
+from parallelrun.mesh import Mesh
+from parallelrun.models.network import Network
+from parallelrun.train.build import build_model_parts
 from tests.plans import tiny_config, tiny_plan
 from tests.servants import ROOT
 
@@ -58,7 +66,7 @@ def test_ranks_interrupt_each_other_unless_they_share_cores():
     assert done.stdout.strip() == "True", done.stderr
 
 
-COMPILER, PIPELINING = "parallelrun.torch_private:import_compiler", "torch.distributed.pipelining"
+COMPILER = "parallelrun.torch_private:import_compiler"
 
 
 @pytest.mark.parametrize(
@@ -67,14 +75,40 @@ COMPILER, PIPELINING = "parallelrun.torch_private:import_compiler", "torch.distr
         ({"dp": 2}, set()),
         ({"dp": 2, "compile": True}, {COMPILER}),
         ({"dp": 2, "recompute": "full"}, {COMPILER}),
-        ({"pp": 2}, {PIPELINING}),
+        ({"pp": 2}, set()),
     ],
 )
 def test_before_the_fork_a_launcher_imports_what_its_plan_needs_and_nothing_else(asked, needed):
     found = processes.modules(tiny_config(asked), tiny_plan(asked))
-    assert {COMPILER, PIPELINING} & set(found) == needed
+    assert {COMPILER} & set(found) == needed
     assert any(name.endswith("tensor.megatron.runtime") for name in found)
 
 
 def test_ranks_that_are_not_forked_import_for_themselves():
     assert not processes.modules(tiny_config(device="cuda"), tiny_plan(device="cuda"))
+
+
+def test_forked_ranks_keep_parts_of_one_network_that_the_launcher_has_built(monkeypatch):
+    def network_of(**keys: object) -> Network | None:
+        config = replace(tiny_config(), **keys)
+        return processes.prepared(Job(config, tiny_plan(device=config.device), Path())).prepared
+
+    network = network_of()
+    assert network is not None and all(one.device.type == "meta" for one in network.parameters())
+    assert {name for name, _ in network.named_parameters()} == set(tiny_plan().spec.parameters)
+    assert network_of(verb="verify") is None and network_of(device="cuda") is None
+    assert network_of(model=replace(tiny_config().model, source="./net.py:build")) is None
+    parts: list[Network] = []
+    monkeypatch.setattr("parallelrun.launch.worker.build", lambda *arguments: parts.append(arguments[3]))
+    monkeypatch.setattr("parallelrun.launch.worker._train", lambda *_: 0)
+    context = WorkerContext(0, 1, 0, torch.device("cpu"), Path(), print, bool, print, True, prepared=network)
+    assert find_worker(WORKER)(tiny_config(), tiny_plan(), context) == 0 and parts == [network]
+    monkeypatch.setattr("parallelrun.train.build.registry", None)  # builds no other
+    mesh = Mesh(tiny_plan().mesh, 0, torch.device("cpu"))
+    monkeypatch.setattr("parallelrun.train.build._parallelize", lambda *_: None)
+    assert build_model_parts(tiny_config(), tiny_plan(), mesh, network)[0].block_names == network.block_names
+
+
+def test_a_worker_that_cannot_prepare_fails_in_its_ranks():
+    job = Job(tiny_config(), tiny_plan(), Path(), "no.such.module:run")
+    assert processes.prepared(job) is job

@@ -20,6 +20,7 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.report.figures import bytes_text, count_text, flops_text, seconds_text
 from parallelrun.report.plan import show
 from parallelrun.report.plan_details import ranks_text
+from tests.matrix import FULL
 from tests.plans import tiny_config
 from tests.unit.config.test_presets import composed
 
@@ -76,6 +77,9 @@ def shown(overrides, width=100, **console):
     return file.getvalue()
 
 
+CONSOLES = [(80, False), (120, True), (80, True), (120, False)]  # (width, whether it is a terminal)
+
+
 @pytest.mark.parametrize("line", PRESETS)
 def test_the_summary_has_at_most_40_lines_warnings_first(line, monkeypatch):
     found = composed(*line.split())
@@ -83,7 +87,8 @@ def test_the_summary_has_at_most_40_lines_warnings_first(line, monkeypatch):
     computed = facts(plan, found.config)
     texts, asked = document(plan, found.config, computed)["warnings"], []
     monkeypatch.setattr("parallelrun.report.plan.warnings", lambda *told: [asked.append(told), texts][1])
-    for width, terminal in product((80, 120), (False, True)):
+    consoles = CONSOLES if FULL else CONSOLES[2 * (PRESETS.index(line) % 2) :][:2]  # every width and kind each time
+    for width, terminal in consoles:
         file = io.StringIO()
         console = Console(file=file, width=width, force_terminal=terminal, no_color=True, color_system=None)
         show(plan, found.config, console, computed)
@@ -96,15 +101,21 @@ def test_the_summary_has_at_most_40_lines_warnings_first(line, monkeypatch):
         assert all(f"{kind} " in words for kind in computed.memories[0].parts), "no part's name is cut"
         hint = " ".join(text.strip("│ ") for text in lines[-4:])
         assert "More: detail=ranks|stages|schedule|traffic|data_axis|layouts|all" in hint
-    assert asked == [(plan, found.config, computed)] * 4, "advice takes a second: it is computed once for a summary"
+    assert asked == [(plan, found.config, computed)] * len(consoles), (
+        "advice takes a second: it is computed once for a summary"
+    )
 
 
 LABELS = ("warning", "model", "strategy", "mesh", "batch", "memory", "schedule", "traffic", "cost")
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
-@pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("overrides", [{}, {"dp": 2, "tp": 2, "pp": 2}, {"pp": 4, "schedule": "gpipe"}, LARGE], ids=len)
+PLANNED = [{}, {"dp": 2, "tp": 2, "pp": 2}, {"pp": 4, "schedule": "gpipe"}, LARGE]
+# By default every second one: every pair of a width, a kind of console and a plan.
+SHOWN = [(PLANNED[n], width, terminal) for n, width, terminal in product(range(4), (80, 100, 120), (False, True))
+         if FULL or (n + width // 20 + terminal) % 2 == 0]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "width", "terminal"), SHOWN)
 def test_no_line_is_wider_than_the_console(overrides, width, terminal):
     text = shown({**overrides, "detail": "all"}, width, force_terminal=terminal, no_color=True, color_system=None)
     assert max(len(line) for line in text.splitlines()) <= width

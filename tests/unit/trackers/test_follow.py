@@ -158,8 +158,8 @@ def test_another_name_project_or_group_is_another_run(told, tmp_path, key):
 
 @pytest.mark.parametrize(
     ("state", "code", "expected"),
-    [("done", 0, FINISHED), ("failed", 5, FAILED), ("preempted", 75, INTERRUPTED), ("failed", 130, INTERRUPTED),
-     ("failed", 143, INTERRUPTED), ("failed", 7, FAILED)],
+    [("done", 0, FINISHED), ("failed", 5, FAILED), ("preempted", 75, INTERRUPTED), ("interrupted", 130, INTERRUPTED),
+     ("interrupted", 143, INTERRUPTED), ("failed", 7, FAILED)],
 )  # fmt: skip
 def test_the_end_of_a_run(tmp_path, state, code, expected):
     run = begin(tmp_path, "first")

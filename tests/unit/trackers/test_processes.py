@@ -180,7 +180,7 @@ def test_the_end_of_the_launcher_is_the_end_of_the_run(site, tmp_path, number):
         wait_for((directory / "diary.jsonl").exists, "the tracker")
         [follower] = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         train(directory, [1])
-        end(directory, "failed", 130 if number == signal.SIGINT else 6)
+        end(directory, *(("interrupted", 130) if number == signal.SIGINT else ("failed", 6)))
         launcher.send_signal(number)
         launcher.wait(30)
         assert survivors([int(follower)], 30) == []
