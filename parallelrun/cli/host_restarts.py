@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
+from parallelrun.checkpoint import held
 from parallelrun.cli import hosts as host_list
 from parallelrun.cli.host_connection import Connections
 from parallelrun.cli.host_launcher import HostLauncher
@@ -24,7 +25,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch import failure, host_failures, processes, reattach
 from parallelrun.launch.directory import Status
-from parallelrun.launch.environment import for_other_hosts
+from parallelrun.launch.environment import MEMORY_STEP, for_other_hosts
 from parallelrun.launch.failure import ConsoleOptions, Failure
 from parallelrun.launch.peers import is_recorded
 from parallelrun.launch.rank import STOP_SIGNALS
@@ -50,7 +51,11 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, asked
     """
     signals: list[int] = []
     modules = processes.modules(asked, plan)
-    prepare = {"modules": [*modules, *(_RANK_MODULES if modules else ())], "environ": for_other_hosts(os.environ)}
+    prepare = {
+        "modules": [*modules, *(_RANK_MODULES if modules else ())],
+        "environ": for_other_hosts(os.environ),
+        "memory": asked.checkpoint.memory_every > 0,
+    }
     with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
         with Connections(ssh, signals, prepare) as connections:
             connections.open(hosts)
@@ -65,10 +70,12 @@ class _Attempts:
         self._hosts, self._words, self._asked, self._connections = hosts, words, asked, connections
         self._left = tuple(hosts)  # those of the next attempt
         self._name = secrets.token_hex(8)
+        self._memory_step = 0  # of the checkpoint in the memory of the hosts
 
     def run(self) -> int:
         for number in count():
             variables = reattach.variables(self._name, self._asked.restarts, number)
+            variables[MEMORY_STEP] = str(self._memory_step)
             launcher = HostLauncher(self._left, self._words, self._connections, variables, judges=True)
             code = launcher.run()
             if code == EXIT_OK or self._connections.signals:
@@ -103,10 +110,25 @@ class _Attempts:
             Status(directory, last.step).ended(code, f"{last.error}; {why}", last.rank)
             print(f"  not restarted: {why}", file=sys.stderr, flush=True)
             return code
+        of_memory = last.checkpoint is not None and not Path(last.checkpoint).is_relative_to(directory)
+        if self._asked.checkpoint.memory_every:
+            self._keep(is_bad=decision.bad_checkpoint and of_memory)
         Status(directory, last.step).running(last.step)
         noticed = launcher.noticed or ended
         attempts.mark(directory, noticed=noticed, ended=ended, hosts=time.time())
         return None
+
+    def _keep(self, is_bad: bool) -> None:
+        """Choose the newest checkpoint of which the next ranks' hosts have all files in memory. is_bad: none, because
+        the last one could not be loaded."""
+        agents = [self._connections.by_name[one.name] for one in self._left if one.num_ranks]
+        found = held.newest([agent.held for agent in agents]) if not is_bad else None
+        if found is None and any(agent.held for agent in agents):
+            why = "is damaged" if is_bad else "has lost files with a host"
+            print(f"warning: the checkpoint in memory {why}: the one on the disk is used", file=sys.stderr, flush=True)
+        self._memory_step = found[0] if found else 0
+        for agent in agents:
+            agent.send("keep", found)
 
     def _tell(self, seen: Failure, directory: Path, last: Attempt, restarts: bool) -> None:
         """Print why the ranks failed, and how to go on by hand if the run does not."""
