@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from parallelrun.context import WorkerContext
+from parallelrun.optimizer import Around
 from parallelrun.train.build import Training, build
 from parallelrun.train.corruption.hooks import CorruptionWatch
 from parallelrun.train.corruption.watch import watch_of
@@ -129,7 +130,7 @@ def outcomes_of(plan: str, drawn: list[tuple[int, Case]]) -> Iterator[tuple[int,
     """Run cases of one plan in the same processes; yield each with the outcomes of its ranks."""
     world = tiny_plan({**BASE, **PLANS[plan]}).world
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(world, run_all, [case for _, case in drawn], Path(folder), timeout=600)
+        found = run_ranks(world, run_all, [case for _, case in drawn], Path(folder), timeout=1800)
     for (number, case), *ranks in zip(drawn, *found):
         yield number, case, ranks
 
@@ -203,8 +204,12 @@ class Looking:
         with self.timed():
             self.watch.before_update(training)
 
+    @property
+    def around_update(self) -> Around | None:
+        return self._around if self.watch.around_update else None
+
     @contextmanager
-    def around_update(self, chunk: int | None) -> Iterator[None]:
+    def _around(self, chunk: int | None) -> Iterator[None]:
         around = self.watch.around_update
         assert around is not None
         context = around(chunk)

@@ -53,7 +53,9 @@ class Optimizer:
 
     @property
     def chunks(self) -> Sequence[Sequence[Tensor]]:
-        """The tensors that are updated one after another, about CHUNK bytes at a time on the CPU; (): all at once."""
+        """The tensors that are updated one after another, about CHUNK bytes at a time on the CPU; (): all at once.
+
+        All at once, too, if they are no more than CHUNK bytes."""
         return self._repeats.chunks if self._repeats else ()
 
     def state(self, name: str) -> dict[str, Tensor]:
@@ -112,7 +114,8 @@ class _AdamWSteps:
     def __init__(self, groups: list[_AdamWGroup]):
         self._groups = groups
         self._parts = [(group, part) for group in groups for part in group.parts()]
-        self.chunks = [group.parameters[part] for group, part in self._parts]
+        chunks = [group.parameters[part] for group, part in self._parts]
+        self.chunks = chunks if sum(tensor.nbytes for chunk in chunks for tensor in chunk) > CHUNK else []
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> _AdamWSteps | None:

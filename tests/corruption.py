@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallelrun import optimizer
 from parallelrun.context import WorkerContext
 from parallelrun.errors import CorruptionError, NumericsError
 from parallelrun.run_records.find import EVENTS
@@ -253,6 +254,12 @@ def run(overrides: dict[str, Any], fault: Fault | None, directory: Path) -> Outc
     state = {name: int(digest(tensor)) for name, tensor in state_of(training).items()}
     steps = planted.steps if planted else []
     return Outcome(steps, _rows(directory / EVENTS), _losses(directory), state, error)
+
+
+def run_in_chunks(overrides: dict[str, Any], fault: Fault | None, directory: Path) -> Outcome:
+    """`run` with the weights updated in chunks, as those of a large model are."""
+    with mock.patch.object(optimizer, "CHUNK", 2**12):
+        return run(overrides, fault, directory)
 
 
 def run_all(cases: list[Case], directory: Path) -> list[Outcome]:

@@ -16,7 +16,9 @@ from parallelrun.plan.traffic import traffic_of
 from parallelrun.precision import BYTES
 from parallelrun.wording import divisors
 
-EACH_CHECK = 2  # batches with a known answer that a check computes again
+EACH_CHECK = 1  # batches with a known answer that a check computes again
+EXCHANGES = 2  # of the weights with those of the known answers, and back
+UPDATED = "parameters"  # the purpose of traffic by which ranks get updated weights
 DIGESTED = 2  # times that the weights are read in every step: when they begin to rest, and before the update
 
 
@@ -47,7 +49,8 @@ def checks(plan: Plan, config: Config) -> Checks | None:
     small, every = smallest_batch(config, plan), config.sdc.every
     flops = EACH_CHECK * small.batch.global_batch / plan.batch.global_batch + config.sdc.recompute
     _, rows = traffic_of(small)
-    sent = EACH_CHECK * sum(row.wire_bytes for row in rows if row.purpose != CONTROL)
+    times = {CONTROL: 0, UPDATED: 0 if plan.data.independent else EXCHANGES}  # independent replicas do not meet
+    sent = sum(times.get(row.purpose, EACH_CHECK) * row.wire_bytes for row in rows)
     weights, states, lone = max(_bytes_of(plan, ranks[0]) for ranks in pp_rank_classes(plan))
     copied = 2 * weights + states  # the state of the last check, and the first weights
     found = Checks(every, copied, small.batch.global_batch, flops / every, sent, lone / states if states else 0.0)

@@ -11,9 +11,10 @@ from parallelrun.plan.corruption import EACH_CHECK, checks
 from parallelrun.plan.prediction import group_size, wire_bytes
 from parallelrun.train.build import build
 from parallelrun.train.corruption.probe import Probe
+from parallelrun.train.corruption.replicas import Replicas
 from parallelrun.train.corruption.state import Snapshot
 from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.train.step import finish_gradients, forward_backward, train_step
 from tests.corruption import (
     ACTIVATIONS,
     AVERAGES,
@@ -30,6 +31,7 @@ from tests.corruption import (
     Fault,
     judge,
     run,
+    run_in_chunks,
 )
 from tests.matrix import FULL
 from tests.plans import tiny_config, tiny_plan
@@ -62,7 +64,7 @@ def test_a_fault_is_found_and_its_rank_named(tmp_path, run_ranks, plan, kind, pl
     (tmp_path / "clean").mkdir()
     (tmp_path / "wrong").mkdir()
     clean = run_ranks(world, run, {**BASE, **PLANS[plan]}, None, tmp_path / "clean")
-    found = run_ranks(world, run, case.all_overrides, case.fault, tmp_path / "wrong")
+    found = run_ranks(world, run_in_chunks, case.all_overrides, case.fault, tmp_path / "wrong")
     result = judge(case, clean, found)
     assert result.acted, "the fault changed nothing"
     assert result.is_right, (result, found[0].events, [one.error for one in found])
@@ -75,7 +77,9 @@ def test_a_run_without_faults_has_the_same_bits_and_no_alarm(tmp_path, run_ranks
     (tmp_path / "plain").mkdir()
     (tmp_path / "watched").mkdir()
     plain = run_ranks(world, run, over, None, tmp_path / "plain")
-    watched = run_ranks(world, run, {**over, "sdc.every": 3, "sdc.recompute": True}, None, tmp_path / "watched")
+    watched = run_ranks(
+        world, run_in_chunks, {**over, "sdc.every": 3, "sdc.recompute": True}, None, tmp_path / "watched"
+    )
     assert not watched[0].events and [one.state for one in plain] == [one.state for one in watched]
 
 
@@ -101,6 +105,50 @@ def test_a_broken_device_has_an_exit_code_of_its_own():
     assert CorruptionError("x").exit_code == EXIT_CORRUPTION == 9
 
 
+def differing_after_a_flip(over):
+    """Return what replicas see if the last rank has a wrong bit: by kind of tensor, the names that differ."""
+    training = build(tiny_config(over), tiny_plan(over), torch.device("cpu"))
+    train_step(training, 1, 1e-3, LossScaler(training.config.precision, scaled=False))
+    parameter, replicas = training.parameters[-1], Replicas(training)
+    tensors = {"weight": parameter.tensor.detach(), "gradient": parameter.tensor.grad}
+    tensors |= training.optimizer.state(parameter.name)
+    found = {"nothing": [*replicas.differing()]}
+    for kind, tensor in tensors.items():
+        words = tensor.view(-1).view(torch.int32)
+        is_wrong = int(training.mesh.rank == training.plan.world - 1)
+        words[-1] ^= is_wrong
+        found[kind] = [*replicas.differing()]
+        words[-1] ^= is_wrong
+    training.close()
+    return parameter.name, found
+
+
+def test_replicas_on_several_axes_compare_weights_gradients_and_optimizer_state(run_ranks):
+    for name, found in run_ranks(4, differing_after_a_flip, {**BASE, "dp": 2, "cp": 2}):
+        assert found.pop("nothing") == [] and {"weight", "gradient", "exp_avg", "exp_avg_sq", "step"} == {*found}
+        assert found == {kind: [f"{name} {kind}"] for kind in found}
+
+
+def answers_without_an_update(over):
+    """Return what differs in known answers after a pass whose update is skipped, and in those after them."""
+    training = build(tiny_config(over), tiny_plan(over), torch.device("cpu"))
+    probe = Probe(training)
+    train_step(training, 1, 1e-3, LossScaler(training.config.precision, scaled=False))
+    forward_backward(training, 2)
+    finish_gradients(training)
+    found = [probe.answers([number])[0][0] for number in (0, 1)]
+    training.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", [*PLANS] if FULL else ["adasum"])
+def test_a_skipped_update_leaves_known_answers_as_they_were(run_ranks, plan):
+    """Adasum combines updates, and would take the exchange of the weights for one."""
+    over = {**BASE, **PLANS[plan]}
+    for found in run_ranks(tiny_plan(over).world, answers_without_an_update, over):
+        assert found == [([], []), ([], [])]
+
+
 def check_costs(over):
     """Return the bytes of host copies of the checks, and the bytes that a check's batches send without control."""
     config, plan = tiny_config(over), tiny_plan(over)
@@ -117,10 +165,10 @@ def check_costs(over):
     return sum(one.nbytes for one in (*kept, *probe._copies)), sent
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp"])
-def test_a_plan_says_what_the_checks_keep_and_send(run_ranks, kind):
-    over = {**BASE, "dp": 2, "strategy.data.kind": kind, "sdc.every": 50}
-    found = run_ranks(2, check_costs, over)
+@pytest.mark.parametrize("plan", [*PLANS] if FULL else ["ddp", "zero1", "fsdp", "adasum"])
+def test_a_plan_says_what_the_checks_keep_and_send(run_ranks, plan):
+    over = {**BASE, **PLANS[plan], "sdc.every": 50}
+    found = run_ranks(tiny_plan(over).world, check_costs, over)
     said = checks(tiny_plan(over), tiny_config(over))
     assert max(kept for kept, _ in found) == said.host_bytes
     assert max(sent for _, sent in found) == said.wire_bytes

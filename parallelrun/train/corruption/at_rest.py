@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from parallelrun.train.corruption.digests import combined, counts_of, groups_of, scratch_for, sums_of, words_of
+from parallelrun.train.corruption.digests import Bits
+
+Sums = Sequence[tuple[Sequence[str], Tensor]]  # names of tensors, and the checksum of each
 
 
 class AtRest:
@@ -20,11 +22,9 @@ class AtRest:
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = dict(tensors)
         self._chunks: Sequence[Sequence[Tensor]] = ()
-        self._scratch = scratch_for(tensors.values())
-        self._rest, self._parts = _Part(self._tensors, self._scratch), list[_Part]()
+        self._rest, self._parts = _Part(self._tensors), list[_Part]()
         self._seen: list[str] = []
 
-    @torch.no_grad()
     def begin(self, chunks: Sequence[Sequence[Tensor]] = (), again: bool = False) -> None:
         """From now on the tensors rest, those of `chunks` until `updating` is entered.
 
@@ -42,8 +42,8 @@ class AtRest:
         name_of = {_place(tensor): name for name, tensor in rest.items()}
         for chunk in chunks:
             names = [name_of[_place(one)] for one in chunk if one.numel() and _place(one) in name_of]
-            self._parts.append(_Part({name: rest.pop(name) for name in names}, self._scratch))
-        self._rest = _Part(rest, self._scratch)
+            self._parts.append(_Part({name: rest.pop(name) for name in names}))
+        self._rest = _Part(rest)
 
     @contextmanager
     def updating(self, number: int | None) -> Iterator[None]:
@@ -52,8 +52,7 @@ class AtRest:
         Of all: the next `begin` takes them.
         """
         parts = self._parts if number is None else self._parts[number : number + 1]
-        with torch.no_grad():
-            self._seen += [name for part in parts for name in part.changed()]
+        self._seen += [name for part in parts for name in part.changed()]
         yield
         for part in parts:
             part.is_known = number is not None
@@ -61,11 +60,10 @@ class AtRest:
                 part.begin()
 
     @property
-    def digest(self) -> Tensor:
-        """One checksum (0-d int64) of all tensors as they were at `begin`, which has been called."""
-        return combined(torch.cat([part.sums for part in (self._rest, *self._parts)]))
+    def sums(self) -> Sums:
+        """The checksums of all tensors as they were at `begin`, which has been called."""
+        return [(part.names, part.sums) for part in (self._rest, *self._parts)]
 
-    @torch.no_grad()
     def changed(self, *, chunks: bool = True) -> list[str]:
         """Return the names of the tensors that have changed since `begin`; none before the first one.
 
@@ -79,6 +77,15 @@ class AtRest:
         return seen
 
 
+def are_same(sums: Sums, others: Sums) -> bool:
+    """Return whether two `sums` are equal, in whatever chunks they were taken."""
+    return _by_name(sums) == _by_name(others)
+
+
+def _by_name(sums: Sums) -> dict[str, int]:
+    return {name: one for names, of_part in sums for name, one in zip(names, of_part.tolist())}
+
+
 def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
@@ -86,26 +93,18 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 class _Part:
     """Some of the tensors, which are read together. is_known: `sums` are those of their present values."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], scratch: Tensor | None):
-        self._names = list(tensors)
-        words = [words_of(tensor) for tensor in tensors.values()]
-        self._groups, self._counts = groups_of(words), counts_of(words)
-        self._scratch = scratch
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.names, self._bits = list(tensors), Bits(list(tensors.values()))
         self.sums = torch.zeros(0, dtype=torch.int64)
         self.is_known = False
 
-    @torch.no_grad()
     def begin(self) -> None:
-        self.sums, self.is_known = self._read(), True
+        self.sums, self.is_known = self._bits.read(), True
 
     def changed(self) -> list[str]:
         if not self.is_known:
             return []
-        now = self._read()
+        now = self._bits.read()
         if torch.equal(self.sums, now):
             return []
-        parts = zip(self._names, self.sums.split(self._counts), now.split(self._counts))
-        return [name for name, old, new in parts if not torch.equal(old, new)]
-
-    def _read(self) -> Tensor:
-        return sums_of(self._groups, self._scratch)
+        return [name for name, is_same in zip(self.names, (self.sums == now).tolist()) if not is_same]

@@ -1,29 +1,99 @@
-"""Checksums of the raw bits of tensors, as 64-bit integers that wrap around.
+"""Checksums of the raw bits of tensors, as 64-bit integers. They are compared within a run, on devices of one kind.
 
-The checksum of a row of 256 words is made of two sums: of its words, and of their upper halves, which the first one
-counts modulo 2^64 only. So a flipped bit always changes it, and so does a bit that is stuck in several words of a row;
-two flips cancel only at the same bit of words of one row, in opposite directions. Sums of integers do not depend on
-their order.
+In host memory they are XXH3, which reads a tensor once, about as fast as memory gives it. On other devices torch sums
+rows of 256 words: a row's checksum is made of the sums, modulo 2^64, of its words and of their upper halves. So a
+flipped bit always changes it, and so does a bit that is stuck in several words of a row; two flips cancel only at the
+same bit of words of one row, in opposite directions. Sums of integers do not depend on their order.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import ceil
 
 import torch
+import xxhash
 from torch import Tensor
 
 ROW = 256  # words
 PACKED = 128 * ROW  # words: smaller tensors are copied into one, whose rows are summed by one operation
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY = frozenset((torch.float32, torch.float64, torch.int64))  # types that numpy has too
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, odd: its multiples are spread over all 64 bits
-_PIECES = {"cpu": 2**17}  # words whose upper halves are taken at a time: 1 MiB stays in the processor's cache
-_PIECE = 2**24  # on other devices
+_PIECE = 2**24  # words whose upper halves are taken at a time
 
 
-def words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+class Bits:
+    """The bits of some tensors on devices of one kind, which are read again and again. Their storage stays the same."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors = tensors
+        self._reads = Hashes if all(tensor.device.type == "cpu" for tensor in tensors) else RowSums
+        # The words of a tensor with gaps are a copy, which does not change with it.
+        self._views = self._reads(tensors) if all(tensor.is_contiguous() for tensor in tensors) else None
+
+    def read(self) -> Tensor:
+        """Return a checksum of each tensor (int64, 1-d), on their device."""
+        return (self._views or self._reads(self._tensors)).read()
+
+
+def digests(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a checksum of each tensor (int64, 1-d), on their device."""
+    return Bits(tensors).read()
+
+
+def digest_of_all(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one checksum (0-d int64) of several tensors; 0 without tensors, on the CPU."""
+    return combined(digests(tensors))
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Return the checksum (0-d int64) of one tensor."""
+    return digests([tensor])[0]
+
+
+def combined(checksums: Tensor) -> Tensor:
+    """Return one checksum (0-d int64) of several. Each has an odd factor: a difference in one never disappears."""
+    return (_mixed(checksums) * _factors(checksums.numel(), checksums.device)).sum()
+
+
+class Hashes:
+    """XXH3 of tensors in host memory."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._buffers = [_buffer(tensor) for tensor in tensors]
+
+    def read(self) -> Tensor:
+        """Return the hash of each tensor."""
+        found = array("Q", map(xxhash.xxh3_64_intdigest, self._buffers))
+        return torch.frombuffer(found, dtype=torch.int64) if found else torch.zeros(0, dtype=torch.int64)
+
+
+def _buffer(tensor: Tensor) -> memoryview:
+    """Return the memory of the values, of a copy if they have gaps."""
+    values = tensor.detach().contiguous()
+    words = values if values.dtype in _NUMPY else values.view(_WORDS[values.element_size()])
+    return words.numpy().data
+
+
+class RowSums:
+    """Sums of the rows of tensors on one device, by torch."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        words = [_words_of(tensor) for tensor in tensors]
+        self._groups, self._counts = _groups_of(words), _counts_of(words)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Return a checksum of each tensor, in which each row has a factor of its own."""
+        sums = torch.cat([_of_large(*group) if group[0].dim() == 2 else _of_small(group) for group in self._groups])
+        owners, factors = _places(self._counts, sums.device)
+        return sums.new_zeros(len(self._counts)).index_add_(0, owners, _mixed(sums) * factors)
+
+
+def _words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """View a tensor's bits as integers: (rows, ROW), and what is left. Of 8 bytes each where its bytes divide by 8."""
     flat = tensor.detach().reshape(-1)
     size = flat.element_size()
@@ -33,68 +103,7 @@ def words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return words[:in_rows].view(-1, ROW), words[in_rows:]
 
 
-def row_sums(rows: Tensor, rest: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Return the checksums (int64) of the words of one tensor: of each row, and of the rest if there is one."""
-    if not rest.numel():
-        return _summed(rows, scratch)
-    ending = _summed(rest.view(1, -1), scratch)
-    return torch.cat([_summed(rows, scratch), ending]) if rows.numel() else ending
-
-
-def scratch_for(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return memory for `sums_of`, which it need not allocate then; None off the CPU, where torch keeps memory."""
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return None
-    return torch.empty(_PIECES["cpu"], dtype=torch.int64)
-
-
-def _summed(rows: Tensor, scratch: Tensor | None) -> Tensor:
-    """Return the checksum (int64) of each row of words."""
-    size = max(_PIECES.get(rows.device.type, _PIECE) // max(rows.shape[1], 1), 1)
-    if rows.shape[0] <= size:
-        return _summed_piece(rows, scratch)
-    return torch.cat([_summed_piece(piece, scratch) for piece in rows.split(size)])
-
-
-def _summed_piece(rows: Tensor, scratch: Tensor | None) -> Tensor:
-    words = rows.long()  # smaller words are packed with others as such, too
-    into = None if scratch is None else scratch[: words.numel()].view(words.shape)
-    return words.sum(1).add_(torch.bitwise_right_shift(words, 32, out=into).sum(1), alpha=_FACTOR)
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """Return one checksum (0-d int64) of a tensor's bits, in which each row has a factor of its own."""
-    return combined(row_sums(*words_of(tensor)))
-
-
-def digest_of_all(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one checksum (0-d int64) of several tensors, faster than that of each: 0 without tensors."""
-    by_size: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        by_size.setdefault(flat.element_size(), []).append(flat.view(_WORDS[flat.element_size()]))
-    found = [digest(part) for words in by_size.values() for part in _joined(words)]
-    return combined(torch.stack(found)) if len(found) > 1 else found[0] if found else torch.zeros((), dtype=torch.int64)
-
-
-def _joined(words: Sequence[Tensor]) -> list[Tensor]:
-    """Return large tensors as they are, and the small ones as one."""
-    large = [each for each in words if each.numel() >= PACKED]
-    small = [each for each in words if each.numel() < PACKED]
-    return [*large, small[0] if len(small) == 1 else torch.cat(small)] if small else large
-
-
-def digests(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the `digest` of each tensor: int64 (number of tensors,)."""
-    words = [words_of(tensor) for tensor in tensors]
-    if not words:
-        return torch.zeros(0, dtype=torch.int64)
-    sums = sums_of(groups_of(words))
-    owners, factors = _places(counts_of(words), sums.device)
-    return torch.zeros(len(words), dtype=torch.int64, device=sums.device).index_add_(0, owners, _mixed(sums) * factors)
-
-
-def groups_of(words: Sequence[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
+def _groups_of(words: Sequence[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
     """Return parts of tensors whose rows are summed together: a large tensor's two, or those of the small tensors
     between two large ones, each filled up to whole rows."""
     groups: list[list[Tensor]] = [[]]
@@ -107,22 +116,24 @@ def groups_of(words: Sequence[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
     return [group for group in groups if group]
 
 
-def sums_of(groups: Sequence[Sequence[Tensor]], scratch: Tensor | None = None) -> Tensor:
-    """Return the checksums of the rows of all tensors, one tensor after another. scratch: see `scratch_for`."""
-    found = [
-        row_sums(group[0], group[1], scratch) if group[0].dim() == 2 else _packed_sums(group, scratch)
-        for group in groups
-    ]
-    return torch.cat(found) if len(found) > 1 else found[0] if found else torch.zeros(0, dtype=torch.int64)
-
-
-def _packed_sums(group: Sequence[Tensor], scratch: Tensor | None) -> Tensor:
-    return _summed(torch.cat(tuple(group)).view(-1, ROW), scratch)
-
-
-def counts_of(words: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, ...]:
+def _counts_of(words: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, ...]:
     """Return how many rows each tensor has."""
     return tuple(ceil((rows.numel() + rest.numel()) / ROW) for rows, rest in words)
+
+
+def _of_large(rows: Tensor, rest: Tensor) -> Tensor:
+    """Return the checksums (int64) of the words of one tensor: of each row, and of the rest if there is one."""
+    pieces = [*rows.split(_PIECE // ROW), *([rest.view(1, -1)] if rest.numel() else [])]
+    return torch.cat([_of_rows(piece) for piece in pieces])
+
+
+def _of_small(group: Sequence[Tensor]) -> Tensor:
+    return _of_rows(torch.cat(tuple(group)).view(-1, ROW))
+
+
+def _of_rows(rows: Tensor) -> Tensor:
+    words = rows.long()  # smaller words are packed with others as such, too
+    return words.sum(1).add_((words >> 32).sum(1), alpha=_FACTOR)
 
 
 @lru_cache(maxsize=64)
@@ -137,11 +148,6 @@ def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
 def _mixed(sums: Tensor) -> Tensor:
     """Invertible: it carries the high bits down, where a factor does not lose them."""
     return sums ^ (sums >> 31)
-
-
-def combined(sums: Tensor) -> Tensor:
-    """Combine checksums of rows. Each has an odd factor, so that a difference in one row never disappears."""
-    return (_mixed(sums) * _factors(sums.numel(), sums.device)).sum()
 
 
 @lru_cache(maxsize=256)

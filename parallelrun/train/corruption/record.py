@@ -58,4 +58,4 @@ class PassRecorder(Contributions):
             results["the loss"] = training.runner.loss_sum
         stacked = torch.stack(given) if given else torch.zeros(0, dtype=torch.int64)
         lanes = tuple(lane for lane, _ in self.found)
-        return PassBits(lanes, stacked.cpu(), tuple(results), digests(results.values()).cpu())
+        return PassBits(lanes, stacked.cpu(), tuple(results), digests([*results.values()]).cpu())

@@ -13,7 +13,8 @@ from parallelrun.mesh import Group
 from parallelrun.plan.corruption import replicated_over
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.train.build import Training
-from parallelrun.train.corruption.digests import digest_of_all, digests
+from parallelrun.train.corruption.at_rest import Sums
+from parallelrun.train.corruption.digests import combined, digest_of_all, digests
 from parallelrun.train.corruption.state import stored_weights
 
 
@@ -47,11 +48,13 @@ class Replicas:
         self._dims = {layout: replicated_over(layout, training.plan) for layout in layouts_held}
         self._met: dict[str, Tensor] = {}
 
-    def after_step(self, step: int, digest: Tensor) -> None:
-        """Note the digest of this rank's weights, if independent replicas have met in this step."""
+    def after_step(self, step: int, weights: Sums) -> None:
+        """Note one checksum of this rank's weights, if independent replicas have met in this step."""
         data = self._training.plan.data
         if data.independent and data.meets(step):
-            self._met = {f"the weights after replicas met in step {step}": digest.view(1)}
+            self._met = {
+                f"the weights after replicas met in step {step}": digest_of_all([sums for _, sums in weights]).view(1)
+            }
 
     def restart(self) -> None:
         """Training returns to an earlier step."""
@@ -66,9 +69,9 @@ class Replicas:
         """
         found: dict[str, tuple[str, int]] = {}
         for alike in self._sets():
-            if not bool(alike.differs(digest_of_all(alike.tensors).view(1))):
-                continue
             own = digests(alike.tensors)
+            if not bool(alike.differs(combined(own).view(1))):
+                continue
             wrong, values = alike.differs(own).tolist(), own.tolist()
             found |= {name: (alike.key, value) for name, value, is_wrong in zip(alike.names, values, wrong) if is_wrong}
         return found

@@ -26,7 +26,7 @@ from parallelrun.records import append_jsonl
 from parallelrun.run_records.find import EVENTS
 from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
-from parallelrun.train.corruption.at_rest import AtRest
+from parallelrun.train.corruption.at_rest import AtRest, Sums, are_same
 from parallelrun.train.corruption.blame import Evidence, Verdict, verdict
 from parallelrun.train.corruption.hooks import CorruptionWatch
 from parallelrun.train.corruption.probe import NUM_BATCHES, Answer, Probe
@@ -50,12 +50,12 @@ def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, sta
 class _Undone:
     """Steps that were undone. step: of the check that found the fault.
 
-    history: digests of the weights after each of them, if it is not known which rank was wrong.
+    history: checksums of the weights after each of them, if it is not known which rank was wrong.
     """
 
     step: int
     judged: Verdict
-    history: dict[int, Tensor] = field(default_factory=dict)
+    history: dict[int, Sums] = field(default_factory=dict)
     in_a_row: int = 1
 
 
@@ -78,7 +78,7 @@ class _Watch(CorruptionWatch):
         self._lanes: tuple[Lane, ...] = ()
         self._step, self._is_cold = start, True
         self._undone: _Undone | None = None
-        self._history: dict[int, Tensor] = {}  # digests of the weights after each step since the last check
+        self._history: dict[int, Sums] = {}  # checksums of the weights after each step since the last check
         self._num_checks = self._num_found = 0
 
     def before_step(self, step: int) -> None:
@@ -117,13 +117,13 @@ class _Watch(CorruptionWatch):
 
     @property
     def around_update(self) -> Around | None:
-        return self._at_rest.updating
+        return self._at_rest.updating if self._chunks() else None
 
     def after_update(self) -> None:
         self._at_rest.begin(self._chunks())
         self._changed += [(self._step, name) for name in self._at_rest.noted()]
-        self._history[self._step] = self._at_rest.digest
-        self._replicas.after_step(self._step, self._history[self._step])
+        self._history[self._step] = self._at_rest.sums
+        self._replicas.after_step(self._step, self._at_rest.sums)
 
     def _chunks(self) -> Sequence[Sequence[Tensor]]:
         """The weights that only the optimizer writes to, as it updates them one after another."""
@@ -191,7 +191,7 @@ class _Watch(CorruptionWatch):
         if self._undone is None or self._undone.step != step:
             return 0
         before, now = self._undone.history, self._history
-        return next((one for one in sorted(before) if one not in now or not torch.equal(now[one], before[one])), 0)
+        return next((one for one in sorted(before) if one not in now or not are_same(now[one], before[one])), 0)
 
     def _anyone(self, seen: Sequence[bool]) -> list[bool]:
         """Return which of several things any rank has seen. Collective."""

@@ -16,7 +16,7 @@ from parallelrun.plan.parameters import LocalParameter
 from parallelrun.sequences import Lane
 from parallelrun.train.corruption.at_rest import AtRest
 from parallelrun.train.corruption.blame import Evidence, origins, verdict
-from parallelrun.train.corruption.digests import PACKED, ROW, digest, digests
+from parallelrun.train.corruption.digests import PACKED, ROW, RowSums, digest, digests
 from parallelrun.train.corruption.record import PassRecorder
 
 
@@ -26,9 +26,18 @@ def flip(tensor, index, bit):
     words[index] ^= 1 << bit if bit < size - 1 else -(1 << bit)
 
 
+def sums_of(tensor):
+    """The checksum by which tensors on GPUs are compared."""
+    return RowSums([tensor]).read()[0]
+
+
+CHECKSUMS = pytest.mark.parametrize("digest", [digest, sums_of])
+
+
+@CHECKSUMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("length", [1, 5, 2 * ROW, 2 * ROW + 2, 5 * ROW + 3])
-def test_any_flipped_bit_changes_the_checksum(dtype, length):
+def test_any_flipped_bit_changes_the_checksum(dtype, length, digest):
     tensor = torch.randn(length).to(dtype)
     before, rest = digest(tensor), AtRest({"w": tensor})
     rest.begin()
@@ -40,7 +49,8 @@ def test_any_flipped_bit_changes_the_checksum(dtype, length):
             assert digest(tensor) == before and not rest.changed()
 
 
-def test_two_flips_of_the_same_bit_in_opposite_directions_do_not_cancel():
+@CHECKSUMS
+def test_two_flips_of_the_same_bit_in_opposite_directions_do_not_cancel(digest):
     tensor = torch.zeros(8 * ROW)
     before = digest(tensor)
     for bit in (0, 30, 31):
@@ -52,9 +62,10 @@ def test_two_flips_of_the_same_bit_in_opposite_directions_do_not_cancel():
             flip(tensor, other, bit)
 
 
+@CHECKSUMS
 @pytest.mark.parametrize("bit", [29, 31], ids=["exponent", "sign"])
 @pytest.mark.parametrize("count", [2, 8, 16])
-def test_a_high_bit_that_is_stuck_in_words_of_one_row_changes_the_checksum(bit, count):
+def test_a_high_bit_that_is_stuck_in_words_of_one_row_changes_the_checksum(bit, count, digest):
     """Sums of words modulo 2^64 count the highest bit modulo 2, and the exponent's modulo 8."""
     tensor = torch.full((2 * ROW,), 0.02)
     before, rest = digest(tensor), AtRest({"w": tensor})
@@ -90,7 +101,17 @@ def test_weights_are_checked_around_the_update_of_their_chunk(monkeypatch):
     assert not rest.changed()
 
 
-def test_a_view_that_begins_at_an_odd_element_has_the_checksum_of_its_values():
+@pytest.mark.parametrize("weights", [torch.randn(6, 8).t(), torch.randn(6, 8)[:, ::2]], ids=["transposed", "with gaps"])
+def test_weights_that_are_not_contiguous_are_read_where_they_are(weights):
+    """What is read is not a copy made before."""
+    rest = AtRest({"w": weights, "v": torch.randn(3)})
+    rest.begin()
+    weights[3, 2] += 1
+    assert rest.changed() == ["w"]
+
+
+@CHECKSUMS
+def test_a_view_that_begins_at_an_odd_element_has_the_checksum_of_its_values(digest):
     values = torch.randn(9)
     assert digest(values[1:]) == digest(values[1:].clone().narrow(0, 0, 8)) or values.storage_offset() == 0
     shifted = values[1:]
@@ -103,6 +124,7 @@ def test_tensors_have_together_the_checksums_that_each_has_alone():
     sizes = (1, 0, ROW + 3, 5, 2 * PACKED + 1, 2 * ROW, 7, 2 * PACKED, 3)
     tensors = [torch.randn(size).to(dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
     assert digests(tensors).tolist() == [int(digest(tensor)) for tensor in tensors]
+    assert RowSums(tensors).read().tolist() == [int(RowSums([one]).read()) if one.numel() else 0 for one in tensors]
     rest = AtRest(dict(zip(map(str, range(len(tensors))), tensors)))
     rest.begin()
     for number, tensor in enumerate(tensors):
