@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallelrun.checkpoint.files import sync
 from parallelrun.checkpoint.find import STEP, step_name
 from parallelrun.checkpoint.index import INDEX_FILE
 from parallelrun.checkpoint.schema import read_index
@@ -31,7 +32,7 @@ class Held:
 def held(folder: Path) -> dict[int, Held]:
     """Return what a host's folder holds of each checkpoint that was complete on all hosts, by step."""
     found = {}
-    for path in folder.iterdir():
+    for path in list(folder.iterdir()):
         match = STEP.fullmatch(path.name)
         with suppress(CheckpointError, OSError):
             if match:
@@ -70,6 +71,19 @@ def keep_only(folder: Path, step: int, index: str) -> None:
     if not kept.exists():
         kept.mkdir()
         (kept / INDEX_FILE).write_text(index)
+
+
+def copy_to(folder: Path, step: int, target: Path) -> None:
+    """Copy the files that a host's folder holds of a checkpoint into `target`, on the disk, unless another host has
+    done it. Raises OSError."""
+    for path in (folder / step_name(step)).glob("*.safetensors"):
+        if not has_file(target, path.name, path.stat().st_size):
+            aside = (
+                target / f".{path.name}.{secrets.token_hex(4)}"
+            )  # of two hosts with the same file, the last one wins
+            shutil.copyfile(path, aside)
+            sync(aside)
+            os.rename(aside, target / path.name)
 
 
 def remove_all(folder: Path, but: Path | None = None) -> None:

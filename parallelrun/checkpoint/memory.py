@@ -117,7 +117,7 @@ def write(
     """
     writer = MemoryWriter(hosts.folder, step, plan, extra)
     try:
-        write_with(writer, parts, plan, hosts.rank, group is None, group)
+        write_with(writer, parts, plan, hosts.rank, group, alone=group is None)
         assert writer.aside is not None
         index = _shared(encode(writer.index) if writer.index is not None else b"", group)
         error = None

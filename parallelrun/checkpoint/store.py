@@ -106,20 +106,16 @@ def write_parts(
     """
     writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
     try:
-        write_with(writer, parts, plan, rank, alone, group)
+        write_with(writer, parts, plan, rank, group, alone)
     finally:
         writer.discard()
     return writer.target
 
 
 def write_with(
-    writer: SafetensorsWriter,
-    parts: Sequence[LocalPart],
-    plan: Plan,
-    rank: int,
-    alone: bool,
-    group: dist.ProcessGroup | None,
-) -> None:
+    writer: SafetensorsWriter, parts: Sequence[LocalPart], plan: Plan, rank: int,
+    group: dist.ProcessGroup | None, alone: bool,
+) -> None:  # fmt: skip
     """Write one rank's parts by a storage writer: see `write_parts`."""
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
     what = f"the checkpoint of step {writer.step} could not be written to {writer.directory}"

@@ -86,7 +86,8 @@ class Agent:
     """What the launcher asks for, each as a JSON object with one key, and what the agent tells.
 
     prepare: `{modules, environ, memory}`: what ranks will need, and whether they keep checkpoints in memory; keep: the
-    step and the index of the one from which they go on, or nothing; resent: how often the kernel sends the same data
+    step and the index of the one from which they go on, or nothing; copy: the step of one and a directory on the disk
+    for its files, answered by `copied`; resent: how often the kernel sends the same data
     again until the launcher's host counts as lost; listen: an address, answered by `listening`; start: an `Order`;
     signal: its name, for the ranks. Then `exit` tells how a rank ended that has failed, `held` which checkpoints this
     host's memory holds, and `ended` the code of the host when all ranks have ended; `alive` needs no answer.
@@ -145,6 +146,8 @@ class Agent:
             self._resent = content
         elif what == "keep":
             self._memory.keep(content)
+        elif what == "copy":
+            self.tell("copied", self._memory.copy(*content))
         elif what == "listen":
             self.tell("listening", self._listen(content))
         elif what == "start":

@@ -35,6 +35,17 @@ class AgentMemory(contextlib.ExitStack):
             with contextlib.suppress(OSError):
                 keep_only(self._folder, *found) if found else remove_all(self._folder)
 
+    def copy(self, step: int, target: str) -> str:
+        """Copy the files of a checkpoint that are not there yet to the disk. Return an error, or an empty text."""
+        from parallelrun.checkpoint.held import copy_to
+
+        try:
+            if self._folder is not None:
+                copy_to(self._folder, step, Path(target))
+        except OSError as error:
+            return str(error)
+        return ""
+
     def held(self) -> dict[int, dict[str, Any]]:
         """Return which files of which checkpoints the folder holds, as `checkpoint.held.held`."""
         from parallelrun.checkpoint.held import held

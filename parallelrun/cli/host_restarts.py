@@ -18,6 +18,7 @@ from pathlib import Path
 
 from parallelrun.checkpoint import held
 from parallelrun.cli import hosts as host_list
+from parallelrun.cli import memory_on_disk
 from parallelrun.cli.host_connection import Connections
 from parallelrun.cli.host_launcher import HostLauncher
 from parallelrun.cli.hosts import HostRanks, SshOptions
@@ -79,6 +80,8 @@ class _Attempts:
             launcher = HostLauncher(self._left, self._words, self._connections, variables, judges=True)
             code = launcher.run()
             if code == EXIT_OK or self._connections.signals:
+                if code != EXIT_OK:
+                    self._keep_on_disk(number)
                 break
             found = self._after(number, code, launcher)
             if found is not None:
@@ -96,9 +99,12 @@ class _Attempts:
         told = is_recorded(directory)
         outcome, history, decision = reattach.judged(directory, self._asked.restarts, _of_ranks(self._left), seen)
         last = history[-1]
+        is_last = not decision.restart or number >= self._asked.restarts
+        if is_last:
+            self._keep_on_disk(number)
         if seen is not None and not told:
             self._tell(seen, directory, last, decision.restart)
-        if not decision.restart or number >= self._asked.restarts:
+        if is_last:
             why = decision.why or "the last attempts failed before they began"
             print(f"  not restarted: {why}", file=sys.stderr, flush=True)
             return decision.exit_code or outcome.exit_code
@@ -106,6 +112,7 @@ class _Attempts:
         slots = self._slots_left(without)
         self._left = _placed(self._asked, directory, last, slots)
         if not self._left:
+            self._keep_on_disk(number)
             why = _too_few(self._asked, last.world, slots, self._hosts)
             Status(directory, last.step).ended(code, f"{last.error}; {why}", last.rank)
             print(f"  not restarted: {why}", file=sys.stderr, flush=True)
@@ -117,6 +124,13 @@ class _Attempts:
         noticed = launcher.noticed or ended
         attempts.mark(directory, noticed=noticed, ended=ended, hosts=time.time())
         return None
+
+    def _keep_on_disk(self, number: int) -> None:
+        """As the run ends: save what only the hosts' memory has."""
+        variables = reattach.variables(self._name, self._asked.restarts, number + 1)
+        directory = reattach.earlier(Path(self._asked.runs).expanduser(), variables)
+        if directory is not None and self._asked.checkpoint.memory_every:
+            memory_on_disk.keep_on_disk(self._connections, directory)
 
     def _keep(self, is_bad: bool) -> None:
         """Choose the newest checkpoint of which the next ranks' hosts have all files in memory. is_bad: none, because

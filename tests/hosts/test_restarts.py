@@ -212,6 +212,32 @@ def test_files_are_fetched_from_a_third_host_or_else_the_disk_is_used(own, tmp_p
 
 
 @LONG
+@pytest.mark.parametrize("how", ["damaged", "ended"])
+def test_what_the_memory_has_is_checked_and_saved_when_the_run_ends(own, tmp_path, expected, how):
+    """damaged: all copies of a file have a wrong bit when a rank dies; ended: Ctrl-C ends the run."""
+    job = train(own, tmp_path, BOTH, "checkpoint.memory_every=3", every=4 if how == "damaged" else 0)
+    all_ranks = [pid for name in own.names for pid in ranks(own, name)]
+    if how == "ended":
+        job.processes[0].send_signal(signal.SIGINT)
+        assert job.wait() == [130], job.output
+        saved = latest(job.run)
+        assert saved is not None and f"the checkpoint in memory is kept as {saved}" in job.output, job.output
+        assert read_whole(saved)
+        return
+    for pid in all_ranks:
+        os.kill(pid, signal.SIGSTOP)
+    for name in own.names:
+        damage = "printf X | dd of=$f bs=1 seek=$(($(stat -c %s $f) - 3)) conv=notrunc"
+        script = f"for f in /dev/shm/*/step_*/rank*; do {damage}; done"
+        own.check(name, "sh", "-c", script)
+    for pid in reversed(all_ranks):
+        os.kill(pid, signal.SIGKILL if pid == all_ranks[-1] else signal.SIGCONT)
+    assert job.wait() == [0], job.output
+    assert "warning: the checkpoint in memory is damaged: the one on the disk is used" in job.output
+    assert_equal(rows(job.run), rows(expected))
+
+
+@LONG
 def test_the_host_of_rank_0_is_replaced_by_free_slots(own, tmp_path, expected):
     job = train(own, tmp_path, "worker-1:2,worker-2:4", "-np", "4", at="worker-2")
     kill(own, "worker-1")
