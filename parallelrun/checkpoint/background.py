@@ -9,7 +9,7 @@ which takes longer than the copy, and a process that uses CUDA cannot fork.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -30,6 +30,7 @@ from parallelrun.mesh import Group
 from parallelrun.plan.structure import Plan
 
 _ALIGNMENT = 64
+Write = Callable[[Sequence[LocalPart], dist.ProcessGroup | None], None]
 
 
 class HostMemory:
@@ -105,6 +106,19 @@ class BackgroundWriter:
     ) -> None:
         """Copy the parts, write `directory/step_<step>`, and delete all but the newest `keep`, beside training.
 
+        Collective over the group, as `start_with`.
+        """
+        alone = len(self._ranks) == 1
+
+        def write(copies: Sequence[LocalPart], group: dist.ProcessGroup | None) -> None:
+            write_parts(directory, step, copies, extra, self._plan, self._index, alone, group)
+            keep_last(directory, keep, self._index)
+
+        self.start_with(parts, write)
+
+    def start_with(self, parts: Sequence[LocalPart], write: Write) -> None:
+        """Copy the parts, and call `write` with the copies and the group of the messages, beside training.
+
         Collective over the group. The save before it must have been collected. The tensors must not change
         until `wait_for_copies` has returned.
         """
@@ -113,21 +127,19 @@ class BackgroundWriter:
         provided, copied = self._provided, Future[None]()
         after = torch.cuda.current_stream().record_event() if self._on_cuda else None
 
-        def write() -> None:
+        def copy_and_write() -> None:
             began = time.perf_counter()
-            alone = len(self._ranks) == 1
             try:
                 if provided is not None:
                     provided.result()
                 copies = self._memory.copy(parts, after)
             finally:
                 copied.set_result(None)
-            write_parts(directory, step, copies, extra, self._plan, self._index, alone, self._group)
-            keep_last(directory, keep, self._index)
+            write(copies, self._group)
             self.seconds = time.perf_counter() - began
 
         self._copied = copied
-        self._pending = self._thread.run(write)
+        self._pending = self._thread.run(copy_and_write)
 
     def wait_for_copies(self) -> None:
         """Wait until the tensors of the save that was started last may change."""
@@ -135,12 +147,13 @@ class BackgroundWriter:
             self._copied.result()
             self._copied = None
 
-    def join(self) -> None:
-        """Create the group of the messages, if there is none yet. Collective."""
+    def join(self) -> dist.ProcessGroup | None:
+        """Return the group of the messages, None for a single rank; create it, if there is none yet. Collective."""
         if self._group is None and len(self._ranks) > 1:
             self._group = dist.new_group(
                 list(self._ranks), backend="gloo", timeout=self._timeout, use_local_synchronization=True
             )
+        return self._group
 
     @property
     def is_pending(self) -> bool:
@@ -153,7 +166,7 @@ class BackgroundWriter:
         return self._pending is not None and self._pending.done()
 
     def collect(self) -> None:
-        """Wait for the save that was started, and raise what `write_parts` has raised."""
+        """Wait for the save that was started, and raise what writing it has raised."""
         pending, self._pending = self._pending, None
         assert pending is not None, "no save was started"
         pending.result()

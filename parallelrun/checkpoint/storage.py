@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,11 @@ from parallelrun.checkpoint.schema import check_header, read_index
 from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
 
 
+def rank_file(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -62,7 +67,7 @@ class SafetensorsWriter(StorageWriter):
         extra: Mapping[str, Any],
     ):
         self.directory = Path(os.path.abspath(directory))
-        self.target = self.directory / step_name(step)
+        self.step, self.target = step, self.directory / step_name(step)
         self._index = Index(step, optimizer, plan, extra, {}, {})
         self._aside: Path | None = None  # the hidden directory, on the coordinator
 
@@ -83,7 +88,7 @@ class SafetensorsWriter(StorageWriter):
         self._aside = self.directory / f".{self.target.name}.tmp-{secrets.token_hex(4)}"
         self._aside.mkdir(parents=True)
         return [
-            replace(plan, storage_data=str(self._aside / f"rank_{rank:05d}.safetensors"))
+            replace(plan, storage_data=f"{self._aside.name}/{rank_file(rank)}")  # ranks may have own directories
             for rank, plan in enumerate(plans)
         ]
 
@@ -92,7 +97,7 @@ class SafetensorsWriter(StorageWriter):
         if not plan.items:
             done.set_result([])
             return done
-        path = Path(plan.storage_data)
+        path = self.directory / plan.storage_data
         path.parent.mkdir(exist_ok=True)  # on a shared file system another host may not see it yet
         # Wide elements first: every tensor then starts at a multiple of its element size.
         items = sorted(plan.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
@@ -107,21 +112,26 @@ class SafetensorsWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: write the index, then rename. Only the rename makes the checkpoint visible."""
         assert self._aside is not None, "finish before prepare_global_plan"
-        file_of: dict[MetadataIndex, str] = {}
-        files: dict[str, tuple[int, str]] = {}
-        for result in (result for rank_results in results for result in rank_results):
-            name, files[name] = result.storage_data
-            file_of[result.index] = name
-        index = replace(self._index, tensors=_stored_tensors(metadata, file_of), files=dict(sorted(files.items())))
+        index = self.complete_index(metadata, results)
         if wrong := missing_files(index, self._aside):
             raise EnvironmentProblem(
                 Problem(f"{wrong[0]}: checkpoints must be on a file system that all hosts share", where="runs")
             )
-        write_bytes(self._aside / INDEX_FILE, encode(index))
-        sync(self._aside)
-        self._publish(self._aside)
+        self.publish(self._aside, encode(index))
 
-    def _publish(self, aside: Path) -> None:
+    def complete_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> Index:
+        """Return the index of what all ranks have written."""
+        part_file: dict[MetadataIndex, str] = {}
+        files: dict[str, tuple[int, str]] = {}
+        for result in (result for rank_results in results for result in rank_results):
+            name, files[name] = result.storage_data
+            part_file[result.index] = name
+        return replace(self._index, tensors=_stored_tensors(metadata, part_file), files=dict(sorted(files.items())))
+
+    def publish(self, aside: Path, index: bytes) -> None:
+        """Write the index, and make the checkpoint visible. Raises OSError."""
+        write_bytes(aside / INDEX_FILE, index)
+        sync(aside)
         replaced = None
         if self.target.exists():
             replaced = self.directory / f".{self.target.name}.old-{secrets.token_hex(4)}"
@@ -144,9 +154,12 @@ class SafetensorsWriter(StorageWriter):
 class SafetensorsReader(StorageReader):
     """Reads a checkpoint. The sha256 of each file is checked by one rank before any rank reads a tensor."""
 
-    def __init__(self, path: str | os.PathLike[str], rank: int = 0, world: int = 1):
+    def __init__(
+        self, path: str | os.PathLike[str], rank: int = 0, world: int = 1, checks: Sequence[str] | None = None
+    ):
+        """checks: the files that this rank checks, of those that are here; by default its share of all files."""
         self.path = Path(os.path.abspath(path))
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._checks = rank, world, checks
         self._index: Index | None = None
         self._failure: CheckpointError | None = None
         self._file_of: dict[MetadataIndex, str] = {}
@@ -185,7 +198,8 @@ class SafetensorsReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify this rank's share of the files. DCP reads no tensor until all ranks have returned."""
-        for name in sorted(self.index.files)[self._rank :: self._world]:
+        own = sorted(self.index.files)[self._rank :: self._world]
+        for name in own if self._checks is None else self._checks:
             verify_file(self.index, self.path, name)
             check_header(self.index, self.path, name)
         return replace(plan, storage_data=self.index.digest)

@@ -25,6 +25,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from parallelrun.cli.host_memory import AgentMemory
 from parallelrun.cli.unanswered import RESENT, is_unanswered
 from parallelrun.errors import EXIT_OK, EXIT_RANK_DIED
 from parallelrun.launch import processes, stores
@@ -84,10 +85,12 @@ def addresses(environ: Mapping[str, str]) -> tuple[str, str]:
 class Agent:
     """What the launcher asks for, each as a JSON object with one key, and what the agent tells.
 
-    prepare: `{modules, environ}`, which ranks will need; resent: how often the kernel sends the same data again until
-    the launcher's host counts as lost; listen: an address, answered by `listening`; start: an
-    `Order`; signal: its name, for the ranks. Then `exit` tells how a rank ended that has failed, and `ended` the code
-    of the host when all ranks have; `alive` needs no answer.
+    prepare: `{modules, environ, memory}`: what ranks will need, and whether they keep checkpoints in memory; keep: the
+    step and the index of the one from which they go on, or nothing; copy: the step of one and a directory on the disk
+    for its files, answered by `copied`; resent: how often the kernel sends the same data
+    again until the launcher's host counts as lost; listen: an address, answered by `listening`; start: an `Order`;
+    signal: its name, for the ranks. Then `exit` tells how a rank ended that has failed, `held` which checkpoints this
+    host's memory holds, and `ended` the code of the host when all ranks have ended; `alive` needs no answer.
     """
 
     def __init__(self, is_local: bool):
@@ -98,6 +101,7 @@ class Agent:
         self._hung_up = False
         self._listener: socket.socket | None = None
         self._ranks: Ranks | None = None
+        self._memory = AgentMemory()
 
     def tell(self, what: str, content: Any) -> None:
         """Send a message to the launcher, if there still is one."""
@@ -106,6 +110,10 @@ class Agent:
 
     def serve(self) -> None:
         """Obey until the launcher hangs up or cannot be reached; then kill the ranks."""
+        with self._memory:
+            self._serve()
+
+    def _serve(self) -> None:
         next_beat = 0.0
         while not self._hung_up:
             if time.monotonic() >= next_beat:
@@ -132,13 +140,20 @@ class Agent:
 
     def _obey(self, what: str, content: Any) -> None:
         if what == "prepare":
+            self._memory.open(content["memory"])
             prepare(content["modules"], content["environ"])
         elif what == "resent":
             self._resent = content
+        elif what == "keep":
+            self._memory.keep(content)
+        elif what == "copy":
+            self.tell("copied", self._memory.copy(*content))
         elif what == "listen":
             self.tell("listening", self._listen(content))
         elif what == "start":
-            self._ranks = Ranks(Order(**content), self._listener, lambda one: self.tell("exit", asdict(one)))
+            order = Order(**content)
+            order.environ.update(self._memory.variables())
+            self._ranks = Ranks(order, self._listener, lambda one: self.tell("exit", asdict(one)))
             self._listener = None
         elif what == "signal" and self._ranks is not None:
             self._ranks.send(signal.Signals[content])
@@ -154,6 +169,7 @@ class Agent:
     def _look(self) -> None:
         if self._ranks is not None and self._ranks.have_ended():
             code, self._ranks = self._ranks.exit_code(), None
+            self.tell("held", self._memory.held())
             self.tell("ended", code)
 
 

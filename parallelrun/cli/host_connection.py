@@ -22,6 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, TextIO
 
+from parallelrun.checkpoint.held import Held
 from parallelrun.cli.host_agent import BEAT_S, LOCAL, MARK, Hello
 from parallelrun.cli.hosts import HostRanks, SshOptions
 from parallelrun.cli.unanswered import RESENT_SOON, sockets_of, unanswered
@@ -44,7 +45,7 @@ class HostConnection:
 
     hello: the greeting of the agent, once it has come; complaints: stderr of ssh and the login shell before that;
     messages: gets `(connection, what, content)` for each message of the agent after its greeting; is_cut: it was ended
-    because the host had not acknowledged what was sent.
+    because the host had not acknowledged what was sent; held: the checkpoints in the host's memory, by step.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class HostConnection:
         self.hello: Hello | None = None
         self.complaints: list[str] = []
         self.is_cut = False
+        self.held: dict[int, Held] = {}
         self._messages = messages
         self._sockets: frozenset[int] | None = None
         try:

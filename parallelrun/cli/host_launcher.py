@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from parallelrun.checkpoint.held import Held
 from parallelrun.cli.host_agent import GRACE_S as AGENT_GRACE_S
 from parallelrun.cli.host_agent import Order
 from parallelrun.cli.host_connection import CLOSED, END_S, Connections, HostConnection
@@ -155,6 +156,8 @@ class HostLauncher:
             self._notice()
             if self._judges:  # a hang is explained by the ranks, which takes time
                 self._end_within(GRACE_S if content["status"] == EXIT_HANG else failure.GRACE_S)
+        elif what == "held":
+            agent.held = {int(step): Held(**one) for step, one in content.items()}
         elif what == "ended":
             self._ended(agent.name, content)
         elif what == CLOSED:

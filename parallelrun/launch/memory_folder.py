@@ -2,6 +2,7 @@
 
 It is on tmpfs, so that what finds, checks and reads checkpoints on a disk does so here too. Nothing of it outlives the
 launcher: a guard process removes it if the launcher is killed, and the next launcher of the user if both were killed.
+Over several hosts, the agent of each has such a folder (`cli/host_agent.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from parallelrun.checkpoint.resume import keep_on_disk
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
-from parallelrun.launch.environment import Attached
+from parallelrun.launch.environment import Attached, memory_of_hosts
 from parallelrun.launch.processes import start_time
 from parallelrun.plan import prediction
 from parallelrun.plan.structure import Plan
@@ -39,9 +40,12 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
     if plan.servers:
         what = "the servers of strategy.data.kind=ps save their own state, and only to the disk"
         raise ConfigError(Problem(what, _KEY, f"{_KEY}=0", kind="unread"))
-    if attached is not None:
-        what = "checkpoints in memory are kept by a launcher that outlives the ranks of its one host; these ranks were "
-        what += "started over several hosts, where nothing outlives a failed attempt, or by another launcher"
+    memory, _ = memory_of_hosts(os.environ)
+    if attached is not None and memory is None:
+        what = (
+            "checkpoints in memory are kept by parallelrun's own launcher (-H for several hosts), which outlives the "
+        )
+        what += "ranks; these were started by another one"
         raise EnvironmentProblem(Problem(what, _KEY, f"{_KEY}=0"))
     if not os.access(PARENT, os.W_OK):
         raise EnvironmentProblem(Problem(f"{PARENT}, the memory in which checkpoints are kept, is absent", _KEY))
@@ -61,9 +65,9 @@ def keep(memory: Path | None, run_directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def memory_folder(config: Config) -> Iterator[Path | None]:
+def memory_folder(wanted: bool) -> Iterator[Path | None]:
     """Provide the folder while a run lasts, if it keeps checkpoints in memory. Call it before threads are started."""
-    if not config.checkpoint.memory_every:
+    if not wanted:
         yield None
         return
     _remove_abandoned()

@@ -46,7 +46,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announce
 class Job:
     """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; options: how to
     talk to the user; attempt: from 1, higher after a restart; memory: a folder for checkpoints in the host's memory;
-    prepared: see `WorkerContext`."""
+    memory_step: the newest one of which several hosts have all files together, 0 for none; None on one host; prepared:
+    see `WorkerContext`."""
 
     config: Config
     plan: Plan
@@ -55,6 +56,7 @@ class Job:
     options: ConsoleOptions = field(default_factory=ConsoleOptions)
     attempt: int = 1
     memory: Path | None = None
+    memory_step: int | None = None
     prepared: Any = None
 
     @property

@@ -118,7 +118,7 @@ def prepared(job: Job, asked: Config | None, history: list[Attempt], decision: D
     last = history[-1]
     if decision.bad_checkpoint and last.checkpoint:
         _set_aside(Path(last.checkpoint))
-    found = recover(job.directory, job.memory)
+    found = recover(job.directory, job.memory, job.memory_step)
     # a run that has resumed another one never begins from nothing, even if that one's checkpoint could not be linked
     resume = os.fspath(found) if found else history[0].checkpoint
     config, plan = replace(job.config, resume=resume), job.plan
@@ -185,6 +185,8 @@ def announce(outcome: Outcome, plan: Plan, history: Sequence[Attempt], job: Job,
     before, now = history[-2], history[-1]
     lines = failure.headline(outcome.cause, plan) if outcome.cause else []
     start = f"the checkpoint of step {now.resumed_step}" if now.checkpoint else "step 0: nothing was saved"
+    if now.checkpoint and Path(now.checkpoint).parent == job.memory:
+        start += " in memory"
     again = f"; {counted(before.step - now.resumed_step, 'step')} again" if before.step > now.resumed_step else ""
     why = "" if outcome.cause else f" ({before.error})"
     lines.append(f"attempt {before.number} of {most} has failed{why}; attempt {now.number} goes on from {start}{again}")

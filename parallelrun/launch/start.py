@@ -61,7 +61,9 @@ def start(
     """
     attached = environment.detect(os.environ)
     options = ConsoleOptions(tuple(overrides), "-v" in argv or "--verbose" in argv)
-    job = _prepare(Job(config, plan, Path(), worker, options), argv, attached, run_root)
+    memory, step = environment.memory_of_hosts(os.environ) if attached else (None, None)
+    asked = Job(config, plan, Path(), worker, options, memory=memory, memory_step=step)
+    job = _prepare(asked, argv, attached, run_root)
     if job is None:
         if attached:
             attach.abandon(attached, EXIT_OK)
@@ -72,7 +74,7 @@ def start(
     with following(job.directory, names, job.config.tracker.timeout_s):
         if attached:
             return attach.lead(attached, job, argv)
-        with memory_folder(job.config) as memory:
+        with memory_folder(job.config.checkpoint.memory_every > 0) as memory:
             return _launch(replace(job, memory=memory), config, run_root)
 
 

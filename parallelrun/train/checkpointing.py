@@ -53,7 +53,7 @@ class Checkpoints:
 
     def resume(self) -> int:
         """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
-        self._resumed = load(self._training, self._scaler)
+        self._resumed = load(self._training, self._scaler, self._memory)
         self._start = int(self._resumed["step"]) if self._resumed else 0
         return self._start
 
@@ -229,13 +229,17 @@ def _extra(training: Training, scaler: LossScaler, step: int) -> dict[str, Any]:
     }
 
 
-def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
-    """Load `config.resume` if given; return its `extra`, else nothing. Raises CheckpointError."""
+def load(training: Training, scaler: LossScaler, memory: MemoryCheckpoints | None = None) -> dict[str, Any]:
+    """Load `config.resume` if given; return its `extra`, else nothing. Raises CheckpointError.
+
+    memory: fetches it from other hosts if it is in their memory.
+    """
     config, plan = training.config, training.plan
     if not config.resume:
         return {}
-    path = resolve_resume(config.resume, config.runs)
-    extra = store.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept)
+    checks = memory.fetch(Path(config.resume)) if memory else None
+    path = Path(config.resume) if checks is not None else resolve_resume(config.resume, config.runs)
+    extra = store.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept, checks)
     training.data.finish_update()  # zero1: gather the loaded shards into the weights
     training.data.after_load(extra.get("kept", ()))
     check_global_batch(extra, plan, path)

@@ -50,7 +50,9 @@ class Network:
         self._keep("switch", "ip link add sw type bridge && ip link set sw up")
         for name in self.names:
             self._keep(
-                name, f"hostname {name} && mount --bind {self.folder}/{name}.hosts /etc/hosts && ip link set lo up"
+                name,
+                f"hostname {name} && mount --bind {self.folder}/{name}.hosts /etc/hosts && "
+                "mount -t tmpfs shm /dev/shm && ip link set lo up",
             )
         for number, name in enumerate(self.names):
             keeper = self._keepers[name].pid

@@ -28,16 +28,17 @@ pytestmark = pytest.mark.hosts
 LONG = pytest.mark.skipif(not FULL, reason="with --matrix=full")
 STEPS, AT_STEP = 60, 8
 PROGRAM = ("-m", "parallelrun", *(word for word in TINY if not word.startswith("steps=")),
-           "checkpoint.every=4", "checkpoint.keep=3", "eval.every=0")  # fmt: skip
+           "strategy.data.kind=zero1", "checkpoint.keep=3", "eval.every=0")  # fmt: skip
 BOTH = "worker-1:2,worker-2:2"
 
 
 @pytest.fixture
-def own() -> Iterator[Network]:
-    """Two hosts that a test may kill."""
+def own(request) -> Iterator[Network]:
+    """Hosts that a test may kill: two, or as many as its parameter says."""
     if (reason := missing()) or shutil.which("sshd", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None:
         pytest.skip(reason or "no sshd here (openssh-server)")
-    found = Network(Path(tempfile.mkdtemp(prefix="parallelrun-hosts-")))
+    names = [f"worker-{number + 1}" for number in range(getattr(request, "param", 2))]
+    found = Network(Path(tempfile.mkdtemp(prefix="parallelrun-hosts-")), names)
     try:
         found.start()
         yield found
@@ -50,7 +51,7 @@ def own() -> Iterator[Network]:
 def expected(tmp_path_factory) -> Path:
     """The run that never failed, on one host."""
     folder = tmp_path_factory.mktemp("one host")
-    command = [sys.executable, *PROGRAM, f"steps={STEPS}", "backend=gloo"]
+    command = [sys.executable, *PROGRAM, f"steps={STEPS}", "checkpoint.every=4", "backend=gloo"]
     subprocess.run(command, cwd=folder, env=environ(), check=True, timeout=400, capture_output=True)
     return next(folder.glob("runs/*/*/config.yaml")).parent
 
@@ -62,11 +63,20 @@ def rows(run: Path) -> dict[int, tuple[float, float]]:
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in found}
 
 
-def train(network: Network, folder: Path, hosts: str, *words: str, at: str = "worker-1", steps: int = STEPS) -> Job:
+def assert_equal(found: dict[int, tuple[float, float]], whole: dict[int, tuple[float, float]]) -> None:
+    """The losses are the same bits. Over two hosts even a run that never fails sums norms in another order."""
+    assert {step: loss for step, (loss, _) in found.items()} == {step: loss for step, (loss, _) in whole.items()}
+    assert [norm for _, norm in found.values()] == pytest.approx([norm for _, norm in whole.values()], rel=1e-14)
+
+
+def train(
+    network: Network, folder: Path, hosts: str, *words: str, at: str = "worker-1", steps: int = STEPS, every: int = 4
+) -> Job:
     """A launcher on the host `at`, once its ranks have passed some steps."""
     ssh = ("--ssh-config", str(network.serve_ssh()))
     job = Job(folder, [
-        network.popen(at, sys.executable, *PROGRAM, f"steps={steps}", "restarts=2", "-H", hosts, *ssh, *words,
+        network.popen(at, sys.executable, *PROGRAM, f"steps={steps}", f"checkpoint.every={every}", "restarts=2",
+                      "-H", hosts, *ssh, *words,
                       output=folder / "output", env=environ())
     ])  # fmt: skip
     file = job.run / "metrics.jsonl"
@@ -102,7 +112,7 @@ def test_a_rank_that_dies_on_another_host_is_replaced(own, tmp_path, expected):
     job = train(own, tmp_path, BOTH)
     os.kill(ranks(own, "worker-2")[-1], signal.SIGKILL)
     assert job.wait() == [0], job.output
-    assert rows(job.run) == rows(expected)
+    assert_equal(rows(job.run), rows(expected))
     assert same(read_whole(latest(job.run)), read_whole(latest(expected)))
     first, second = attempts.read(job.run)
     assert (first.rank in (2, 3), first.host, second.world) == (True, "worker-2", 4), job.output
@@ -116,7 +126,7 @@ def test_an_agent_that_dies_on_another_host_is_replaced(own, tmp_path, expected)
     (agent,) = set(agents(own, "worker-2")) - set(ranks(own, "worker-2"))
     os.kill(agent, signal.SIGKILL)
     assert job.wait() == [0], job.output
-    assert rows(job.run) == rows(expected)
+    assert_equal(rows(job.run), rows(expected))
     first, second = attempts.read(job.run)
     assert (first.rank, first.host, second.world) == (2, "worker-2", 4), job.output
     assert first.error == "lost the connection to worker-2 (ranks 2 to 3)"
@@ -162,12 +172,77 @@ def test_without_a_host_an_elastic_run_goes_on_with_the_others(own, tmp_path, ex
     nothing_left(own)
 
 
+@pytest.mark.parametrize("lost", ["rank", "host of rank 0"])
+def test_lost_ranks_go_on_from_the_memory_of_the_other_host(own, tmp_path, expected, lost):
+    """Nothing is on the disk. The hosts have memories of their own; a lost host takes its own with it."""
+    job = train(own, tmp_path, "worker-1:2,worker-2:4", "-np", "4", "checkpoint.memory_every=4", at="worker-2",
+                every=0)  # fmt: skip
+    if lost == "rank":
+        os.kill(ranks(own, "worker-2")[-1], signal.SIGKILL)
+    else:
+        kill(own, "worker-1")
+    assert job.wait() == [0], job.output
+    first, second = attempts.read(job.run)
+    assert (first.saved, second.checkpoint is not None) == (0, True), job.output
+    assert second.checkpoint.startswith("/dev/shm/parallelrun-") and second.resumed_step >= 4
+    assert f"goes on from the checkpoint of step {second.resumed_step} in memory" in job.output
+    assert_equal(rows(job.run), rows(expected))
+    assert same(read_whole(latest(job.run)), read_whole(latest(expected)))
+    nothing_left(own)
+    left = [own.check(name, "ls", "/dev/shm") for name in own.names if lost == "rank" or name == "worker-2"]
+    assert not any(left)
+
+
+@pytest.mark.parametrize("own", [3], indirect=True)
+@pytest.mark.parametrize("lost", [["worker-2"], ["worker-1", "worker-2"]], ids=["one copy", "both copies"])
+def test_files_are_fetched_from_a_third_host_or_else_the_disk_is_used(own, tmp_path, expected, lost):
+    """The third host has copies of the second one's files, not of the first one's."""
+    listed = ("worker-1:1,worker-2:1,worker-3:4", "-np", "4")
+    job = train(own, tmp_path, *listed, "checkpoint.memory_every=3", at="worker-3", every=6 if len(lost) == 2 else 0)
+    for name in lost:
+        kill(own, name)
+    assert job.wait() == [0], job.output
+    second = attempts.read(job.run)[-1]
+    warning = "warning: the checkpoint in memory has lost files with a host: the one on the disk is used"
+    assert (warning in job.output) == (len(lost) == 2), job.output
+    assert second.checkpoint is not None and second.checkpoint.startswith("/dev/shm/") == (len(lost) == 1)
+    assert_equal(rows(job.run), rows(expected))
+    assert same(read_whole(latest(job.run)), read_whole(latest(expected)))
+    nothing_left(own)
+
+
+@LONG
+@pytest.mark.parametrize("how", ["damaged", "ended"])
+def test_what_the_memory_has_is_checked_and_saved_when_the_run_ends(own, tmp_path, expected, how):
+    """damaged: all copies of a file have a wrong bit when a rank dies; ended: Ctrl-C ends the run."""
+    job = train(own, tmp_path, BOTH, "checkpoint.memory_every=3", every=4 if how == "damaged" else 0)
+    all_ranks = [pid for name in own.names for pid in ranks(own, name)]
+    if how == "ended":
+        job.processes[0].send_signal(signal.SIGINT)
+        assert job.wait() == [130], job.output
+        saved = latest(job.run)
+        assert saved is not None and f"the checkpoint in memory is kept as {saved}" in job.output, job.output
+        assert read_whole(saved)
+        return
+    for pid in all_ranks:
+        os.kill(pid, signal.SIGSTOP)
+    for name in own.names:
+        damage = "printf X | dd of=$f bs=1 seek=$(($(stat -c %s $f) - 3)) conv=notrunc"
+        script = f"for f in /dev/shm/*/step_*/rank*; do {damage}; done"
+        own.check(name, "sh", "-c", script)
+    for pid in reversed(all_ranks):
+        os.kill(pid, signal.SIGKILL if pid == all_ranks[-1] else signal.SIGCONT)
+    assert job.wait() == [0], job.output
+    assert "warning: the checkpoint in memory is damaged: the one on the disk is used" in job.output
+    assert_equal(rows(job.run), rows(expected))
+
+
 @LONG
 def test_the_host_of_rank_0_is_replaced_by_free_slots(own, tmp_path, expected):
     job = train(own, tmp_path, "worker-1:2,worker-2:4", "-np", "4", at="worker-2")
     kill(own, "worker-1")
     assert job.wait() == [0], job.output
-    assert rows(job.run) == rows(expected)
+    assert_equal(rows(job.run), rows(expected))
     assert "starting ranks 0 to 3 on worker-2" in job.output
     assert job.status["state"] == "done"
 

@@ -41,7 +41,9 @@ def test_an_agent_whose_launcher_ends_while_it_imports_ends_at_once(tmp_path):
     )  # fmt: skip
     theirs.close()
     try:
-        ours.sendall(json.dumps({"prepare": {"modules": ["slow_import"], "environ": {}}}).encode() + b"\n")
+        ours.sendall(
+            json.dumps({"prepare": {"modules": ["slow_import"], "environ": {}, "memory": False}}).encode() + b"\n"
+        )
         assert agent.stdout is not None and agent.stdout.readline() == b"imported\n"
         ours.close()
         assert agent.wait(timeout=50) == 0

@@ -262,7 +262,7 @@ class Connections:
     """Connections to agents that are no processes. messages: what comes from them; sent: signals, with their time."""
 
     def __init__(self, clock: Clock):
-        self.by_name = {name: SimpleNamespace(name=name) for name in "ab"}
+        self.by_name = {name: SimpleNamespace(name=name, is_cut=False) for name in "ab"}
         self.signals: list[int] = []
         self.messages: list[tuple[str, str, object]] = []
         self.sent: list[tuple[str, int, float]] = []
@@ -288,7 +288,7 @@ class Connections:
 
     def open(self, hosts, again=False):
         self.opened += [one.name for one in hosts if again]
-        self.by_name |= {one.name: SimpleNamespace(name=one.name) for one in hosts}
+        self.by_name |= {one.name: SimpleNamespace(name=one.name, is_cut=False) for one in hosts}
 
 
 @pytest.fixture
