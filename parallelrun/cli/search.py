@@ -54,7 +54,7 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     from parallelrun.report import sizes as sizes_report
     from parallelrun.report.screen import open_console
 
-    console = open_console(emoji=False)
+    console = open_console()
     if compared:
         sizes_report.show(*compared, config, console)
     training = sizes.training_of(config, found)

@@ -234,7 +234,7 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
         return
     from parallelrun.report.screen import open_console
 
-    console = open_console(emoji=False)  # emoji=False: rich would search for :names: and load their table
+    console = open_console()
     report.show(plan, config, console, found, ranked.rows() if ranked else ())
     if config.explain:
         from parallelrun.cli import search

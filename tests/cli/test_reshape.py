@@ -30,7 +30,7 @@ def steps_of(directory):
 
 
 def test_a_live_run_changes_its_plan_and_refuses_what_it_cannot(tmp_path, capsys):
-    run = run_launcher(tmp_path, overrides=LIVE, worker=WORKER)
+    run = run_launcher(tmp_path, overrides=LIVE, worker="slowly")
     wait_for(lambda: (run.directory / "metrics.jsonl").exists() and steps_of(run.directory), "the first step")
     assert main(["reshape", str(run.directory), "tp=2"]) == 0
     assert "dp=2 -> tp=2" in capsys.readouterr().out

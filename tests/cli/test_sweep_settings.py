@@ -71,14 +71,14 @@ def test_the_directories_of_points_may_have_names_of_the_users(runs):
     assert (Path("out") / "p1" / "summary.json").is_file()
 
 
-def test_a_name_that_every_point_has_is_numbered_and_one_outside_is_refused(runs, capsys):
+def test_a_name_that_every_point_has_is_numbered_and_one_outside_is_refused(composed_once, runs, capsys):
     assert program.main(["-m", "strategy=ddp,tp", "world=2", "sweep.directory=a", "hydra.sweep.subdir=same"]) == 0
     assert [row["directory"] for row in rows("a")] == ["same", "same-attempt2"]
     assert program.main(["-m", "strategy=ddp,tp", "world=2", "sweep.directory=b", "hydra.sweep.subdir=../x"]) == 2
     assert "hydra.sweep.subdir=../x is outside" in capsys.readouterr().out and len(runs.configs) == 2
 
 
-def test_a_plan_writes_nothing_whatever_directory_is_named(runs):
+def test_a_plan_writes_nothing_whatever_directory_is_named(composed_once, runs):
     assert program.main(["plan", "-m", "strategy=ddp,tp", "world=2", "hydra.sweep.dir=out"]) == 0
     assert list(Path.cwd().iterdir()) == []
 
@@ -91,7 +91,7 @@ world: 2
 """
 
 
-def test_a_file_of_the_users_folder_may_ask_for_a_sweep_name_its_values_and_its_directory(runs, capsys):
+def test_a_file_of_the_users_folder_may_ask_for_a_sweep_name_its_values_and_its_directory(composed_once, runs, capsys):
     swept = EXPERIMENT + (
         "hydra:\n  mode: MULTIRUN\n  sweep:\n    dir: found/${hydra.runtime.choices.experiment}\n"
         "  sweeper:\n    params:\n      optimizer.lr: 1e-3,2e-3\n"
@@ -104,7 +104,7 @@ def test_a_file_of_the_users_folder_may_ask_for_a_sweep_name_its_values_and_its_
     assert {config.model.layers for config in runs.configs} == {2} and {config.steps for config in runs.configs} == {3}
 
 
-def test_a_folder_that_mentions_sweeps_changes_no_other_command(runs, capsys):
+def test_a_folder_that_mentions_sweeps_changes_no_other_command(composed_once, runs, capsys):
     own_folder(experiment__search="# @package _global_\nhydra:\n  mode: MULTIRUN\n", experiment__one=EXPERIMENT,
                model__tiny="name: gpt\nlayers: 2\nhidden: 16\nheads: 2\n")  # fmt: skip
     assert program.main(["plan", "--json", "--config-dir", "own.d", "experiment=one"]) == 0
@@ -113,7 +113,7 @@ def test_a_folder_that_mentions_sweeps_changes_no_other_command(runs, capsys):
     assert "2 of 2 points are legal" in capsys.readouterr().out
 
 
-def test_experiments_are_swept(runs):
+def test_experiments_are_swept(composed_once, runs):
     for name, degree in (("narrow", 2), ("wide", 4)):
         own_folder(**{f"experiment__{name}": EXPERIMENT.replace("tiny", "gpt").replace("world: 2", f"tp: {degree}")})
     assert program.main(["-m", "--config-dir", "own.d", "experiment=narrow,wide", "steps=1", "sweep.directory=s"]) == 0

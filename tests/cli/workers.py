@@ -158,6 +158,18 @@ def on_a_full_disk(config: Config, plan: Plan, context: WorkerContext) -> int:
     return worker.run(config, plan, replace(context, heartbeat=beat))
 
 
+def slowly(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """The real training with a pause in each step, so that it leaves the cores to the test that waits for it."""
+    from parallelrun.launch import worker
+
+    def beat(step: int, phase: str) -> None:
+        if phase == "step":
+            time.sleep(0.05)
+        context.heartbeat(step, phase)
+
+    return worker.run(config, plan, replace(context, heartbeat=beat))
+
+
 def differ(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The real training, in which rank `rank` sends its `number`-th all-reduce of `purpose` otherwise: `do`."""
     from parallelrun import comm

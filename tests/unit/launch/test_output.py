@@ -6,12 +6,14 @@ import errno
 import io
 import os
 import sys
+from itertools import product
 
 import pytest
 
 from parallelrun.cli import main as program
 from parallelrun.launch import output
 from parallelrun.launch.output import Screen
+from tests.matrix import FULL
 
 
 class Broken(io.StringIO):
@@ -30,9 +32,14 @@ class Broken(io.StringIO):
         raise OSError(self.number, "no more")
 
 
-@pytest.mark.parametrize("buffered", [False, True])
-@pytest.mark.parametrize("line", ["ls", "plan tp=2", "plan --json -m tp=2", "--help", "show quickstart"])
-@pytest.mark.parametrize(("number", "code"), [(errno.EPIPE, 0), (errno.ENOSPC, 3)])
+LINES = ("ls", "plan tp=2", "plan --json -m tp=2", "--help", "show quickstart")
+CODES = ((errno.EPIPE, 0), (errno.ENOSPC, 3))
+# By default every second one: every pair of a command, an error and where it comes.
+UNWRITTEN = [(LINES[n], bool(late), *CODES[error]) for n, late, error in product(range(5), range(2), range(2))
+             if FULL or (n + late + error) % 2 == 0]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "buffered", "number", "code"), UNWRITTEN)
 def test_a_command_that_cannot_write_says_so_in_one_line(line, buffered, number, code, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     stream = Broken(number, buffered)
