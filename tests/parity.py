@@ -62,7 +62,7 @@ def parity(
     """
     config = checked_config(tiny_config(overrides))
     plan = resolve(config)
-    if smaller := _smaller(config, plan, overrides):
+    if smaller := _smaller(config, plan, overrides, steps=1 if mutant or fault else 2):
         return parity({**overrides, **smaller}, mutant, timeout, fault, backend, hosts)
     replayed = plan.equivalence.kind == "replay"
     settings = repr(sorted(overrides.items()) if replayed else _settings(overrides))
@@ -72,13 +72,14 @@ def parity(
     return run_ranks(plan.world, _cell, *cell, timeout=timeout, backend=backend, fresh=bool(hosts), imports=imports)[0]
 
 
-def _smaller(config: Config, plan: Plan, overrides: dict[str, Any]) -> dict[str, Any]:
+def _smaller(config: Config, plan: Plan, overrides: dict[str, Any], steps: int) -> dict[str, Any]:
     """Sizes that prove as much in less time, where the test has not chosen its own: a layer for each of at most two
     stages, two microbatches a stage, which pass through every phase of a schedule, and two steps, of which the second
-    computes with what the first has updated. Rules that are replayed have events in later steps, too."""
+    computes with what the first has updated: a planted bug has to be seen in the first. Rules that are replayed have
+    events in later steps, too."""
     smaller, stages = {}, plan.mesh.size("pp")
     if not FULL and plan.equivalence.kind != "replay" and "verify.steps" not in overrides:
-        smaller["verify.steps"] = 2
+        smaller["verify.steps"] = steps
     if config.model.name in ("gpt", "bert", "mlp") and "model.layers" not in overrides and len(plan.stages) <= 2:
         smaller["model.layers"] = 2
     is_free = "microbatches" not in overrides and "micro_batch" not in overrides

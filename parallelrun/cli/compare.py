@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
     else:
         from parallelrun.report.screen import open_console
 
-        report.show(found, failed, open_console(emoji=False))
+        report.show(found, failed, open_console())
     if failed:
         sys.stdout.flush()
         raise ParallelrunError(*(Problem(text, "--fail-on") for text in failed), exit_code=EXIT_MISMATCH)

@@ -93,7 +93,7 @@ def _ls(arguments: argparse.Namespace, runs: Path) -> int:
     if arguments.json:
         print_json({"runs": [report.document(row) for row in rows], "num_runs": len(directories)})
     elif rows:
-        report.show_table(rows, len(directories) - num_read, open_console(emoji=False))
+        report.show_table(rows, len(directories) - num_read, open_console())
     else:
         print(f"no such runs in {runs}")
     return EXIT_OK
@@ -124,7 +124,7 @@ def _show(arguments: argparse.Namespace, runs: Path) -> int:
     if arguments.json:
         print_json({**report.document(row), "manifest": run.manifest, "config": run.config, "results": run.results})
         return EXIT_OK
-    console = open_console(emoji=False)
+    console = open_console()
     report.facts(run, row, size_of(directory), console)
     if (directory / "summary.json").exists() and (directory / "comm.json").exists() and run.rows:
         console.print()

@@ -41,7 +41,7 @@ def main(words: list[str]) -> int:
     from parallelrun.report import top as report
     from parallelrun.report.screen import open_console
 
-    console = open_console(emoji=False)
+    console = open_console()
     now = read_live(found[0])
     if arguments.once or not console.is_terminal or not now.is_live:
         console.print(report.drawing(now, console.width, console.height))

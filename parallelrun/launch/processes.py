@@ -31,7 +31,8 @@ from parallelrun.plan.structure import Plan
 FORK, EXEC = "fork", "exec"
 _PRELOADED = ("numpy.random", "torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
               "parallelrun.shared_memory.joining", "parallelrun.train.bench",
-              "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run")  # fmt: skip
+              "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run",
+              "parallelrun.torch_private:import_profiler")  # fmt: skip
 
 
 def preload(job: Job) -> None:

@@ -20,8 +20,9 @@ LABEL = 10  # columns of the labels in `labelled`
 
 def open_console(**options: Any) -> Console:
     """Return a console for rank 0's stdout; options are those of rich's Console."""
-    console = Console(highlight=False, **options)
-    return console if console.is_terminal else Console(highlight=False, width=NO_LIMIT, **options)
+    options = {"highlight": False, "emoji": False, **options}  # emoji: it searches for :names:, and loads their table
+    console = Console(**options)
+    return console if console.is_terminal else Console(**options, width=NO_LIMIT)
 
 
 def table(*columns: str, rule: bool = True, **options: Any) -> Table:

@@ -29,7 +29,7 @@ from parallelrun.torch_private.tensors import (
     multiply,
     norms,
 )
-from parallelrun.torch_private.timing import in_stream, phase, timed, timed_waits
+from parallelrun.torch_private.timing import import_profiler, in_stream, phase, timed, timed_waits
 
 __all__ = [
     "add_all",
@@ -49,6 +49,7 @@ __all__ = [
     "has_fused_attention",
     "has_grouped_product",
     "import_compiler",
+    "import_profiler",
     "in_stream",
     "is_observed",
     "keep_compiled_buffers",

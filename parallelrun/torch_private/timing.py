@@ -105,6 +105,12 @@ def timed(wait: Callable[[], T], is_message: Callable[[], bool] = lambda: False)
     return result
 
 
+def import_profiler() -> None:
+    """Import what torch's optimizers import at their first step, whether a profiler runs or not."""
+    with record_function("first"):
+        pass
+
+
 def phase(name: str) -> AbstractContextManager[Any]:
     """Return a context that names what is done inside in the trace of torch's profiler, if one runs.
 

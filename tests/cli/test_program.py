@@ -128,7 +128,7 @@ def test_a_run_shares_memory_and_uses_the_directory_that_was_asked_for_and_no_ot
     assert max(own) < 64 * 1024, f"{max(own)} KiB of {max(total)} KiB"
     imports = [(tmp_path / name).read_text().splitlines() for name in ("stderr", "out/logs/rank_1.log")]
     assert not [line for line in itertools.chain(*imports) if "torch._dynamo" in line]
-    assert len(imports[0]) > 1000 and len([line for line in imports[1] if line.startswith("import time:")]) < 8
+    assert len(imports[0]) > 1000 and not [line for line in imports[1] if line.startswith("import time:")]
     assert {path.name for path in tmp_path.iterdir()} == {"out", "stderr"}
     assert not (tmp_path / "out" / ".hydra").exists()
     assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "done"

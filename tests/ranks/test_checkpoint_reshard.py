@@ -93,10 +93,12 @@ def load_and_save(root, folder, names):
 
 
 def sources(name):
-    """The plans whose checkpoints plan `name` loads: two others of its model, those of `BETWEEN_LAYOUTS`, and its own,
-    which other tests resume too, in the full matrix only."""
+    """The plans whose checkpoints plan `name` loads: two others of its model (one on eight ranks), those of
+    `BETWEEN_LAYOUTS`, and, in the full matrix only, two others in any case and its own, which other tests resume
+    too."""
     names = list(DENSE if name in DENSE else SPREAD)
-    near = [names[(names.index(name) + ahead) % len(names)] for ahead in ((0, 1, 5) if FULL else (1, 5))]
+    distances = (0, 1, 5) if FULL else (1, 5) if tiny_plan(overrides(name)).world < 8 else (1,)
+    near = [names[(names.index(name) + ahead) % len(names)] for ahead in distances]
     return [*dict.fromkeys((*near, *BETWEEN_LAYOUTS.get(name, ())))]
 
 

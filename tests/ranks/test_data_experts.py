@@ -51,6 +51,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "fsdp, no copies of experts": {**ALL, **FSDP, "microbatches": 2},
     "fsdp x pp, gathered again": {
         "dp": 4, "ep": 2, "pp": 2, **FSDP, "strategy.data.reshard_after_forward": True, "model.expert_period": 1,
+        "microbatches": 2,
     },
     "hsdp": {**THREE, "dp": 8, **FSDP, SHARD: 4},
     "hsdp whose shards are ep": {**HALF, **FSDP, SHARD: 2, "microbatches": 2},

@@ -47,6 +47,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "DiLoCo, 3 replicas": {"dp": 3, "global_batch": 12, **DILOCO},
     "DiLoCo alone": {"dp": 1, **DILOCO},
     "DiLoCo, heavy ball": {"dp": 2, **DILOCO, "strategy.data.outer_nesterov": False},
+    "DiLoCo x pp": {"dp": 2, "pp": 2, **DILOCO},
     "DiLoCo x tp x pp": {"dp": 2, "tp": 2, "pp": 2, **DILOCO},
     "DiLoCo, a last round that is short": {"dp": 2, **DILOCO, "strategy.data.sync_every": 3, "steps": 4},
 }  # fmt: skip
@@ -55,6 +56,7 @@ CELLS: dict[str, dict[str, Any]] = {
 RARE = (
     "local SGD, 4 replicas, accumulation, many buckets", "local SGD x 2d", "local SGD that ends between two rounds",
     "DiLoCo of a network with BatchNorm", "DiLoCo, heavy ball", "DiLoCo, 3 replicas",
+    "DiLoCo x tp x pp",
 )  # fmt: skip
 if not FULL:
     CELLS = {name: cell for name, cell in CELLS.items() if name not in RARE}

@@ -46,11 +46,16 @@ def settings_of(cell: Cell) -> dict[str, object]:
     return {"dp": dp > 1, "tp": tp > 1, "data": data, "schedule": pp > 1 if data == "hsdp" else schedule}
 
 
+def cost_of(cell: Cell) -> float:
+    """About how long a cell takes: a layer for every stage of every rank, and FSDP's own Python."""
+    degrees, data, schedule = cell
+    return prod(degrees) * (2 if schedule in ("interleaved", "zbv") else 1) * (1.3 if "fsdp" in data else 1)
+
+
 def chosen_cells() -> list[Cell]:
-    """Every pair of settings, all degrees, and every schedule of four stages, on few ranks."""
+    """Every pair of settings and all degrees, in little time; `test_pipeline.py` has the schedules of four stages."""
     cells = every_cell()
-    chosen = covering(cells, settings_of, cost=lambda cell: prod(cell[0]))
-    chosen += [cell for cell in cells if cell[0] == (1, 1, 4)]
+    chosen = covering(cells, settings_of, cost=cost_of)
     covered = {degrees for degrees, _, _ in chosen}
     chosen += [next(cell for cell in cells if cell[0] == degrees) for degrees in DEGREES if degrees not in covered]
     return [cell for cell in cells if cell in chosen]
@@ -69,7 +74,7 @@ def overrides_of(dp: int, tp: int, pp: int, data: str, schedule: str) -> dict[st
         overrides["microbatches"] = 2
     if tp > 1:
         overrides["strategy.tensor.sequence_parallel"] = (dp + pp) % 2 == 0
-    overrides.update({"model.vocab": 37, "dataset.vocab": 37, "global_batch": 32, "model.label_smoothing": 0.1})
+    overrides.update({"model.vocab": 37, "dataset.vocab": 37, "global_batch": 16, "model.label_smoothing": 0.1})
     return overrides
 
 
@@ -85,13 +90,12 @@ def test_plan_equals_one_device_in_fp64(cell: Cell) -> None:
 
 
 def test_the_chosen_cells_cover_what_can_interact() -> None:
-    """Every legal pair of (strategy, schedule), (split axis, ...), all degrees, all schedules of many stages."""
+    """Every legal pair of (strategy, schedule), (split axis, ...), and all degrees."""
     cells, everything = chosen_cells(), every_cell()
     assert len(set(cells)) == len(cells) and set(cells) <= set(everything)
     covered, legal = (set().union(*(pairs(settings_of(cell)) for cell in some)) for some in (cells, everything))
     assert covered == legal
     assert {degrees for degrees, _, _ in cells} == set(DEGREES)
-    assert {schedule for (_, _, pp), _, schedule in cells if pp == 4} == set(SCHEDULES)
 
 
 @pytest.mark.parametrize("dp, tp, pp", [one for one in DEGREES if FULL or sorted(one) == [1, 2, 2]], ids=str)
@@ -101,6 +105,6 @@ def test_plan_equals_one_device_in_fp32_over_gloo(dp: int, tp: int, pp: int) -> 
     assert_equal(parity({**overrides_of(dp, tp, pp, data, schedule), "verify.precision": "fp32"}, backend="gloo"))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, 4] if FULL else [4])
 def test_gpt2s_vocabulary_need_not_divide(tp: int) -> None:
     assert_equal(parity({"tp": tp, "model.vocab": 50257, "dataset.vocab": 50257, "model.layers": 1}))

@@ -35,7 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp, recompute": {"dp": 2, "strategy.data.kind": "fsdp", "recompute": "full", "microbatches": 2},
     "ep": {"dp": 2, "ep": 2},
     "ep of dp, recompute": {"dp": 4, "ep": 2, "recompute": "full"},
-    "ep x tp x pp": {"dp": 2, "ep": 2, "tp": 2, "pp": 2, "schedule": "1f1b"},
+    "ep x tp x pp": {"dp": 2, "ep": 2, "tp": 2, "pp": 2, "schedule": "1f1b", "microbatches": 2},
 }
 
 

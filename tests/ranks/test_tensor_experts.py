@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from parallelrun.config.model_schema import RouterConfig
-from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.ranks.test_tensor_gpt import APART, SEQUENCE, assert_proved
 from tests.tensor_cases import llama
@@ -44,13 +43,6 @@ def test_recomputed_experts_send_again_what_is_predicted(overrides, recompute):
 
 def test_zero_bubble_separates_the_collectives():
     assert_proved(experts(GSHARD, **SHARED, **SEQUENCE), pipeline="zero_bubble")
-
-
-# Compilation takes ten seconds a case.
-@pytest.mark.parametrize("sequence", [SEQUENCE, {}] if FULL else [SEQUENCE], ids=str)
-def test_compiled_blocks_leave_experts_out(sequence):
-    one_layer = {"model.layers": 1, "model.expert_period": 1}
-    assert_proved(experts(GSHARD, **SHARED, **one_layer, **sequence), backend="aot_eager")
 
 
 def test_other_precisions_differ_by_their_rounding():

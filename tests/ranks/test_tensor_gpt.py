@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.matrix import FULL
 from tests.pool import COMPILER, run_ranks
 from tests.tensor_cases import BOUND, llama, prove_gpt
 
@@ -63,11 +62,3 @@ def test_an_mlp_on_features_trains_as_on_one_device(tp):
 
 def test_zero_bubble_separates_the_collectives():
     assert_proved({"tp": 2, **SEQUENCE}, pipeline="zero_bubble")
-
-
-# Compilation takes ten seconds a case. Blocks that do not overlap have fewer kinds of graphs.
-@pytest.mark.parametrize(
-    "apart", [{}, APART] if FULL else [{}], ids=["overlapped", "apart"] if FULL else ["overlapped"]
-)
-def test_compiled_blocks_send_the_same(apart):
-    assert_proved({"tp": 2, "model.layers": 1, **apart}, backend="aot_eager")
