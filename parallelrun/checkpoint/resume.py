@@ -29,6 +29,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, ConfigError, Problem
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.structure import Plan
+from parallelrun.run_records.find import directory_of, is_run
 
 LATEST = "latest"
 AUTO = "auto"
@@ -88,7 +89,8 @@ def _checkpoint_folders(runs: Path) -> Iterator[Path]:
 
 
 def resolve_resume(resume: str, runs: str) -> Path:
-    """Return the checkpoint of `resume`: `latest` (written last under `runs`), a run directory, or a checkpoint.
+    """Return the checkpoint of `resume`: `latest` (written last under `runs`), a checkpoint, a run (its directory, or
+    what names it below `runs`), or a folder of runs, whose newest run is meant.
 
     Raises CheckpointError (exit 4) with the available steps, and for pickle files.
     """
@@ -97,14 +99,16 @@ def resolve_resume(resume: str, runs: str) -> Path:
         if found is None:
             raise no_checkpoint(runs)
         return found.path
-    path = Path(os.path.abspath(Path(resume).expanduser()))
+    folder = Path(runs).expanduser()
+    named = folder / resume  # a name: its folder, as its newest run may be the one that resumes
+    path = Path(os.path.abspath(named if named.is_dir() else directory_of(resume, folder)))
     refuse_pickle(path)
     if (path / INDEX_FILE).exists():
         open_complete(path)
         return path
     is_step = STEP.fullmatch(path.name) is not None
     if path.is_dir() and not is_step:
-        of_run = latest(path)
+        of_run = latest(path) or _latest_of_runs(path)
         if of_run is None:
             raise CheckpointError(Problem(f"no complete checkpoint in {path}", where="resume"))
         return of_run
@@ -113,6 +117,12 @@ def resolve_resume(resume: str, runs: str) -> Path:
     complete = f"complete checkpoints in that directory: {', '.join(map(step_name, steps)) or 'none'}"
     suggestion = f"resume={next(reversed(steps.values()))}" if steps else ""
     raise CheckpointError(Problem(f"{what}; {complete}", where="resume", suggestion=suggestion))
+
+
+def _latest_of_runs(folder: Path) -> Path | None:
+    """Return the last complete checkpoint of the newest run in a folder that has one, or None."""
+    runs = sorted((path for path in folder.iterdir() if is_run(path)), reverse=True)
+    return next(filter(None, map(latest, runs)), None)
 
 
 def no_checkpoint(runs: str) -> CheckpointError:

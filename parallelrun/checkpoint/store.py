@@ -7,24 +7,21 @@ the one-device names, which any other plan can load. The same number of replicas
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from parallelrun import comm
+from parallelrun.checkpoint.explain import explained
 from parallelrun.checkpoint.index import (
     Index,
     check_model,
@@ -37,7 +34,6 @@ from parallelrun.checkpoint.index import (
 )
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from parallelrun.errors import CheckpointError, ParallelrunError, PeerFailed, Problem, SaveFailed
 from parallelrun.mesh import Mesh
 from parallelrun.optimizer import Optimizer
 from parallelrun.plan.parameters import LocalParameter, owns
@@ -102,7 +98,7 @@ def write_parts(
 ) -> Path:
     """Write one rank's parts of `directory/step_<step>`. Collective over the group unless `alone`.
 
-    rank: of this process in the group. For what it raises, see `_raise_for_user`.
+    rank: of this process in the group. For what it raises, see `checkpoint.explain`.
     """
     writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
     try:
@@ -119,13 +115,13 @@ def write_with(
     """Write one rank's parts by a storage writer: see `write_parts`."""
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
     what = f"the checkpoint of step {writer.step} could not be written to {writer.directory}"
-    with _explained(what, rank, saving=True):
+    with explained(what, rank, saving=True):
         save_state({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
 
 
 def read_parts(reader: SafetensorsReader, planner: PartLoadPlanner, rank: int, alone: bool) -> None:
-    """Fill the planner's parts. Collective over the world unless `alone`. Raises: see `_raise_for_user`."""
-    with _explained(f"{reader.path} could not be loaded", rank, saving=False):
+    """Fill the planner's parts. Collective over the world unless `alone`. Raises: see `checkpoint.explain`."""
+    with explained(f"{reader.path} could not be loaded", rank, saving=False):
         load_state({}, storage_reader=reader, planner=planner, no_dist=alone)
 
 
@@ -257,50 +253,3 @@ def _part(key: str, tensor: Tensor, parameter: LocalParameter, mesh: Mesh) -> Lo
         if view.shape[dim] > stop - start:
             view = view.narrow(dim, 0, stop - start)
     return LocalPart(key, view, shape, tuple(start for start, _ in ranges))
-
-
-@contextmanager
-def _explained(what: str, rank: int, saving: bool) -> Iterator[None]:
-    """Raise the error for the user (`_raise_for_user`), and silence DCP's warning that there is no process group."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            yield
-    except CheckpointException as error:
-        _raise_for_user(error, what, rank, saving)
-
-
-def _raise_for_user(error: CheckpointException, what: str, rank: int, saving: bool) -> NoReturn:
-    """Raise on every rank after a save or load failed on some ranks; the message names the first rank that failed.
-
-    rank: of this process among those that save or load together. All ranks raise SaveFailed if a disk cannot be
-    written, CheckpointError if a checkpoint cannot be read. Any other exception is raised again on its own rank, and
-    PeerFailed on the other ranks.
-    """
-    failures = {one: cause for one, (cause, _) in error.failures.items()}
-    interrupted = [cause for cause in failures.values() if isinstance(cause, (KeyboardInterrupt, SystemExit))]
-    if interrupted:
-        raise interrupted[0] from None
-    known = [one for one, cause in sorted(failures.items()) if isinstance(cause, ParallelrunError)]
-    first = known[0] if known else min(failures)
-    cause = failures[first]
-    said = f"{what}: rank {first}: {_words(cause)}"
-    if len(failures) > 1:
-        said += f" (and {len(failures) - 1} more ranks)"
-    told: ParallelrunError | None = cause if isinstance(cause, ParallelrunError) else None
-    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError):
-        untouched = Problem(f"{said}; earlier checkpoints are untouched", where="runs")
-        told = SaveFailed(untouched) if saving else CheckpointError(Problem(said, where="resume"))
-    elif isinstance(cause, SafetensorError) and not saving:
-        told = CheckpointError(Problem(said, where="resume"))
-    if told is None and rank == first:
-        raise cause from error
-    told = told or PeerFailed(Problem(said))
-    told.of_another_rank = rank != first
-    raise told from (None if told is cause else cause)
-
-
-def _words(cause: BaseException) -> str:
-    if isinstance(cause, OSError) and cause.strerror:
-        return f"{cause.strerror}{f': {cause.filename}' if cause.filename else ''}"
-    return f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__

@@ -139,7 +139,9 @@ class _Attempts:
         found = held.newest([agent.held for agent in agents]) if not is_bad else None
         if found is None and any(agent.held for agent in agents):
             why = "is damaged" if is_bad else "has lost files with a host"
-            print(f"warning: the checkpoint in memory {why}: the one on the disk is used", file=sys.stderr, flush=True)
+            print(
+                f"warning: the checkpoint in memory {why}: the run goes on from the disk", file=sys.stderr, flush=True
+            )
         self._memory_step = found[0] if found else 0
         for agent in agents:
             agent.send("keep", found)

@@ -13,6 +13,7 @@ from parallelrun.config.compose import Composed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan import chosen, searches
+from parallelrun.plan.goodput import Goodput, goodput
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.rules import VERBS
 from parallelrun.plan.step_time.step import why_unknown
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from parallelrun.config.schema import Config
     from parallelrun.plan.facts import Facts
-    from parallelrun.plan.goodput import Goodput
     from parallelrun.plan.search.result import Found, Search
     from parallelrun.plan.sizes import Size
     from parallelrun.plan.step_time.step import StepTime
@@ -73,8 +73,6 @@ def _goodput(composed: Composed, best: Found) -> Goodput | None:
     """The useful part of the time of the fastest plan, if failures are given."""
     if composed.config.mtbf_gpu_hours is None:
         return None
-    from parallelrun.plan.goodput import goodput
-
     config, given = chosen.with_choice(composed.config, composed.given, best)
     plan = resolve(config, given=given, gpus=visible_gpus())
     return goodput(plan, config, best.time.step_s if best.time else None)

@@ -217,6 +217,7 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
 
     found: the plan's facts, if already computed.
     """
+    from parallelrun.plan.document import document as plan_document
     from parallelrun.plan.facts import facts
     from parallelrun.report import plan as report
 
@@ -228,8 +229,6 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
 
         ranked = search.ranked(plan, config, found)
     if as_json:
-        from parallelrun.plan.document import document as plan_document
-
         print_json({**plan_document(plan, config, found), "search": ranked.document() if ranked else None})
         return
     from parallelrun.report.screen import open_console

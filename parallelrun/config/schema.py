@@ -250,7 +250,9 @@ class Config:
         None, "how many times slower the emulated network is; null: until this machine can carry it", least=1, most=1e6
     )
     name: str | None = key(None, "name of the run directory")
-    resume: str | None = key(None, "latest (newest run) | auto (this training, or fresh) | run or checkpoint directory")
+    resume: str | None = key(
+        None, "latest (newest run) | auto (this training, or fresh) | a run or checkpoint directory, or a run's name"
+    )
     runs: str = key("runs", "folder of the run directories")
     path: str | None = key(None, "short for dataset.path")
     tokenizer: str | None = key(None, "short for dataset.tokenizer")

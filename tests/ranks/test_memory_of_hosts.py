@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from parallelrun.checkpoint import held, store
+from parallelrun.checkpoint import memory as memory_module
 from parallelrun.checkpoint.held import keep_only
 from parallelrun.config.schema import PrecisionConfig
 from parallelrun.context import WorkerContext
@@ -60,6 +61,21 @@ def save(folder, hosts, full=""):
         memory.after_step(step, parts, partial(checkpointing._extra, training, scaler, step))
         memory.finish()
     return memory.num_saved, state(training)
+
+
+def save_but_for_the_index(folder, hosts):
+    """As `save`, but the host `b` has no memory left for the index of step 4."""
+    publish = memory_module._publish
+
+    def fail(writer, index):
+        is_full = writer.step == 4 and writer.directory.name == "b"
+        return OSError(28, "No space left on device") if is_full else publish(writer, index)
+
+    memory_module._publish = fail
+    try:
+        return save(folder, hosts)
+    finally:
+        memory_module._publish = publish
 
 
 def load(folder, hosts, step):
@@ -118,6 +134,13 @@ def test_a_memory_that_is_too_small_leaves_the_older_checkpoint_and_training_goe
     saved = run_ranks(4, save, tmp_path, HOSTS, "b")
     assert [count for count, _ in saved] == [1] * 4
     assert os.listdir(tmp_path / "a") == ["step_2"] and os.listdir(tmp_path / "c") == ["step_2"]
+
+
+def test_no_host_removes_a_checkpoint_before_all_have_the_next_one(tmp_path, run_ranks):
+    make(tmp_path, HOSTS)
+    saved = run_ranks(4, save_but_for_the_index, tmp_path, HOSTS)
+    assert [count for count, _ in saved] == [1] * 4
+    assert all((tmp_path / host / "step_2").exists() for host in "abc")
 
 
 @pytest.mark.parametrize(("lost", "step"), [("", 4), ("a", 4), ("ab", None)])

@@ -151,6 +151,17 @@ def test_the_number_of_runs_is_said(tmp_path):
     assert (found.num_runs, found.run) == (2, tmp_path / "gpt" / "a")
 
 
+def test_a_name_means_its_newest_run_with_a_checkpoint(tmp_path):
+    older, newer = (run_of(tmp_path / "gpt" / name, 100).parents[1] for name in ("1", "2"))
+    (tmp_path / "gpt" / "3").mkdir()  # the run that resumes
+    for run in (older, newer, tmp_path / "gpt" / "3"):
+        (run / "config.yaml").write_text("{}")
+    for name in ("gpt", "gpt/", str(tmp_path / "gpt"), "gpt/2"):
+        assert resolve_resume(name, str(tmp_path)).parents[1] == newer
+    with pytest.raises(CheckpointError, match="no complete checkpoint in"):
+        resolve_resume("gpt/3", str(tmp_path))
+
+
 def test_a_configuration_that_cannot_be_read_is_a_bad_checkpoint(tmp_path):
     run = run_of(tmp_path / "gpt" / "a", 100).parents[1]
     for text in ("{", "steps: [", "steps: two", "nosuch: 1", "- 1", "x" * 2**21):

@@ -1,0 +1,60 @@
+"""Says to the user why a save or load of a checkpoint has failed, on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from parallelrun.errors import CheckpointError, ParallelrunError, PeerFailed, Problem, SaveFailed
+
+
+@contextmanager
+def explained(what: str, rank: int, saving: bool) -> Iterator[None]:
+    """Raise the error for the user (`_raise_for_user`), and silence DCP's warning that there is no process group."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    except CheckpointException as error:
+        _raise_for_user(error, what, rank, saving)
+
+
+def _raise_for_user(error: CheckpointException, what: str, rank: int, saving: bool) -> NoReturn:
+    """Raise on every rank after a save or load failed on some ranks; the message names the first rank that failed.
+
+    rank: of this process among those that save or load together. All ranks raise SaveFailed if a disk cannot be
+    written, CheckpointError if a checkpoint cannot be read. Any other exception is raised again on its own rank, and
+    PeerFailed on the other ranks.
+    """
+    failures = {one: cause for one, (cause, _) in error.failures.items()}
+    interrupted = [cause for cause in failures.values() if isinstance(cause, (KeyboardInterrupt, SystemExit))]
+    if interrupted:
+        raise interrupted[0] from None
+    known = [one for one, cause in sorted(failures.items()) if isinstance(cause, ParallelrunError)]
+    first = known[0] if known else min(failures)
+    cause = failures[first]
+    said = f"{what}: rank {first}: {_words(cause)}"
+    if len(failures) > 1:
+        said += f" (and {len(failures) - 1} more ranks)"
+    told: ParallelrunError | None = cause if isinstance(cause, ParallelrunError) else None
+    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError):
+        untouched = Problem(f"{said}; earlier checkpoints are untouched", where="runs")
+        told = SaveFailed(untouched) if saving else CheckpointError(Problem(said, where="resume"))
+    elif isinstance(cause, SafetensorError) and not saving:
+        told = CheckpointError(Problem(said, where="resume"))
+    if told is None and rank == first:
+        raise cause from error
+    told = told or PeerFailed(Problem(said))
+    told.of_another_rank = rank != first
+    raise told from (None if told is cause else cause)
+
+
+def _words(cause: BaseException) -> str:
+    if isinstance(cause, OSError) and cause.strerror:
+        return f"{cause.strerror}{f': {cause.filename}' if cause.filename else ''}"
+    return f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
