@@ -78,9 +78,8 @@ def copy_to(folder: Path, step: int, target: Path) -> None:
     done it. Raises OSError."""
     for path in (folder / step_name(step)).glob("*.safetensors"):
         if not has_file(target, path.name, path.stat().st_size):
-            aside = (
-                target / f".{path.name}.{secrets.token_hex(4)}"
-            )  # of two hosts with the same file, the last one wins
+            # Two hosts may have the same file: the last one wins.
+            aside = target / f".{path.name}.{secrets.token_hex(4)}"
             shutil.copyfile(path, aside)
             sync(aside)
             os.rename(aside, target / path.name)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
-from parallelrun.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem
+from parallelrun.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem, cause_chain
 from parallelrun.launch import failure, position, preflight
 from parallelrun.launch.failure import ConsoleOptions
 from parallelrun.launch.heartbeat import HeartbeatFile
@@ -86,9 +86,10 @@ def serve(
         code = _work(job, settings, heartbeats, connect)
         heartbeats.set_returned(settings.rank, code)
         return code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except BaseException as error:
+        # Whatever fails because of the interrupt, such as a lock that it kept from being taken, is no failure.
+        if any(isinstance(one, KeyboardInterrupt) for one in cause_chain(error)):
+            return EXIT_INTERRUPTED
         if isinstance(error, SystemExit) and error.code in (0, None):
             error = RuntimeError("the worker called sys.exit()")
         now = time.monotonic_ns()

@@ -176,7 +176,7 @@ def test_ctrl_c_is_130_without_a_stack(tmp_path):
     ranks[0].reaches(2)
     for rank in ranks:
         os.kill(rank.pid, signal.SIGINT)
-    assert codes(ranks)[0] == 130
+    assert codes(ranks)[0] == 130, ranks[0].stderr
     assert "Traceback" not in "".join(rank.stdout + rank.stderr for rank in ranks)
     assert not survivors([rank.pid for rank in ranks], 2.0)
 

@@ -218,7 +218,7 @@ def test_files_are_fetched_from_a_third_host_or_else_the_disk_is_used(own, tmp_p
 @pytest.mark.parametrize("how", ["damaged", "ended"])
 def test_what_the_memory_has_is_checked_and_saved_when_the_run_ends(own, tmp_path, expected, how):
     """damaged: all copies of a file have a wrong bit when a rank dies; ended: Ctrl-C ends the run."""
-    job = train(own, tmp_path, BOTH, "checkpoint.memory_every=3", every=4 if how == "damaged" else 0)
+    job = train(own, tmp_path, BOTH, "checkpoint.memory_every=3", every=20 if how == "damaged" else 0)
     all_ranks = [pid for name in own.names for pid in ranks(own, name)]
     if how == "ended":
         job.processes[0].send_signal(signal.SIGINT)
@@ -227,7 +227,9 @@ def test_what_the_memory_has_is_checked_and_saved_when_the_run_ends(own, tmp_pat
         assert saved is not None and f"the checkpoint in memory is kept as {saved}" in job.output, job.output
         assert read_whole(saved)
         return
+    # A save begins when the one before has ended: at step 27 that of step 24 has.
     wait_for(lambda: latest(job.run), "a checkpoint on the disk")
+    wait_for(lambda: len((job.run / "metrics.jsonl").read_text().splitlines()) >= 28, "a later one in memory")
     for pid in all_ranks:
         os.kill(pid, signal.SIGSTOP)
     for name in own.names:
