@@ -72,7 +72,7 @@ def assert_equal(found: dict[int, tuple[float, float]], whole: dict[int, tuple[f
 def train(
     network: Network, folder: Path, hosts: str, *words: str, at: str = "worker-1", steps: int = STEPS, every: int = 4
 ) -> Job:
-    """A launcher on the host `at`, once its ranks have passed some steps."""
+    """A launcher on the host `at`, once its ranks have passed some steps, and have saved if they should have."""
     ssh = ("--ssh-config", str(network.serve_ssh()))
     job = Job(folder, [
         network.popen(at, sys.executable, *PROGRAM, f"steps={steps}", f"checkpoint.every={every}", "restarts=2",
@@ -81,6 +81,8 @@ def train(
     ])  # fmt: skip
     file = job.run / "metrics.jsonl"
     wait_for(lambda: len(read(file).splitlines()) >= AT_STEP, f"a step\n{job.output}", 120.0)
+    if 0 < every <= AT_STEP:  # checkpoints are written beside training
+        wait_for(lambda: latest(job.run), "a checkpoint")
     return job
 
 
