@@ -101,8 +101,8 @@ def resolve_resume(resume: str, runs: str) -> Path:
         return found.path
     folder = Path(runs).expanduser()
     # A name stands for its folder, because its newest run may be the one that resumes.
-    there = (path for path in (Path(resume).expanduser(), folder / resume) if path.exists())
-    path = Path(os.path.abspath(next(there, None) or directory_of(resume, folder)))
+    existing = next((one for one in (Path(resume).expanduser(), folder / resume) if one.exists()), None)
+    path = Path(os.path.abspath(existing or directory_of(resume, folder)))
     refuse_pickle(path)
     if (path / INDEX_FILE).exists():
         open_complete(path)
