@@ -100,8 +100,9 @@ def resolve_resume(resume: str, runs: str) -> Path:
             raise no_checkpoint(runs)
         return found.path
     folder = Path(runs).expanduser()
-    named = folder / resume  # a name: its folder, as its newest run may be the one that resumes
-    path = Path(os.path.abspath(named if named.is_dir() else directory_of(resume, folder)))
+    # A name stands for its folder, because its newest run may be the one that resumes.
+    existing = next((one for one in (Path(resume).expanduser(), folder / resume) if one.exists()), None)
+    path = Path(os.path.abspath(existing or directory_of(resume, folder)))
     refuse_pickle(path)
     if (path / INDEX_FILE).exists():
         open_complete(path)

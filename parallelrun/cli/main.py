@@ -132,8 +132,7 @@ def _route(words: list[str]) -> int:
 def _tool(tool: str, words: list[str]) -> int:
     from importlib import import_module
 
-    if tool != "recipes":  # it enables the collector itself, when it has imported what it checks recipes with
-        gc.enable()
+    gc.enable()
     module, function = _TOOLS[tool]
     return getattr(import_module(f"parallelrun.{module}"), function)(words) or EXIT_OK
 

@@ -151,7 +151,7 @@ def test_the_number_of_runs_is_said(tmp_path):
     assert (found.num_runs, found.run) == (2, tmp_path / "gpt" / "a")
 
 
-def test_a_name_means_its_newest_run_with_a_checkpoint(tmp_path):
+def test_a_name_means_its_newest_run_with_a_checkpoint(tmp_path, monkeypatch):
     older, newer = (run_of(tmp_path / "gpt" / name, 100).parents[1] for name in ("1", "2"))
     (tmp_path / "gpt" / "3").mkdir()  # the run that resumes
     for run in (older, newer, tmp_path / "gpt" / "3"):
@@ -160,6 +160,9 @@ def test_a_name_means_its_newest_run_with_a_checkpoint(tmp_path):
         assert resolve_resume(name, str(tmp_path)).parents[1] == newer
     with pytest.raises(CheckpointError, match="no complete checkpoint in"):
         resolve_resume("gpt/3", str(tmp_path))
+    here = run_of(tmp_path / "elsewhere" / "gpt", 100)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve_resume("gpt", str(tmp_path)) == here, "a path that exists comes before a name"
 
 
 def test_a_configuration_that_cannot_be_read_is_a_bad_checkpoint(tmp_path):
