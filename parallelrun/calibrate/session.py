@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import num_cores, visible_gpus
 from parallelrun.launch.preflight import available_bytes
-from parallelrun.launch.task import run_task
+from parallelrun.launch.task import run_task, task_root
 from parallelrun.plan.freeze import filled, freeze
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
@@ -60,13 +59,13 @@ class Session:
             raise ConfigError(Problem(what, "seconds", f"seconds={LEAST_S:g}"))
         gpus = visible_gpus() if self.device != "cpu" else 0
         on_cpu, own = not gpus, gpus or num_cores()
-        with tempfile.TemporaryDirectory(prefix="parallelrun-calibrate-") as root:
-            ranks = list(self._devices(Path(root), own, on_cpu))
+        with task_root("calibrate") as root:
+            ranks = list(self._devices(root, own, on_cpu))
             products = _over_ranks([row["products"] for row in ranks], TimedProduct)
             busy = _median(one.sample.cpu_s / one.sample.wall_s for one in products) if on_cpu else 1.0
             clock = WALL if busy >= SHARED else CPU
-            exchanges = list(self._exchanges(Path(root), own, on_cpu))
-            steps = list(self._trainings(Path(root), own, on_cpu, clock))
+            exchanges = list(self._exchanges(root, own, on_cpu))
+            steps = list(self._trainings(root, own, on_cpu, clock))
         if not steps:
             what = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
             raise ConfigError(Problem(what, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
