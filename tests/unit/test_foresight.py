@@ -59,7 +59,7 @@ def test_the_bounds_hold_four_of_five_rows_and_are_narrow():
     predicted = [one for one in STORED if one["case"].startswith("dev_") and ":" not in one["case"]]
     number = sum(one["rows"] for one in predicted)
     assert 0.8 <= sum(one["rows"] * one["held"] for one in predicted) / number < 0.83
-    assert sum(one["rows"] * one["spread"] for one in predicted) / number < 0.28
+    assert sum(one["rows"] * one["spread"] for one in predicted) / number < 0.29
 
 
 def test_kinds_of_rows_are_scored_beside_the_set():
