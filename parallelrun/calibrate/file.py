@@ -91,7 +91,8 @@ def provenance(measured: Measurements, found: Calibration, more: Sequence[TimedS
         f"Device: {facts['device']}, {measured.cores}; collectives: {facts['backend']}; {versions}.",
         f"Clock: {wall}. Median spread of a measurement (quartiles over median): {spread:.0%}.",
         f"Fitted to {len(measured.products)} products, {len(measured.exchanges)} collectives and "
-        f"{counted(len(found.ratios), 'training')}, whose steps it predicts with a median error of {found.error:.1%}: {', '.join(found.fitted)}.",
+        f"{counted(len(found.ratios), 'training')}, whose steps it predicts with a median error of {found.error:.1%}: "
+        f"{', '.join(found.fitted)}.",
     ]
     lines += [f"Added: {step.source}" for step in more]
     lines += [f"Not measured: {one}" for one in measured.skipped]
