@@ -72,13 +72,14 @@ class Session:
         peaks = {
             name: _over_ranks([[row["peaks"][name]] for row in ranks], TimedProduct)[0] for name in ranks[0]["peaks"]
         }
-        fastest = max(one.flops_s(clock) for one in products)  # a small product may beat the large one
+        fastest = max(one.flops_s(clock) for one in products)  # another product may beat the large square one
+        usual = products[0].precision
         return Measurements(
             clock=clock,
             device="cpu" if on_cpu else "cuda",
             cores=own,
             facts=_facts(ranks[0], self.backend, on_cpu),
-            peaks={name: max(one.flops_s(clock), fastest * (name == "fp32")) for name, one in peaks.items()},
+            peaks={name: max(one.flops_s(clock), fastest * (name == usual)) for name, one in peaks.items()},
             memory_bytes_s=_median(row["memory_bytes_s"][clock] for row in ranks),
             multiprocessors=ranks[0].get("multiprocessors", 0),
             memory_bytes=ranks[0].get("memory_bytes") or (available_bytes() or 0) / own,
