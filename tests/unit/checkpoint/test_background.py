@@ -18,10 +18,13 @@ from tests.plans import tiny_plan
 def test_kernels_that_a_saving_thread_may_have_entered_stay(monkeypatch, fails):
     """torch frees those that are removed, so that the thread would run others, or crash."""
     changes = []
-    monkeypatch.setattr(
-        torch_private, "observe", lambda names: changes.append("made") or (lambda: changes.append("gone"))
-    )
-    monkeypatch.setattr(counter, "KERNELS", kernels := counter._Kernels())
+    kernels = counter._Kernels()
+
+    def observe(names):
+        changes.append("made")
+        return lambda: changes.append("gone")
+
+    monkeypatch.setattr(torch_private, "observe", observe)
     monkeypatch.setattr("parallelrun.checkpoint.background.KERNELS", kernels)
     writer = BackgroundWriter(tiny_plan({}), Group("world", (0,), 0, None), torch.device("cpu"), 60.0)
     may_end = threading.Event()
