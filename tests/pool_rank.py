@@ -130,6 +130,7 @@ class Surroundings:
         random.setstate(self.random)
         numpy.random.set_state(self.numpy)
         torch.set_num_threads(self.threads)
+        gc.enable()
 
 
 class Namespace:

@@ -19,10 +19,10 @@ from tests.plans import tiny_config
 from tests.pool import RanksFailed, run_ranks
 
 MIB = 2**20
-MORE = 1000 * MIB  # address space of a rank beyond what it has before it builds the model
+MORE = 500 * MIB  # address space of a rank beyond what it has before it builds the model
 LONG = {
-    "model.seq": 8192, "model.hidden": 16, "model.heads": 1, "model.layers": 1, "model.vocab": 16384,
-    "dataset.vocab": 16384, "dataset.samples": 4, "global_batch": 1, "model.tied_embeddings": False,
+    "model.seq": 8192, "model.hidden": 16, "model.heads": 1, "model.layers": 1, "model.vocab": 8192,
+    "dataset.vocab": 8192, "dataset.samples": 4, "global_batch": 1, "model.tied_embeddings": False,
     "model.position": "rope",
 }  # fmt: skip
 
