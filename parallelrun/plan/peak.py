@@ -263,7 +263,8 @@ def backward_block(name: str, plan: Plan) -> BackwardBlock:
         extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
         kept = plan.tensor.saved_bytes(block, plan) + extra
         again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
-        forward = plan.expert.exchange_bytes(block, plan) if plan.expert and again > 0 else 0
+        forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
+        forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
         return BackwardBlock(kept, passes, max(0, again), forward)
 
     key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name, plan.recompute
