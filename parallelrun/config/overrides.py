@@ -17,6 +17,7 @@ from parallelrun.config.keys import (
     LIST_TEXTS,
     MAPPINGS,
     PATH_KEYS,
+    Key,
     example,
     in_mapping,
     known_keys,
@@ -216,8 +217,9 @@ def _without_brackets(override: Override, known: Key, where: str) -> Problem | N
     bare = [one for one in override.values if not one.startswith((opening, "${")) and not _SWEEP_CALL.match(one)]
     if not kind or not bare or known.name in NAME_LISTS or override.value.lower() == "null":
         return None
-    fits = kind == "list" and re.fullmatch(r"[\w.:,-]+", override.value) and override.value.lower() not in BOOLEANS
-    fix = f"{known.name}=[{override.value}]" if fits else f"{known.name}={'[...]' if kind == 'list' else '{...}'}"
+    shape = {"str": r"[\w.:,-]+", "int": r"[\d,]+"}.get(known.item)
+    fits = shape and re.fullmatch(shape, override.value) and override.value.lower() not in BOOLEANS
+    fix = f"{known.name}=[{override.value}]" if fits else example(known)
     return Problem(f"{override.text}: {known.name} takes a {kind}: {known.help}", where, fix)
 
 

@@ -132,7 +132,9 @@ def unread(config: Config, given: frozenset[str], pp: int, cp: int = 1) -> list[
     def complain(key: str, value: object, fix: str) -> None:
         section = "model" if key == "dropout" else key.partition(".")[0]
         chosen = {"model": config.model.preset, "dataset": config.dataset.name, "optimizer": config.optimizer.name}
-        by = f"not read by {section}={chosen[section]}" if section in chosen else "read by none of the chosen strategies"
+        by = (
+            f"not read by {section}={chosen[section]}" if section in chosen else "read by none of the chosen strategies"
+        )
         by += "" if section in chosen else f" ({strategies})"
         problems.append(Problem(f"{key}={value} is {by}", key, fix, kind="unread"))
 
@@ -153,7 +155,7 @@ def unread(config: Config, given: frozenset[str], pp: int, cp: int = 1) -> list[
     ignored |= _ignored_elsewhere(config, pp) | _ignored_context(config, given, cp)
     for key, suggestion in ignored.items():
         asked = attrgetter(key)(config) if key in given else None
-        if asked is not None:  # a null key has not been set
+        if asked not in (None, [], {}):  # as if it had not been set
             complain(key, asked, f"{suggestion} or leave {key} out" if suggestion else f"leave {key} out")
     return problems
 

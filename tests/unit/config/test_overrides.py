@@ -97,7 +97,7 @@ def test_every_mistake_is_told(texts, said):
 def test_the_fix_is_named():
     assert problem("tpp=8").suggestion.startswith("tp")
     assert problem("profile=3,4").suggestion == "profile=[3,4]"
-    assert problem("profile=true").suggestion == "profile=[...]"
+    assert problem("profile=true").suggestion == "profile=[]"
     assert problem("tp =8").suggestion == "tp=8"
     assert problem("tp=1,2").command == "parallelrun -m ... tp=1,2"
 

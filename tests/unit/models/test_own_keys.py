@@ -11,8 +11,8 @@ from parallelrun.config.model_schema import ModelConfig
 from parallelrun.errors import ConfigError
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import whole_network
-from tests.plans import narrow_config, tiny_config
 from tests.exchange import LATENT
+from tests.plans import narrow_config, tiny_config
 from tests.vision import ALEXNET, BOTTLENECK, VGG
 
 ROPE = {"model.position": "rope"}
@@ -24,7 +24,15 @@ MODULE = {
 }  # fmt: skip
 ELSEWHERE = {"vocab", "norm_samples", "dropout"}  # the plan reads them
 MLP = {"model.name": "mlp", "model.preset": "mlp"}
-OF_ANY = {"preset", "router", "experts", "dense_layers", "expert_ffn", "expert_period", "shared_experts"}  # see routing.unread
+OF_ANY = {
+    "preset",
+    "router",
+    "experts",
+    "dense_layers",
+    "expert_ffn",
+    "expert_period",
+    "shared_experts",
+}  # see routing.unread
 CASES = {
     "gpt": [{}, LLAMA3, LATENT | YARN],
     "bert": [BERT],
@@ -56,7 +64,12 @@ def test_the_own_keys_of_a_model_are_those_that_it_reads(name, monkeypatch):
 
 @pytest.mark.parametrize(
     ("overrides", "key"),
-    [({"model.channels": 3}, "model.channels"), (BOTTLENECK, "model.layers"), (MODULE, "dropout"), (BERT, "model.norm_momentum")],
+    [
+        ({"model.channels": 3}, "model.channels"),
+        (BOTTLENECK, "model.layers"),
+        (MODULE, "dropout"),
+        (BERT, "model.norm_momentum"),
+    ],
 )
 def test_a_key_that_the_model_does_not_read_is_refused(overrides, key):
     overrides = {"dropout": 0.1, **overrides}
