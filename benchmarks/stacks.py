@@ -78,7 +78,10 @@ STACKS = {
 NODE = 8  # GPUs of all published machines
 # The machines that are not the usual ones of their GPU.
 CLUSTERS = {"nanotron": "h100_efa"}
-CLUSTERS_OF_GPUS = {"A100": "a100_dgx", "H100": "h100_dgx", "H200": "h200", "B200": "b200", "V100": "v100_32gb"}
+CLUSTERS_OF_GPUS = {
+    "A100": "a100_dgx", "H100": "h100_dgx", "H800": "h800", "H200": "h200", "B200": "b200", "GB200": "gb200",
+    "V100": "v100_32gb",
+}  # fmt: skip
 
 
 def origin(row: dict[str, str]) -> str:

@@ -25,14 +25,11 @@ from parallelrun.plan.step_time.rates import rates_of
 from parallelrun.plan.step_time.spread import BUBBLE
 from parallelrun.plan.step_time.step import step_time
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.precision import BYTES
+from parallelrun.precision import BYTES, TABLE
 
 INTRA_GB_S = 16.0  # of a link that nobody has measured: PCIe 4 on 8 lanes
-PRECISION = "fp32"  # of products and exchanges
-OF_PRODUCTS = (
-    Constant("product_efficiency", 0.8, 0.05, 1.0, 2.0),
-    Constant("product_ramp", 30.0, 1.0, 2000.0),
-)
+PRECISION = "fp32"  # of exchanges
+OF_PRODUCTS = (Constant("product_efficiency", 0.8, 0.05, 1.0, 2.0),)
 OF_STEPS = (
     Constant("attention_efficiency", 0.2, 0.005, 1.0),
     Constant("memory_efficiency", 0.5, 0.01, 1.0),
@@ -44,11 +41,16 @@ OF_LINKS = (
     Constant("link_efficiency", 0.5, 0.01, 1.0),
 )
 OF_CORES = (
+    Constant("product_ramp", 30.0, 1.0, 2000.0),
     Constant("step_us", 1000.0, 10.0, 100_000.0),
     Constant("thread_efficiency", 0.6, 0.01, 1.0, 2.0),
     Constant("convolution_efficiency", 0.3, 0.005, 1.0),
 )
-OF_DEVICES = (Constant("kernel_us", 4.0, 0.2, 100.0), Constant("convolution_efficiency", 0.4, 0.005, 1.0))
+OF_DEVICES = (
+    Constant("product_ramp", 200.0, 1.0, 2000.0),  # of the A100, see conf/cluster
+    Constant("kernel_us", 4.0, 0.2, 100.0),
+    Constant("convolution_efficiency", 0.4, 0.005, 1.0),
+)
 EXPECTED = {
     TimedProduct: 0.25,
     TimedExchange: 0.35,
@@ -158,9 +160,9 @@ def ratios_of(cluster: ClusterConfig, clock: str, steps: Sequence[TimedStep]) ->
 
 def product_seconds(row: TimedProduct, cluster: ClusterConfig) -> float:
     """Predicted seconds of a product on one core or device."""
-    rates = rates_of(cluster, PRECISION)
+    rates = rates_of(cluster, row.precision)
     assert rates is not None, "a calibrated cluster has rates"
-    return product_s(row.rows, row.inner, row.columns, BYTES["float32"], rates)
+    return product_s(row.rows, row.inner, row.columns, BYTES[TABLE[row.precision].compute], rates)
 
 
 def plan_of_exchange(ranks: int, device: str) -> Plan:

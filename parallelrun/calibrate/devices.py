@@ -17,13 +17,33 @@ from parallelrun.calibrate.measurements import CPU, WALL, Sample, TimedExchange,
 from parallelrun.mesh import Group, Mesh
 
 REPEATS = 5
+LONG_S = 1.0  # what takes longer is timed once: 64-bit products of GPUs for games and inference
 PURPOSE = "calibrate"
-ROWS, HIDDEN = (128, 1024), (64, 256, 768)
-MISALIGNED = ((257, 250, 1001), (1000, 100, 300), (1023, 513, 513))
-PEAK_SIZES = (768, 8192)  # of the square product that shows the peak of a precision: on a CPU, on a GPU
+PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COPIED = (2**18, 2**24)  # bytes: within caches, and beyond most of them
 EXCHANGED = (2**10, 2**16, 2**20, 2**23)  # bytes of payload
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products that are timed on a kind of device. precision: that of trainings there; rows and hidden: of layers,
+    large enough that computing and not the start of a product takes the time; misaligned: (rows, inner, columns) that
+    are no multiples of tiles; square: the size of the product that shows the peak of a precision."""
+
+    precision: str
+    rows: tuple[int, ...]
+    hidden: tuple[int, ...]
+    misaligned: tuple[tuple[int, int, int], ...]
+    square: int
+
+
+PRODUCTS = {
+    "cpu": Products("fp32", (128, 1024), (64, 256, 768), ((257, 250, 1001), (1000, 100, 300), (1023, 513, 513)), 768),
+    "cuda": Products(
+        "bf16", (1024, 8192), (512, 2048, 5120), ((2057, 2002, 8010), (8000, 1000, 3000), (4095, 4104, 4104)), 8192
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +57,9 @@ class Clock:
         """The times of one call of `body`. calls: how often in each of REPEATS; ranks that meet in it must agree."""
         body()
         if calls is None:
-            wall, _ = self._once(body, 1)
+            wall, cpu = self._once(body, 1)
+            if wall > LONG_S:
+                return Sample(wall, cpu)
             calls = max(1, int(self.seconds / REPEATS / max(wall, 1e-7)))
         found = [self._once(body, calls) for _ in range(REPEATS)]
         walls, cpus = (sorted(column) for column in zip(*found))
@@ -61,35 +83,35 @@ class Clock:
         return (time.perf_counter() - began_s) / calls, (time.process_time() - began_cpu) / calls
 
 
-def shapes() -> Iterator[tuple[str, int, int, int]]:
+def shapes(timed: Products) -> Iterator[tuple[str, int, int, int]]:
     """(pass, rows, inner, columns): each product of two layers forward, for its input's and its weights' gradient."""
-    for rows in ROWS:
-        for hidden in HIDDEN:
+    for rows in timed.rows:
+        for hidden in timed.hidden:
             for inner, columns in ((hidden, hidden), (hidden, 4 * hidden)):
                 yield "forward", rows, inner, columns
                 yield "input", rows, columns, inner
                 yield "weight", columns, rows, inner
-    for rows, inner, columns in MISALIGNED:
+    for rows, inner, columns in timed.misaligned:
         yield "forward", rows, inner, columns
         yield "weight", columns, rows, inner
 
 
 def products(clock: Clock, start: Callable[[], None]) -> list[TimedProduct]:
-    """Time every shape in fp32. start: waits for the other ranks."""
-    found = []
-    for kind, rows, inner, columns in shapes():
-        body = _product(kind, rows, inner, columns, torch.float32, clock.device)
+    """Time every shape. start: waits for the other ranks."""
+    found, timed = [], PRODUCTS[clock.device.type]
+    for kind, rows, inner, columns in shapes(timed):
+        body = _product(kind, rows, inner, columns, PRECISIONS[timed.precision], clock.device)
         start()
         with torch_private.products_of_training(rows * inner * columns):
-            found.append(TimedProduct(rows, inner, columns, clock.sample(body)))
+            found.append(TimedProduct(rows, inner, columns, clock.sample(body), timed.precision))
     return found
 
 
-def peak(clock: Clock, dtype: torch.dtype) -> TimedProduct:
+def peak(clock: Clock, precision: str) -> TimedProduct:
     """Time a large square product."""
-    size = PEAK_SIZES[clock.device.type == "cuda"]
-    sample = clock.sample(_product("forward", size, size, size, dtype, clock.device))
-    return TimedProduct(size, size, size, sample)
+    size = PRODUCTS[clock.device.type].square
+    sample = clock.sample(_product("forward", size, size, size, PRECISIONS[precision], clock.device))
+    return TimedProduct(size, size, size, sample, precision)
 
 
 def _product(

@@ -14,6 +14,7 @@ from parallelrun.config import presets
 from parallelrun.config.recipes import NAME
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.records import write_text
+from parallelrun.wording import counted
 
 DIGITS = 4
 _MEASURED = ("peak_tflops", "memory_gb", "memory_gb_s", "intra_gb_s", "multiprocessors", "cores", "kernel_us")
@@ -89,8 +90,9 @@ def provenance(measured: Measurements, found: Calibration, more: Sequence[TimedS
         f"Written by `parallelrun calibrate` on {facts['date']}, host {facts['host']}, in {measured.seconds:.0f} s.",
         f"Device: {facts['device']}, {measured.cores}; collectives: {facts['backend']}; {versions}.",
         f"Clock: {wall}. Median spread of a measurement (quartiles over median): {spread:.0%}.",
-        f"Fitted to {len(measured.products)} products, {len(measured.exchanges)} collectives and {len(found.ratios)} "
-        f"trainings, whose steps it predicts with a median error of {found.error:.1%}: {', '.join(found.fitted)}.",
+        f"Fitted to {len(measured.products)} products, {len(measured.exchanges)} collectives and "
+        f"{counted(len(found.ratios), 'training')}, whose steps it predicts with a median error of {found.error:.1%}: "
+        f"{', '.join(found.fitted)}.",
     ]
     lines += [f"Added: {step.source}" for step in more]
     lines += [f"Not measured: {one}" for one in measured.skipped]

@@ -30,12 +30,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class TimedProduct:
-    """A matrix product of fp32: rows x inner times inner x columns, on one thread, while every core does one."""
+    """A matrix product: rows x inner times inner x columns. On CPUs by one thread, while every core does one."""
 
     rows: int
     inner: int
     columns: int
     sample: Sample
+    precision: str = "fp32"
 
     def flops_s(self, clock: str) -> float:
         """FLOP/s by one of the two clocks."""

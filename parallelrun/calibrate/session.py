@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import num_cores, visible_gpus
 from parallelrun.launch.preflight import available_bytes
-from parallelrun.launch.task import run_task
+from parallelrun.launch.task import run_task, task_root
 from parallelrun.plan.freeze import filled, freeze
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
@@ -60,26 +59,27 @@ class Session:
             raise ConfigError(Problem(what, "seconds", f"seconds={LEAST_S:g}"))
         gpus = visible_gpus() if self.device != "cpu" else 0
         on_cpu, own = not gpus, gpus or num_cores()
-        with tempfile.TemporaryDirectory(prefix="parallelrun-calibrate-") as root:
-            ranks = list(self._devices(Path(root), own, on_cpu))
+        with task_root("calibrate") as root:
+            ranks = list(self._devices(root, own, on_cpu))
             products = _over_ranks([row["products"] for row in ranks], TimedProduct)
             busy = _median(one.sample.cpu_s / one.sample.wall_s for one in products) if on_cpu else 1.0
             clock = WALL if busy >= SHARED else CPU
-            exchanges = list(self._exchanges(Path(root), own, on_cpu))
-            steps = list(self._trainings(Path(root), own, on_cpu, clock))
+            exchanges = list(self._exchanges(root, own, on_cpu))
+            steps = list(self._trainings(root, own, on_cpu, clock))
         if not steps:
             what = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
             raise ConfigError(Problem(what, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
         peaks = {
             name: _over_ranks([[row["peaks"][name]] for row in ranks], TimedProduct)[0] for name in ranks[0]["peaks"]
         }
-        fastest = max(one.flops_s(clock) for one in products)  # a small product may beat the large one
+        fastest = max(one.flops_s(clock) for one in products)  # another product may beat the large square one
+        usual = products[0].precision
         return Measurements(
             clock=clock,
             device="cpu" if on_cpu else "cuda",
             cores=own,
             facts=_facts(ranks[0], self.backend, on_cpu),
-            peaks={name: max(one.flops_s(clock), fastest * (name == "fp32")) for name, one in peaks.items()},
+            peaks={name: max(one.flops_s(clock), fastest * (name == usual)) for name, one in peaks.items()},
             memory_bytes_s=_median(row["memory_bytes_s"][clock] for row in ranks),
             multiprocessors=ranks[0].get("multiprocessors", 0),
             memory_bytes=ranks[0].get("memory_bytes") or (available_bytes() or 0) / own,

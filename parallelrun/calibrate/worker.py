@@ -19,7 +19,6 @@ from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
 
 PRODUCTS, EXCHANGES = "products", "exchanges"
-PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measure(config: Config, plan: Plan, context: WorkerContext) -> int:
@@ -38,7 +37,7 @@ def measure(config: Config, plan: Plan, context: WorkerContext) -> int:
     found: dict[str, object] = {"threads": torch.get_num_threads()}
     if PRODUCTS in asked["parts"]:
         start()
-        found["peaks"] = {name: asdict(devices.peak(clock, dtype)) for name, dtype in PRECISIONS.items()}
+        found["peaks"] = {name: asdict(devices.peak(clock, name)) for name in devices.PRECISIONS}
         found["products"] = [asdict(one) for one in devices.products(clock, start)]
         start()
         found["memory_bytes_s"] = devices.copies(clock)

@@ -26,6 +26,7 @@ from parallelrun.background_thread import BackgroundThread
 from parallelrun.checkpoint.find import keep_last
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.checkpoint.store import write_parts
+from parallelrun.comm.counter import KERNELS
 from parallelrun.mesh import Group
 from parallelrun.plan.structure import Plan
 
@@ -139,6 +140,7 @@ class BackgroundWriter:
             self.seconds = time.perf_counter() - began
 
         self._copied = copied
+        KERNELS.acquire()
         self._pending = self._thread.run(copy_and_write)
 
     def wait_for_copies(self) -> None:
@@ -169,4 +171,7 @@ class BackgroundWriter:
         """Wait for the save that was started, and raise what writing it has raised."""
         pending, self._pending = self._pending, None
         assert pending is not None, "no save was started"
-        pending.result()
+        try:
+            pending.result()
+        finally:
+            KERNELS.release()

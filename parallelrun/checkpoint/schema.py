@@ -12,6 +12,9 @@ import re
 import stat
 import struct
 from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
@@ -49,6 +52,7 @@ from parallelrun.errors import CheckpointError, Problem
 
 MAX_INDEX_BYTES = 2**28
 _MAX_HEADER_BYTES = 2**26
+_REMEMBERED_BYTES = 2**20  # of an index: it takes some ten times the memory when it is read
 _NEEDED = ("step", "global_batch", "scaler")  # fields of `extra` without which training cannot resume
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCALE = Leaf("a positive number", lambda value: type(value) in (int, float) and isfinite(value) and value > 0)
@@ -126,10 +130,17 @@ def decode(raw: bytes, path: Path) -> Index:
     found = hashlib.sha256(raw[: HASH_SPAN.start] + NO_HASH + raw[HASH_SPAN.stop :]).hexdigest()
     if expected != found.encode():
         raise broken(path, f"its sha256 is {found}, expected {expected.decode(errors='replace')}")
+    read = _index_of if len(raw) <= _REMEMBERED_BYTES else _index_of.__wrapped__
     try:
-        return _index(parse(raw), found)
+        index = read(raw, found)
     except ValueError as error:  # another program wrote it, with a valid hash
         raise broken(path, f"its content is invalid ({error})") from error
+    return replace(index, plan=deepcopy(index.plan), extra=deepcopy(index.extra))  # nobody changes another's
+
+
+@lru_cache(maxsize=8)  # every save of a run looks at the checkpoints before it, and a load at its own several times
+def _index_of(raw: bytes, digest: str) -> Index:
+    return _index(parse(raw), digest)
 
 
 def check_training(index: Index, path: Path) -> None:
@@ -176,6 +187,8 @@ def _check_cover(key: str, shape: tuple[int, ...], parts: tuple[StoredPart, ...]
     A box has the corner values +1 at its start and -1 at its stop in each dim. The indicator functions of the parts sum
     to that of the shape exactly if the corner values do.
     """
+    if len(parts) == 1 and parts[0].sizes == shape and parts[0].offsets == (0,) * len(shape):
+        return
     corners: Counter[tuple[int, ...]] = Counter()
     boxes = [(-1, (0,) * len(shape), shape), *((1, part.offsets, part.sizes) for part in parts)]
     fits = all(len(part.offsets) == len(part.sizes) == len(shape) for part in parts)

@@ -12,7 +12,6 @@ import platform
 import resource
 import socket
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -22,15 +21,12 @@ from parallelrun.cli import doctor_hosts
 from parallelrun.cli.json_output import print_json, screen_on_stderr
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
-from parallelrun.errors import EXIT_ENVIRONMENT, EXIT_OK
-from parallelrun.launch import directory, supervisor
+from parallelrun.errors import EXIT_ENVIRONMENT, EXIT_OK, EnvironmentProblem
 from parallelrun.launch.environment import num_cores
 from parallelrun.launch.preflight import available_bytes, free_bytes
-from parallelrun.launch.rank import Job
-from parallelrun.plan.freeze import freeze
+from parallelrun.launch.task import run_task, task_root
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
-from parallelrun.records import write_text
 
 _OLDEST_TORCH = (2, 11)
 _TESTED_TORCH = ("2.11", "2.13")
@@ -173,7 +169,7 @@ def _all_reduce() -> DoctorCheck:
     began = time.monotonic()
     try:
         all_reduce(2, GLOO)
-    except AllReduceFailed as error:
+    except EnvironmentProblem as error:
         return DoctorCheck("all-reduce", "fail", f"two gloo ranks: {error}")
     return DoctorCheck("all-reduce", "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")
 
@@ -183,7 +179,7 @@ def _shared_memory_between_ranks() -> DoctorCheck:
     began = time.monotonic()
     try:
         all_reduce(2, SHM)
-    except AllReduceFailed as error:
+    except EnvironmentProblem as error:
         return DoctorCheck("shared memory", "warn", f"impossible, so that CPU ranks use gloo alone: {error}")
     took = time.monotonic() - began
     return DoctorCheck("shared memory", "pass", f"two ranks map each other's memory, in {took:.1f} s; CPU runs use it")
@@ -199,17 +195,13 @@ def _gpu_all_reduce(backend: str = NCCL) -> list[DoctorCheck]:
     name, gpus = f"{backend} all-reduce", f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
     try:
         seconds = all_reduce(num_gpus, backend)
-    except AllReduceFailed as error:
+    except EnvironmentProblem as error:
         return [DoctorCheck(name, "fail", str(error))]
     return [DoctorCheck(name, "pass", f"{gpus}, {NUM_ELEMENTS * 4 / 2**20:.0f} MiB in {1000 * seconds:.1f} ms")]
 
 
-class AllReduceFailed(Exception):
-    """The sum failed; the message names the rank and its error."""
-
-
 def all_reduce(num_ranks: int, backend: str) -> float:
-    """Sum a tensor over `num_ranks` processes; the seconds of one sum. Raises AllReduceFailed.
+    """Sum a tensor over `num_ranks` processes; the seconds of one sum. Raises EnvironmentProblem.
 
     backend: nccl on GPUs, else gloo or shm.
     """
@@ -217,14 +209,8 @@ def all_reduce(num_ranks: int, backend: str) -> float:
     config = replace(Config(), dp=num_ranks, global_batch=num_ranks, device=device, backend=asked,
                      timeout_s=ALL_REDUCE_TIMEOUT_S)  # fmt: skip
     plan = resolve(config)
-    with tempfile.TemporaryDirectory(prefix="parallelrun-doctor-") as root:
-        folder = directory.create(Path(root), "doctor")
-        write_text(folder / "config.yaml", freeze(config, plan))
-        outcome = supervisor.supervise(Job(config, plan, folder, f"{__name__}:sum_twice"))
-        if outcome.cause is not None:
-            raise AllReduceFailed(f"rank {outcome.cause.rank} of {num_ranks}: {outcome.cause.what}")
-        if outcome.exit_code != EXIT_OK:
-            raise KeyboardInterrupt
+    with task_root("doctor") as root:
+        folder = run_task(root, config, plan, f"{__name__}:sum_twice")
         return max(float(file.read_text()) for file in folder.glob("seconds_*"))
 
 

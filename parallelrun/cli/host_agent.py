@@ -42,12 +42,13 @@ _TICK_S = 0.05
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of an agent.
+    """The first message of an agent, whose process is `pid`.
 
     address: this host as the launcher reached it; launcher: the launcher's address as this host sees it, empty if
     unknown or if this is the launcher's host.
     """
 
+    pid: int
     host: str
     address: str
     launcher: str
@@ -71,7 +72,7 @@ def main(arguments: list[str]) -> int:
     is_local = LOCAL in arguments
     launcher, address = ("", "") if is_local else addresses(os.environ)
     agent = Agent(is_local)
-    agent.tell("hello", asdict(Hello(os.uname().nodename, address, launcher)))
+    agent.tell("hello", asdict(Hello(os.getpid(), os.uname().nodename, address, launcher)))
     agent.serve()
     return EXIT_OK
 
@@ -87,10 +88,10 @@ class Agent:
 
     prepare: `{modules, environ, memory}`: what ranks will need, and whether they keep checkpoints in memory; keep: the
     step and the index of the one from which they go on, or nothing; copy: the step of one and a directory on the disk
-    for its files, answered by `copied`; resent: how often the kernel sends the same data
-    again until the launcher's host counts as lost; listen: an address, answered by `listening`; start: an `Order`;
-    signal: its name, for the ranks. Then `exit` tells how a rank ended that has failed, `held` which checkpoints this
-    host's memory holds, and `ended` the code of the host when all ranks have ended; `alive` needs no answer.
+    for its files, answered by `copied`; resent: how often the kernel sends the same data again until the launcher's
+    host counts as lost; listen: an address, answered by `listening`; start: an `Order`, answered by `started`; signal:
+    its name, for the ranks. Then `exit` tells how a rank ended that has failed, `held` which checkpoints this host's
+    memory holds, and `ended` the code of the host when all ranks have ended; `alive` needs no answer.
     """
 
     def __init__(self, is_local: bool):
@@ -155,6 +156,7 @@ class Agent:
             order.environ.update(self._memory.variables())
             self._ranks = Ranks(order, self._listener, lambda one: self.tell("exit", asdict(one)))
             self._listener = None
+            self.tell("started", None)
         elif what == "signal" and self._ranks is not None:
             self._ranks.send(signal.Signals[content])
 

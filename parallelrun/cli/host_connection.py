@@ -36,6 +36,7 @@ SSH_CONNECT_S, SSH_CONNECT_AGAIN_S, SSH_CONNECT_CUT_S = 20, 4, 2
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3")
 _AGENT = "parallelrun.cli.host_agent"
 _TICK_S = 0.1
+SILENT_BEATS = 60  # of the launcher, 30 s in which it runs: it may be stopped itself, and then nobody is silent
 
 CLOSED = "closed"  # the message of a connection that has ended
 
@@ -45,7 +46,9 @@ class HostConnection:
 
     hello: the greeting of the agent, once it has come; complaints: stderr of ssh and the login shell before that;
     messages: gets `(connection, what, content)` for each message of the agent after its greeting; is_cut: it was ended
-    because the host had not acknowledged what was sent; held: the checkpoints in the host's memory, by step.
+    because the host had not acknowledged what was sent; why: we have ended it; is_closed: it has ended; silence: beats
+    of the launcher since the agent was heard, None while it has no ranks: it beats between its tasks only; held: the
+    checkpoints in the host's memory, by step.
     """
 
     def __init__(
@@ -56,12 +59,14 @@ class HostConnection:
         self.name, self.is_here = host.name, host.is_here
         self.hello: Hello | None = None
         self.complaints: list[str] = []
-        self.is_cut = False
+        self.is_cut = self.is_closed = False
+        self.why = ""
+        self.silence: int | None = None
         self.held: dict[int, Held] = {}
-        self._messages = messages
+        self._messages, self._ssh = messages, ssh
         self._sockets: frozenset[int] | None = None
         try:
-            self.process = self._start_here() if self.is_here else self._start_there(ssh, connect_s)
+            self.process = self._start_here() if self.is_here else self._start_there(connect_s)
         except FileNotFoundError as error:
             problem = Problem("ssh is not installed on this host", f"-H {self.name}", command="install openssh-client")
             raise EnvironmentProblem(problem) from error
@@ -79,8 +84,8 @@ class HostConnection:
         self._answers: IO[bytes] | None = self._own.makefile("rb")
         return process
 
-    def _start_there(self, ssh: SshOptions, connect_s: int) -> subprocess.Popen[bytes]:
-        command, pipe = remote_command(self.name, ssh, connect_s), subprocess.PIPE
+    def _start_there(self, connect_s: int) -> subprocess.Popen[bytes]:
+        command, pipe = remote_command(self.name, self._ssh, connect_s), subprocess.PIPE
         # its own session: Ctrl-C reaches only this process, which forwards it
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._answers = process.stdout
@@ -99,6 +104,7 @@ class HostConnection:
                 else:
                     self._messages.put((self, what, content))
         if source is self._answers:
+            self.is_closed = True
             self._messages.put((self, CLOSED, None))
 
     def _show(self, line: str, source: IO[bytes], target: TextIO) -> None:
@@ -131,7 +137,7 @@ class HostConnection:
 
     def cut(self) -> None:
         """End the connection to a host that does not answer; its message is CLOSED."""
-        self.is_cut = True
+        self.is_cut, self.why = True, "it does not answer"
         self.process.kill()
 
     def hang_up(self) -> None:
@@ -142,17 +148,26 @@ class HostConnection:
             else:
                 self.process.stdin.close()
 
-    def end(self, deadline: float) -> None:
-        """Hang up, and wait until the agent has ended and its output is shown; kill it at the deadline."""
-        self.hang_up()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, deadline - time.monotonic()))
+    def kill(self) -> None:
+        """Kill the agent, which may be stopped, and with it its ranks; its last message is CLOSED."""
+        if self.hello is not None and not (self.is_here or self.is_cut or self.is_closed):
+            command = ssh_command(self.name, self._ssh, SSH_CONNECT_AGAIN_S, f"kill -KILL {self.hello.pid}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_CONNECT_AGAIN_S)
         self.process.kill()
+
+    def end(self, deadline: float) -> None:
+        """Hang up, and wait until the agent has ended and its output is shown; kill it after the deadline."""
+        self.hang_up()
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
         self.process.wait()
         for thread in self._relays:
             thread.join(END_S)
 
-    def unreachable(self, ssh: SshOptions) -> Problem:
+    def unreachable(self) -> Problem:
         """The reason why this host's agent did not greet."""
         code = self.process.poll()
         if code is not None:
@@ -161,7 +176,7 @@ class HostConnection:
         why = "; ".join(self.complaints[-3:]) or ended
         how = "cannot be reached by ssh" if code in (None, SSH_FAILED) else "cannot start parallelrun"
         doctor = shlex.join([sys.executable, "-m", "parallelrun", "doctor"])
-        test = shlex.join(["ssh", *ssh.words(), self.name.strip("[]"), doctor])
+        test = shlex.join(["ssh", *self._ssh.words(), self.name.strip("[]"), doctor])
         return Problem(f"{self.name} {how}: {why}", "-H", command=test)
 
 
@@ -169,7 +184,11 @@ def remote_command(name: str, ssh: SshOptions, connect_s: int = SSH_CONNECT_S) -
     """The command that starts an agent on another host: this Python in this directory, with its search paths."""
     needed = [f"{name}={os.environ[name]}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if os.environ.get(name)]
     agent = ["env", *needed, sys.executable, "-m", _AGENT]
-    for_login_shell = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
+    return ssh_command(name, ssh, connect_s, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}")
+
+
+def ssh_command(name: str, ssh: SshOptions, connect_s: int, for_login_shell: str) -> list[str]:
+    """The command that lets the login shell of a host do something; ssh tries to connect for so many seconds."""
     return [*_SSH, "-o", f"ConnectTimeout={connect_s}", *ssh.words(), name.strip("[]"), for_login_shell]
 
 
@@ -230,16 +249,30 @@ class Connections:
     def must_greet(self, names: Sequence[str]) -> None:
         """Wait until all these hosts have greeted. Raises EnvironmentProblem naming every host that has not."""
         if silent := self.greeted(names, CONNECT_S):
-            raise EnvironmentProblem(*(agent.unreachable(self._ssh) for agent in silent))
+            raise EnvironmentProblem(*(agent.unreachable() for agent in silent))
 
     def next_message(self) -> tuple[HostConnection, str, Any] | None:
         """Return the next message of an agent; None if there is none for a moment."""
-        if self._prepare is not None and time.monotonic() >= self._next_beat:
+        if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_S
-            self._beat()
+            self._end_silent()
+            if self._prepare is not None:
+                self._beat()
         with contextlib.suppress(queue.Empty):
-            return self.messages.get(timeout=_TICK_S)
+            found = self.messages.get(timeout=_TICK_S)
+            if found[0].silence is not None:
+                found[0].silence = 0
+            return found
         return None
+
+    def _end_silent(self) -> None:
+        """Kill the agents that have not been heard for long: a stopped one would never tell that its ranks end."""
+        for one in self.by_name.values():
+            if one.silence is not None:
+                one.silence += 1
+                if one.silence > SILENT_BEATS:
+                    one.silence, one.why = None, "its agent does not answer"
+                    one.kill()
 
     def _beat(self) -> None:
         """Write to every host, and end the connections to those whose kernels no longer answer."""

@@ -156,9 +156,12 @@ class HostLauncher:
             self._notice()
             if self._judges:  # a hang is explained by the ranks, which takes time
                 self._end_within(GRACE_S if content["status"] == EXIT_HANG else failure.GRACE_S)
+        elif what == "started":
+            agent.silence = 0
         elif what == "held":
             agent.held = {int(step): Held(**one) for step, one in content.items()}
         elif what == "ended":
+            agent.silence = None
             self._ended(agent.name, content)
         elif what == CLOSED:
             self._lost(agent)
@@ -174,7 +177,7 @@ class HostLauncher:
         host = self._hosts.get(agent.name)
         if host is None or agent.name in self._codes:
             return
-        found = LostHost(host.name, host.first_rank, host.ranks, agent.is_cut)
+        found = LostHost(host.name, host.first_rank, host.ranks, agent.why)
         self._codes[host.name] = EXIT_RANK_DIED
         if self._killed < float("inf"):
             return

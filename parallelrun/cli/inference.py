@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun import definitions
@@ -98,13 +96,13 @@ def _on_ranks(
     """The tokens that `tp` ranks generate, and how many a second. Raises ConfigError, EnvironmentProblem."""
     from parallelrun.inference.model import plan_for
     from parallelrun.inference.worker import GENERATED
-    from parallelrun.launch.task import run_task
+    from parallelrun.launch.task import run_task, task_root
 
     config, plan = plan_for(source, tp)
     asked = {"source": str(source.path), "prompt": prompt, "count": count, "sampling": asdict(sampling),
              "has_text": has_text, "quiet": quiet}  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="parallelrun-generate-") as root:
-        folder = run_task(Path(root), config, plan, "parallelrun.inference.worker:generate", asked)
+    with task_root("generate") as root:
+        folder = run_task(root, config, plan, "parallelrun.inference.worker:generate", asked)
         found = json.loads((folder / GENERATED).read_text(encoding="utf-8"))
     return found["tokens"], found["tokens_per_s"]
 

@@ -95,7 +95,11 @@ def _peer(key: tuple[str, str, str], args: tuple[Any, ...]) -> int | None:
 
 
 class _Kernels:
-    """The kernels by which torch tells observers of its operations: registered while there is an observer."""
+    """The kernels by which torch tells observers of its operations: registered while there is an observer.
+
+    torch frees a removed kernel even while a thread that has entered it waits for the interpreter's lock: then another
+    kernel runs, or the process crashes. So whoever lets another thread call c10d holds the kernels until it has ended.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,13 +107,13 @@ class _Kernels:
         self._remove: Callable[[], None] | None = None
 
     def acquire(self) -> None:
-        """Register them for the first observer."""
+        """Register them for the first observer or holder."""
         with self._lock:
             self._num_observers += 1
             self._remove = self._remove or torch_private.observe(_COUNTED)
 
     def release(self) -> None:
-        """Remove them after the last observer."""
+        """Remove them after the last observer or holder."""
         with self._lock:
             self._num_observers -= 1
             if not self._num_observers and self._remove:
@@ -117,7 +121,7 @@ class _Kernels:
                 self._remove = None
 
 
-_KERNELS = _Kernels()  # one for the process, as torch's registry is
+KERNELS = _Kernels()  # one for the process, as torch's registry is
 
 
 class _Observer:
@@ -131,13 +135,13 @@ class _Observer:
         self._axis_of_group, self._rank = mesh.axis_of_group, mesh.rank
 
     def __enter__(self) -> Self:
-        _KERNELS.acquire()
+        KERNELS.acquire()
         torch_private.observers.set((*torch_private.observers.get(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
         torch_private.observers.set(torch_private.observers.get()[:-1])
-        _KERNELS.release()
+        KERNELS.release()
 
     def collective(self, name: str, args: tuple[Any, ...]) -> AbstractContextManager[object] | None:
         """See `torch_private.observe` and, for groups in shared memory, `torch_private.observed`."""

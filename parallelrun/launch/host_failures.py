@@ -31,18 +31,17 @@ class Exit:
 
 @dataclass(frozen=True)
 class LostHost:
-    """A host to which the connection was lost. ranks: as a text; is_silent: its kernel no longer answers."""
+    """A host to which the connection was lost. ranks: as a text; why: we have ended it."""
 
     name: str
     first_rank: int
     ranks: str
-    is_silent: bool = False
+    why: str = ""
     time_ns: int = field(default_factory=time.monotonic_ns)
 
     @property
     def what(self) -> str:
-        why = ": it does not answer" if self.is_silent else ""
-        return f"lost the connection to {self.name} ({self.ranks}){why}"
+        return f"lost the connection to {self.name} ({self.ranks})" + (f": {self.why}" if self.why else "")
 
 
 def cause(directory: Path, exits: Sequence[Exit], lost: Sequence[LostHost]) -> Failure | None:

@@ -15,6 +15,7 @@ from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch import emulation
 from parallelrun.launch.environment import Attached, host_cores, num_cores
 from parallelrun.plan import prediction, sample_sets
+from parallelrun.plan.rank_classes import rank_classes
 from parallelrun.plan.structure import Plan
 from parallelrun.routing_log import NUMBERS_WRITTEN
 from parallelrun.wording import counted, gib
@@ -152,7 +153,7 @@ def check_memory(plan: Plan, available: int | None, per_rank: bool) -> list[str]
     """
     if available is None:
         return []
-    rows = [row for row in prediction.rank_classes(plan) if not per_rank or plan.role(row[0]) == "worker"]
+    rows = [row for row in rank_classes(plan) if not per_rank or plan.role(row[0]) == "worker"]
     peaks = [(prediction.memory(plan, rank), 1 if per_rank else count) for rank, count in rows]
     combine = max if per_rank else sum
     state = combine(count * (memory.weights + memory.gradients + memory.optimizer) for memory, count in peaks)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +13,41 @@ from parallelrun.config.schema import Config
 from parallelrun.context import ASKED
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EnvironmentProblem
 from parallelrun.launch import directory, supervisor
+from parallelrun.launch.output import log_path
 from parallelrun.launch.rank import Job
 from parallelrun.plan.freeze import freeze
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json, write_text
 
 
+class TaskFailed(EnvironmentProblem):
+    """A rank of a task has failed. log: what it has written."""
+
+    def __init__(self, what: str, log: Path):
+        super().__init__(what)
+        self.log = log
+
+
+@contextmanager
+def task_root(name: str) -> Iterator[Path]:
+    """A temporary directory for tasks. It is removed at the end unless a TaskFailed leaves the block: then its logs
+    are what tells why, and the error says where they are."""
+    root = Path(tempfile.mkdtemp(prefix=f"parallelrun-{name}-"))
+    try:
+        yield root
+    except TaskFailed as failed:
+        raise TaskFailed(f"{failed} (its log: {failed.log})", failed.log) from None
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    shutil.rmtree(root, ignore_errors=True)
+
+
 def run_task(root: Path, config: Config, plan: Plan, worker: str, asked: Mapping[str, Any] | None = None) -> Path:
     """Run `worker` (`module:function`) on every rank; return the directory that the ranks have written to.
 
-    root: where that directory is made. asked: what the ranks read from `asked.json` there. Raises EnvironmentProblem if
-    a rank fails, KeyboardInterrupt after a signal.
+    root: where that directory is made. asked: what the ranks read from `asked.json` there. Raises TaskFailed if a
+    rank fails, EnvironmentProblem if the ranks end otherwise, KeyboardInterrupt after a signal.
     """
     folder = directory.create(root, worker.rpartition(":")[2])
     write_text(folder / "config.yaml", freeze(config, plan))
@@ -28,7 +55,8 @@ def run_task(root: Path, config: Config, plan: Plan, worker: str, asked: Mapping
         write_json(folder / ASKED, dict(asked))
     outcome = supervisor.supervise(Job(config, plan, folder, worker))
     if outcome.cause is not None:
-        raise EnvironmentProblem(f"rank {outcome.cause.rank} of {plan.world}: {outcome.cause.what}")
+        rank = outcome.cause.rank
+        raise TaskFailed(f"rank {rank} of {plan.world}: {outcome.cause.what}", log_path(folder, rank))
     if outcome.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
         raise KeyboardInterrupt
     if outcome.exit_code != EXIT_OK:

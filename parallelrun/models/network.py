@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from parallelrun import shared_memory
+from parallelrun import shared_memory, torch_private
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import documents as packed
@@ -143,8 +143,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     """
     for parameter in module.parameters():
         if parameter.device != device:
-            empty = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, empty)
+            torch.utils.swap_tensors(parameter, torch_private.empty_parameter(parameter, device))
 
 
 def mount(root: nn.Module, path: str, module: nn.Module) -> None:

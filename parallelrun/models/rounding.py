@@ -56,6 +56,11 @@ class Recomputable:
         if address:  # meta and empty tensors share address 0
             self._known[address] = weakref.ref(tensor), source
 
+    def forget(self) -> None:
+        """End what can be packed. Autograd keeps the packing hook as long as any tensor that went through it, and with
+        it would keep the inputs of tensors that backward is done with."""
+        self._known.clear()
+
     def pack(self, saved: Tensor) -> Tensor | Packed:
         """The object that autograd keeps in place of `saved`."""
         reference, source = self._known.get(saved.untyped_storage().data_ptr(), (None, None))
@@ -103,6 +108,7 @@ def remembered() -> Iterator[Recomputable]:
         yield recomputable
     finally:
         _current.reset(token)
+        recomputable.forget()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from math import ceil, gcd
 from typing import Any
 
 from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import kinds
+from parallelrun.config.strategy_keys import completed, kinds
 from parallelrun.plan import cluster_cost, partition, prediction, simulate
 from parallelrun.plan.batch import in_whole_rounds
 from parallelrun.plan.draft import REFERENCE_SCHEDULE
@@ -113,9 +113,9 @@ def _smaller(plan: Plan, config: Config) -> list[Change]:
 
 
 def _planned(plan: Plan, config: Config, change: Change) -> Plan | None:
-    """The plan with the same degrees and that change; None if it is not legal."""
+    """The plan with the same degrees and that change; None if it is not legal. config: of a saved run, too."""
     degrees = {axis: plan.mesh.size(axis) for axis in ("pp", "dp", "tp")}
-    changed: Config | None = config
+    changed: Config | None = completed(config)
     for key, value in {**degrees, "world": None, "device": plan.device, **change}.items():
         changed = with_value(changed, key, True if value == "true" else value) if changed else None
     spec = None if plan.spec.packed else plan.spec  # of packed documents, stages are cut before these are known

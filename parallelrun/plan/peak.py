@@ -142,7 +142,9 @@ class Walk:
             if kind == "I" and has_input_gradient:
                 apart += bytes_apart[index]
             if kind != "I" or has_input_gradient:
-                temporary = batch + apart + (self._largest(index) if split else self._beyond_kept(index, begun[index]))
+                number = begun[index]
+                beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
+                temporary = batch + apart + beyond
                 if gradients + activations + temporary > most:
                     worst = Moment(gradients, activations, temporary)
                     most = worst.total
@@ -153,9 +155,8 @@ class Walk:
                 apart -= bytes_behind[index]
             if kind == "W" and has_input_gradient:
                 apart -= bytes_apart[index] - bytes_behind[index]
-        last = 0
-        if self._plan.num_data_ranks > 1:
-            last = self._plan.data.ending_bytes(self._pp_rank, self._coordinate, self._plan)
+        plan = self._plan
+        last = plan.data.ending_bytes(self._pp_rank, self._coordinate, plan) if plan.num_data_ranks > 1 else 0
         end = Moment(gradients, 0, last + batch)
         return end if worst is None or end.total > most else worst
 
@@ -180,13 +181,21 @@ class Walk:
         last = max((place for place, one in enumerate(passes) if one.weights), default=len(passes))
         return sum(one.kept for one in passes[last + 1 :])
 
-    def _largest(self, index: int) -> int:
-        """Bytes of the largest layer's weight gradient, before it is accumulated."""
+    def _of_weights(self, index: int, kind: str, number: int) -> int:
+        """Bytes of weight gradients in pass `number` of a stage before they are added up: of two layers, as torch holds
+        one's until it has the next's, and of one weight as it was computed. I: the largest stands for others."""
+        precision, found = self._plan.precision, [p for block in self._blocks[index] for p in block.passes if p.weights]
+        if kind == "I" or number == 0:  # the first become the sums
+            return max((one.weights for one in found), default=0)
 
         def compute() -> int:
-            return max((one.weights for block in self._blocks[index] for one in block.passes), default=0)
+            rounded = BYTES[precision.compute] if precision.compute != precision.stored else 0
+            beside = [min(one.scratch, one.weights * rounded // BYTES[precision.stored]) for one in found]
+            pairs = zip(found, found[1:], beside, beside[1:])
+            both = (one.weights + other.weights + max(of_one, of_other) for one, other, of_one, of_other in pairs)
+            return max(both, default=sum(one.weights for one in found) + sum(beside))
 
-        return self._once("largest", index, 0, compute)
+        return self._once("weights", index, 0, compute)
 
     def _waits(self, index: int, number: int) -> list[int] | None:
         plan = self._plan
@@ -263,7 +272,8 @@ def backward_block(name: str, plan: Plan) -> BackwardBlock:
         extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
         kept = plan.tensor.saved_bytes(block, plan) + extra
         again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
-        forward = plan.expert.exchange_bytes(block, plan) if plan.expert and again > 0 else 0
+        forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
+        forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
         return BackwardBlock(kept, passes, max(0, again), forward)
 
     key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name, plan.recompute

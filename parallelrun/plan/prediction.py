@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -194,49 +193,6 @@ def pp_rank_classes(plan: Plan) -> list[list[int]]:
         return list(classes.values())
 
     return once(plan.weights_cache, "classes of pp ranks", compute)
-
-
-def rank_classes(plan: Plan) -> list[tuple[int, int]]:
-    """(first rank, number of ranks) of every class of ranks that send the same; the very first rank holds most.
-
-    Workers are classified by equal pp ranks, then by tp rank if weights are sharded unevenly over tp, then by rank of
-    the data axis if shards of the last sums (partial axes, tied copies) are uneven or the data strategy distinguishes
-    its ranks
-    (`sending_classes`). Every server is its own class.
-    """
-    num_tensor, num_data = plan.mesh.size("tp"), plan.num_data_ranks
-    originals = {original for _, original in plan.tied_copies}
-    classes = []
-    for pp_ranks in pp_rank_classes(plan):
-        held = [parameter for parameter, _ in distinct_parameters(plan, pp_ranks[0])]
-        parts = {(h.spec.shape, h.layout) for h in held}
-        last = [h for h in held if (h.layout.partial or h.spec.name in originals) and not h.spec.frozen]
-        shards = {(h.spec.shape, plan.data.state_layout(h.spec, h.layout, plan)) for h in last}
-        for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=pp_ranks[0], tp=i) for i in range(num_tensor)]):
-            tensor = plan.mesh.coordinate(first)["tp"]
-            replica = partial(_replica, plan, pp_ranks[0], tensor)
-            own = plan.data.sending_classes(pp_ranks[0], plan.mesh.coordinate(first), plan)
-            if own is not None:
-                found = [(replica(i), count) for i, count in own]
-            else:
-                found = _alike(plan, shards, list(map(replica, range(num_data)))) if shards else [(first, num_data)]
-            classes += [(rank, len(pp_ranks) * num_alike * count) for rank, count in found]
-    return classes + [(rank, 1) for rank in range(plan.num_workers, plan.world)]
-
-
-def _replica(plan: Plan, pp_rank: int, tp_rank: int, index: int) -> int:
-    """The rank with an index on the data axis."""
-    return plan.mesh.rank(**{"pp": pp_rank, plan.data_axis: index, "tp": tp_rank})
-
-
-def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[int]) -> list[tuple[int, int]]:
-    """(first rank, number of ranks) of each class of `ranks` whose parts of all tensors have equal shapes."""
-    found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for rank in ranks:
-        coordinate = plan.mesh.coordinate(rank)
-        shapes = tuple(layout.local_shape(shape, plan.mesh.sizes, coordinate) for shape, layout in parts)
-        found.setdefault(shapes, []).append(rank)
-    return [(same[0], len(same)) for same in found.values()]
 
 
 def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memory]:

@@ -159,6 +159,10 @@ class TensorStrategy(AxisStrategy):
         """Return what each layer of `block` needs in backward, in forward order; where the block is recomputed in full,
         with what its second forward saves."""
 
+    def recomputed_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Return what the end of a block's second forward needs beside all that it saves; 0: less than its backward."""
+        return 0
+
     @abstractmethod
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Return one rank's collectives over the tensor axes in one step (all microbatches) for those blocks."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.plan.prediction import collectives, group_size, rank_classes, steps_between, wire_bytes
+from parallelrun.plan.prediction import collectives, group_size, steps_between, wire_bytes
+from parallelrun.plan.rank_classes import rank_classes
 from parallelrun.plan.structure import Collective, Plan
 
 

@@ -2,7 +2,7 @@
 
 from parallelrun.torch_private.attention import fused_attention, fused_attention_backward, has_fused_attention
 from parallelrun.torch_private.compiler import before_compiling, import_compiler, keep_compiled_buffers, uncompiled
-from parallelrun.torch_private.fsdp import fsdp_initialise, fsdp_reduce
+from parallelrun.torch_private.fsdp import detach_shards_at_once, empty_parameter, fsdp_initialise, fsdp_reduce
 from parallelrun.torch_private.groups import default_store, gloo_group, num_collectives, process_groups
 from parallelrun.torch_private.observers import (
     current_dispatch_modes,
@@ -37,7 +37,9 @@ __all__ = [
     "copy_all",
     "current_dispatch_modes",
     "default_store",
+    "detach_shards_at_once",
     "dispatch_modes",
+    "empty_parameter",
     "fsdp_initialise",
     "fsdp_reduce",
     "fused_adamw",

@@ -25,8 +25,9 @@ def quickly(call: dict[str, Any]) -> int:
     training.STEPS, training.TIMED_STEPS = (TRAINING,), TIMED
     session.MEASUREMENT_S, session.ALLOWED_S = 0.005, 1.0
     # Of everything that is timed as many, but smaller: what is fitted to the times is not looked at.
-    for name, small in {"REPEATS": 2, "HIDDEN": (16, 32, 64), "MISALIGNED": ((25, 26, 27),) * 3, "PEAK_SIZES": (96, 96),
-                        "COPIED": (2**12, 2**14), "EXCHANGED": (2**10, 2**12, 2**14, 2**16)}.items():  # fmt: skip
+    products = devices.Products("fp32", (128, 1024), (16, 32, 64), ((25, 26, 27),) * 3, 96)
+    for name, small in {"REPEATS": 2, "PRODUCTS": {"cpu": products}, "COPIED": (2**12, 2**14),
+                        "EXCHANGED": (2**10, 2**12, 2**14, 2**16)}.items():  # fmt: skip
         setattr(devices, name, small)
     return program_in(call)
 
@@ -43,7 +44,7 @@ def test_a_calibration_writes_a_cluster_and_takes_runs_later(tmp_path):
     first = program("calibrate", "cluster=mine", "seconds=60")
     assert "measuring: training: two ranks" in first.stderr and str(file) in first.stdout.replace("\n", "")
     text = file.read_text()
-    assert "cores:" in text and "Fitted to 42 products, " in text and " 1 trainings" in text
+    assert "cores:" in text and "Fitted to 42 products, " in text and " 1 training," in text
     parts = json.loads(program("plan", "model=gpt", "strategy=ddp", "dp=2", "cluster=mine", "--json").stdout)["time"]
     assert parts["step_s"] > 0 and sum(parts["parts"].values()) == pytest.approx(parts["step_s"])
     program("bench", *TRAINING[1], *TIMED, "name=run", "runs=runs")

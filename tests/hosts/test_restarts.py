@@ -70,13 +70,14 @@ def assert_equal(found: dict[int, tuple[float, float]], whole: dict[int, tuple[f
 
 
 def train(
-    network: Network, folder: Path, hosts: str, *words: str, at: str = "worker-1", steps: int = STEPS, every: int = 4
-) -> Job:
+    network: Network, folder: Path, hosts: str, *words: str, at: str = "worker-1", steps: int = STEPS, every: int = 4,
+    restarts: int = 2,
+) -> Job:  # fmt: skip
     """A launcher on the host `at`, once its ranks have passed some steps, and have saved if they should have."""
     ssh = ("--ssh-config", str(network.serve_ssh()))
     job = Job(folder, [
-        network.popen(at, sys.executable, *PROGRAM, f"steps={steps}", f"checkpoint.every={every}", "restarts=2",
-                      "-H", hosts, *ssh, *words,
+        network.popen(at, sys.executable, *PROGRAM, f"steps={steps}", f"checkpoint.every={every}",
+                      f"restarts={restarts}", "-H", hosts, *ssh, *words,
                       output=folder / "output", env=environ())
     ])  # fmt: skip
     file = job.run / "metrics.jsonl"
@@ -151,6 +152,24 @@ def test_processes_of_a_host_that_get_no_time_are_no_cut_network(own, tmp_path):
     assert job.wait() == [130], job.output
     assert job.status["state"] == "interrupted"
     assert len(attempts.read(job.run)) == 1, job.output
+    nothing_left(own)
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_an_agent_that_is_stopped_for_ever_is_replaced_or_ends_the_run(own, tmp_path, restarts):
+    """Its ranks go on, until the launcher notices that nobody watches them."""
+    job = train(own, tmp_path, BOTH, steps=1_000_000, restarts=restarts)
+    (agent,) = set(agents(own, "worker-2")) - set(ranks(own, "worker-2"))
+    os.kill(agent, signal.SIGSTOP)
+    lost = "lost the connection to worker-2 (ranks 2 to 3): its agent does not answer"
+    wait_for(lambda: lost in job.output, f"the notice\n{job.output}", 60.0)
+    if restarts:
+        wait_for(lambda: len(attempts.read(job.run)) == 2, "the next attempt")
+        step = job.status["step"]
+        wait_for(lambda: job.status["step"] > step + 4, f"a step\n{job.output}")
+        job.processes[0].send_signal(signal.SIGINT)
+    assert job.wait() == [130 if restarts else 6], job.output
+    assert job.status["state"] == ("interrupted" if restarts else "failed")
     nothing_left(own)
 
 

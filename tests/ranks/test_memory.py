@@ -159,6 +159,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "2d llama, gathered again": LLAMA
     | GRID
     | {"tp": 4, "layout": "2d", "model.kv_heads": 4, "strategy.tensor.save_gathered": False},
+    # The end of a block's second forward needs most: partial sums are scattered beside the gradient that was gathered.
+    "2d of one row full": GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.grid": "1x4"} | FULL,
+    "cp selective": GPT | context("ring") | SELECTIVE,
     "ddp x 1f1b": GPT | pipeline("1f1b") | data("ddp") | {"global_batch": 32},
     "tp x 1f1b": GPT | pipeline("1f1b") | {"tp": 2},
     "3d": GPT | GRID | {"tp": 8, "layout": "3d"},

@@ -58,8 +58,8 @@ def test_every_set_is_predicted_better_than_by_a_constant_rate():
 def test_the_bounds_hold_four_of_five_rows_and_are_narrow():
     predicted = [one for one in STORED if one["case"].startswith("dev_") and ":" not in one["case"]]
     number = sum(one["rows"] for one in predicted)
-    assert sum(one["rows"] * one["held"] for one in predicted) / number == pytest.approx(0.8, abs=0.03)
-    assert sum(one["rows"] * one["spread"] for one in predicted) / number < 0.28
+    assert 0.8 <= sum(one["rows"] * one["held"] for one in predicted) / number < 0.83
+    assert sum(one["rows"] * one["spread"] for one in predicted) / number < 0.29
 
 
 def test_kinds_of_rows_are_scored_beside_the_set():

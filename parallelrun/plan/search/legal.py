@@ -173,6 +173,11 @@ class Legal:
         """The violations of the expert dispatcher by the degrees, and keys that it would have to read."""
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         expert = self._classes(group, group.datas[0].kind).expert
+        if group.ep > 1:  # the user's own ep holds for all degrees
+            found: list[Problem] = []
+            expert_axes.degree(request.config, group.ep, group.dp, group.cp, self.spec.experts, [], found)
+            if found:
+                return found
         found = routing.unread(self.space.folded, self.space.given, self.spec.experts, group.ep)
         return found + routing.check(request, 1) + (expert.check(request) if expert else [])
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from parallelrun.train.corruption.digests import Bits
+from parallelrun.train.corruption.digests import Bits, Checksums, are_equal, numbers
 
-Sums = Sequence[tuple[Sequence[str], Tensor]]  # names of tensors, and the checksum of each
+Sums = Sequence[tuple[Sequence[str], Checksums]]  # names of tensors, and the checksum of each
 
 
 class AtRest:
@@ -83,7 +82,7 @@ def are_same(sums: Sums, others: Sums) -> bool:
 
 
 def _by_name(sums: Sums) -> dict[str, int]:
-    return {name: one for names, of_part in sums for name, one in zip(names, of_part.tolist())}
+    return {name: one for names, of_part in sums for name, one in zip(names, numbers(of_part))}
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
@@ -95,7 +94,7 @@ class _Part:
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self.names, self._bits = list(tensors), Bits(list(tensors.values()))
-        self.sums = torch.zeros(0, dtype=torch.int64)
+        self.sums: Checksums = []
         self.is_known = False
 
     def begin(self) -> None:
@@ -105,6 +104,6 @@ class _Part:
         if not self.is_known:
             return []
         now = self._bits.read()
-        if torch.equal(self.sums, now):
+        if are_equal(self.sums, now):
             return []
-        return [name for name, is_same in zip(self.names, (self.sums == now).tolist()) if not is_same]
+        return [name for name, old, new in zip(self.names, numbers(self.sums), numbers(now)) if old != new]

@@ -8,6 +8,7 @@ same bit of words of one row, in opposite directions. Sums of integers do not de
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -20,9 +21,10 @@ from torch import Tensor
 ROW = 256  # words
 PACKED = 128 * ROW  # words: smaller tensors are copied into one, whose rows are summed by one operation
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NUMPY = frozenset((torch.float32, torch.float64, torch.int64))  # types that numpy has too
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, odd: its multiples are spread over all 64 bits
 _PIECE = 2**24  # words whose upper halves are taken at a time
+
+Checksums = list[int] | Tensor  # a 64-bit integer for each of some tensors: in host memory, or int64 on their device
 
 
 class Bits:
@@ -30,18 +32,37 @@ class Bits:
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._tensors = tensors
-        self._reads = Hashes if all(tensor.device.type == "cpu" for tensor in tensors) else RowSums
+        self._reads = Hashes if not tensors or tensors[0].device.type == "cpu" else RowSums
         # The words of a tensor with gaps are a copy, which does not change with it.
         self._views = self._reads(tensors) if all(tensor.is_contiguous() for tensor in tensors) else None
 
-    def read(self) -> Tensor:
-        """Return a checksum of each tensor (int64, 1-d), on their device."""
+    def read(self) -> Checksums:
+        """Return a checksum of each tensor."""
         return (self._views or self._reads(self._tensors)).read()
+
+
+def are_equal(some: Checksums, others: Checksums) -> bool:
+    """Return whether all checksums of the same tensors are equal."""
+    return some == others if isinstance(some, list) else torch.equal(some, stacked(others))
+
+
+def numbers(checksums: Checksums) -> list[int]:
+    """Return checksums in host memory, to be compared with others of `numbers`."""
+    return checksums if isinstance(checksums, list) else checksums.tolist()
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:
     """Return a checksum of each tensor (int64, 1-d), on their device."""
-    return Bits(tensors).read()
+    return stacked(Bits(tensors).read())
+
+
+def stacked(checksums: Checksums) -> Tensor:
+    """Return checksums as a tensor (int64, 1-d)."""
+    if isinstance(checksums, Tensor):
+        return checksums
+    return (
+        torch.frombuffer(array("Q", checksums), dtype=torch.int64) if checksums else torch.zeros(0, dtype=torch.int64)
+    )
 
 
 def digest_of_all(tensors: Sequence[Tensor]) -> Tensor:
@@ -63,19 +84,18 @@ class Hashes:
     """XXH3 of tensors in host memory."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self._buffers = [_buffer(tensor) for tensor in tensors]
+        self._held = [tensor.detach().contiguous() if not tensor.is_contiguous() else tensor for tensor in tensors]
+        self._memory = [_bytes(tensor.nbytes).from_address(tensor.data_ptr()) for tensor in self._held]
 
-    def read(self) -> Tensor:
+    def read(self) -> list[int]:
         """Return the hash of each tensor."""
-        found = array("Q", map(xxhash.xxh3_64_intdigest, self._buffers))
-        return torch.frombuffer(found, dtype=torch.int64) if found else torch.zeros(0, dtype=torch.int64)
+        return list(map(xxhash.xxh3_64_intdigest, self._memory))
 
 
-def _buffer(tensor: Tensor) -> memoryview:
-    """Return the memory of the values, of a copy if they have gaps."""
-    values = tensor.detach().contiguous()
-    words = values if values.dtype in _NUMPY else values.view(_WORDS[values.element_size()])
-    return words.numpy().data
+@lru_cache(maxsize=1024)
+def _bytes(size: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """Return the type of `size` bytes of memory: to look at them so takes a sixth of the time of numpy's view."""
+    return ctypes.c_char * size
 
 
 class RowSums:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from parallelrun import torch_private
 from parallelrun.plan.corruption import smallest_batch
 from parallelrun.sequences import Lane
 from parallelrun.train.build import Training
@@ -43,8 +44,8 @@ class Probe:
         reader = Reader(first.split, first.sampler, plan, training.mesh)
         runner = build_runner(training.model_parts, plan, training.mesh)
         self._training = replace(training, plan=plan, reader=_FewBatches(reader), runner=runner)
-        self._weights = [parameter.tensor.detach() for parameter in training.held]
-        self._copies = [weight.to("cpu", copy=True) for weight in self._weights]
+        weights = [parameter.tensor.detach() for parameter in training.held]
+        self._pieces = [*_pieces(weights, [weight.to("cpu", copy=True) for weight in weights])]
         # The first pass of a pipeline sends more messages: the stages agree on shapes.
         _, *self.known, again = self._all([0, *range(NUM_BATCHES), 0])
         self.repeats = again.differing(self.known[0]) == ([], [])
@@ -80,20 +81,26 @@ class Probe:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Exchange the weights and their copies."""
-        for weight, copy in zip(self._weights, self._copies):
-            for one, other in zip(_pieces(weight), _pieces(copy)):
-                held = one.clone()
-                one.copy_(other)
-                other.copy_(held)
+        for ours, others in self._pieces:
+            held = [one.clone() for one in ours]
+            torch_private.copy_all(ours, others)
+            torch_private.copy_all(others, held)
         self._training.data.finish_update()
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Return views of a tensor's values, each of which stays in the processor's cache while it is exchanged."""
-    if tensor.device.type != "cpu" or tensor.numel() <= PIECE or not tensor.is_contiguous():
-        return (tensor,)
-    pieces: Sequence[Tensor] = tensor.view(-1).split(PIECE)
-    return pieces
+def _pieces(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield views of the values of both that are exchanged together: on the CPU they stay in the processor's cache."""
+    ours: list[Tensor] = []
+    others: list[Tensor] = []
+    for weight, copy in zip(weights, copies):
+        is_cut = weight.device.type == "cpu" and weight.is_contiguous()
+        for one, other in zip(*((whole.view(-1).split(PIECE) if is_cut else (whole,)) for whole in (weight, copy))):
+            if ours and sum(map(Tensor.numel, ours)) + one.numel() > PIECE:
+                yield ours, others
+                ours, others = [], []
+            ours.append(one)
+            others.append(other)
+    yield ours, others
 
 
 class _FewBatches(Reader):

@@ -14,7 +14,7 @@ from parallelrun.plan.corruption import replicated_over
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.train.build import Training
 from parallelrun.train.corruption.at_rest import Sums
-from parallelrun.train.corruption.digests import combined, digest_of_all, digests
+from parallelrun.train.corruption.digests import combined, digest_of_all, digests, stacked
 from parallelrun.train.corruption.state import stored_weights
 
 
@@ -52,9 +52,8 @@ class Replicas:
         """Note one checksum of this rank's weights, if independent replicas have met in this step."""
         data = self._training.plan.data
         if data.independent and data.meets(step):
-            self._met = {
-                f"the weights after replicas met in step {step}": digest_of_all([sums for _, sums in weights]).view(1)
-            }
+            met = digest_of_all([stacked(sums) for _, sums in weights])
+            self._met = {f"the weights after replicas met in step {step}": met.view(1)}
 
     def restart(self) -> None:
         """Training returns to an earlier step."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from parallelrun import torch_private
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.train.build import Training
 from parallelrun.train.data_runtime import match
@@ -64,10 +65,10 @@ class Snapshot:
     @torch.no_grad()
     def take(self, step: int) -> None:
         """Copy the state after `step` over the last copy."""
-        for name, tensor in state_of(self._training).items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty_like(tensor, device="cpu")
-            self._copies[name].copy_(tensor)
+        live = state_of(self._training)
+        for name in live.keys() - self._copies.keys():
+            self._copies[name] = torch.empty_like(live[name], device="cpu")
+        torch_private.copy_all([self._copies[name] for name in live], [*live.values()])
         self._scaling, self.step = self._scaler.state(), step
 
     @torch.no_grad()

@@ -7,9 +7,9 @@ cycle time, and its response cache would always hit. `bucket_mb` is its fusion t
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,9 @@ from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
 from ..common.allreduce.algorithm import NativeAllReduce
+from ..common.allreduce.members import places_on
 from ..common.allreduce.plan import AlgorithmAllReduce
+from ..common.allreduce.rounds import Number
 from ..common.bucket_prediction import buckets_of, final_collectives
 from ..common.buckets import reduce_bytes
 from ..common.compression.plan import SummedMessage
@@ -141,19 +143,22 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         text = f"{self.description[0]} Only the members of a process set sum with each other: {sets}."
         return Explanation("data", self.kind, text, self.description[1], ranks, 1, axis, tuple(exchanges))
 
-    def changes(self, sums: Iterable[SummedMessage], coordinate: dict[str, int], plan: Plan) -> Sequence[int]:
-        """Every worker where there are process sets: these may list their workers in any order."""
-        return range(plan.num_data_ranks) if self.process_sets else super().changes(sums, coordinate, plan)
+    def summing_members(self, plan: Plan) -> list[tuple[Sequence[int], int]]:
+        """The first process set of every size, with the number of its size."""
+        if not self.process_sets:
+            return super().summing_members(plan)
+        by_size: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for one in self.process_sets:
+            by_size[len(one)].append(one)
+        return [(same[0], len(same)) for same in by_size.values()]
 
-    def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
-        """(the first, how many) of the members of dp that send the same: Adasum's halves may differ by an element."""
-        if not self._combines_updates(plan):
-            return super().sending_classes(pp_rank, coordinate, plan)
-        alike: dict[tuple[tuple[object, ...], ...], list[int]] = defaultdict(list)
-        for worker in range(plan.mesh.size("dp")):
-            rows = self._combining(pp_rank, {**coordinate, "dp": worker}, plan)
-            alike[tuple(tuple(asdict(row).values()) for row in rows)].append(worker)
-        return [(same[0], len(same)) for same in alike.values()]
+    def counts_of(self, size: int, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> Iterable[Number]:
+        """Adasum's halves may differ by an element, too; a worker by itself sends nothing."""
+        if not self._combines_updates(plan) or size == 1:
+            return super().counts_of(size, pp_rank, coordinate, plan) if size > 1 else ()
+        _, places = places_on(plan.data_axis, size, plan)
+        vectors = Counter(numel for numel, _ in self._vectors(pp_rank, coordinate, plan))
+        return [sum(times * halving.elements(numel, size, places) for numel, times in vectors.items())]
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """Exact if the gradients of all workers are summed unchanged; else a replay."""
@@ -177,10 +182,13 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         members = self.process_set(worker) if self.process_sets else tuple(range(plan.mesh.size("dp")))
         if len(members) == 1:
             return []
-        found = buckets_of(pp_rank, coordinate, plan).parts
-        vectors = [(sum(prod(shape) for _, shape in parts), len(parts)) for parts in found]
-        size = BYTES[self.update_dtype(plan)]
+        vectors, size = self._vectors(pp_rank, coordinate, plan), BYTES[self.update_dtype(plan)]
         return halving.rows(vectors, len(members), members.index(worker), size, self.axis(worker))
+
+    def _vectors(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
+        """(elements, tensors) of each bucket."""
+        found = buckets_of(pp_rank, coordinate, plan).parts
+        return [(sum(prod(shape) for _, shape in parts), len(parts)) for parts in found]
 
 
 def _sent_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:

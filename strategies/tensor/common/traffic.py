@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 from parallelrun.model_spec import BlockSpec, LayerSpec
@@ -95,6 +96,19 @@ class ProductTraffic(TensorStrategy):
                 exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
+
+    def recomputed_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Where the last product's partial sums are scattered again: the gradient of its result and its gathered copy,
+        which its backward has before it asks for what was saved; the sums, what arrives of them, the result; the
+        residual that is added to it, and the norm's output, which the functions that run still hold."""
+        last = next((layer for layer in reversed(block.layers) if layer.layer_role == "row_parallel"), None)
+        product = self.product_of(last, plan) if last else None
+        parts = plan.mesh.size(product.scatter_y.axis) if product and product.scatter_y else 1
+        if last is None or product is None or parts == 1 or not self.recomputes_last_call(block, [], plan):
+            return 0
+        own = prod(product.y.local(plan.num_rows, last.out_features, plan.mesh.sizes))
+        arriving = parts if plan.device == "cpu" else 0  # gloo's reduce-scatter receives as much as it sends
+        return (1 + parts + parts + arriving + 3) * own * BYTES[plan.precision.compute]
 
     def transfers_of(self, layer: LayerSpec, plan: Plan) -> list[Transfer]:
         """Return what one microbatch of a layer with a product moves; without backward where nothing before trains."""

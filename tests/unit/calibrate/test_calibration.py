@@ -9,8 +9,9 @@ from functools import cache
 import pytest
 import yaml
 
-from parallelrun.calibrate import constants, file, measurements, runs
+from parallelrun.calibrate import constants, file, measurements, runs, training
 from parallelrun.calibrate.constants import PlannedStep, calibrated, plan_of_exchange, step_seconds
+from parallelrun.calibrate.devices import EXCHANGED, OPERATIONS, PRODUCTS, shapes
 from parallelrun.calibrate.measurements import CPU, WALL, Measurements, Sample, TimedExchange, TimedProduct, TimedStep
 from parallelrun.calibrate.session import Session, composed, sample_of
 from parallelrun.cli.main import main
@@ -104,6 +105,35 @@ def test_constants_that_are_known_are_found_again(clock):
         assert step_seconds(plan, found.cluster, clock) == pytest.approx(step_seconds(plan, machine, clock), rel=0.1), (
             name
         )
+
+
+def test_constants_of_gpus_are_found_again_from_the_products_and_trainings_that_are_timed_there():
+    measured = replace(EMPTY, device="cuda", cores=2, multiprocessors=108, memory_bytes=80e9, memory_bytes_s=1.8e12,
+                       peaks={"fp32": 19e12, "bf16": 270e12})  # fmt: skip
+    true = {"product_efficiency": 0.8, "product_ramp": 320.0, "attention_efficiency": 0.5, "memory_efficiency": 0.8,
+            "operation_us": 5.0, "kernel_us": 3.0, "convolution_efficiency": 0.3, "collective_us": 30.0,
+            "link_efficiency": 0.7}  # fmt: skip
+    machine = replace(constants.base(measured, "true"), intra_gb_s=200.0, **true)
+    products = [TimedProduct(rows, inner, columns, Sample(1.0, 1.0), PRODUCTS["cuda"].precision)
+                for _, rows, inner, columns in shapes(PRODUCTS["cuda"])]  # fmt: skip
+    exchanges = [TimedExchange(name, size, 2, Sample(1.0, 1.0)) for name in OPERATIONS for size in EXCHANGED]
+    plan = plan_of_exchange(2, "cuda")
+    timings = [*(constants.product_seconds(one, machine) for one in products),
+               *(constants.exchange_seconds(one, plan, machine) for one in exchanges)]  # fmt: skip
+    large = max(range(len(products)), key=timings.__getitem__)
+    assert products[large].flops_s(WALL) / timings[large] > 150e12, "by the peak of bf16, not of fp32"
+    rows = [replace(one, sample=Sample(seconds, seconds))
+            for one, seconds in zip((*products, *exchanges), timings, strict=True)]  # fmt: skip
+    steps = []
+    for name, words in training.STEPS_ON_GPUS:
+        config, made = composed(["device=cuda", *training.TIMED_STEPS, *words])
+        seconds = step_seconds(made, machine)
+        steps.append(TimedStep(name, freeze(config, made), Sample(seconds, seconds)))
+    found = calibrated(replace(measured, products=tuple(rows[: len(products)]), exchanges=tuple(rows[len(products) :]),
+                               steps=tuple(steps)), "mine")  # fmt: skip
+    for key in ("product_efficiency", "product_ramp", "attention_efficiency", "memory_efficiency"):
+        assert getattr(found.cluster, key) == pytest.approx(true[key], rel=0.15), key
+    assert found.error < 0.02
 
 
 def test_the_clock_of_the_cpu_counts_no_waiting():

@@ -76,6 +76,11 @@ class TestIndex:
         raw = encode(Index(1, "sgd", {}, extra, {}, {}))
         assert decode(raw, tmp_path).extra == extra
 
+    def test_who_changes_what_was_read_changes_no_other_reading(self, tmp_path):
+        path = make(tmp_path, 3)
+        read_index(path).extra["seed"] = 4
+        assert read_index(path).extra == {"seed": 3}
+
     def test_extra_that_json_cannot_hold_is_refused_when_saving(self):
         with pytest.raises(ValueError):
             encode(Index(1, "sgd", {}, {"loss": float("nan")}, {}, {}))
@@ -109,6 +114,7 @@ class TestIndex:
             [StoredPart((0,), (3,), FILES[0]), StoredPart((2,), (2,), FILES[0])],
             [StoredPart((0,), (2,), FILES[0]), StoredPart((0,), (2,), FILES[0])],
             [StoredPart((0,), (2,), FILES[0]), StoredPart((1,), (2,), FILES[0])],
+            [StoredPart((1,), (4,), FILES[0])],
             [StoredPart((0, 0), (2, 2), FILES[0])],
             [],
         ],

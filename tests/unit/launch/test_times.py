@@ -262,7 +262,7 @@ class Connections:
     """Connections to agents that are no processes. messages: what comes from them; sent: signals, with their time."""
 
     def __init__(self, clock: Clock):
-        self.by_name = {name: SimpleNamespace(name=name, is_cut=False) for name in "ab"}
+        self.by_name = {name: SimpleNamespace(name=name, why="") for name in "ab"}
         self.signals: list[int] = []
         self.messages: list[tuple[str, str, object]] = []
         self.sent: list[tuple[str, int, float]] = []
@@ -288,7 +288,7 @@ class Connections:
 
     def open(self, hosts, again=False):
         self.opened += [one.name for one in hosts if again]
-        self.by_name |= {one.name: SimpleNamespace(name=one.name, is_cut=False) for one in hosts}
+        self.by_name |= {one.name: SimpleNamespace(name=one.name, why="") for one in hosts}
 
 
 @pytest.fixture
@@ -341,6 +341,29 @@ def test_an_agent_that_does_not_end_its_ranks_is_dropped_after_five_seconds(conn
     assert "a" not in connections.by_name and clock.now - began == pytest.approx(6, abs=0.5)
 
 
+def test_an_agent_that_is_silent_while_its_ranks_run_is_killed_after_half_a_minute(monkeypatch, clock):
+    """Others are heard, or have no ranks yet; time in which the launcher stood still does not count."""
+    monkeypatch.setattr(host_connection, "time", clock)
+    found = host_connection.Connections(hosts.SshOptions(), [])
+    killed = []
+
+    def agent(name: str, silence: int | None) -> SimpleNamespace:
+        return SimpleNamespace(name=name, silence=silence, why="", kill=lambda: killed.append((name, clock.now)))
+
+    silent, heard, idle = agent("silent", 0), agent("heard", 0), agent("idle", None)
+    found.by_name |= {one.name: one for one in (silent, heard, idle)}
+    began = clock.now
+    while clock.now - began < 100:
+        found.messages.put((heard, "alive", None))
+        found.next_message()
+        clock.sleep(0.5)
+        if clock.now - began == 10:
+            clock.sleep(20)
+    ((name, when),) = killed
+    assert (name, silent.why, idle.silence) == ("silent", "its agent does not answer", None)
+    assert when - began == pytest.approx(30 + 20, abs=1)
+
+
 def test_ctrl_c_reaches_every_host_at_once_and_ends_them_after_five_seconds(connections, clock):
     connections.signals.append(signal.SIGINT)
     began = clock.now
@@ -361,7 +384,7 @@ def test_a_host_that_does_not_answer_is_waited_for_a_minute(monkeypatch, clock):
     monkeypatch.setattr(host_connection, "time", clock)
     found = host_connection.Connections(hosts.SshOptions(), [])
     waiting = SimpleNamespace(hello=None, process=SimpleNamespace(poll=lambda: None))
-    waiting.unreachable = lambda ssh: Problem("no answer")
+    waiting.unreachable = lambda: Problem("no answer")
     found.by_name["a"] = waiting
     began = clock.now
     with pytest.raises(EnvironmentProblem, match="no answer"):

@@ -11,9 +11,10 @@ import pytest
 from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import narrowed
 from parallelrun.errors import ConfigError
+from parallelrun.plan.document import document
 from parallelrun.plan.freeze import digest, freeze, identity, load_frozen
 from parallelrun.plan.resolve import resolve
-from tests.plans import tiny_config
+from tests.plans import tiny_config, tiny_plan
 
 
 def test_a_config_comes_back_as_it_was():
@@ -79,6 +80,14 @@ def test_a_key_that_a_sweep_only_noted_does_not_stop_the_ranks():
 def test_a_file_that_is_no_frozen_config_is_refused(text, said):
     with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
         load_frozen(text)
+
+
+def test_the_plan_of_a_saved_run_can_be_described():
+    """A restarted run writes the plan to which it was changed; warnings about it try other plans."""
+    overrides = {"dp": 2, "pp": 2, "model.layers": 4}
+    plan = tiny_plan(overrides)
+    saved = load_frozen(freeze(tiny_config(overrides), plan))
+    assert document(resolve(saved), saved)["degrees"] == plan.degrees
 
 
 def test_the_digest_is_of_the_text():

@@ -119,9 +119,9 @@ def test_rounded_weights_and_gradients_send_half():
 def test_the_bounds_are_as_wide_as_the_parts_are_uncertain():
     """A step of one part has that part's deviation, beside that of all steps; independent parts add as squares."""
     low, high = spread.bounds({blocks.PRODUCTS: 2.0})
-    assert high / 2 == pytest.approx(2 / low) == pytest.approx(1 + 1.28 * (0.12**2 + 0.12**2) ** 0.5)
+    assert high / 2 == pytest.approx(2 / low) == pytest.approx(1 + 1.28 * (0.12**2 + 0.135**2) ** 0.5)
     _, mixed = spread.bounds({blocks.PRODUCTS: 1.0, spread.DATA: 1.0})
-    assert mixed / 2 == pytest.approx(1 + 1.28 * (0.06**2 + 0.12**2 + 0.375**2) ** 0.5)
+    assert mixed / 2 == pytest.approx(1 + 1.28 * (0.06**2 + 0.135**2 + 0.375**2) ** 0.5)
 
 
 def test_a_message_in_parts_uses_the_ports_of_all_tp_ranks():

@@ -11,6 +11,7 @@ import pytest
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.hosts import mesh_dims, ranks_in_node, rate_gb_s, stays_in_node
+from parallelrun.plan.rank_classes import rank_classes
 from parallelrun.plan.step_time.step import step_time
 from parallelrun.plan.structure import Collective, Memory
 from parallelrun.plan.traffic import traffic_of
@@ -331,7 +332,7 @@ def test_flat_fsdp_over_hosts_is_as_fast_as_its_ports():
 def test_classes_of_ranks_count_every_rank_once():
     for overrides in PLANS:
         plan = tiny_plan(overrides)
-        assert sum(count for _, count in prediction.rank_classes(plan)) == plan.world
+        assert sum(count for _, count in rank_classes(plan)) == plan.world
 
 
 def test_rows_with_and_without_a_bound_are_added_and_held_to_it() -> None:

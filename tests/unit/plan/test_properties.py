@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallelrun.errors import ConfigError
-from parallelrun.plan import prediction
 from parallelrun.plan.parameters import held_parameters, owns
+from parallelrun.plan.rank_classes import rank_classes
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.strategies.data.ps.plan import sharding
@@ -266,7 +266,7 @@ def test_a_parameter_server_s_suggestions_are_legal_and_its_servers_own_somethin
     assert plan.world == plan.mesh.size("dp") + plan.servers
     assert [plan.role(rank) for rank in range(plan.world)] == ["worker"] * plan.num_workers + ["server"] * plan.servers
     assert min(sharding(plan).num_bytes) > 0
-    assert sum(count for _, count in prediction.rank_classes(plan)) == plan.world
+    assert sum(count for _, count in rank_classes(plan)) == plan.world
 
 
 @settings(max_examples=examples(250), **COMMON)

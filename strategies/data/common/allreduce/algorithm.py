@@ -1,10 +1,9 @@
-"""The base class of all-reduce algorithms, which counts the messages of their rounds. Torch-free."""
+"""The base class of all-reduce algorithms, and the counts of their messages. Torch-free."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -14,7 +13,7 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 
 from ..keys import AlgorithmKeys
-from .rounds import SCATTER_REDUCE, Rounds
+from .rounds import SCATTER_REDUCE, Number, Rounds
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,11 +23,12 @@ BUFFERS_ON_CPU = 2  # on gloo the receives of a round are posted while those of 
 
 
 class Counts(NamedTuple):
-    """Counts of one rank in one all-reduce: messages sent, elements in them, messages received."""
+    """Counts of one rank (or of each in an array) in one all-reduce: messages sent, elements in them, messages
+    received."""
 
-    sends: int
-    elements: int
-    receives: int
+    sends: Number
+    elements: Number
+    receives: Number
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,12 @@ class Algorithm(ABC):
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
         """The rounds of a member; none where the backend chooses them."""
 
-    def counts(self, size: int, index: int, numel: int, limit: int | None = None) -> Counts:
-        """The messages of a member. limit: elements of a piece of a message; None: messages are sent whole."""
-        rounds = self.rounds(size, index, numel)
-        sent = [one.send.numel for one in rounds if one.send]
-        received = [one.receive.numel for one in rounds if one.receive]
-        return Counts(sum(num_pieces(n, limit) for n in sent), sum(sent), sum(num_pieces(n, limit) for n in received))
+    @abstractmethod
+    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
+        """The messages of a member, in closed form, or of several at once: index may be an array of members.
 
-    def changes(self, size: int, numel: int) -> Iterable[int]:
-        """Members, the first one among them, from each of which to the next one the counts of all are the same."""
-        return range(size)
+        limit: elements of a piece of a message; None: messages are sent whole.
+        """
 
     def longest_added(self, size: int, index: int, numel: int) -> int:
         """Elements of the longest message that a member adds to its own part."""
@@ -125,8 +121,8 @@ class NativeAllReduce(Algorithm):
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
         return ()
 
-    def changes(self, size: int, numel: int) -> Iterable[int]:
-        return (0,)
+    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
+        return Counts(0, 0, 0)
 
     def collectives(
         self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
@@ -134,6 +130,6 @@ class NativeAllReduce(Algorithm):
         return [Collective(axis, "all_reduce", "gradients", 1, numel * element_bytes)]
 
 
-def num_pieces(numel: int, limit: int | None) -> int:
+def num_pieces(numel: Number, limit: int | None) -> Number:
     """Messages for so many elements. limit: see `Algorithm.counts`."""
-    return -(-numel // (limit or max(1, numel)))
+    return -(-numel // limit) if limit else 1 * (numel > 0)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.errors import Problem
 from parallelrun.plan.data_strategy import ExchangeForm
 from parallelrun.plan.expert_axes import DP, EXPERT
 from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
-from parallelrun.plan.prediction import merge
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.wording import one_of
@@ -23,8 +21,9 @@ from ..compression.plan import SummedMessage
 from ..keys import AlgorithmKeys
 from . import explain
 from .algorithm import Algorithm, NativeAllReduce
+from .members import alike, places_on
 from .rings import HierarchicalAllReduce, RingAllReduce
-from .rounds import Rounds, SumsByMessages, piece_elements
+from .rounds import Number, Rounds, SumsByMessages, piece_elements
 from .trees import HalvingDoubling, TreeAllReduce
 
 if TYPE_CHECKING:
@@ -79,32 +78,27 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
 
     def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: their segments may differ by an element."""
-        sums = Counter(self.bucket_messages(pp_rank, coordinate, plan))
-        others = {
-            mesh_dim: coordinate.get(mesh_dim, 0)
-            for mesh_dim in plan.mesh.mesh_dim_names
-            if mesh_dim not in plan.mesh.mesh_dims_of(plan.data_axis)
-        }
-        alike: dict[tuple[Collective, ...], list[int]] = {}  # [the first, how many]
-        firsts = self.changes(sums, coordinate, plan)
-        for index, end in pairwise((*firsts, plan.num_data_ranks)):
-            place = plan.mesh.coordinate(plan.mesh.rank(**others, **{plan.data_axis: index}))
-            rows = [
-                replace(row, calls=times * row.calls, payload_bytes=times * row.payload_bytes)
-                for message, times in sums.items()
-                for row in self.rows_of_sum(message, place, plan)
-            ]
-            alike.setdefault(tuple(merge(rows)), [index, 0])[1] += end - index
-        return [(first, count) for first, count in alike.values()]
+        return [
+            (members[first], times * count)
+            for members, times in self.summing_members(plan)
+            for first, count in alike(self.counts_of(len(members), pp_rank, coordinate, plan), len(members))
+        ]
 
-    def changes(self, sums: Iterable[SummedMessage], coordinate: dict[str, int], plan: Plan) -> Sequence[int]:
-        """The members of dp, in order, from each of which to the next one all send the same."""
-        every, found = range(plan.num_data_ranks), {0}
-        for message in sums:
-            if self.summing_group(message.axis, coordinate, plan)[0] != len(every):
-                return every  # members of part of dp have other numbers there
-            found.update(self.algorithm.over(message.axis, plan).changes(len(every), message.numel))
-        return sorted(found)
+    def summing_members(self, plan: Plan) -> list[tuple[Sequence[int], int]]:
+        """(members of dp that sum with each other, how many such groups send the same): all of them, once."""
+        return [(range(plan.num_data_ranks), 1)]
+
+    def counts_of(self, size: int, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> Iterable[Number]:
+        """The counts of a step, each as an array over the `size` members of a group of `summing_members`."""
+        found: defaultdict[tuple[str, str], Number] = defaultdict(int)
+        for message, times in Counter(self.bucket_messages(pp_rank, coordinate, plan)).items():
+            num_members, places = places_on(message.axis, size, plan)
+            algorithm, limit = self.algorithm.over(message.axis, plan), _limit(message, plan)
+            counts = algorithm.counts(num_members, places, message.numel, limit)
+            found[message.axis, "sends"] += times * counts.sends
+            found[message.axis, "bytes"] += times * counts.elements * message.element_bytes
+            found[message.axis, "receives"] += times * counts.receives
+        return found.values()
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Buffers for what the messages bring, kept per group of ranks and as large as its largest sum needs."""

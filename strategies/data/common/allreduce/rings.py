@@ -5,7 +5,6 @@ Their messages are counted in closed form, because lists of thousands of rounds 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from parallelrun.wording import divisors, either, nearest
 
 from ..keys import AlgorithmKeys
 from .algorithm import GROUP_SIZE, Algorithm, Counts, num_pieces
-from .rounds import Rounds, Span, all_gather, ring, scatter_reduce, segments
+from .rounds import Number, Rounds, Span, all_gather, ring, scatter_reduce, segments
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,20 +40,16 @@ class RingAllReduce(Algorithm):
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
         return ring(range(size), index, (0, numel))
 
-    def counts(self, size: int, index: int, numel: int, limit: int | None = None) -> Counts:
+    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
         found = [_counts_of_ring(*one, limit) for one in self.rings(size, index, numel)]
         return Counts(*(sum(numbers) for numbers in zip(*found)))
-
-    def changes(self, size: int, numel: int) -> Iterable[int]:
-        """The counts depend on whether the member's own segment and the next two are longer by one."""
-        return {(edge - ahead) % size for edge in (0, numel % size) for ahead in range(3)}
 
     def longest_added(self, size: int, index: int, numel: int) -> int:
         """A member adds to every segment but the one with its own number, which it sends first."""
         rings = [one for one in self.rings(size, index, numel) if one[0] > 1]
         return max((length // n + (length % n > (i < length % n)) for n, i, length in rings), default=0)
 
-    def rings(self, size: int, index: int, numel: int) -> list[tuple[int, int, int]]:
+    def rings(self, size: int, index: Number, numel: int) -> list[tuple[int, Number, Number]]:
         """(size, index, numel) of the rings that a member is in."""
         return [(size, index, numel)]
 
@@ -130,28 +125,26 @@ class HierarchicalAllReduce(RingAllReduce):
             *all_gather(inside, place, (0, numel)),
         )
 
-    def changes(self, size: int, numel: int) -> Iterable[int]:
-        return range(size)
-
-    def rings(self, size: int, index: int, numel: int) -> list[tuple[int, int, int]]:
+    def rings(self, size: int, index: Number, numel: int) -> list[tuple[int, Number, Number]]:
         """Return the rings: that of the inner group, in two halves, and the one across groups."""
         group, place = divmod(index, self.group_size)
-        start, stop = self._own(place, numel)
-        return [(self.group_size, place, numel), (size // self.group_size, group, stop - start)]
+        base, num_longer = divmod(numel, self.group_size)
+        own = base + ((place + 1) % self.group_size < num_longer)  # elements of `_own`
+        return [(self.group_size, place, numel), (size // self.group_size, group, own)]
 
     def _own(self, place: int, numel: int) -> Span:
         """The segment that member `place` of an inner group sums across groups."""
         return segments(0, numel, self.group_size)[(place + 1) % self.group_size]
 
 
-def _counts_of_ring(size: int, index: int, numel: int, limit: int | None) -> Counts:
+def _counts_of_ring(size: int, index: Number, numel: Number, limit: int | None) -> Counts:
     """Two rounds of the ring of all segments, without the one that is received or sent last in each phase."""
     base, num_longer = divmod(numel, size)
 
-    def length(segment: int) -> int:
+    def length(segment: Number) -> Number:
         return base + (segment % size < num_longer)
 
-    def num_messages(segment: int) -> int:
+    def num_messages(segment: Number) -> Number:
         return num_pieces(length(segment), limit)
 
     twice = 2 * (num_longer * num_pieces(base + 1, limit) + (size - num_longer) * num_pieces(base, limit))

@@ -10,13 +10,14 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.structure import Plan
 
 SCATTER_REDUCE, ALL_GATHER = "scatter_reduce", "all_gather"  # what arrives is added; what arrives is the sum
 Span = tuple[int, int]
+Number = Any  # an int, or an array with one for each of several members
 PIECE_BYTES = 2**21  # on gloo a message goes in pieces of up to so many bytes: smaller ones cost more than they hide
 
 
@@ -89,6 +90,14 @@ def halvings(numel: int, size: int, index: int) -> tuple[Halving, ...]:
         found.append(Halving(distance, keep, give))
         span, distance = keep, 2 * distance
     return tuple(found)
+
+
+def halved(numel: Number, times: int, index: Number) -> Number:
+    """Elements that member `index` still has after so many of its `halvings`: of two halves the lower is longer by one.
+
+    numel, index: numbers, or arrays of them.
+    """
+    return (numel + 2**times - 1 - index % 2**times) // 2**times
 
 
 def message(peer: int, span: Span) -> PeerMessage | None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from parallelrun.plan import data_cost
 
-from .algorithm import Algorithm
-from .rounds import ALL_GATHER, SCATTER_REDUCE, Round, Rounds, Span, halvings, message
+from .algorithm import Algorithm, Counts, num_pieces
+from .rounds import ALL_GATHER, SCATTER_REDUCE, Number, Round, Rounds, Span, halved, halvings, message
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,19 @@ class HalvingDoubling(Algorithm):
         other = message(index + 1, whole) if index < 2 * extra else None
         return (Round(SCATTER_REDUCE, None, other), *middle, Round(ALL_GATHER, other, None))
 
+    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
+        """A member that folds in sends everything once; its even neighbour does so beside its halvings."""
+        core, extra = folded(size)
+        is_paired, whole = index < 2 * extra, num_pieces(numel, limit)
+        idle, place = is_paired * (index % 2), index - extra + is_paired * (extra - (index + 1) // 2)
+        sends, elements = 0, 0
+        for level in range(core.bit_length() - 1):
+            before, keep = halved(numel, level, place), halved(numel, level + 1, place)
+            sends += num_pieces(keep, limit) + num_pieces(before - keep, limit)
+            elements += before
+        sends, elements = (1 - idle) * sends + is_paired * whole, (1 - idle) * elements + is_paired * numel
+        return Counts(sends, elements, sends)
+
 
 @dataclass(frozen=True)
 class TreeAllReduce(Algorithm):
@@ -73,6 +86,15 @@ class TreeAllReduce(Algorithm):
             down.append(Round(ALL_GATHER, from_child, to_parent))
             distance *= 2
         return (*up, *reversed(down))
+
+    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
+        """One message up and one down for each neighbour in the tree."""
+        neighbours, distance = 1 * (index > 0), 1
+        while distance < size:
+            neighbours = neighbours + (index % (2 * distance) == 0) * (index + distance < size)
+            distance *= 2
+        sends = neighbours * num_pieces(numel, limit)
+        return Counts(sends, neighbours * numel, sends)
 
 
 def folded(size: int) -> tuple[int, int]:

@@ -42,6 +42,7 @@ SPACES = {
     "bert, layers that do not divide": (6, (*BERT, "tp=1", "pp=3", "recompute=none")),
     "experts": (4, (*MOE, "tp=1", "pp=1")),
     "experts, a pipeline": (4, (*MOE, "pp=2", "schedule=1f1b", "recompute=none")),
+    "experts, ep given": (4, (*MOE, "ep=4", "micro_batch=1")),
     "dense layers, then experts": (
         8, ("model=deepseek_v2_lite", "model.layers=6", "model.dense_layers=3", "cluster=h100_dgx", "precision=bf16",
             "global_batch=16", "pp=4", "tp=1", "micro_batch=1", "recompute=none"),
@@ -57,7 +58,7 @@ SPACES = {
 CHOSEN = (
     "gpt, data and recomputation", "gpt, layouts", "gpt, layouts of a cube", "gpt, schedules", "gpt, virtual stages",
     "gpt, little memory", "gpt, nothing fits", "gpt, no memory size", "llama, sharded weights", "bert, on ethernet",
-    "dense layers, then experts", "llama, long sequences", "llama, cp given", "no rates",
+    "experts, ep given", "dense layers, then experts", "llama, long sequences", "llama, cp given", "no rates",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from parallelrun.launch import directory, failure
 from parallelrun.plan import prediction
 from parallelrun.plan.document import document, server_rows
 from parallelrun.plan.freeze import freeze, load_frozen
+from parallelrun.plan.rank_classes import rank_classes
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.traffic import traffic_of
 from parallelrun.strategies.data.ps.plan import sharding
@@ -252,7 +253,7 @@ class TestPrediction:
         assert [(m.weights, m.optimizer) for m in held] == [(load, 2 * load) for load in loads]
 
     def test_every_rank_is_in_one_class(self):
-        assert sum(count for _, count in prediction.rank_classes(plan(servers=2))) == 5
+        assert sum(count for _, count in rank_classes(plan(servers=2))) == 5
 
     def test_the_document_has_every_rank_and_every_server(self):
         found = plan(servers=2)

@@ -1,0 +1,51 @@
+"""Temporary directories of tasks: gone after them, kept where a rank has failed, whose log is named."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RANK_DIED
+from parallelrun.launch import supervisor
+from parallelrun.launch.failure import Failure
+from parallelrun.launch.outcome import Outcome
+from parallelrun.launch.output import log_path
+from parallelrun.launch.task import TaskFailed, run_task, task_root
+from parallelrun.plan.resolve import resolve
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Run a task whose ranks end as told, in a temporary directory under tmp_path."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def run(outcome: Outcome) -> None:
+        def supervise(job):
+            log_path(job.directory, 1).write_text("the stacks")
+            return outcome
+
+        monkeypatch.setattr(supervisor, "supervise", supervise)
+        config = Config(dp=2)
+        with task_root("try") as root:
+            run_task(root, config, resolve(config), "module:function")
+
+    return run
+
+
+def test_a_failed_rank_is_named_with_its_log_which_is_kept(run, tmp_path):
+    with pytest.raises(TaskFailed, match=r"^rank 1 of 2: it broke ") as failed:
+        run(Outcome(EXIT_RANK_DIED, Failure(1, "it broke", EXIT_RANK_DIED)))
+    log = str(failed.value).partition("its log: ")[2].rstrip(")")
+    assert Path(log).read_text() == "the stacks"
+    assert Path(log).is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("code, error", [(EXIT_OK, None), (EXIT_INTERRUPTED, KeyboardInterrupt)])
+def test_nothing_is_left_of_other_tasks(run, tmp_path, code, error):
+    if error is None:
+        run(Outcome(code))
+    else:
+        with pytest.raises(error):
+            run(Outcome(code))
+    assert not list(tmp_path.iterdir())
