@@ -108,7 +108,7 @@ def _map_choices_where_asked() -> None:
         return make(overrides, defaults, *rest) if any(one.is_interpolation() for one in defaults) else None
 
     if make is not None:
-        defaults_list._create_interpolation_map = make_if_asked  # type: ignore[attr-defined]
+        defaults_list._create_interpolation_map = make_if_asked  # type: ignore[assignment]
 
 
 def _schema() -> Container:
