@@ -132,10 +132,8 @@ def unread(config: Config, given: frozenset[str], pp: int, cp: int = 1) -> list[
     def complain(key: str, value: object, fix: str) -> None:
         section = "model" if key == "dropout" else key.partition(".")[0]
         chosen = {"model": config.model.preset, "dataset": config.dataset.name, "optimizer": config.optimizer.name}
-        by = (
-            f"not read by {section}={chosen[section]}" if section in chosen else "read by none of the chosen strategies"
-        )
-        by += "" if section in chosen else f" ({strategies})"
+        by = f"read by none of the chosen strategies ({strategies})"
+        by = f"not read by {section}={chosen[section]}" if section in chosen else by
         problems.append(Problem(f"{key}={value} is {by}", key, fix, kind="unread"))
 
     of_others = {"tensor": _unread_keys("tensor", tensor), "data": _unread_keys("data", data)}
