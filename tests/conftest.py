@@ -89,6 +89,9 @@ def _import_own_share(config: pytest.Config) -> None:
 def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
     """Processes that tests start for themselves are copies of this one, before it runs the first (`tests.servants`)."""
     if session.items and not session.config.option.collectonly:
+        from tests.compositions import keep_merged
+
+        keep_merged()
         servants.fork_now()
     yield
 

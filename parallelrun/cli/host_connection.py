@@ -30,7 +30,8 @@ from parallelrun.errors import EnvironmentProblem, Problem
 
 CONNECT_S = 60.0  # for ssh to connect and the agent to greet
 END_S = 5.0  # after the stdin of the agents was closed
-SSH_FAILED = 255
+SSH_FAILED, SSH_TIMEOUT = 255, "Timeout, server "  # what it prints when its questions were not answered
+NO_ANSWER = "it does not answer"
 SSH_CONNECT_S, SSH_CONNECT_AGAIN_S, SSH_CONNECT_CUT_S = 20, 4, 2
 # ssh ends if a host is silent for 2 s, and then does not answer three questions in 6 s
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3")
@@ -109,6 +110,8 @@ class HostConnection:
 
     def _show(self, line: str, source: IO[bytes], target: TextIO) -> None:
         """Print a line of the ranks. Before the greeting it is one of a login shell, or a complaint of ssh."""
+        if source is self.process.stderr and line.startswith(SSH_TIMEOUT):
+            self.is_cut, self.why = True, NO_ANSWER
         if self.hello is not None:
             with contextlib.suppress(OSError, ValueError):  # a closed terminal does not end the run
                 target.write(f"[{self.name}] {line}\n")
@@ -137,7 +140,7 @@ class HostConnection:
 
     def cut(self) -> None:
         """End the connection to a host that does not answer; its message is CLOSED."""
-        self.is_cut, self.why = True, "it does not answer"
+        self.is_cut, self.why = True, NO_ANSWER
         self.process.kill()
 
     def hang_up(self) -> None:

@@ -353,6 +353,9 @@ def own_folder(tmp_path):
         "recipe/mine.yaml": "# My own\ndefaults:\n  - override /model: tiny\ndp: 2\n",
         "experiment/wide.yaml": "# @package _global_\ndefaults:\n  - override /strategy: tp\n"
         "  - override /dataset: synthetic\ntp: 4\n",
+        "experiment/sized.yaml": "# @package _global_\ndefaults:\n  - /form: deep\n  - /size@_global_: of_${form}\n",
+        "form/deep.yaml": "# @package _global_\nmodel:\n  layers: 3\n",
+        "size/of_deep.yaml": "model:\n  hidden: 48\n",
     }
     for name, text in files.items():
         path = tmp_path / "own.d" / name
@@ -384,6 +387,12 @@ def test_a_group_of_the_users_folder_composes_and_what_it_sets_counts_as_given(r
         "points"
     ]
     assert [point["state"] for point in points] == ["planned", "planned"]
+
+
+def test_a_choice_in_the_users_folder_may_depend_on_another(run, own_folder):
+    code, out, err = run("plan", "--json", "--config-dir=own.d", "experiment=sized", "dp=2")
+    assert code == 0, err
+    assert (json.loads(out)["model"]["layers"], json.loads(out)["model"]["hidden"]) == (3, 48)
 
 
 def test_what_an_option_of_the_users_folder_chooses_beats_a_models_own_choice(run, own_folder):

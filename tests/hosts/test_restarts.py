@@ -173,6 +173,15 @@ def test_an_agent_that_is_stopped_for_ever_is_replaced_or_ends_the_run(own, tmp_
     nothing_left(own)
 
 
+@LONG
+def test_without_restarts_ssh_tells_that_a_host_is_cut_off(own, tmp_path):
+    job = train(own, tmp_path, BOTH, steps=1_000_000, restarts=0)
+    own.check("worker-2", "ip", "link", "set", "eth0", "down")
+    assert job.wait() == [6], job.output
+    assert "error: lost the connection to worker-2 (ranks 2 to 3): it does not answer" in job.output
+    nothing_left(own)
+
+
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_without_a_host_an_elastic_run_goes_on_with_the_others(own, tmp_path, expected, how):
     job = train(own, tmp_path, BOTH, "elastic=true")
