@@ -14,23 +14,21 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from parallelrun.plan.backward_block import backward_blocks
 from parallelrun.plan.parameters import HeldParameter, distinct_parameters
 from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.structure import Plan, Stage, Value, once
-from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
-INDEX_BYTES = 8  # of a token, of a target and of a sample's index
+INDEX_BYTES = 8  # of a token, a target, a sample's index
 
 
 @dataclass(frozen=True)
 class Moment:
     """The bytes of a rank at one moment, without weights, optimizer state and the data strategy's permanent buffers.
 
-    gradients: of stages whose backward has run. activations: saved for backward. temporary: tensors that exist only
-    during a block's backward pass, and the batch.
-    """
+    gradients: of stages whose backward has run. activations: saved for it. temporary: of one block's, and the batch."""
 
     gradients: int
     activations: int
@@ -39,34 +37,6 @@ class Moment:
     @property
     def total(self) -> int:
         return self.gradients + self.activations + self.temporary
-
-
-@dataclass(frozen=True)
-class BackwardBlock:
-    """The bytes of a block in its backward pass.
-
-    kept: saved by every microbatch in flight. passes: its layers in forward order. again: saved tensors that are
-    recomputed first. forward: what recomputing them needs besides.
-    """
-
-    kept: int
-    passes: tuple[LayerBackward, ...]
-    again: int = 0
-    forward: int = 0
-
-    def working_bytes(self, accumulates: bool) -> int:
-        """The peak of the pass beyond `kept`.
-
-        accumulates: weight gradients are kept until the pass ends; else each is added to a sum and freed.
-        """
-        remaining = total = sum(one.kept for one in self.passes)
-        most, produced = self.forward, 0
-        for one in reversed(self.passes):
-            here = one.arriving + one.giving + one.scratch + one.weights
-            most = max(most, remaining - total + produced + here)
-            produced += one.weights if accumulates else 0
-            remaining -= one.kept
-        return self.again + most
 
 
 def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
@@ -255,29 +225,6 @@ def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]
             block = reads if reads in sizes else parameter.block
             sizes[block] += gradient_bytes(plan, [parameter], coordinate)
     return [sizes[first[alike[block]]] for block in stage.blocks]
-
-
-def backward_blocks(names: Iterable[str], plan: Plan) -> list[BackwardBlock]:
-    alike = plan.spec.first_alike
-    found = {alike[name]: backward_block(name, plan) for name in dict.fromkeys(map(alike.__getitem__, names))}
-    return [found[alike[name]] for name in names]
-
-
-def backward_block(name: str, plan: Plan) -> BackwardBlock:
-    """The block's backward pass, computed once for equal blocks; the last block also computes the loss."""
-
-    def compute() -> BackwardBlock:
-        block = plan.spec.block(name)
-        passes = plan.tensor.layer_backwards(block, plan)
-        extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
-        kept = plan.tensor.saved_bytes(block, plan) + extra
-        again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
-        forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
-        forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
-        return BackwardBlock(kept, passes, max(0, again), forward)
-
-    key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name, plan.recompute
-    return once(plan.blocks_cache, key, compute)
 
 
 def _input_beside(stage: Stage, plan: Plan) -> int:

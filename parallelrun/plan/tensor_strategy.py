@@ -159,6 +159,12 @@ class TensorStrategy(AxisStrategy):
         """Return what each layer of `block` needs in backward, in forward order; where the block is recomputed in full,
         with what its second forward saves."""
 
+    def rounded_again_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Return the bytes of weights in the compute dtype that a block's second forward keeps for its backward.
+
+        A first one leaves them to be rounded again (`rounding`); torch's checkpoint saves whatever it meets."""
+        return 0
+
     def recomputed_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return what the end of a block's second forward needs beside all that it saves; 0: less than its backward."""
         return 0

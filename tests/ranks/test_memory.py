@@ -161,6 +161,8 @@ PLANS: dict[str, dict[str, Any]] = {
     | {"tp": 4, "layout": "2d", "model.kv_heads": 4, "strategy.tensor.save_gathered": False},
     # The end of a block's second forward needs most: partial sums are scattered beside the gradient that was gathered.
     "2d of one row full": GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.grid": "1x4"} | FULL,
+    # Weights that the second forward has rounded stay until their products' backward.
+    "llama full bf16, few tokens": LLAMA | FULL | BF16 | {"model.seq": 16, "micro_batch": 1},
     "cp selective": GPT | context("ring") | SELECTIVE,
     "ddp x 1f1b": GPT | pipeline("1f1b") | data("ddp") | {"global_batch": 32},
     "tp x 1f1b": GPT | pipeline("1f1b") | {"tp": 2},

@@ -12,10 +12,10 @@ from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import context_axes, expert_axes, prediction
+from parallelrun.plan.backward_block import backward_block
 from parallelrun.plan.load import data_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import block_layouts
-from parallelrun.plan.peak import backward_block
 from parallelrun.plan.search.legal import Legal, LegalGroup, tensor_of
 from parallelrun.plan.step_time.known import Known
 from parallelrun.plan.step_time.step import blocks_of, why_unknown
@@ -115,8 +115,9 @@ class Bounds:
 
         def compute() -> tuple[int, int]:
             plan = self._plan(group, micro_batch, recompute)
-            found = backward_block(self._commonest, plan)
-            return found.kept, 0 if group.schedule.splits_backward else found.working_bytes(accumulates=False)
+            found = [backward_block(self._commonest, plan, rounded) for rounded in (False, True)]  # by data strategy
+            least = min(one.working_bytes(accumulates=False) for one in found)
+            return found[0].kept, 0 if group.schedule.splits_backward else least
 
         key = "kept", tensor_of(group), micro_batch, recompute
         kept: tuple[int, int] = once(self._found, key, compute)

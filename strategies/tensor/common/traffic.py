@@ -26,6 +26,8 @@ from parallelrun.plan.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION, T
 from parallelrun.precision import BYTES
 from parallelrun.product import Product, Transfer, transfers
 
+from .activation_memory import local_numel
+
 AXIS = "tp"
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # by operand; everything else is an activation
 
@@ -96,6 +98,15 @@ class ProductTraffic(TensorStrategy):
                 exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
+
+    def rounded_again_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Only of weights that a product reads as they are stored: gathered ones are counted as operands."""
+        found = 0
+        for layer in block.layers:
+            product = self.product_of(layer, plan)
+            if product and all(plan.mesh.size(axis) == 1 for axis in product.gather_w):
+                found += sum(local_numel(one, plan) for one in layer.parameters if len(one.shape) == 2)
+        return found * BYTES[plan.precision.compute]
 
     def recomputed_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Where the last product's partial sums are scattered again: the gradient of its result and its gathered copy,

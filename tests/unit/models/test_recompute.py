@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -223,3 +224,18 @@ def test_compile_blocks_compiles_every_block_and_keeps_names(monkeypatch: pytest
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, backend: compiled.append(module))
     compile_blocks(gpt)
     assert compiled == [gpt.block(name) for name in ("embedding", "layers.0", "layers.1", "head")]
+
+
+def test_inputs_are_freed_with_what_is_computed_again_from_them():
+    """Autograd keeps the packing hook until every tensor that went through it is freed."""
+    x = torch.ones(4)
+    kept = weakref.ref(x)
+    with rounding.remembered() as copies:
+        hook, y = copies.pack, x.exp()
+        rounding.remember(y, torch.exp, x)
+        packed = hook(y)
+    del x, y
+    assert torch.equal(rounding.unpack(packed), torch.ones(4).exp())
+    source = weakref.ref(packed.source)
+    del packed
+    assert source() is None and kept() is None and callable(hook)

@@ -1,0 +1,80 @@
+"""The bytes of one block in its backward pass, from what each of its layers needs. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from parallelrun.plan.structure import Plan, once
+from parallelrun.plan.tensor_strategy import LayerBackward
+
+
+@dataclass(frozen=True)
+class BackwardBlock:
+    """The bytes of a block in its backward pass.
+
+    kept: saved by every microbatch in flight. passes: its layers in forward order. again: saved tensors that are
+    recomputed first. forward: what recomputing them needs besides.
+    """
+
+    kept: int
+    passes: tuple[LayerBackward, ...]
+    again: int = 0
+    forward: int = 0
+
+    def working_bytes(self, accumulates: bool) -> int:
+        """The peak of the pass beyond `kept`.
+
+        accumulates: weight gradients are kept until the pass ends; else each is added to a sum and freed.
+        """
+        remaining = total = sum(one.kept for one in self.passes)
+        most, produced = self.forward, 0
+        for one in reversed(self.passes):
+            here = one.arriving + one.giving + one.scratch + one.weights
+            most = max(most, remaining - total + produced + here)
+            produced += one.weights if accumulates else 0
+            remaining -= one.kept
+        return self.again + most
+
+
+def backward_blocks(names: Iterable[str], plan: Plan) -> list[BackwardBlock]:
+    alike, rounded = plan.spec.first_alike, keeps_rounded(plan)
+    found = {alike[name]: backward_block(name, plan, rounded) for name in dict.fromkeys(map(alike.__getitem__, names))}
+    return [found[alike[name]] for name in names]
+
+
+def keeps_rounded(plan: Plan) -> bool:
+    """Whether a second forward rounds weights and keeps them: not gathered ones, nor where backward is split
+    (`recompute.KEPT`)."""
+    rounds = plan.precision.compute != plan.precision.stored and not plan.pipeline.splits_backward
+    return plan.recompute == "full" and rounds and not plan.data.exchange_form(plan).gathers_rounded
+
+
+def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
+    """The block's backward pass, computed once for equal blocks; the last block also computes the loss. rounded: see
+    `keeps_rounded`."""
+
+    def compute() -> BackwardBlock:
+        block = plan.spec.block(name)
+        passes = plan.tensor.layer_backwards(block, plan)
+        extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
+        kept = plan.tensor.saved_bytes(block, plan) + extra
+        again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
+        if again > 0 and rounded and (copies := plan.tensor.rounded_again_bytes(block, plan)):
+            again, passes = again + copies, _with_rounded(passes, copies)
+        forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
+        forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
+        return BackwardBlock(kept, passes, max(0, again), forward)
+
+    key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name, plan.recompute, rounded
+    return once(plan.blocks_cache, key, compute)
+
+
+def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[LayerBackward, ...]:
+    """With the rounded weights that a second forward keeps. What a layer has saved is freed before the gradient of its
+    weights, in the compute dtype until then, is there in the stored one, too."""
+    weights, found = sum(one.weights for one in passes), []
+    for one in passes:
+        kept = one.kept + rounded * one.weights // weights
+        found.append(replace(one, kept=kept, scratch=one.scratch - min(one.weights, kept)))
+    return tuple(found)
