@@ -27,7 +27,7 @@ from benchmarks.composition_draws import BASE, Overrides, draw
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.errors import ConfigError
 from parallelrun.models.network import compile_blocks
-from parallelrun.plan import prediction
+from parallelrun.plan import prediction, sample_sets
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.train import build as train_build
@@ -76,7 +76,7 @@ def examined(overrides: Overrides, plan: Plan) -> dict[str, Any]:
     try:
         if plan.data.has_servers:
             return _served(overrides)
-        return _differs(overrides) or _trained(overrides, plan)
+        return _differs(overrides, plan) or _trained(overrides, plan)
     except RanksFailed as error:
         first = error.failures[0]
         return {"result": "crashed", "detail": f"rank {first.rank}: {first.kind}: {first.traceback[-1500:]}"}
@@ -84,10 +84,11 @@ def examined(overrides: Overrides, plan: Plan) -> dict[str, Any]:
         return {"result": "crashed", "detail": f"{type(error).__name__}: {error}"}
 
 
-def _differs(overrides: Overrides) -> dict[str, Any]:
+def _differs(overrides: Overrides, plan: Plan) -> dict[str, Any]:
     """Return what `verify` finds wrong, if it does. It refuses what it cannot replay in one process."""
+    sets = {"model.norm_samples": sample_sets.number(plan)} if plan.sample_sets else {}
     try:
-        document = parity({**overrides, "verify.steps": 2}, timeout=SECONDS)
+        document = parity({**overrides, **sets, "verify.steps": 2}, timeout=SECONDS)
     except ConfigError:
         return {}
     if document["passed"] and not document["surprises"]:

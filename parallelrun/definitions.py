@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 class ModelDefinition(ABC):
     """A model before it is built. Subclasses override `make` and, where needed, attributes.
 
-    reads_layers, reads_experts: whether it reads `model.layers` and `model.experts`, so that messages may suggest them.
+    own_keys: the keys of the section `model` that it reads, and `dropout` if it has any; others are refused. None: all.
     packs: its attention and positions know of documents that are packed into samples (`models.documents`).
     is_lesson: `network.py` has `run(config, plan, device, show)`, which replaces training, instead of `build`; a lesson
     reads no dataset, and its matrices may be cut unevenly.
     """
 
-    reads_layers: ClassVar[bool] = False
-    reads_experts: ClassVar[bool] = False
+    own_keys: ClassVar[frozenset[str] | None] = None
     is_lesson: ClassVar[bool] = False
     packs: ClassVar[bool] = False
 

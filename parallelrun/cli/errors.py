@@ -33,6 +33,7 @@ _PLUGINS = {  # the packages of Hydra's own plug-ins (https://hydra.cc/docs/plug
     "submitit_slurm": "hydra-submitit-launcher",
     "colorlog": "hydra-colorlog",
 }
+_NO_LIST = re.compile(r"Invalid value assigned: (\w+) is not a ListConfig, list or tuple\.")
 _DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)")
 
 
@@ -158,6 +159,7 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
         suggestion = ", ".join(nearest_keys(name))
         return ConfigError(Problem(f"{name}: no such key", "configuration", suggestion, "parallelrun --help"))
     known = known_keys().get(key.partition("[")[0])
+    cause = _NO_LIST.sub(r"one of its items is of type \1 and must be a list", cause)
     what = cause if "merging override" not in first else f"{first.replace('Error merging override ', '')}: {cause}"
     return ConfigError(Problem(what, key or "configuration", example(known) if known else ""))
 

@@ -57,7 +57,8 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the schema. kind: int | float | bool | str | list | dict | Any; optional: null is allowed.
+    """One leaf of the schema. kind: int | float | bool | str | list | dict | Any; optional: null is allowed. item:
+    the kind of a list's items, or empty.
 
     The other fields are the arguments of `field.key`.
     """
@@ -65,6 +66,7 @@ class Key:
     name: str
     kind: str
     optional: bool
+    item: str = ""
     help: str = field(default="", compare=False)
     least: float | None = None
     above: float | None = None
@@ -92,7 +94,8 @@ def leaves(node: type, prefix: str) -> Iterable[Key]:
             yield from leaves(typing.cast(type, hint), f"{prefix}{item.name}.")
         else:
             kind = (typing.get_origin(hint) or hint).__name__
-            yield Key(prefix + item.name, kind, optional, **item.metadata)
+            inner = getattr(typing.get_args(hint)[0], "__name__", "") if kind == "list" else ""
+            yield Key(prefix + item.name, kind, optional, inner, **item.metadata)
 
 
 @lru_cache(maxsize=1)

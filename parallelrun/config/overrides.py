@@ -17,13 +17,14 @@ from parallelrun.config.keys import (
     LIST_TEXTS,
     MAPPINGS,
     PATH_KEYS,
+    Key,
     example,
     in_mapping,
     known_keys,
     nearest_keys,
     sections,
 )
-from parallelrun.config.values import trap
+from parallelrun.config.values import BOOLEANS, trap
 from parallelrun.errors import Problem
 
 _OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<key>[^=\s@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?$", re.DOTALL)
@@ -203,9 +204,23 @@ def check(override: Override, where: str) -> list[Problem]:
     if known.kind not in ("list", "dict") and value[:1] and value[0] in opening:
         what = f"{text}: {key} takes one value, not a {'list' if value[0] == '[' else 'mapping'}"
         return [Problem(what, where, example(known))]
+    if problem := _without_brackets(override, known, where):
+        return [problem]
     checked = [one for one in override.values if not one.startswith(("${", "[", "{")) and not _SWEEP_CALL.match(one)]
     found = [trap(known, unquoted(one).strip(), where) for one in checked]  # Hydra checks the others
     return [one for problem in found if problem for one in _several(override, where) or [problem]]
+
+
+def _without_brackets(override: Override, known: Key, where: str) -> Problem | None:
+    """The problem with `profile=3` for a list, or with `model.arguments=3` for a mapping."""
+    kind, opening = {"list": ("list", "["), "dict": ("mapping", "{")}.get(known.kind, ("", ""))
+    bare = [one for one in override.values if not one.startswith((opening, "${")) and not _SWEEP_CALL.match(one)]
+    if not kind or not bare or known.name in NAME_LISTS or override.value.lower() == "null":
+        return None
+    shape = {"str": r"[\w.:,-]+", "int": r"[\d,]+"}.get(known.item)
+    fits = shape and re.fullmatch(shape, override.value) and override.value.lower() not in BOOLEANS
+    fix = f"{known.name}=[{override.value}]" if fits else example(known)
+    return Problem(f"{override.text}: {known.name} takes a {kind}: {known.help}", where, fix)
 
 
 def _unknown(override: Override, where: str, value: str) -> Problem:

@@ -12,7 +12,7 @@ from parallelrun.errors import Problem
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)$")
 _LARGEST = 2**63 - 1
 _LONGEST = 40  # characters of a number
-_BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
 
 def trap(key: Key, text: str, where: str) -> Problem | None:
@@ -31,8 +31,8 @@ def trap(key: Key, text: str, where: str) -> Problem | None:
 def string_trap(key: Key, text: str, where: str) -> Problem | None:
     """The problem with an unquoted text in a recipe that YAML reads as a number or boolean: `name: 010` becomes "8"."""
     parsed: object = _ambiguous_number(text)
-    if parsed is None and text.lower() in _BOOLEANS:
-        parsed = _BOOLEANS[text.lower()]
+    if parsed is None and text.lower() in BOOLEANS:
+        parsed = BOOLEANS[text.lower()]
     elif parsed is None and not _INTEGER.match(text):
         try:
             parsed = float(text)
@@ -60,7 +60,7 @@ def _number(key: Key, text: str, where: str) -> Problem | None:
         fixes = [str(parsed), *decimal]
         what = f"{shape}: parsed as {parsed} from {text}; write {' or '.join(fixes)}"
         return Problem(what, where, f"{key.name}={fixes[0]}")
-    if text.lower() in _BOOLEANS:
+    if text.lower() in BOOLEANS:
         return Problem(f"{shape}: a boolean, but {key.name} is {kind}", where, example(key))
     try:
         number = float(text[1:] if text.lower() in (".inf", ".nan") else text)
@@ -76,7 +76,7 @@ def _number(key: Key, text: str, where: str) -> Problem | None:
 
 
 def _boolean(key: Key, text: str, where: str) -> Problem | None:
-    if text.lower() in _BOOLEANS:
+    if text.lower() in BOOLEANS:
         return None
     read_as = f"parsed as true from {text}; " if re.match(r"[+-]?[0-9]+$", text) and int(text) != 0 else ""
     return Problem(f"{key.name}={text}: {read_as}write true or false", where, example(key))

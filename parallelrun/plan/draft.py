@@ -204,7 +204,7 @@ def check_depth(request: Request) -> list[Problem]:
     fixes = [either("pp", [most // request.virtual_stages])] if most >= request.virtual_stages else []
     if request.virtual_stages > 1 and most // request.pp > 1:
         fixes.append(f"virtual_stages={most // request.pp}")
-    if definitions.model(request.config).reads_layers:
+    if "layers" in (definitions.model(request.config).own_keys or ()):
         fixes.append(f"model.layers={num_stages}")
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
 

@@ -34,7 +34,7 @@ def degree(
         if config.strategy.expert.fills or (asked or 1) > 1:
             said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={config.strategy.name}"
             what = f"{said} shards the experts of a layer, and model={config.model.preset} has none"
-            fixes = ["model.experts=8"] if definitions.model(config).reads_experts else []
+            fixes = ["model.experts=8"] if "experts" in (definitions.model(config).own_keys or ()) else []
             fixes += ["model=moe_gpt"] if config.model.preset != "moe_gpt" else []
             fix = " or ".join(fixes)
             problems.append(Problem(what, "ep" if (asked or 1) > 1 else "strategy", fix, kind="undefined"))

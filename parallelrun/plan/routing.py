@@ -28,6 +28,7 @@ from parallelrun.wording import counted, did_you_mean, divisors, either, nearest
 PURPOSE = "routing"
 KEY, DISPATCHER = "model.router.", "strategy.expert."
 MODEL = "model=moe_gpt"  # a preset with experts
+OF_EXPERTS = ("expert_ffn", "expert_period", "dense_layers", "shared_experts")  # keys of `model`
 CHOICES_OF = {"gshard": 2, "switch": 1}  # experts per token of the kinds that fix it
 
 
@@ -174,7 +175,7 @@ def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list
     """Return a problem for each given key of experts and routers that nothing reads. config: after `fold`."""
     if experts < 1:
         without = f"model={config.model.preset} has no experts"
-        keys = [f"model.{key}" for key in ("expert_ffn", "expert_period", "dense_layers", "shared_experts")]
+        keys = [f"model.{key}" for key in OF_EXPERTS]
         keys += ["model.experts"] if config.model.experts else []  # set by the preset of a model without experts
         keys += [key for key in given if key.startswith(KEY) or _is_dispatcher_key(key)]
         return [_unread(key, config, without, MODEL) for key in sorted(given & set(keys))]

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from parallelrun import definitions
+from parallelrun.config.model_schema import ModelConfig
 from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import kinds, own_keys
 from parallelrun.errors import Problem
@@ -19,6 +20,10 @@ from parallelrun.wording import did_you_mean, one_of
 
 # keys that say which strategies are chosen and how they work
 OF_STRATEGIES = ("strategy.", "layout", "schedule", "virtual_stages")
+# set by presets, or read by the parts that choose a model's data, rate and experts
+_OF_ANY_MODEL = (
+    "name", "preset", "description", "dataset", "suited_lr", "from_hf", "experts", "router", "own_router"
+)  # fmt: skip
 MOST_NAMED = 4  # strategies in a suggestion
 
 
@@ -125,9 +130,11 @@ def unread(config: Config, given: frozenset[str], pp: int, cp: int = 1) -> list[
     strategies += f" context={config.strategy.context.kind}" if cp > 1 else ""
 
     def complain(key: str, value: object, fix: str) -> None:
-        problems.append(
-            Problem(f"{key}={value} is read by none of the chosen strategies ({strategies})", key, fix, kind="unread")
-        )
+        section = "model" if key == "dropout" else key.partition(".")[0]
+        chosen = {"model": config.model.preset, "dataset": config.dataset.name, "optimizer": config.optimizer.name}
+        by = f"read by none of the chosen strategies ({strategies})"
+        by = f"not read by {section}={chosen[section]}" if section in chosen else by
+        problems.append(Problem(f"{key}={value} is {by}", key, fix, kind="unread"))
 
     of_others = {"tensor": _unread_keys("tensor", tensor), "data": _unread_keys("data", data)}
     for key, axis in sorted(short_keys().items(), key=lambda item: (item[1] == "data", item[0])):
@@ -146,7 +153,7 @@ def unread(config: Config, given: frozenset[str], pp: int, cp: int = 1) -> list[
     ignored |= _ignored_elsewhere(config, pp) | _ignored_context(config, given, cp)
     for key, suggestion in ignored.items():
         asked = attrgetter(key)(config) if key in given else None
-        if asked is not None:  # a null key has not been set
+        if asked not in (None, [], {}):  # as if it had not been set
             complain(key, asked, f"{suggestion} or leave {key} out" if suggestion else f"leave {key} out")
     return problems
 
@@ -161,8 +168,13 @@ def _ignored_context(config: Config, given: frozenset[str], cp: int) -> dict[str
 
 
 def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
-    """Keys of the pipeline, dataset and optimizer that are ignored, each with the change that makes it read."""
+    """Keys of the pipeline, model, dataset and optimizer that are ignored, each with the change that makes it read."""
     found = {f"strategy.pipeline.{key}": "pp=2" for key in ("kind", "partition", "split") if pp == 1}
+    own = definitions.model(config).own_keys if has("models", config.model.name) else None
+    if own is not None:
+        chosen = {item.name for item in fields(ModelConfig)} - {*own, *_OF_ANY_MODEL, *routing.OF_EXPERTS}
+        found |= {f"model.{key}": "" for key in chosen}
+        found |= {"dropout": ""} if "dropout" not in own and config.dropout else {}
     if has("datasets", config.dataset.name):
         dataset = definitions.dataset(config)
         if not dataset.reads_path:

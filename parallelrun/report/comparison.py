@@ -66,7 +66,7 @@ def series(directory: Path) -> list[Series]:
 
 def _label(names: list[str], row: dict[str, Any]) -> str:
     """Return the overrides that the point's strategy reads: `ring` for `strategy=ring`, others with their keys."""
-    unread = tuple(note.partition(" is read by none")[0] for note in row.get("notes", ()))
+    unread = tuple(note.partition(" is ")[0] for note in row.get("notes", ()))
     return " ".join(name.removeprefix("strategy=") for name in names if name not in unread)
 
 

@@ -377,7 +377,7 @@ def test_a_recipe_of_the_users_folder_is_found_by_name_and_checked(run, own_fold
 
 @pytest.mark.parametrize("chosen", ["+experiment=wide", "experiment=wide"])
 def test_a_group_of_the_users_folder_composes_and_what_it_sets_counts_as_given(run, own_folder, composed_once, chosen):
-    code, out, err = run("plan", "--json", "--config-dir=own.d", chosen, "model=mlp", "model.heads=4")
+    code, out, err = run("plan", "--json", "--config-dir=own.d", chosen, "model=mlp")
     assert code == 0, err
     document = json.loads(out)
     assert (document["preset"], document["world"]) == ("tp", 4)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from parallelrun.config.schema import Config
 from parallelrun.models.vision import operations as ops
-from parallelrun.models.vision.spec import ClassifierDefinition, three_linear_layers
+from parallelrun.models.vision.spec import KEYS, ClassifierDefinition, three_linear_layers
 
 
 class AlexNetDefinition(ClassifierDefinition):
     """Blocks `features.0` ... `features.4`, `classifier`. `model.width` (64) scales the channels, `model.ffn` (4096) is
     the width of the two large layers."""
+
+    own_keys = KEYS | {"ffn", "dropout"}
 
     def least_size(self, config: Config) -> int:
         return 64  # three poolings after a stride of 4

@@ -17,7 +17,8 @@ GELUS = ("gelu", "gelu_exact")
 class BertDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    reads_layers = packs = True
+    own_keys = transformer.TEXT_KEYS | transformer.ATTENTION_KEYS | {"mask_token"}
+    packs = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         """vocab: the dataset's, to which one id is added for [MASK]; a given `model.vocab` or `model.mask_token`

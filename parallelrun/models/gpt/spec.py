@@ -16,7 +16,8 @@ from parallelrun.models.transformer import spec as transformer
 class GptDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    reads_layers = reads_experts = packs = True
+    own_keys = transformer.TEXT_KEYS | transformer.ATTENTION_KEYS | transformer.ROPE_KEYS | {"experts"}
+    packs = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         model = config.model

@@ -12,6 +12,7 @@ WEIGHT = "product.weight"
 class MatmulDefinition(ModelDefinition):
     """One block with one column-parallel layer; its sample is X, which the lesson splits. `vocab` is unread."""
 
+    own_keys = frozenset({"rows", "inner", "columns"})
     is_lesson = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:

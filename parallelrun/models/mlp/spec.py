@@ -15,7 +15,7 @@ from parallelrun.models.transformer import spec as transformer
 class MlpDefinition(ModelDefinition):
     """Blocks `embedding` (when it reads tokens), `layers.0` ..., `head`."""
 
-    reads_layers = True
+    own_keys = transformer.TEXT_KEYS
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         model = config.model

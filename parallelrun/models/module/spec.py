@@ -20,6 +20,11 @@ def named(source: str | None) -> tuple[str, str]:
 class UserModuleDefinition(ModelDefinition):
     """See the package's docstring for the contract with the user's module."""
 
+    own_keys = frozenset({
+        "source", "roles", "blocks", "arguments", "vocab", "seq", "hidden", "layers", "heads", "label_smoothing",
+        "norm_samples",
+    })  # fmt: skip
+
     def make(self, config: Config, vocab: int) -> ModelSpec:
         named(config.model.source)
         from parallelrun.models.module.inspection import read_spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelrun.config.schema import Config
 from parallelrun.models.vision import operations as ops
-from parallelrun.models.vision.spec import ClassifierDefinition, num_per_stage
+from parallelrun.models.vision.spec import KEYS, ClassifierDefinition, num_per_stage
 
 SMALL_IMAGES = 64  # below this size `auto` takes the small stem: the large one would discard most of an image
 EXPANSION = 4
@@ -12,6 +12,8 @@ EXPANSION = 4
 
 class ResNetDefinition(ClassifierDefinition):
     """Blocks `stem`, `stages.<stage>.<block>`, `head`."""
+
+    own_keys = KEYS | {"stages", "bottleneck", "stem", "norm_eps", "norm_samples", "norm_momentum"}
 
     def least_size(self, config: Config) -> int:
         return 8

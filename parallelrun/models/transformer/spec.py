@@ -11,6 +11,18 @@ from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec,
 from parallelrun.model_spec.attention import LatentSpec
 from parallelrun.models.transformer import latent_spec
 
+TEXT_KEYS = frozenset({
+    "layers", "hidden", "ffn", "vocab", "seq", "norm", "norm_eps", "activation", "bias", "tied_embeddings",
+    "head_bias", "init_std", "label_smoothing", "dropout",
+})  # fmt: skip  # of every model of tokens
+ATTENTION_KEYS = frozenset({
+    "heads", "kv_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "position", "attention_dropout", "rope_scaling",
+})  # fmt: skip
+ROPE_KEYS = frozenset({
+    "rope_theta", "rope_factor", "rope_original_seq", "rope_low_factor", "rope_high_factor", "rope_beta_fast",
+    "rope_beta_slow", "rope_mscale", "rope_mscale_all_dim",
+})  # fmt: skip
 TIED = ("head.head.weight", "embedding.tokens.weight")  # (copy, original)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelrun.config.schema import Config
 from parallelrun.models.vision import operations as ops
-from parallelrun.models.vision.spec import ClassifierDefinition, num_per_stage, three_linear_layers
+from parallelrun.models.vision.spec import KEYS, ClassifierDefinition, num_per_stage, three_linear_layers
 
 VGG16 = (2, 2, 3, 3, 3)
 WIDEST = 8  # times the first stage's channels
@@ -13,6 +13,8 @@ WIDEST = 8  # times the first stage's channels
 class VggDefinition(ClassifierDefinition):
     """Blocks `features.<stage>.<convolution>`, `classifier`. `model.width` (64): channels of the first stage, doubled
     per stage up to eight times; `model.ffn` (4096): width of the two large layers."""
+
+    own_keys = KEYS | {"stages", "ffn", "dropout"}
 
     def least_size(self, config: Config) -> int:
         return int(2 ** len(num_per_stage(config, VGG16)))

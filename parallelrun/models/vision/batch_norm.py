@@ -135,6 +135,7 @@ class _NormaliseSpreadSets(torch.autograd.Function):
         mean, var = table[:, 0], (table[:, 1] - table[:, 0].square()).clamp_(min=0)
         ctx.save_for_backward(x, weight, mean.to(x.dtype), (var + eps).rsqrt().to(x.dtype))
         ctx.sets = sets
+        ctx.sums = None  # zero bubble runs backward for x, then for the weights with the same gradient: exchanged once
         parts = [
             functional.batch_norm(
                 x[p.start : p.stop], mean[p.index].to(x.dtype), var[p.index].to(x.dtype), weight, bias, False, 0.0, eps
@@ -156,8 +157,10 @@ class _NormaliseSpreadSets(torch.autograd.Function):
             of_scale = (x[p.start : p.stop] - _per_channel(mean[p.index], x)).mul_(given).sum(dims) * scale[p.index]
             sums[p.index] = torch.stack((given.sum(dims), of_scale))
         for_weight, for_bias = sums[:, 1].sum(0), sums[:, 0].sum(0)  # this replica's: the data strategy sums them
-        comm.all_reduce(sums, sets.group, PURPOSE)
-        sums /= sets.size * area
+        if ctx.sums is None:
+            comm.all_reduce(sums, sets.group, PURPOSE)
+            ctx.sums = sums.div_(sets.size * area)
+        sums = ctx.sums
         out = torch.empty_like(x)
         for p in sets.pieces:  # in place: these tensors are as large as what forward keeps
             part = torch.sub(x[p.start : p.stop], _per_channel(mean[p.index], x), out=out[p.start : p.stop])

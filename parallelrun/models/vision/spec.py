@@ -13,6 +13,7 @@ from parallelrun.model_spec import BlockSpec, ModelSpec
 from parallelrun.models.vision import operations as ops
 from parallelrun.models.vision.memory import backward_of
 
+KEYS = frozenset({"vocab", "image", "channels", "width", "label_smoothing"})  # of every image classifier
 INDEX_ELEMENTS = 2  # an int64 index is as large as two elements of fp32
 OPEN_SIZE = 224  # of images whose size neither the dataset nor the user gives (ImageNet's usual crop)
 

@@ -78,6 +78,9 @@ def test_a_sweep_over_texts_keeps_its_commas():
         (["schedule=gpipe,1f1b"], "a sweep"),
         (["strategy=ddp,tp"], "a sweep"),
         (["tp=[1]"], "not a list"),
+        (["profile=true"], "profile takes a list: steps that"),
+        (["profile=3,4"], "profile takes a list"),
+        (["model.arguments=3"], "takes a mapping"),
         (["tp=010"], "parsed as 8 from 010"),
         (["~tp"], "cannot be removed"),
         (["model="], "a name is missing"),
@@ -93,6 +96,8 @@ def test_every_mistake_is_told(texts, said):
 
 def test_the_fix_is_named():
     assert problem("tpp=8").suggestion.startswith("tp")
+    assert problem("profile=3,4").suggestion == "profile=[3,4]"
+    assert problem("profile=true").suggestion == "profile=[]"
     assert problem("tp =8").suggestion == "tp=8"
     assert problem("tp=1,2").command == "parallelrun -m ... tp=1,2"
 

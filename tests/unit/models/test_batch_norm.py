@@ -66,6 +66,19 @@ def test_every_set_is_normalised_as_torch_does(size: int, spread: bool) -> None:
     assert layer.take_statistics() is None, "what was asked for is forgotten"
 
 
+def test_a_second_backward_for_the_weights_alone_sends_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero bubble's: the first one is for the input alone."""
+    calls: list[str] = []
+    monkeypatch.setattr(batch_norm.comm, "all_reduce", lambda table, group, purpose: calls.append(purpose))
+    layer, x = made(3, Fixed(4, 4, spread=True)), torch.randn(4, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    out = layer(x * 1)
+    upstream = torch.randn_like(out)
+    torch.autograd.grad(out, x, upstream, retain_graph=True)
+    found = torch.autograd.grad(out, (layer.weight, layer.bias), upstream)
+    assert calls == [batch_norm.PURPOSE] * 2, "one exchange in forward, one in backward"
+    torch.testing.assert_close(found, torch.autograd.grad(torchs(x, layer, 4), (layer.weight, layer.bias), upstream))
+
+
 def test_a_large_mean_costs_no_digits() -> None:
     """A variance taken as a difference of fp32 second moments would be noise here."""
     x = torch.randn(8, 2, 4, 4) + 3000
