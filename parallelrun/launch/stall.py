@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.launch.output import log_path
-from parallelrun.launch.position import PendingCollective, Position
+from parallelrun.launch.position import STOPPED, PendingCollective, Position
 from parallelrun.plan.mesh_shape import MeshShape
 
 _MOST_RANKS = 4  # whose frames a message shows
@@ -96,11 +96,16 @@ def find(
     """Return the operation for which ranks wait, and those that have not come; None if the positions do not tell.
 
     positions: of all ranks whose position is known, those without frames included; hosts: by rank. Of several
-    operations it is the one that keeps the others waiting: a missing rank that waits elsewhere is a victim itself.
+    operations it is the one that keeps the others waiting: a missing rank that waits elsewhere is a victim itself. So
+    may be one that sleeps if another rank is stopped, such as while its checkpoint waits for all ranks beside training.
     """
     waits = {rank: one.waits_for for rank, one in positions.items() if one.waits_for is not None}
     absent = {rank: _absent(wait, positions) for rank, wait in waits.items()}
     guilty = sorted({rank for ranks in absent.values() for rank in ranks if rank not in waits})
+    if stopped := [rank for rank, one in positions.items() if one.activity == STOPPED]:
+        guilty = [rank for rank in guilty if rank in stopped]
+        if not guilty:
+            return None
     if not guilty:  # all wait for each other
         counts = Counter(map(_key, waits.values()))
         if len(counts) < 2:

@@ -77,8 +77,16 @@ def test_a_stopped_rank_counts_as_missing_unless_shared_memory_shows_its_part():
     sender = Position(STOPPED)
     ring = {0: waits("tp", TP, 0, "recv", missing=(3,)), 3: sender}
     assert missing(found(ring)) == [3] and found(ring).name == "recv of axis tp"
-    has_come = {rank: Position(STOPPED) if rank == 2 else waits("world", ALL, 12, missing=(3,)) for rank in (0, 1, 2)}
-    assert missing(found({**has_come, 3: SLEEPING})) == [3]
+    has_come = {rank: Position(STOPPED) if rank == 2 else waits("world", ALL, 12, missing=(3,)) for rank in ALL}
+    assert stall.find(has_come, MESH, Path("/run"), {}) is None
+
+
+def test_a_rank_that_sleeps_is_not_blamed_while_another_is_stopped():
+    """Ranks 1 and 2 sleep until their checkpoint is written, which rank 3, stopped, keeps from its end."""
+    asleep = {1: SLEEPING, 2: SLEEPING, 3: Position(STOPPED)}
+    ahead = waits("tp", (0, 1), 17)
+    assert stall.find({0: ahead, **asleep}, MESH, Path("/run"), {}) is None
+    assert missing(found({**asleep, 0: ahead, 2: waits("tp2", TP, 17)})) == [3]
 
 
 def test_positions_that_do_not_tell_are_no_stall():
