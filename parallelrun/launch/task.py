@@ -21,7 +21,7 @@ from parallelrun.records import write_json, write_text
 
 
 class TaskFailed(EnvironmentProblem):
-    """A rank of a task has failed. log: what it has written."""
+    """A rank of a task has failed for no reason that it explains. log: what it has written."""
 
     def __init__(self, what: str, log: Path):
         super().__init__(what)
@@ -47,7 +47,7 @@ def run_task(root: Path, config: Config, plan: Plan, worker: str, asked: Mapping
     """Run `worker` (`module:function`) on every rank; return the directory that the ranks have written to.
 
     root: where that directory is made. asked: what the ranks read from `asked.json` there. Raises TaskFailed if a
-    rank fails, EnvironmentProblem if the ranks end otherwise, KeyboardInterrupt after a signal.
+    rank fails, EnvironmentProblem if it explains why or the ranks end otherwise, KeyboardInterrupt after a signal.
     """
     folder = directory.create(root, worker.rpartition(":")[2])
     write_text(folder / "config.yaml", freeze(config, plan))
@@ -56,7 +56,10 @@ def run_task(root: Path, config: Config, plan: Plan, worker: str, asked: Mapping
     outcome = supervisor.supervise(Job(config, plan, folder, worker))
     if outcome.cause is not None:
         rank = outcome.cause.rank
-        raise TaskFailed(f"rank {rank} of {plan.world}: {outcome.cause.what}", log_path(folder, rank))
+        what = f"rank {rank} of {plan.world}: {outcome.cause.what}"
+        if outcome.cause.problems:  # the log tells no more
+            raise EnvironmentProblem(what)
+        raise TaskFailed(what, log_path(folder, rank))
     if outcome.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
         raise KeyboardInterrupt
     if outcome.exit_code != EXIT_OK:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,11 +57,13 @@ def test_why_shared_memory_is_impossible(monkeypatch, forked):
     assert doctor._all_reduce().state == "pass", "gloo needs neither"
 
 
-def test_a_rank_that_cannot_take_part_is_named(forked, two_gpus):
+def test_a_rank_that_cannot_take_part_is_named_and_its_log_is_kept(forked, two_gpus, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL")
     (check,) = doctor._gpu_all_reduce()
     assert check.state == "fail" and re.match(r"rank [01] of 2: \w+Error: ", check.detail), check.detail
+    assert "Error: " in Path(check.detail.partition("its log: ")[2].rstrip(")")).read_text()
 
 
 def test_without_gpus_nothing_is_summed(monkeypatch):

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from parallelrun.config.schema import Config
-from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RANK_DIED
+from parallelrun.errors import (
+    EXIT_ENVIRONMENT,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_RANK_DIED,
+    EnvironmentProblem,
+    Problem,
+)
 from parallelrun.launch import supervisor
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.outcome import Outcome
@@ -41,11 +48,19 @@ def test_a_failed_rank_is_named_with_its_log_which_is_kept(run, tmp_path):
     assert Path(log).is_relative_to(tmp_path)
 
 
-@pytest.mark.parametrize("code, error", [(EXIT_OK, None), (EXIT_INTERRUPTED, KeyboardInterrupt)])
-def test_nothing_is_left_of_other_tasks(run, tmp_path, code, error):
-    if error is None:
-        run(Outcome(code))
-    else:
-        with pytest.raises(error):
-            run(Outcome(code))
+EXPLAINED = Outcome(EXIT_ENVIRONMENT, Failure(0, "no memory", EXIT_ENVIRONMENT, problems=(Problem("no memory"),)))
+
+
+@pytest.mark.parametrize(
+    "outcome, error",
+    [(Outcome(EXIT_INTERRUPTED), KeyboardInterrupt), (EXPLAINED, EnvironmentProblem)],
+)
+def test_nothing_is_left_where_no_log_is_needed(run, tmp_path, outcome, error):
+    with pytest.raises(error):
+        run(outcome)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_of_a_task_that_ends_well(run, tmp_path):
+    run(Outcome(EXIT_OK))
     assert not list(tmp_path.iterdir())
