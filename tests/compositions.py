@@ -49,7 +49,8 @@ def keep_merged() -> None:
 
     def compose(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> DictConfig:
         contents = [_content(default.config_path, repo) for default in defaults]
-        key = (source._pickled_schema()[0], repr(defaults), *contents)  # plug-ins change the schema
+        schema, types = source._pickled_schema()  # plug-ins change it, also into equal classes that are others
+        key = (schema, *types.values(), repr(defaults), *contents)
         if key not in merged:
             merged[key] = _pickled(merge(self, defaults, repo))
         return _copy(*merged[key])
