@@ -7,7 +7,6 @@ The one-device reference is computed once per setting in the test process and re
 from __future__ import annotations
 
 import ast
-import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -134,7 +133,6 @@ def _cell(
         next(getattr(one, mutant) for one in (context_mutants, grid_mutants, mutants) if hasattr(one, mutant))()
     if config.compile:  # what the compiler makes graphs of, without its code generation, which takes minutes
         train_build.compile_blocks = partial(compile_blocks, backend="aot_eager")
-        gc.disable()  # a fifth of the compiler's time
     training = build(config, plan, torch.device("cpu"))
     if fault:
         fault(training)

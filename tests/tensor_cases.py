@@ -4,7 +4,6 @@ share."""
 from __future__ import annotations
 
 import copy
-import gc
 import zlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,7 +171,6 @@ def prove_gpt(overrides: dict[str, Any], pipeline: str = "none", backend: str = 
     alone, placed = networks(config, plan, mesh)
     if backend:
         compile_blocks(placed, backend)
-        gc.disable()  # a fifth of the compiler's time
     with CommunicationCounter(mesh) as counter:
         loss = train_once(placed, plan)
     expected = train_once(alone, plan)

@@ -1,4 +1,4 @@
-"""A sequence of 8,192 tokens trains on four ranks under a limit of memory that one rank exceeds."""
+"""A sequence of 16,384 tokens trains on four ranks under a limit of memory that one rank exceeds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.plans import tiny_config
 from tests.pool import RanksFailed, run_ranks
 
 MIB = 2**20
-MORE = 500 * MIB  # address space of a rank beyond what it has before it builds the model
+MORE = 1000 * MIB  # address space of a rank beyond what it has before it builds the model
 LONG = {
-    "model.seq": 8192, "model.hidden": 16, "model.heads": 1, "model.layers": 1, "model.vocab": 8192,
+    "model.seq": 16384, "model.hidden": 16, "model.heads": 1, "model.layers": 1, "model.vocab": 8192,
     "dataset.vocab": 8192, "dataset.samples": 4, "global_batch": 1, "model.tied_embeddings": False,
     "model.position": "rope",
 }  # fmt: skip
