@@ -6,6 +6,7 @@ numbers. Torch-free.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ CONTROL = "control"  # the purpose of traffic that carries no training data
 MOST_LINES = 20
 SPREAD = 30  # largest over smallest number; above it the axis is logarithmic
 MOST_POINTS = 150  # of a line; more are averaged
+_UNREAD = re.compile("(.+?) is (?:read by none of|not read by) ")  # the notes of plan/shorthands.py
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def series(directory: Path) -> list[Series]:
 
 def _label(names: list[str], row: dict[str, Any]) -> str:
     """Return the overrides that the point's strategy reads: `ring` for `strategy=ring`, others with their keys."""
-    unread = tuple(note.partition(" is ")[0] for note in row.get("notes", ()))
+    unread = {found[1] for note in row.get("notes", ()) if (found := _UNREAD.match(note))}
     return " ".join(name.removeprefix("strategy=") for name in names if name not in unread)
 
 

@@ -122,10 +122,12 @@ def test_a_long_run_is_drawn_by_means(tmp_path):
 
 
 def test_a_key_that_a_point_does_not_read_is_not_in_its_label(tmp_path):
-    unread = ["consistency=sync is read by none of ddp's strategies"]
-    run(tmp_path, 0, "ddp", steps(2), overrides=["strategy=ddp", "consistency=sync"], notes=unread)
+    notes = ["consistency=sync is read by none of the chosen strategies (ddp)", "dropout=0.1 is not read by model=mlp",
+             "lr=9 is a warning about a key that is read"]  # fmt: skip
+    words = ["strategy=ddp", "consistency=sync", "dropout=0.1", "lr=9"]
+    run(tmp_path, 0, "ddp", steps(2), overrides=words, notes=notes)
     run(tmp_path, 1, "ps", steps(2), overrides=["strategy=ps", "consistency=async"])
-    assert [one.label for one in comparison.series(tmp_path)] == ["ddp", "ps consistency=async"]
+    assert [one.label for one in comparison.series(tmp_path)] == ["ddp lr=9", "ps consistency=async"]
 
 
 def test_without_a_finished_step_there_is_no_picture(tmp_path):
