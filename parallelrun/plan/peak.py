@@ -21,14 +21,16 @@ from parallelrun.plan.structure import Plan, Stage, Value, once
 from parallelrun.precision import BYTES
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
-INDEX_BYTES = 8  # of a token, a target, a sample's index
+INDEX_BYTES = 8  # of a token, of a target and of a sample's index
 
 
 @dataclass(frozen=True)
 class Moment:
     """The bytes of a rank at one moment, without weights, optimizer state and the data strategy's permanent buffers.
 
-    gradients: of stages whose backward has run. activations: saved for it. temporary: of one block's, and the batch."""
+    gradients: of stages whose backward has run. activations: saved for backward. temporary: tensors that exist only
+    during a block's backward pass, and the batch.
+    """
 
     gradients: int
     activations: int

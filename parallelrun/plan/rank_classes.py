@@ -19,8 +19,7 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
 
     Workers are classified by equal pp ranks, then by tp rank if weights are sharded unevenly over tp, then by rank of
     the data axis if shards of the last sums (partial axes, tied copies) are uneven or the data strategy distinguishes
-    its ranks
-    (`sending_classes`). Every server is its own class.
+    its ranks (`sending_classes`). Every server is its own class.
     """
     num_tensor = plan.mesh.size("tp")
     originals = {original for _, original in plan.tied_copies}
