@@ -69,17 +69,13 @@ class Session:
         if not steps:
             what = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
             raise ConfigError(Problem(what, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
-        peaks = {
-            name: _over_ranks([[row["peaks"][name]] for row in ranks], TimedProduct)[0] for name in ranks[0]["peaks"]
-        }
-        fastest = max(one.flops_s(clock) for one in products)  # another product may beat the large square one
-        usual = products[0].precision
+        peaks = _over_ranks([list(row["peaks"].values()) for row in ranks], TimedProduct)
         return Measurements(
             clock=clock,
             device="cpu" if on_cpu else "cuda",
             cores=own,
             facts=_facts(ranks[0], self.backend, on_cpu),
-            peaks={name: max(one.flops_s(clock), fastest * (name == usual)) for name, one in peaks.items()},
+            peaks=highest_rates([*peaks, *products], clock),
             memory_bytes_s=_median(row["memory_bytes_s"][clock] for row in ranks),
             multiprocessors=ranks[0].get("multiprocessors", 0),
             memory_bytes=ranks[0].get("memory_bytes") or (available_bytes() or 0) / own,
@@ -159,6 +155,14 @@ class Session:
             raise EnvironmentProblem(f"{plan.world} ranks on {own} GPUs")
         folder = run_task(root, filled(config, plan), plan, f"{WORKERS}:steps")
         return TimedStep(name, freeze(config, plan), sample_of(json.loads((folder / "bench.json").read_text()), own))
+
+
+def highest_rates(products: Sequence[TimedProduct], clock: str) -> dict[str, float]:
+    """FLOP/s of the fastest product of each precision: another one may beat the large square one."""
+    found: dict[str, float] = {}
+    for one in products:
+        found[one.precision] = max(one.flops_s(clock), found.get(one.precision, 0.0))
+    return found
 
 
 def composed(words: Sequence[str]) -> tuple[Config, Plan]:

@@ -74,3 +74,15 @@ def test_an_uneven_vocabulary_leaves_small_or_empty_last_shards():
 def test_ranges_refuse_a_shape_of_another_rank():
     with pytest.raises(AssertionError):
         Layout.replicated(2).ranges((3,), {}, {})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 7), st.integers(1, 7))
+def test_the_shape_of_a_part_changes_at_edges_only(length, outer, inner):
+    """Of either axis, whatever the coordinate on the other, which cuts before it or after it."""
+    layout, sizes = Layout((("dp", "tp"),)), {"dp": outer, "tp": inner}
+    for axis, other in (("dp", "tp"), ("tp", "dp")):
+        edges = layout.edges((length,), sizes, axis)
+        for at, place in product(range(1, sizes[axis]), range(sizes[other])):
+            here, before = (layout.local_shape((length,), sizes, {axis: i, other: place}) for i in (at, at - 1))
+            assert here == before or at in edges, (axis, at, place)

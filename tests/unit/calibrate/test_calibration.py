@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 import yaml
 
-from parallelrun.calibrate import constants, file, measurements, runs, training
+from parallelrun.calibrate import constants, devices, file, measurements, runs, training
 from parallelrun.calibrate.constants import PlannedStep, calibrated, plan_of_exchange, step_seconds
 from parallelrun.calibrate.devices import EXCHANGED, OPERATIONS, PRODUCTS, shapes
 from parallelrun.calibrate.measurements import CPU, WALL, Measurements, Sample, TimedExchange, TimedProduct, TimedStep
-from parallelrun.calibrate.session import Session, composed, sample_of
+from parallelrun.calibrate.session import Session, composed, highest_rates, sample_of
 from parallelrun.cli.main import main
 from parallelrun.config import presets
 from parallelrun.errors import ConfigError, EnvironmentProblem
@@ -134,6 +135,27 @@ def test_constants_of_gpus_are_found_again_from_the_products_and_trainings_that_
     for key in ("product_efficiency", "product_ramp", "attention_efficiency", "memory_efficiency"):
         assert getattr(found.cluster, key) == pytest.approx(true[key], rel=0.15), key
     assert found.error < 0.02
+
+
+def test_the_peak_of_a_precision_is_that_of_its_fastest_product():
+    square = [TimedProduct(100, 100, 100, Sample(2.0, 1.0), name) for name in ("fp32", "bf16")]
+    small = TimedProduct(100, 100, 10, Sample(0.1, 0.1), "bf16")
+    assert highest_rates([*square, small], WALL) == {"fp32": 1e6, "bf16": 2e6}
+    assert highest_rates([*square, small], CPU) == {"fp32": 2e6, "bf16": 2e6}
+
+
+def test_what_takes_long_is_timed_once_and_products_know_their_precision(monkeypatch):
+    calls = []
+    clock = devices.Clock(torch.device("cpu"), 1e-6)
+    clock.sample(lambda: calls.append(None))
+    assert len(calls) >= 2 + devices.REPEATS
+    monkeypatch.setattr(devices, "LONG_S", 0.0)
+    calls.clear()
+    clock.sample(lambda: calls.append(None))
+    assert len(calls) == 2, "one to warm up"
+    monkeypatch.setitem(PRODUCTS, "cpu", devices.Products("bf16", (4,), (8,), (), 8))
+    assert {one.precision for one in devices.products(clock, lambda: None)} == {"bf16"}
+    assert devices.peak(clock, "fp16").precision == "fp16"
 
 
 def test_the_clock_of_the_cpu_counts_no_waiting():

@@ -76,3 +76,8 @@ def test_a_key_that_the_model_does_not_read_is_refused(overrides, key):
     with pytest.raises(ConfigError, match=f"^{key}=.* is not read by model="):
         resolve(tiny_config(overrides), given=frozenset({key}))
     resolve(tiny_config(overrides), given=frozenset({"model.name", "model.vocab"}))
+
+
+def test_an_empty_list_or_mapping_is_as_if_it_had_not_been_given():
+    for key, empty in (("model.arguments", {}), ("model.stages", [])):
+        resolve(tiny_config({key: empty}), given=frozenset({key}))
