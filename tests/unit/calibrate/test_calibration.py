@@ -140,7 +140,7 @@ def test_constants_of_gpus_are_found_again_from_the_products_and_trainings_that_
 def test_the_peak_of_a_precision_is_that_of_its_fastest_product():
     square = [TimedProduct(100, 100, 100, Sample(2.0, 1.0), name) for name in ("fp32", "bf16")]
     small = TimedProduct(100, 100, 10, Sample(0.1, 0.1), "bf16")
-    assert highest_rates([*square, small], WALL) == {"fp32": 1e6, "bf16": 2e6}
+    assert highest_rates([small, *square], WALL) == {"fp32": 1e6, "bf16": 2e6}
     assert highest_rates([*square, small], CPU) == {"fp32": 2e6, "bf16": 2e6}
 
 
