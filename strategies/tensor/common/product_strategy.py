@@ -151,14 +151,16 @@ class ProductStrategy(ProductTraffic):
 
     def _step_backward(self, step: BackwardStep, layer: LayerSpec | None, plan: Plan) -> LayerBackward:
         samples, precision = plan.batch.micro_batch, plan.precision
-        each = samples * BYTES[precision.accurate if step.normalises else precision.compute]
+        dtype = precision.accurate if step.normalises else precision.compute
+        each = samples * BYTES[dtype]
         scratch = weights = 0
         if layer is not None:
             weights = _weight_gradients(layer, self.product_of(layer, plan), plan)
             if precision.compute != precision.stored:
                 largest = max((local_numel(one, plan) for one in layer.parameters), default=0)
                 scratch = largest * BYTES[precision.compute]
-        waiting = step.waiting * samples * BYTES[precision.compute]
+        waits = not step.waits_itself or dtype != precision.compute
+        waiting = step.waiting * samples * BYTES[precision.compute] if waits else 0
         kept = step.kept * each + step.indices * samples * INDEX
         arriving, reads = step.arriving * each, step.arriving * each if weights else 0
         return LayerBackward(kept, waiting + arriving, step.giving * each, scratch, weights, reads)
