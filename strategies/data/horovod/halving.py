@@ -37,14 +37,18 @@ def elements(numel: int, size: int, index: Number) -> Number:
     return sum(halved(numel, level, index) for level in range(size.bit_length() - 1))
 
 
-def scratch_bytes(lengths: Sequence[int], size: int, index: int, element_bytes: int) -> int:
-    """Return what member `index` holds while it combines a vector, made of tensors of those lengths, beside it: the
-    half that the first partner gives, with the largest tensor's parts in fp64 for their dot products (of fp64 itself
-    the three terms of their sum) or the next partner's quarter."""
+def update_bytes(lengths: Sequence[int], size: int, index: int, sent: int, stored: int) -> int:
+    """Return what member `index` holds while it combines an update of tensors of those lengths. sent, stored: bytes of
+    an element.
+
+    The update; beside it, itself in the stored dtype, or the half that the first partner gives with the largest
+    tensor's parts in fp64 for their dot products (of fp64 itself the three terms of a sum) or the next one's quarter.
+    """
     numel = sum(lengths)
     low, high = halvings(numel, size, index)[0].keep
     spans = pairwise(accumulate(lengths, initial=0))
     largest = max(min(stop, high) - max(start, low) for start, stop in spans)
-    terms = 3 if element_bytes == DOT_BYTES else 2
-    quarter = -(-numel // 4) * element_bytes if size > 2 else 0
-    return (high - low) * element_bytes + max(terms * DOT_BYTES * largest, quarter)
+    products = (3 if sent == DOT_BYTES else 2) * DOT_BYTES * largest
+    quarter = -(-numel // 4) * sent if size > 2 else 0
+    converted = numel * stored if sent != stored else 0
+    return numel * sent + max(converted, (high - low) * sent + max(products, quarter))

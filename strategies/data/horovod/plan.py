@@ -101,24 +101,17 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         return not self._combines_updates(plan) and super().keeps_gradients(plan)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        if self._combines_updates(plan):
-            return None
-        return super().backward_bytes(stage, number, coordinate, plan)
+        return None if self._combines_updates(plan) else super().backward_bytes(stage, number, coordinate, plan)
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Return what the largest update of Adasum needs: itself, and beside it the update in the stored dtype, or what
-        combines it; else 0."""
+        """Return what the largest update of Adasum needs (`halving.update_bytes`); else 0."""
         size, index = self.summing_group(plan.data_axis, coordinate, plan)
         if not self._combines_updates(plan) or size == 1:
             return 0
         sent, stored = BYTES[self.update_dtype(plan)], BYTES[plan.precision.stored]
-        most = 0
-        for parts in buckets_of(pp_rank, coordinate, plan).parts:
-            lengths = [prod(shape) for _, shape in parts]
-            converted = sum(lengths) * stored if sent != stored else 0
-            beside = max(converted, halving.scratch_bytes(lengths, size, index, sent))
-            most = max(most, sum(lengths) * sent + beside)
-        return most
+        buckets = buckets_of(pp_rank, coordinate, plan).parts
+        updates = ([prod(shape) for _, shape in parts] for parts in buckets)
+        return max((halving.update_bytes(one, size, index, sent, stored) for one in updates), default=0)
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Receive buffers of the sums; the updates of adasum are counted in `gathered_bytes`."""
