@@ -151,16 +151,15 @@ class ProductStrategy(ProductTraffic):
 
     def _step_backward(self, step: BackwardStep, layer: LayerSpec | None, plan: Plan) -> LayerBackward:
         samples, precision = plan.batch.micro_batch, plan.precision
-        dtype = precision.accurate if step.normalises else precision.compute
-        each = samples * BYTES[dtype]
+        each = samples * BYTES[precision.accurate if step.normalises else precision.compute]
         scratch = weights = 0
         if layer is not None:
             weights = _weight_gradients(layer, self.product_of(layer, plan), plan)
             if precision.compute != precision.stored:
                 largest = max((local_numel(one, plan) for one in layer.parameters), default=0)
                 scratch = largest * BYTES[precision.compute]
-        waits = not step.waits_itself or dtype != precision.compute
-        waiting = step.waiting * samples * BYTES[precision.compute] if waits else 0
+        waiting = step.waiting * samples * BYTES[precision.compute]
+        waiting *= not step.waits_itself or samples * BYTES[precision.compute] != each
         kept = step.kept * each + step.indices * samples * INDEX
         arriving, reads = step.arriving * each, step.arriving * each if weights else 0
         return LayerBackward(kept, waiting + arriving, step.giving * each, scratch, weights, reads)
