@@ -167,7 +167,9 @@ class Agent:
             self._told_run = found
             self.tell("run", os.fspath(found))
         if self._ranks is not None and self._ranks.have_ended():
-            code, self._ranks = self._ranks.exit_code(), None
+            code = self._ranks.exit_code()
+            self._ranks.notes.close()
+            self._ranks = None
             self.tell("held", self._memory.held())
             self.tell("ended", code)
 

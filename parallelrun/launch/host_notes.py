@@ -52,6 +52,10 @@ class HostNotes:
         """As the agent: tell the fields of the `LostHost`."""
         self._write(_LOST, fields)
 
+    def close(self) -> None:
+        """Release the notes, when no rank is left."""
+        os.close(self.descriptor)
+
     def _read(self, page: int) -> Any:
         with contextlib.suppress(ValueError):  # empty, or not written to its end
             return json.loads(os.pread(self.descriptor, _PAGE, page * _PAGE).rstrip(b"\0"))
