@@ -142,8 +142,6 @@ class ProductStrategy(ProductTraffic):
             return (first,)
         mixed = _read_behind(layer, product, reads, plan)
         behind = self._behind(layer, block, product, plan)
-        if activates_again(block, plan) and not attends(layer):
-            behind -= reads  # what computes the result again refers to the outputs until the product's backward is over
         if of_product is not None:
             waiting -= self._beside(layer, block, plan)
         passing = plan.context.passing_bytes(plan) if plan.context and attends(layer) else 0
