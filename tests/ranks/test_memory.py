@@ -152,6 +152,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp of four, long, all-gather": LONG | context("allgather", 4),
     "cp, long, full": LONG | context("ring") | FULL,
     "zero bubble bf16": GPT | pipeline("zero_bubble") | BF16,
+    # The gradients of experts' weights come when those of attention have freed what they read.
+    "moe zero bubble selective bf16": MOE
+    | pipeline("zero_bubble")
+    | SELECTIVE
+    | BF16
+    | {"model.layers": 2, "model.seq": 32, "micro_batch": 2, "global_batch": 8},
     "2d": GPT | GRID | {"tp": 4, "layout": "2d"},
     "2d, rotary positions and biases": GPT
     | GRID
