@@ -27,7 +27,8 @@ class RMSNorm(Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accurate)
         rstd = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (x * rstd).mul_(weight).to(x.dtype)
+        out: Tensor = (x * rstd).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
