@@ -47,7 +47,7 @@ _SIGNAL_HINTS = {
     "SIGABRT": "native code gave up: see the log",
 }
 # a message that begins so continues the sentence "rank 2 (...)"
-_VERBS = ("died:", "lost ", "blocked:", "waited ", "hangs:", "stopped ")
+_VERBS = ("died:", "died, or ", "lost ", "blocked:", "waited ", "hangs:", "stopped ")
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,7 @@ class ProductStrategy(ProductTraffic):
                 largest = max((local_numel(one, plan) for one in layer.parameters), default=0)
                 scratch = largest * BYTES[precision.compute]
         waiting = step.waiting * samples * BYTES[precision.compute]
+        waiting *= not step.waits_itself or samples * BYTES[precision.compute] != each
         kept = step.kept * each + step.indices * samples * INDEX
         arriving, reads = step.arriving * each, step.arriving * each if weights else 0
         return LayerBackward(kept, waiting + arriving, step.giving * each, scratch, weights, reads)
