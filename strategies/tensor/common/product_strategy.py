@@ -83,8 +83,8 @@ class ProductStrategy(ProductTraffic):
         return total
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Return the bytes on the rank that saves most. Full recomputation saves a block's input, of images' first block
-        the batch, which is there anyway; a model may give its own figure."""
+        """Return the bytes on the rank that saves most. Full recomputation saves a block's input: of the first block
+        of images the batch, which is counted anyway. A model may give its own figure."""
         in_full = plan.recompute == "full" and block.is_recomputed
         if in_full and plan.spec.kind == "images" and block.name == plan.spec.blocks[0].name:
             return 0

@@ -33,8 +33,11 @@ def recomputed_bytes(backward: BlockBackward, plan: Plan) -> int:
     results = accurate * (2 if sets is not None and not sets.spread and sets.size < samples else 1)
     norm = results if compute == accurate else max(results, accurate + compute) + compute
     saved = most = 0
-    for step in backward.steps:
-        saved += _kept(step, plan)
+    for number, step in enumerate(backward.steps):
+        if number == backward.shortcut:
+            saved += _kept(backward.steps[-1], plan)
+        if backward.shortcut is None or step is not backward.steps[-1]:
+            saved += _kept(step, plan)
         most = max(most, saved + step.arriving * samples * (norm if step.normalises else compute))
     return max(0, backward.steps[-1].arriving * samples * compute + most - saved)
 
