@@ -7,13 +7,18 @@ values and choose the same few built-in files, whose merge takes half of the tim
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
+from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, open_dict
 
 from parallelrun.config import presets, source
@@ -21,6 +26,7 @@ from parallelrun.config import presets, source
 _SCRATCH = "hydra.sweep.dir="  # another folder in every sweep
 _Pickled = tuple[bytes, dict[str, type]]  # a deep copy takes five times as long
 _kept: dict[Hashable, _Pickled] = {}
+_replaced: list[tuple[Any, str, Any]] = []  # by `keep_merged`: whose function, its name, and the original
 
 
 def keep(patch: pytest.MonkeyPatch) -> None:
@@ -43,19 +49,104 @@ def keep(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_merged() -> None:
-    """From now on, this process and its copies merge equal lists of files once. Typed values come after it."""
+    """From now on, this process and its copies parse equal words once, and choose and merge equal lists of files once.
+    Typed values come after it."""
+    _parse_once()
+    _choose_once()
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
     merged: dict[Hashable, _Pickled] = {}
 
     def compose(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> DictConfig:
-        contents = [_content(default.config_path, repo) for default in defaults]
-        schema, types = source._pickled_schema()  # plug-ins change it, also into equal classes that are others
-        key = (schema, *types.values(), repr(defaults), *contents)
+        known = _built_in(repo)
+        key = (
+            known or _schema(),
+            repr(defaults),
+            *(() if known else (_content(one.config_path, repo) for one in defaults)),
+        )
         if key not in merged:
             merged[key] = _pickled(merge(self, defaults, repo))
         return _copy(*merged[key])
 
-    ConfigLoaderImpl._compose_config_from_defaults_list = compose  # type: ignore[method-assign]
+    _replace(ConfigLoaderImpl, "_compose_config_from_defaults_list", compose)
+
+
+def compose_as_ever(patch: pytest.MonkeyPatch) -> None:
+    """Undo `keep_merged`, for tests of what composing itself does."""
+    for owner, name, original in _replaced:
+        patch.setattr(owner, name, original)
+
+
+def _replace(owner: Any, name: str, function: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, function)
+
+
+def _parse_once() -> None:
+    """Only words of one value or none: the others hold lists, which their readers may change."""
+    parse = OverridesParser.parse_rule
+    parsed: dict[str, Override] = {}
+
+    def parse_rule(self: OverridesParser, text: str, rule: str) -> Any:
+        if rule != "override":
+            return parse(self, text, rule)
+        if text not in parsed:
+            override = parse(self, text, rule)
+            if override.value_type != ValueType.ELEMENT or (
+                override._value and isinstance(override._value, (dict, list))
+            ):
+                return override
+            parsed[text] = override
+        copied = copy.copy(parsed[text])
+        copied._value = copy.copy(copied._value)
+        return copied
+
+    _replace(OverridesParser, "parse_rule", parse_rule)
+
+
+def _choose_once() -> None:
+    """Where all files are Hydra's and ours, the words that choose files decide which ones are read."""
+    choose = defaults_list._create_defaults_list
+    chosen: dict[Hashable, bytes] = {}
+
+    def create(repo: Any, config_name: str | None, overrides: Any, *rest: Any, **more: Any) -> Any:
+        known = _built_in(repo)
+        if known is None:
+            return choose(repo, config_name, overrides, *rest, **more)
+        values = overrides.config_overrides
+        choices = {name: value for name, value in vars(overrides).items() if name != "config_overrides"}
+        key = (known, config_name, repr(choices), rest, *sorted(more.items()))
+        if key not in chosen:
+            made = choose(repo, config_name, overrides, *rest, **more)
+            choices = {name: vars(overrides)[name] for name in choices}
+            chosen[key] = pickle.dumps((made, choices), pickle.HIGHEST_PROTOCOL)
+            return made
+        made, choices = pickle.loads(chosen[key])
+        vars(overrides).update(choices, config_overrides=values)
+        return made
+
+    _replace(defaults_list, "_create_defaults_list", create)
+
+
+_PLACES = ("pkg://hydra.conf", "parallelrun://conf", "parallelrun://schema", "pkg://parallelrun.conf", "structured://")
+
+
+def _built_in(repo: Any) -> Hashable:
+    """What all files depend on that Hydra can find; None if a folder or a recipe is among them, which may change."""
+    places = tuple(source.full_path() for source in repo.get_sources())
+    stored = ConfigStore.instance().repo
+    if not set(places) <= set(_PLACES) or stored.get("recipe"):
+        return None
+    clusters = tuple((path.name, path.read_bytes()) for path in sorted(presets.own_clusters().glob("*.yaml")))
+    return (_schema(), places, clusters, _names(stored))
+
+
+def _names(stored: dict[str, Any]) -> Hashable:
+    return tuple((name, _names(node) if isinstance(node, dict) else ()) for name, node in stored.items())
+
+
+def _schema() -> Hashable:
+    pickled, types = source._pickled_schema()  # plug-ins change it, also into equal classes that are others
+    return (pickled, *types.values())
 
 
 def _content(name: str, repo: Any) -> bytes:

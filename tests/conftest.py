@@ -63,6 +63,23 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A worker keeps to itself what nobody reads: that a test begins, and that it was set up and torn down well."""
+    options = session.config.option
+    if not hasattr(session.config, "workerinput") or options.durations or options.xmlpath or options.verbose > 0:
+        return
+    (worker,) = [one for one in session.config.pluginmanager.get_plugins() if type(one).__name__ == "WorkerInteractor"]
+    send = worker.sendevent
+
+    def send_what_is_read(name: str, **values: Any) -> None:
+        report = values.get("data", {}) if name == "testreport" else {}
+        is_plain = report.get("outcome") == "passed" and report["when"] != "call" and not report["sections"]
+        if name != "logstart" and not is_plain:
+            send(name, **values)
+
+    worker.sendevent = send_what_is_read
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """No garbage is collected while test modules import torch, and what they have imported is never visited again."""

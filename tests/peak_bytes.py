@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +25,9 @@ class PeakBytes(TorchDispatchMode):
 
     Views share a storage. FSDP resizes storages in place, which no dispatch mode sees, so `resize_` stands in for
     torch's while this mode is on. Memory that a kernel allocates and frees by itself is not seen.
+
+    A thread of gloo lets go of a collective's tensors a moment after `wait` has returned: on busy cores this may be
+    after the next operations, and what is alive then is chance. So a peak counts once those threads have gone to sleep.
     """
 
     def __init__(self, device: str = "cpu"):
@@ -29,6 +36,8 @@ class PeakBytes(TorchDispatchMode):
         self._device = device
         self._held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._torch_resize = torch.UntypedStorage.resize_
+        self._torch_wait = dist.Work.wait
+        self._has_waited = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -37,10 +46,12 @@ class PeakBytes(TorchDispatchMode):
 
     def __enter__(self) -> PeakBytes:
         torch.UntypedStorage.resize_ = self._resize()  # type: ignore[method-assign]
+        dist.Work.wait = self._wait()  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *problem: Any) -> None:
         torch.UntypedStorage.resize_ = self._torch_resize  # type: ignore[method-assign]
+        dist.Work.wait = self._torch_wait  # type: ignore[method-assign]
         super().__exit__(*problem)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,6 +100,9 @@ class PeakBytes(TorchDispatchMode):
 
     def _add(self, nbytes: int) -> None:
         self.now += nbytes
+        if self._has_waited and self.now > self.peak:
+            self._has_waited = False
+            await_other_threads()
         self.peak = max(self.peak, self.now)
 
     def _forget(self, key: int) -> None:
@@ -103,6 +117,31 @@ class PeakBytes(TorchDispatchMode):
             return self._torch_resize(storage, size)
 
         return resize_
+
+    def _wait(self) -> Any:
+        def wait(work: dist.Work, *args: Any, **options: Any) -> bool:
+            result = self._torch_wait(work, *args, **options)
+            self._has_waited = True
+            return result
+
+        return wait
+
+
+def await_other_threads(seconds: float = 1.0) -> None:
+    """Return when no other thread of this process computes or waits for a core, after `seconds` at most."""
+    end = time.monotonic() + seconds
+    while any(_is_running(thread) for thread in os.listdir("/proc/self/task")) and time.monotonic() < end:
+        time.sleep(0.0002)
+
+
+def _is_running(thread: str) -> bool:
+    if int(thread) == threading.get_native_id():
+        return False
+    try:
+        with open(f"/proc/self/task/{thread}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] in b"RD"
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return False
 
 
 def _is_mapped(value: Tensor) -> bool:

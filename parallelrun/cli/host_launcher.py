@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from parallelrun.checkpoint.held import Held
-from parallelrun.cli.host_agent import GRACE_S as AGENT_GRACE_S
-from parallelrun.cli.host_agent import Order
 from parallelrun.cli.host_connection import CLOSED, END_S, Connections, HostConnection
+from parallelrun.cli.host_ranks import GRACE_S as GRACE_OF_RANKS_S
+from parallelrun.cli.host_ranks import Order
 from parallelrun.cli.hosts import HostRanks, SshOptions
 from parallelrun.errors import (
     EXIT_HANG,
@@ -29,13 +30,22 @@ from parallelrun.errors import (
     EnvironmentProblem,
     Problem,
 )
-from parallelrun.launch import failure
+from parallelrun.launch import failure, host_failures
 from parallelrun.launch.environment import JUDGED, TOKEN, for_other_hosts
+from parallelrun.launch.failure import ConsoleOptions
 from parallelrun.launch.host_failures import Exit, LostHost
-from parallelrun.launch.rank import STOP_SIGNALS
+from parallelrun.launch.outcome import Outcome, conclude
+from parallelrun.launch.peers import is_recorded
+from parallelrun.launch.rank import STOP_SIGNALS, Job
 from parallelrun.launch.supervisor import signal_handlers
+from parallelrun.plan.freeze import load_frozen
+from parallelrun.plan.resolve import resolve
+from parallelrun.run_records import attempts
+from parallelrun.run_records.read import METRICS
+from parallelrun.run_records.rows import last_row
 
-GRACE_S = AGENT_GRACE_S + 5.0  # after a host has failed: time for the others to notice, to tell and to end
+GRACE_S = GRACE_OF_RANKS_S + 5.0  # after a host has failed: time for the others to notice, to tell and to end
+TOLD_S = 6.0  # after a host was lost: time for the ranks, which are told, to write how the run ended
 INTERRUPT_S = 5.0  # after Ctrl-C: time to unwind
 
 
@@ -57,7 +67,7 @@ class HostLauncher:
     """The state of one start over several hosts, whose agents have greeted.
 
     more: variables for all ranks; judges: the caller says why the ranks failed, from `exits` and `lost`, so they exit
-    at once. noticed: when the first failure was, in seconds since the epoch.
+    at once. noticed: when the first failure was, in seconds since the epoch; directory: of the run, once it is known.
     """
 
     def __init__(
@@ -78,10 +88,28 @@ class HostLauncher:
         self.exits: list[Exit] = []
         self.lost: list[LostHost] = []
         self.noticed: float | None = None
+        self.directory: Path | None = None
 
     def run(self) -> int:
         """Start the ranks, and wait until all have ended. Return the exit code."""
-        return self.watch() if self.start() else EXIT_RANK_DIED
+        code = self.watch() if self.start() else EXIT_RANK_DIED
+        if not self._judges or self._connections.signals:
+            self._conclude(code)
+        return code
+
+    def _conclude(self, code: int) -> None:
+        """Write the final status if no rank could, and the run's directory can be seen from here."""
+        file = attempts.config_file(self.directory, 1) if self.directory else None
+        if self.directory is None or file is None or not file.exists() or is_recorded(self.directory):
+            return
+        config = load_frozen(file.read_text())
+        options = ConsoleOptions(tuple(word for word in self._words if "=" in word))
+        job = Job(config, resolve(config), self.directory, options=options)
+        signals = self._connections.signals
+        cause = None if signals else host_failures.cause(self.directory, self.exits, self.lost)
+        name = signal.Signals(signals[0]).name if signals else ""
+        step = last_row(self.directory / METRICS).get("step", 0)
+        conclude(Outcome(code, cause, f"ended by {name}" if signals else "", step), job)
 
     def start(self) -> bool:
         """Decide where rank 0 listens, and order every agent to start its ranks. Return whether its host lives."""
@@ -127,6 +155,8 @@ class HostLauncher:
             self._take(self._connections.next_message())
             self._pass_signals()
             now = time.monotonic()
+            if self._deadline < float("inf") and self.directory is not None and is_recorded(self.directory):
+                self._end_within(failure.GRACE_S)  # nobody has more to tell
             if now > self._deadline and self._killed == float("inf"):
                 self._ended_by_us |= set(self._waiting())
                 self._connections.send_signal(self._waiting(), signal.SIGKILL)
@@ -158,6 +188,8 @@ class HostLauncher:
                 self._end_within(GRACE_S if content["status"] == EXIT_HANG else failure.GRACE_S)
         elif what == "started":
             agent.silence = 0
+        elif what == "run":
+            self.directory = Path(content)
         elif what == "held":
             agent.held = {int(step): Held(**one) for step, one in content.items()}
         elif what == "ended":
@@ -187,7 +219,9 @@ class HostLauncher:
             self._connections.open([host], again=True)
         else:
             print(f"error: {found.what}", file=sys.stderr, flush=True)
-        self._end_within(0.0 if self._judges else GRACE_S)  # no rank knows more
+            for name in self._waiting():
+                self._connections.by_name[name].send("lost", asdict(found))
+        self._end_within(0.0 if self._judges else TOLD_S)  # no rank knows more
 
     def _notice(self) -> None:
         self.noticed = self.noticed or time.time()

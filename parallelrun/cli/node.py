@@ -31,7 +31,7 @@ def run(words: Sequence[str]) -> int | None:
 
 
 def _start(node: Node, words: Sequence[str]) -> int:
-    from parallelrun.cli.host_agent import Order, Ranks
+    from parallelrun.cli.host_ranks import Order, Ranks
     from parallelrun.launch.rank import STOP_SIGNALS
     from parallelrun.launch.supervisor import signal_handlers
     from parallelrun.wording import counted

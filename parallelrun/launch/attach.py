@@ -16,16 +16,36 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EnvironmentProblem, ParallelrunError, Problem
-from parallelrun.launch import environment, failure, hang, interfaces, output, preflight, rank, rendezvous, stores
+from parallelrun.errors import (
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    EXIT_RANK_DIED,
+    EnvironmentProblem,
+    ParallelrunError,
+    Problem,
+)
+from parallelrun.launch import (
+    environment,
+    failure,
+    guard,
+    hang,
+    interfaces,
+    output,
+    preflight,
+    rank,
+    rendezvous,
+    stores,
+)
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import JUDGED, Attached
 from parallelrun.launch.failure import GRACE_S, TIMED_OUT, ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
+from parallelrun.launch.host_notes import HostNotes
 from parallelrun.launch.live import GatheredStatus, LiveFile
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.peers import Peers, is_recorded
@@ -62,6 +82,15 @@ def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
     argv: this process's command line, which must be that of the other ranks, too. Missing or disagreeing ranks are
     reported here and to the other ranks; nothing is raised.
     """
+    notes = HostNotes.inherited(os.environ)
+    if notes is not None:  # the agent on this host outlives the ranks
+        notes.set_run(job.directory)
+        return _lead(attached, job, argv)
+    with guard.status_of(job.directory, guard.RANKS_GONE):
+        return _lead(attached, job, argv)
+
+
+def _lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
     store = stores.connect(attached)
     status = Status(job.directory)
     status.running()
@@ -117,6 +146,8 @@ def follow(argv: Sequence[str]) -> int:
         store.add("exit codes read", 1)
         return int(run["failed"])
     directory = Path(run["directory"])
+    if (notes := HostNotes.inherited(os.environ)) is not None:
+        notes.set_run(directory)
     rendezvous.put(store, f"joined/{attached.rank}", _member(attached, run, argv))
     go = rendezvous.get(store, "go", rendezvous.JOIN_S + 30)
     if go is None or "failed" in go:
@@ -168,14 +199,17 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     faulthandler.unregister(signal.SIGUSR1)  # Slurm may send it to every rank; a closed terminal sends SIGHUP
     rank.take_signals(heartbeats, [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN])
     peers = Peers.of(attached.rank, job.directory, members)
-    report = _reporter(attached, job, terminal, peers)
+    told = partial(_told, HostNotes.inherited(os.environ), heartbeats, attached.rank)
+    report = _reporter(attached, job, terminal, peers, told)
     status: GatheredStatus | LiveFile = LiveFile(job.directory, attached.rank, attached.world)
     if attached.rank == 0:
         status = GatheredStatus(job.directory, members=members)
+        status.begin()
     if attached.rank:
         peers.watch_leader(heartbeats, report)
     settings = rank.RankSettings(attached.rank, attached.local_rank, threads=threads)
-    with Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status):
+    on_told = partial(_conclude_told, job, terminal, peers)
+    with Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, told, on_told):
         code = rank.serve(job, settings, heartbeats, lambda: store)
     status.remove()
     for number in STOP_SIGNALS:  # `srun --kill-on-bad-exit` sends SIGTERM as soon as the first rank exits with 75
@@ -193,11 +227,28 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     rank.end(code)
 
 
-def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> Callable[[Failure], int]:
+def _told(notes: HostNotes | None, heartbeats: HeartbeatFile, own_rank: int) -> Failure | None:
+    """Return the loss of a host that the launcher has told, where this rank has come to."""
+    lost = notes.lost if notes is not None else None
+    if lost is None:
+        return None
+    found = Failure(lost.first_rank, lost.what, EXIT_RANK_DIED, lost.time_ns, host=lost.name)
+    return found.at(heartbeats.read(own_rank), 0)
+
+
+def _conclude_told(job: Job, terminal: TextIO, peers: Peers, cause: Failure) -> None:
+    """Write the final status as the lowest rank that is told why the run has failed."""
+    if not is_recorded(job.directory) and peers.is_first_to_report():
+        conclude(Outcome(cause.exit_code, cause), job, terminal)
+
+
+def _reporter(
+    attached: Attached, job: Job, terminal: TextIO, peers: Peers, told: Callable[[], Failure | None]
+) -> Callable[[Failure], int]:
     """Return the function that a failing rank calls with its own failure; it returns the exit code.
 
     The rank that is the cause tells the user. Rank 0, or the lowest remaining rank, waits for the failures of the
-    others and then writes the status.
+    others and then writes the status. told: see `_told`.
     """
 
     def report(own: Failure) -> int:
@@ -223,6 +274,10 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
         if is_recorded(job.directory):
             return own.exit_code
         cause = hang.explained(failure.explained(peers.cause(own), job.directory), own, peers, job)
+        if own.order and failure.read(job.directory, cause.rank) is None:  # it has no words of its own
+            cause = told() or cause
+        if is_recorded(job.directory):  # meanwhile, by a rank that was told
+            return own.exit_code
         conclude(Outcome(cause.exit_code, cause), job, terminal)
         return own.exit_code if attached.rank else cause.exit_code
 

@@ -20,6 +20,7 @@ from parallelrun.errors import EnvironmentProblem, Problem
 TOKEN = "PARALLELRUN_TOKEN"  # a secret of the run, which a rank must know to join a rendezvous over a network
 LISTENER = "PARALLELRUN_LISTENER"  # the descriptor of a listening socket that rank 0 inherits for the rendezvous
 JUDGED = "PARALLELRUN_JUDGED"  # set by a launcher that sees all ranks exit, and says itself why the run failed
+NOTES = "PARALLELRUN_NOTES"  # the descriptor of what a rank and our agent on its host tell each other
 MEMORY = "PARALLELRUN_MEMORY"  # this host's folder for checkpoints in memory, which outlives its ranks
 MEMORY_STEP = "PARALLELRUN_MEMORY_STEP"  # the checkpoint of which the hosts have all files together; 0 for none
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -84,7 +84,8 @@ def suspects(states: Mapping[int, RankState]) -> tuple[list[int], str]:
 class Watchdog:
     """A thread that tells how this rank fares, and ends it when it hangs: stacks to the log, `on_hang`, exit 7.
 
-    It watches ranks that have no supervisor of ours: inline runs, and ranks of another launcher.
+    It watches ranks that have no supervisor of ours: inline runs, and ranks of another launcher. told: why the launcher
+    says that the run has failed, which this rank, waiting in a collective, may not notice: then `on_told`, and the end.
     """
 
     heartbeats: HeartbeatFile
@@ -93,6 +94,8 @@ class Watchdog:
     log: TextIO
     on_hang: Callable[[Failure], object]
     status: Status | LiveFile | None
+    told: Callable[[], Failure | None] = lambda: None
+    on_told: Callable[[Failure], object] = lambda _: None
     done: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> None:
@@ -111,6 +114,9 @@ class Watchdog:
             if self.status is not None and not is_recorded(self.status.directory):
                 rows = partial(self.heartbeats.rows, {self.rank: os.getpid()})
                 self.status.update(heartbeat.step, self.heartbeats.failed_save(), rows)
+            if (cause := self.told()) is not None:
+                self.on_told(cause)
+                os._exit(cause.exit_code)
             if heartbeat.age_s > self.timeout_s:
                 self.on_hang(self._failure(heartbeat))
                 os._exit(EXIT_HANG)

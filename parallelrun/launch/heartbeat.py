@@ -56,7 +56,7 @@ class HeartbeatFile:
         The ranks are `first_rank` and the following.
         """
         size = ctypes.sizeof(_Header) + num_ranks * ctypes.sizeof(_Slot)
-        self.descriptor = _anonymous_file(size) if descriptor is None else descriptor
+        self.descriptor = anonymous_file("heartbeats", size) if descriptor is None else descriptor
         memory = mmap.mmap(self.descriptor, size)
         self._header = _Header.from_buffer(memory)
         slots = (_Slot * num_ranks).from_buffer(memory, ctypes.sizeof(_Header))
@@ -125,9 +125,10 @@ class HeartbeatFile:
         return int(self._header.failed_save)
 
 
-def _anonymous_file(size: int) -> int:
+def anonymous_file(name: str, size: int) -> int:
+    """Return the descriptor of a new file of zeros in memory, for this process and those that inherit it."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("parallelrun-heartbeats")
+        descriptor = os.memfd_create(f"parallelrun-{name}")
     else:
         with tempfile.TemporaryFile() as file:  # macOS; the open file has no name
             descriptor = os.dup(file.fileno())

@@ -27,6 +27,11 @@ def path_of(directory: Path, rank: int) -> Path:
     return directory / "logs" / f"live_rank_{rank}.json"
 
 
+def period_s(world: int) -> float:
+    """Return how often each of `world` ranks writes its file."""
+    return STATUS_EVERY_S * max(1.0, world / _RANKS_AT_ONCE)
+
+
 @dataclass
 class LiveFile:
     """The file of one rank other than 0. Its methods are those of `Status` that a watchdog calls."""
@@ -39,7 +44,7 @@ class LiveFile:
     def update(self, step: int, failed_save_step: int, ranks: Rows) -> None:
         """Write this rank's row, if it is time."""
         if time.monotonic() >= self.next_update:
-            self.next_update = time.monotonic() + STATUS_EVERY_S * max(1.0, self.world / _RANKS_AT_ONCE)
+            self.next_update = time.monotonic() + period_s(self.world)
             with contextlib.suppress(OSError):  # a full disk must not end a run because of this
                 write_json(path_of(self.directory, self.rank), ranks()[0])
 
@@ -55,6 +60,10 @@ class GatheredStatus(Status):
 
     members: Sequence[Member] = ()
     _last: dict[int, tuple[str, float]] = field(default_factory=dict)  # text by rank, and when it came
+
+    def begin(self) -> None:
+        """Record who the ranks are, before they report: the guard of the status looks whether they live."""
+        self.running(ranks=[self._row(member) for member in self.members])
 
     def update(self, step: int, failed_save_step: int, ranks: Rows = list) -> None:
         """See `Status.update`. ranks: returns the row of rank 0."""

@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from parallelrun.checkpoint.resume import keep_on_disk
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import Attached, memory_of_hosts
+from parallelrun.launch.guard import guarded
 from parallelrun.launch.processes import start_time
 from parallelrun.plan import prediction
 from parallelrun.plan.structure import Plan
@@ -73,33 +73,12 @@ def memory_folder(wanted: bool) -> Iterator[Path | None]:
     _remove_abandoned()
     owner = f"parallelrun-{os.getpid()}-{start_time(os.getpid())}-"
     folder = Path(tempfile.mkdtemp(prefix=owner, dir=PARENT))
-    guard = _guard(folder)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.kill(guard, signal.SIGKILL)
-        os.waitpid(guard, 0)
-
-
-def _guard(folder: Path) -> int:
-    """Start a process that removes the folder when this process ends; return its pid."""
-    parent = os.pidfd_open(os.getpid())
-    guard = os.fork()
-    if guard:
-        os.close(parent)
-        return guard
-    try:
-        os.setsid()  # Ctrl-C and a scheduler's signals to the launcher's group do not reach it
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
-        with open(os.devnull, "r+") as nothing:
-            for stream in (0, 1, 2):  # whoever reads the launcher's output must not wait for this process
-                os.dup2(nothing.fileno(), stream)
-        select.select([parent], [], [])
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os._exit(0)
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    with guarded(remove):
+        try:
+            yield folder
+        finally:
+            remove()
 
 
 def _remove_abandoned() -> None:

@@ -31,6 +31,7 @@ BLOCKED_S = 2.0  # a rank that has not noticed the leader's death by then is blo
 SURVIVORS_S = 5.0  # time for ranks on other hosts to notice a failure and write theirs
 _HEAD_START_S = 0.2
 _DIED = "died: it exited without a message (killed, out of memory, or a crash in native code: see its log)"
+_SILENT = "died, or its host was cut off: it has left no message (see its log)"
 _STOPPED = "stopped (SIGSTOP): all other ranks wait for it"
 _TICK_S = 0.05
 
@@ -83,7 +84,7 @@ class Peers:
         if lost:
             return self._lost_rank(*lost[0], own)
         if first.order == LOST_PEER and (len(silent) == 1 or len({self.members[rank].host for rank in silent}) == 1):
-            return self._lost_rank(silent[0], _DIED, own)
+            return self._lost_rank(silent[0], _SILENT if silent[0] not in self.visible else _DIED, own)
         if first.order == TIMED_OUT:
             return self._lost_rank(silent[0], "hangs: all other ranks wait for it, and it does not answer", own)
         return first
@@ -108,7 +109,7 @@ class Peers:
 
     def _lost_rank(self, rank: int, what: str, own: Failure) -> Failure:
         member = self.members[rank]
-        code = EXIT_RANK_DIED if what == _DIED else EXIT_HANG
+        code = EXIT_RANK_DIED if what in (_DIED, _SILENT) else EXIT_HANG
         return Failure(rank, what, code, pid=member.pid, step=own.step, phase=own.phase, host=member.host)
 
     @property
@@ -129,7 +130,7 @@ class Peers:
                 time.sleep(REPORT_S)
                 break
             if time.monotonic() >= deadline:
-                return is_victim and self._leader_is_silent() and self._is_first_to_report()
+                return is_victim and self._leader_is_silent() and self.is_first_to_report()
             time.sleep(_TICK_S)
         deadline = time.monotonic() + LEADER_S
         while not is_recorded(self.folder) and time.monotonic() < deadline:
@@ -144,10 +145,11 @@ class Peers:
             return is_stopped(self.members[LEADER].pid)
         return failure.read(self.folder, LEADER) is None
 
-    def _is_first_to_report(self) -> bool:
+    def is_first_to_report(self) -> bool:
         """Return whether no other rank has taken this task; a lower rank has a head start to take it."""
         time.sleep(min(_HEAD_START_S * self.rank, LEADER_S))
         try:
+            (self.folder / "errors").mkdir(mode=0o700, exist_ok=True)
             os.close(os.open(self.folder / "errors" / "reporter", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             return False

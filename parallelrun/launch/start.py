@@ -19,6 +19,7 @@ from parallelrun.launch import (
     directory,
     environment,
     failure,
+    guard,
     output,
     preflight,
     rank,
@@ -74,7 +75,8 @@ def start(
     with following(job.directory, names, job.config.tracker.timeout_s):
         if attached:
             return attach.lead(attached, job, argv)
-        with memory_folder(job.config.checkpoint.memory_every > 0) as memory:
+        keeps = job.config.checkpoint.memory_every > 0
+        with guard.status_of(job.directory, guard.LAUNCHER_GONE), memory_folder(keeps) as memory:
             return _launch(replace(job, memory=memory), config, run_root)
 
 

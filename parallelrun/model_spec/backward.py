@@ -11,8 +11,9 @@ class BackwardStep:
 
     layer: the name of the layer whose weights get gradients; empty without one. kept: what forward saves for it, each
     tensor with the first operation that needs it. indices: int64 numbers that it saves besides. arriving, giving:
-    gradients that it reads and gives. waiting: those for an earlier operation, meanwhile. normalises: over a set of
-    samples, in the accurate dtype.
+    gradients that it reads and gives. waiting: those for an earlier operation, meanwhile. waits_itself: what waits is
+    the arriving gradient, unless the operation reads that in another dtype. normalises: over a set of samples, in the
+    accurate dtype.
     """
 
     layer: str
@@ -21,6 +22,7 @@ class BackwardStep:
     giving: int
     indices: int = 0
     waiting: int = 0
+    waits_itself: bool = False
     normalises: bool = False
 
 

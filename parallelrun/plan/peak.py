@@ -154,18 +154,22 @@ class Walk:
         return sum(one.kept for one in passes[last + 1 :])
 
     def _of_weights(self, index: int, kind: str, number: int) -> int:
-        """Bytes of weight gradients in pass `number` of a stage before they are added up: of two layers, as torch holds
-        one's until it has the next's, and of one weight as it was computed. I: the largest stands for others."""
+        """Bytes of weight gradients in pass `number` of a stage before they are added up, beyond what it began with: of
+        two layers, as torch holds one's until it has the next's, and of one weight as it was computed. torch takes the
+        layers in forward order, and frees what each read. I: the largest stands for others."""
         precision, found = self._plan.precision, [p for block in self._blocks[index] for p in block.passes if p.weights]
         if kind == "I" or number == 0:  # the first become the sums
             return max((one.weights for one in found), default=0)
 
         def compute() -> int:
             rounded = BYTES[precision.compute] if precision.compute != precision.stored else 0
-            beside = [min(one.scratch, one.weights * rounded // BYTES[precision.stored]) for one in found]
-            pairs = zip(found, found[1:], beside, beside[1:])
-            both = (one.weights + other.weights + max(of_one, of_other) for one, other, of_one, of_other in pairs)
-            return max(both, default=sum(one.weights for one in found) + sum(beside))
+            most = before = freed = 0
+            for one in found:
+                beside = min(one.scratch, one.weights * rounded // BYTES[precision.stored])
+                most = max(most, before + one.weights + beside - freed)
+                before = one.weights
+                freed += one.kept + one.reads
+            return most
 
         return self._once("weights", index, 0, compute)
 

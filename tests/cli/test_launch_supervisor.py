@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from parallelrun.launch.guard import LAUNCHER_GONE
 from tests.cli.launcher import PATIENCE_S, is_running, read, run_launcher, survivors, wait_for
 from tests.matrix import FULL
 
@@ -247,13 +248,14 @@ def test_a_second_sigterm_ends_at_once(tmp_path):
 
 
 def children(run) -> list[int]:
-    """The launcher's ranks, as soon as both are there."""
+    """The launcher's ranks, as soon as both are there, without the guard of the status, which has its own session."""
     found = [int(pid) for pid in read(Path(f"/proc/{run.pid}/task/{run.pid}/children")).split()]
+    found = [pid for pid in found if os.getsid(pid) != pid]
     return found if len(found) == 2 else []
 
 
 @pytest.mark.parametrize("method", ["fork", "exec"])
-def test_a_killed_launcher_leaves_no_orphan(tmp_path, method):
+def test_a_killed_launcher_leaves_no_orphan_but_a_final_status(tmp_path, method):
     """exec: while the ranks still import torch; a rank that did not end would train on for ever."""
     run = run_launcher(tmp_path, ENDLESS, method=method, overrides={"dp": 2})
     if method == "fork":
@@ -262,6 +264,8 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path, method):
     assert all(is_running(pid) for pid in pids)
     os.kill(run.pid, signal.SIGKILL)
     assert not survivors(pids, 2.0 if method == "fork" else PATIENCE_S)
+    wait_for(lambda: run.status["state"] != "running", "a final status")
+    assert (run.status["state"], run.status["error"]) == ("failed", LAUNCHER_GONE)
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("auto", set()), ("gloo", {"0100007F"})])

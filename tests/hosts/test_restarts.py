@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from parallelrun.checkpoint.find import latest
+from parallelrun.launch.guard import LAUNCHER_GONE
 from parallelrun.run_records import attempts
 from tests.checkpoints import read_whole, same
 from tests.cli.launcher import read, survivors, wait_for
@@ -173,12 +174,27 @@ def test_an_agent_that_is_stopped_for_ever_is_replaced_or_ends_the_run(own, tmp_
     nothing_left(own)
 
 
-@LONG
-def test_without_restarts_ssh_tells_that_a_host_is_cut_off(own, tmp_path):
-    job = train(own, tmp_path, BOTH, steps=1_000_000, restarts=0)
-    own.check("worker-2", "ip", "link", "set", "eth0", "down")
+@pytest.mark.parametrize("cut", ["worker-2", pytest.param("worker-1", marks=LONG)])
+def test_without_restarts_the_ranks_are_told_that_a_host_is_cut_off_and_end_the_run(own, tmp_path, cut):
+    """They would wait in gloo for long: the lowest of them writes the final status, with the host."""
+    other = "worker-1" if cut == "worker-2" else "worker-2"
+    job = train(own, tmp_path, BOTH, at=other, steps=1_000_000, restarts=0)
+    own.check(cut, "ip", "link", "set", "eth0", "down")
+    lost = f"lost the connection to {cut} (ranks {'2 to 3' if cut == 'worker-2' else '0 to 1'}): it does not answer"
+    wait_for(lambda: f"error: {lost}" in job.output, f"the notice\n{job.output}", 60.0)
+    noticed = time.monotonic()
     assert job.wait() == [6], job.output
-    assert "error: lost the connection to worker-2 (ranks 2 to 3): it does not answer" in job.output
+    print(f"ended {time.monotonic() - noticed:.1f} s after the notice")
+    assert (job.status["state"], job.status["exit_code"], job.status["error"]) == ("failed", 6, lost), job.output
+    assert job.status["failed_rank"] == (2 if cut == "worker-2" else 0)
+    nothing_left(own)
+
+
+def test_a_killed_launcher_leaves_a_final_status(own, tmp_path):
+    job = train(own, tmp_path, BOTH, steps=1_000_000, restarts=0)
+    job.processes[0].kill()
+    wait_for(lambda: job.status["state"] != "running", f"a final status\n{job.output}", 60.0)
+    assert (job.status["state"], job.status["error"]) == ("failed", LAUNCHER_GONE)
     nothing_left(own)
 
 

@@ -152,6 +152,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp of four, long, all-gather": LONG | context("allgather", 4),
     "cp, long, full": LONG | context("ring") | FULL,
     "zero bubble bf16": GPT | pipeline("zero_bubble") | BF16,
+    # The gradients of experts' weights come when those of attention have freed what they read.
+    "moe zero bubble selective bf16": MOE
+    | pipeline("zero_bubble")
+    | SELECTIVE
+    | BF16
+    | {"model.layers": 2, "model.seq": 32, "micro_batch": 2, "global_batch": 8},
     "2d": GPT | GRID | {"tp": 4, "layout": "2d"},
     "2d, rotary positions and biases": GPT
     | GRID
@@ -194,7 +200,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero1 llama bf16 selective": LLAMA | data("zero1") | BF16 | SELECTIVE,
     "powersgd": GPT | data("ddp", compression="powersgd"),
     "ddp, sent in fp16": GPT | data("ddp", compression="fp16"),
-    "adasum": GPT | data("horovod", reduction="adasum"),
+    "adasum, one microbatch": GPT | data("horovod", reduction="adasum") | {"global_batch": 8},
+    "adasum, highest when updates are combined": FEW | data("horovod", reduction="adasum"),
     "local sgd bf16": GPT | data("local_sgd") | BF16,
     "moe fsdp": MOE | data("fsdp"),
     "moe ep capacity bf16": MOE | data("ddp") | {"ep": 2, "strategy.expert.kind": "capacity"} | BF16,
@@ -220,7 +227,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp 4 llama, copied kv heads": LLAMA | {"tp": 4},
     "fsdp x tp llama full": LLAMA | data("fsdp") | {"tp": 2} | FULL,
     "resnet, sets over replicas": SMALL_RESNET | data("ddp"),
-    "resnet, sets of a microbatch, x 1f1b": SMALL_RESNET | LOCAL | pipeline("1f1b"),
+    "resnet fp16, sets of a microbatch, x 1f1b": SMALL_RESNET | LOCAL | pipeline("1f1b") | FP16,
     "resnet bf16": SMALL_RESNET | BF16 | {"micro_batch": 16},
     "resnet x zero bubble": SMALL_RESNET | LOCAL | pipeline("zero_bubble"),
     "bottleneck zero1": vision.BOTTLENECK | data("zero1") | {"micro_batch": 8},

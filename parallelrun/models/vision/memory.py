@@ -27,12 +27,12 @@ def backward_of(
     saves_input = not input_is_kept and block.operations[0].saves_input
     gives = 0 if is_first else prod(shape)
     if block.shortcut is None:
-        steps, is_kept = _branch(block, block.operations, shape, input_is_kept, gives, 0, 0)
+        steps, is_kept = _branch(block, block.operations, shape, input_is_kept, gives)
         return BlockBackward(saves_input, steps), is_kept
     of_sum = prod(block.out(shape))
     waits = prod(shape) if block.shortcut else of_sum  # without operations, the gradient of the sum is that of x
-    main, _ = _branch(block, block.operations, shape, input_is_kept, gives, waits, waits if block.shortcut else 0)
-    beside, _ = _branch(block, block.shortcut, shape, input_is_kept or saves_input, gives, of_sum, 0)
+    main, _ = _branch(block, block.operations, shape, input_is_kept, gives, waits, not block.shortcut)
+    beside, _ = _branch(block, block.shortcut, shape, input_is_kept or saves_input, gives, of_sum, True)
     relu = BackwardStep("", of_sum, of_sum, of_sum)  # keeps its output
     return BlockBackward(saves_input, (*main, *beside, relu)), True
 
@@ -43,12 +43,11 @@ def _branch(
     shape: ops.Shape,
     is_kept: bool,
     gives: int,
-    waiting: int,
-    waiting_for_last: int,
+    waiting: int = 0,
+    last_waits_itself: bool = False,
 ) -> tuple[tuple[BackwardStep, ...], bool]:
     """(the steps of one branch, whether its output is kept). gives: elements of the gradient of its input. waiting: of
-    gradients that wait meanwhile; waiting_for_last: while the last operation runs backward, whose arriving gradient may
-    be one of them."""
+    gradients that wait meanwhile; last_waits_itself: they are the gradient that arrives at the last operation."""
     found, shapes = [], ops.flow(operations, shape)
     for number, (operation, before, after) in enumerate(zip(operations, shapes, shapes[1:])):
         pools, passes = isinstance(operation, ops.MaxPoolOp), isinstance(operation, ops.FlattenOp | ops.DropoutOp)
@@ -65,7 +64,8 @@ def _branch(
                 arriving=prod(after),
                 giving=prod(before) if number else gives,
                 indices=prod(after) if pools else 0,
-                waiting=waiting if number < len(operations) - 1 else waiting_for_last,
+                waiting=waiting,
+                waits_itself=last_waits_itself and number == len(operations) - 1,
                 normalises=isinstance(operation, ops.BatchNormOp),
             )
         )

@@ -8,10 +8,11 @@ their dot products, in k + 1 swaps between pairs. At the end the parts are gathe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from parallelrun.plan.structure import Collective
 
-from ..common.allreduce.rounds import Number, halved
+from ..common.allreduce.rounds import Number, halved, halvings
 
 NUM_DOTS = 3  # a.b, |a|^2, |b|^2 of every tensor
 DOT_BYTES = 8  # fp64
@@ -34,3 +35,20 @@ def elements(numel: int, size: int, index: Number) -> Number:
     """Elements that member `index` (or each of an array) sends: at each level one half of a part while halving, the
     other one while gathering."""
     return sum(halved(numel, level, index) for level in range(size.bit_length() - 1))
+
+
+def update_bytes(lengths: Sequence[int], size: int, index: int, sent: int, stored: int) -> int:
+    """Return what member `index` holds while it combines an update of tensors of those lengths. sent, stored: bytes of
+    an element.
+
+    The update; beside it, itself in the stored dtype, or the half that the first partner gives with the largest
+    tensor's parts in fp64 for their dot products (of fp64 itself the three terms of a sum) or the next one's quarter.
+    """
+    numel = sum(lengths)
+    low, high = halvings(numel, size, index)[0].keep
+    spans = pairwise(accumulate(lengths, initial=0))
+    largest = max(min(stop, high) - max(start, low) for start, stop in spans)
+    products = (3 if sent == DOT_BYTES else 2) * DOT_BYTES * largest
+    quarter = -(-numel // 4) * sent if size > 2 else 0
+    converted = numel * stored if sent != stored else 0
+    return numel * sent + max(converted, (high - low) * sent + max(products, quarter))

@@ -96,10 +96,22 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
             return super().gathered_bytes(pp_rank, coordinate, plan)
         return sum(_sent_bytes(pp_rank, coordinate, plan))
 
+    def keeps_gradients(self, plan: Plan) -> bool:
+        """Whether buckets hold the gradients; with adasum backward leaves them where they are."""
+        return not self._combines_updates(plan) and super().keeps_gradients(plan)
+
+    def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
+        return None if self._combines_updates(plan) else super().backward_bytes(stage, number, coordinate, plan)
+
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Return the bytes of the largest update under Adasum; else 0."""
-        combines = self._combines_updates(plan)
-        return max(_sent_bytes(pp_rank, coordinate, plan), default=0) if combines else 0
+        """Return what the largest update of Adasum needs (`halving.update_bytes`); else 0."""
+        size, index = self.summing_group(plan.data_axis, coordinate, plan)
+        if not self._combines_updates(plan) or size == 1:
+            return 0
+        sent, stored = BYTES[self.update_dtype(plan)], BYTES[plan.precision.stored]
+        buckets = buckets_of(pp_rank, coordinate, plan).parts
+        updates = ([prod(shape) for _, shape in parts] for parts in buckets)
+        return max((halving.update_bytes(one, size, index, sent, stored) for one in updates), default=0)
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Receive buffers of the sums; the updates of adasum are counted in `gathered_bytes`."""

@@ -13,6 +13,13 @@ from parallelrun.cli import argv
 from parallelrun.config import compose, presets, source
 from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import complete_class
+from tests.compositions import compose_as_ever
+
+
+@pytest.fixture(autouse=True)
+def as_ever(monkeypatch):
+    """Hydra composes here as it does for users."""
+    compose_as_ever(monkeypatch)
 
 
 def composed(*words: str) -> compose.Composed:

@@ -57,7 +57,7 @@ def test_rank_0_blames_the_rank_that_another_host_has_seen_die_and_not_one_that_
 def test_a_host_that_is_silent_as_a_whole_is_blamed(tmp_path, gone):
     failure.write(tmp_path, victim(1))
     found = seen_from(0, tmp_path).cause(victim(0))
-    assert (found.rank, found.host) == (2, "b") and found.what.startswith("died: ")
+    assert (found.rank, found.host) == (2, "b") and found.what.startswith("died, or its host was cut off: ")
 
 
 def test_a_failure_that_its_own_rank_tells_comes_before_what_others_have_seen(tmp_path, gone):

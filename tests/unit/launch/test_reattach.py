@@ -108,8 +108,8 @@ def test_a_rank_that_was_cut_off_writes_nothing_into_the_run_that_goes_on(tmp_pa
     own = failure.Failure(1, "lost a peer", 6)
     (first,) = attempts.read(job.directory)
     attempts.write(job.directory, [first, replace(first, number=2)])
-    assert attach._reporter(attached, job, screen, peers)(own) == 6
+    assert attach._reporter(attached, job, screen, peers, lambda: None)(own) == 6
     assert not screen.getvalue() and failure.read(job.directory, 1) is None
     assert json.loads((job.directory / "status.json").read_text())["state"] == "running"
-    assert attach._reporter(attached, replace(job, attempt=2), screen, peers)(own) == 6
+    assert attach._reporter(attached, replace(job, attempt=2), screen, peers, lambda: None)(own) == 6
     assert json.loads((job.directory / "status.json").read_text())["state"] == "failed"

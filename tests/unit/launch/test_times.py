@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallelrun.cli import host_agent, host_connection, host_launcher, hosts
+from parallelrun.cli import host_connection, host_launcher, host_ranks, hosts
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
 from parallelrun.launch import (
     attach,
@@ -393,10 +393,11 @@ def test_a_host_that_does_not_answer_is_waited_for_a_minute(monkeypatch, clock):
 
 
 def test_an_agent_ends_the_other_ranks_of_its_host_ten_seconds_after_one_has_failed(monkeypatch, clock):
-    monkeypatch.setattr(host_agent, "time", clock)
+    monkeypatch.setattr(host_ranks, "time", clock)
     killed = []
     monkeypatch.setattr(processes, "kill", lambda pid, number: killed.append((pid, number, clock.now)))
-    found = host_agent.Ranks.__new__(host_agent.Ranks)
+    found = host_ranks.Ranks.__new__(host_ranks.Ranks)
+    found.notes = host_ranks.HostNotes()
     found._pids, found._codes, found._ended_by_us, found._deadline = {0: 11}, {1: 6}, False, float("inf")
     monkeypatch.setattr(found, "_reap", lambda: found._pids.clear() if killed else None)
 

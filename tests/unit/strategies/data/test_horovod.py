@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from parallelrun.cli import argv, host_agent, host_connection, host_launcher, hosts
+from parallelrun.cli import argv, host_connection, host_launcher, host_ranks, hosts
 from parallelrun.errors import ConfigError
 from parallelrun.launch.environment import for_other_hosts
 from parallelrun.plan import prediction
@@ -188,9 +188,9 @@ def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_o
     launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
     shared = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     own = for_other_hosts({**launcher, "SECRET": "x", "RANK": "7"})
-    order = host_agent.Order(["steps=1"], 4, 2, {**shared, **own})
+    order = host_ranks.Order(["steps=1"], 4, 2, {**shared, **own})
     host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
-    assert host_agent.variables(order, 1, host, None) == {
+    assert host_ranks.variables(order, 1, host, None) == {
         "PATH": "/venv/bin:/bin:/opt/bin",
         "OMP_NUM_THREADS": "2",
         "HOME": "/home/b",

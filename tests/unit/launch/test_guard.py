@@ -1,0 +1,106 @@
+"""What is left of a run whose launcher is gone: a final status, unless somebody who knows more has written one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from parallelrun.launch import guard
+from parallelrun.launch.directory import Status
+from parallelrun.launch.live import path_of
+from parallelrun.records import write_json
+from parallelrun.run_records import attempts
+from parallelrun.run_records.attempts import Attempt
+
+NO_PROCESS = 2**22 + 1
+
+
+def a_run(folder: Path, *ranks: dict[str, object]) -> Path:
+    (folder / "logs").mkdir()
+    Status(folder).running(7, ranks=[{"rank": number, **row} for number, row in enumerate(ranks)])
+    return folder
+
+
+def state(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def here(pid: int) -> dict[str, object]:
+    return {"pid": pid, "host": socket.gethostname()}
+
+
+def test_a_process_that_ends_inside_the_block_lets_its_guard_act_and_no_other(tmp_path):
+    for name in ("killed", "left"):
+        pid = os.fork()
+        if not pid:
+            with guard.guarded((tmp_path / name).touch):
+                if name == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(0)
+        os.waitpid(pid, 0)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "killed").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["killed"]
+
+
+def test_a_run_without_anybody_has_failed_at_its_last_step(tmp_path):
+    guard.conclude_abandoned(a_run(tmp_path, here(NO_PROCESS)), guard.LAUNCHER_GONE, 0.01)
+    found = state(tmp_path)
+    assert (found["state"], found["exit_code"], found["step"]) == ("failed", 6, 7)
+    assert found["error"] == guard.LAUNCHER_GONE
+
+
+def test_a_status_that_tells_more_is_left_alone(tmp_path):
+    Status(a_run(tmp_path)).ended(7, "rank 1 hangs", 1)
+    guard.conclude_abandoned(tmp_path, guard.LAUNCHER_GONE, 0.2)
+    assert state(tmp_path)["error"] == "rank 1 hangs"
+
+
+@pytest.mark.parametrize("who", ["a rank here", "a rank of another host", "the next attempt"])
+def test_whoever_survives_goes_first(tmp_path, monkeypatch, who):
+    """Without the wait the status would be written 0.05 s after the launcher's end."""
+    monkeypatch.setattr(guard, "_TICK_S", 0.01)
+    monkeypatch.setattr(guard, "period_s", lambda world: 0.1)
+    rows = [here(NO_PROCESS), here(os.getpid()) if who == "a rank here" else {"pid": 1, "host": "elsewhere"}]
+    run, done = a_run(tmp_path, *rows), threading.Event()
+
+    def live() -> None:
+        for number in range(30):
+            if who == "a rank of another host":
+                write_json(path_of(run, 1), {"step": number})
+            if who == "the next attempt" and number == 2:
+                attempts.write(run, [Attempt(1, 2, {}), Attempt(2, 2, {})])
+            time.sleep(0.02)
+        if who != "the next attempt":
+            Status(run).ended(5, "a better one")
+        done.set()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    guard.conclude_abandoned(run, guard.RANKS_GONE, 0.2)
+    thread.join()
+    assert state(run)["error"] == (None if who == "the next attempt" else "a better one")
+
+
+def test_ranks_that_are_stopped_or_silent_are_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "period_s", lambda world: 0.02)
+    stopped = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        run = a_run(tmp_path, here(stopped.pid), {"pid": 1, "host": "elsewhere"})
+        write_json(path_of(run, 1), {"step": 3})
+        guard.conclude_abandoned(run, guard.RANKS_GONE, 0.1)
+    finally:
+        stopped.kill()
+        stopped.communicate()
+    assert state(run)["error"] == guard.RANKS_GONE
