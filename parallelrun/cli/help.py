@@ -6,11 +6,13 @@ A test plans every example, so that none of them is ever wrong.
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
+from parallelrun.errors import EXIT_CONFIG, EXIT_OK
 
 VERBS = {
     "run": "train (the default verb)",
@@ -157,6 +159,15 @@ _MORE = (
     "Every verb takes the keys of a run: `parallelrun --help` lists them, `parallelrun ls keys` explains each. "
     "--json prints one JSON document, -m predicts or runs every combination of comma-separated values."
 )
+
+
+def answered(words: Sequence[str], text: str | Callable[[], str]) -> int | None:
+    """Print the help of a tool if it was asked for, or on stderr if the tool was given nothing, as argparse does.
+    Return the exit code; None if there are words to act on."""
+    if words and not {"-h", "--help"} & set(words):
+        return None
+    print(text if isinstance(text, str) else text(), file=sys.stdout if words else sys.stderr)
+    return EXIT_OK if words else EXIT_CONFIG
 
 
 def full() -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun import definitions
 from parallelrun.cli import argv as command_lines
+from parallelrun.cli import help
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.json_output import print_json
 from parallelrun.config.schema import Config
@@ -48,9 +49,8 @@ _DATA_KEYS = ("dataset", "precision", "path", "tokenizer")
 
 def generate(words: list[str]) -> int:
     """`parallelrun generate RUN TEXT [key=value ...]`."""
-    if not words or {"-h", "--help"} & set(words):
-        print(_GENERATE)
-        return EXIT_OK if words else 2
+    if (code := help.answered(words, _GENERATE)) is not None:
+        return code
     as_json, words = "--json" in words, [word for word in words if word != "--json"]
     text = words[1] if len(words) > 1 and not words[1].startswith("tokens=") else None
     known = ("max_tokens", "temperature", "top_k", "seed", "tokens", "tp")
@@ -109,9 +109,8 @@ def _on_ranks(
 
 def evaluate(words: list[str]) -> int:
     """`parallelrun eval RUN [key=value ...]`."""
-    if not words or {"-h", "--help"} & set(words):
-        print(_EVAL)
-        return EXIT_OK if words else 2
+    if (code := help.answered(words, _EVAL)) is not None:
+        return code
     as_json = "--json" in words
     own = [word for word in words[1:] if word.startswith(("split=", "samples="))]
     asked = _Arguments(own, ("split", "samples"))

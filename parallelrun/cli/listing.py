@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 
 from parallelrun import registry
+from parallelrun.cli import help
 from parallelrun.cli.argv import read
 from parallelrun.cli.help import KEYS, KINDS, TRACKERS
 from parallelrun.cli.json_output import print_json
@@ -90,10 +91,8 @@ def _print_tables(found: dict[str, list[dict[str, str]]]) -> None:
 
 def show(words: list[str]) -> int:
     """`parallelrun show <recipe> [key=value ...] [--json]`: the configuration that it composes to."""
-    if not words or "-h" in words or "--help" in words:
-        print("usage: parallelrun show <recipe or file.yaml> [key=value ...] [--json]\n\nrecipes:")
-        print("\n".join(f"  {option.name:<20} {option.description}" for option in presets.described("recipe")))
-        return EXIT_OK if words else 2
+    if (code := help.answered(words, _show_help)) is not None:
+        return code
     names = [word for word in words if "=" not in word and not word.startswith("-")]
     if len(names) > 1:
         raise ConfigError(Problem(f"show {' '.join(names)}: show one recipe at a time", "command line"))
@@ -108,3 +107,9 @@ def show(words: list[str]) -> int:
 
         sys.stdout.write(freeze(composed.config))
     return EXIT_OK
+
+
+def _show_help() -> str:
+    usage = "usage: parallelrun show <recipe or file.yaml> [key=value ...] [--json]"
+    recipes = (f"  {option.name:<20} {option.description}" for option in presets.described("recipe"))
+    return "\n".join([usage, "", "recipes:", *recipes])

@@ -116,6 +116,10 @@ def _route(words: list[str]) -> int:
     if words and words[0] in texts.TOOLS:
         return _tool(words[0], words[1:])
     if not words or any(word in ("-h", "--help") for word in words):
+        if words and words[0] not in texts.VERBS and "=" not in words[0] and not words[0].startswith("-"):
+            from parallelrun.cli import argv
+
+            argv.read(words[:1])  # raises, with the words that are near
         if os.environ.get("RANK", "0") == "0":  # under a launcher, print it once
             verb = next((word for word in words if word in texts.VERBS), "")
             print(texts.of_verb(verb) if verb else texts.full() if words else texts.SHORT)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.checkpoint.resume import OF_A_TRAINING, trains_alike
+from parallelrun.cli import help
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
 from parallelrun.plan.structure import Plan
@@ -24,9 +25,9 @@ POLL_S = 0.1
 
 def main(words: list[str]) -> int:
     """Ask a live run to change its plan, and wait until it has. Raises ConfigError (exit 2) with all problems."""
-    if not words or any(word in ("-h", "--help") for word in words):
-        print(f"usage: {USAGE}\n\nChange the plan of a live run after its next step. The new plan needs as many ranks.")
-        return EXIT_OK if words else 2
+    text = f"usage: {USAGE}\n\nChange the plan of a live run after its next step. The new plan needs as many ranks."
+    if (code := help.answered(words, text)) is not None:
+        return code
     directory = _live(words[0])
     saved = _present(directory)
     config, plan = _wanted(directory, saved, words[1:])

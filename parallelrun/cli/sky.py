@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from parallelrun.cli import job_file
+from parallelrun.cli import help, job_file
 from parallelrun.errors import EXIT_OK
 from parallelrun.job_files.skypilot import SkyPilotJob
 
 
 def main(words: list[str]) -> int:
     """Print the file. Raises ConfigError (2) with all mistakes."""
-    if words in ([], ["-h"], ["--help"]):
-        print(_HELP)
-        return EXIT_OK
+    if (code := help.answered(words, _HELP)) is not None:
+        return code
     print(job_file.text("sky", SkyPilotJob(), words, words, "python"), end="")
     return EXIT_OK
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from parallelrun.cli import job_file
+from parallelrun.cli import help, job_file
 from parallelrun.errors import EXIT_OK, EnvironmentProblem, Problem
 from parallelrun.job_files.slurm import SlurmJob
 
@@ -18,9 +18,8 @@ _ANSWER_S = 30.0  # how long Slurm may take to accept a job
 
 def main(words: list[str]) -> int:
     """Print the batch file, or submit it. Raises ConfigError (2) with all mistakes, EnvironmentProblem (3)."""
-    if words in ([], ["-h"], ["--help"]):
-        print(_HELP)
-        return EXIT_OK
+    if (code := help.answered(words, _HELP)) is not None:
+        return code
     given = [word for word in words if word != SUBMIT]
     text = job_file.text("slurm", SlurmJob(), given, words, python=sys.executable)
     print(_submitted(text) if SUBMIT in words else text, end="")

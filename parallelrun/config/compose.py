@@ -28,6 +28,7 @@ from parallelrun.config import (
     source,
     sweeps,
     untrusted,
+    values,
 )
 from parallelrun.config.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.overrides import Override
@@ -70,7 +71,6 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
     points = sweeps.num_points(overrides)
     source.register()
-    ConfigStore.instance().repo.pop("recipe", None)  # of an earlier command: Hydra copies all of them
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
     words = [*flags, *(override.text for override in overrides if override.is_hydra)]
     own_files = presets.user_recipes(words)
@@ -94,8 +94,7 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     loaded = recipes.load_all(files, chosen, trust)
     nodes = {name: _node(recipe) for name, recipe in loaded.items()}
     unused: dict[str, Any] = dict.fromkeys(files if flags else ())  # Hydra's flags may list all recipes
-    for name, node in {**unused, **nodes}.items():
-        _register(name, {} if node is None else node)
+    _register({**unused, **nodes})
     if "--hydra-help" in flags:  # it understands no overrides
         argv = list(flags)
     families = {name: recipes.family(name, loaded) for name in loaded}
@@ -111,13 +110,19 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
 def prepare_completion(words: Sequence[str]) -> Prepared:
     """For Hydra's shell completion: recipes have names, and none is opened."""
     source.register()
-    for name in recipes.find():
-        _register(name, {})
+    _register(dict.fromkeys(recipes.find()))
     return Prepared(tuple(words), {}, {})
 
 
-def _register(name: str, node: Any) -> None:
-    ConfigStore.instance().store(name=name, node=node, group="recipe", package="_global_", provider="parallelrun")
+def _register(nodes: Mapping[str, Any]) -> None:
+    """Make these recipes, by name, Hydra's only ones: those of an earlier composition are forgotten, and none is
+    registered twice. None: one whose contents nobody will ask for."""
+    store = ConfigStore.instance()
+    store.repo.pop("recipe", None)
+    for name, node in nodes.items():
+        store.store(
+            name=name, node={} if node is None else node, group="recipe", package="_global_", provider="parallelrun"
+        )
 
 
 def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:
@@ -153,6 +158,8 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     if not isinstance(config, Config):
         what = "the primary configuration must have base_schema first in its defaults"
         raise ConfigError(Problem(what, "config.yaml"))
+    if problems := values.of_interpolations(config):
+        raise ConfigError(*problems)
     hydra_config = HydraConfig.get()
     choices = hydra_config.runtime.choices
     given = {text.lstrip("+~").partition("=")[0].partition("@")[0] for text in hydra_config.overrides.task} - {"verb"}
@@ -185,8 +192,8 @@ def _with_choices_of_model(config: Config, given: Set[str]) -> Config:
     if model.dataset is None or given & {"dataset", "dataset.name"}:
         return config
     asked = {key.partition(".")[2] for key in given if key.startswith("dataset.")}
-    values = {**presets.values("dataset", model.dataset), **{key: getattr(config.dataset, key) for key in asked}}
-    return replace(config, dataset=replace(DatasetConfig(), **values))
+    fields = {**presets.values("dataset", model.dataset), **{key: getattr(config.dataset, key) for key in asked}}
+    return replace(config, dataset=replace(DatasetConfig(), **fields))
 
 
 def _preset_has_router() -> bool:

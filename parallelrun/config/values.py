@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from functools import reduce
+from operator import attrgetter
 
-from parallelrun.config.keys import Key, example
+from parallelrun.config.keys import Key, example, known_keys
 from parallelrun.errors import Problem
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)$")
 _LARGEST = 2**63 - 1
 _LONGEST = 40  # characters of a number
+_ITEMS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_NAMES = {"int": "whole numbers", "float": "numbers", "str": "texts"}
 BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
 
@@ -26,6 +29,22 @@ def trap(key: Key, text: str, where: str) -> Problem | None:
         what = f"{key.name}={text}: to leave {key.name} open, write null or nothing at all"
         return Problem(what, where, f"{key.name}=null")
     return _boolean(key, text, where) if key.kind == "bool" else _number(key, text, where)
+
+
+def of_interpolations(config: object) -> list[Problem]:
+    """The problems with lists and mappings that `${...}` has replaced by something else, which OmegaConf lets pass."""
+    found = []
+    for key in known_keys().values():
+        kinds = {"list": (list, tuple), "dict": (dict,)}.get(key.kind)
+        value = attrgetter(key.name)(config) if kinds else None
+        if kinds is None or value is None:
+            continue
+        what = f"{key.name} takes a {'list' if key.kind == 'list' else 'mapping'}"
+        if not isinstance(value, kinds):
+            found.append(Problem(f"{what}, and the value is {value!r}", key.name, example(key)))
+        elif wrong := [one for one in value if not isinstance(one, _ITEMS.get(key.item, (object,)))]:
+            found.append(Problem(f"{what} of {_NAMES[key.item]}, and {wrong[0]!r} is none", key.name, example(key)))
+    return found
 
 
 def string_trap(key: Key, text: str, where: str) -> Problem | None:

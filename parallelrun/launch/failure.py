@@ -6,8 +6,10 @@ failures are compared by kind first (`Failure.order`) and by time second.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -37,6 +39,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout after|Wait timeout|operation timed out", re.IGNORECASE)
+_OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(r"^OutOfMemoryError|DefaultCPUAllocator: can't allocate memory")
 _TORCH_ERRORS = ("RuntimeError", "ConnectionError", "DistError", "DistBackendError", "DistNetworkError",
                  "DistStoreError")  # fmt: skip
@@ -97,6 +100,12 @@ def of_exception(error: BaseException, rank: int, time_ns: int, single_rank: boo
     chain = cause_chain(error)
     if any(isinstance(e, OSError) and e.errno in reserve.NO_ROOM for e in chain):
         return Failure(rank, f"no room to write: {error}", EnvironmentProblem.exit_code, time_ns, traceback=text)
+    if any((isinstance(e, OSError) and e.errno == errno.EMFILE) or _OPEN_FILES.search(str(e)) for e in chain):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        problem = Problem(
+            f"rank {rank} may not open more files: the limit is {limit}", "ulimit -n", command="ulimit -n 65536"
+        )
+        return Failure(rank, problem.what, EnvironmentProblem.exit_code, time_ns, problems=(problem,), traceback=text)
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
     what = f"{type(error).__name__}: {first_line}".rstrip(": ")
     from_torch = [str(e) for e in chain if type(e).__name__ in _TORCH_ERRORS]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +52,25 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
         one_host = attached.master_addr in ("127.0.0.1", "localhost", "::1")
         return crowding(plan.world, host_cores()) if one_host else []
     notes = emulation.check(config, plan)
+    allow_open_files(plan.world)
     return [*crowding(plan.world, num_cores()), *check_memory(plan, available_bytes(), per_rank=False), *notes]
+
+
+def allow_open_files(num_ranks: int) -> None:
+    """Let the ranks of this host, which inherit the limit, open as many files as they need.
+
+    A rank has opened 14 and 5 for each rank of the host (its connections and the memory of the others), measured with
+    2, 4 and 8 ranks. Raises EnvironmentProblem if the hard limit is lower.
+    """
+    needed = 14 + 5 * num_ranks
+    soft, hard = (limit if limit != resource.RLIM_INFINITY else sys.maxsize for limit in
+                  resource.getrlimit(resource.RLIMIT_NOFILE))  # fmt: skip
+    if soft >= needed:
+        return
+    if hard < needed:
+        what = f"each of {counted(num_ranks, 'rank')} opens {needed} files, and the limit of this shell is {hard}"
+        raise EnvironmentProblem(Problem(what, "ulimit -n", command=f"ulimit -n {needed}, in a new shell"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def refuse_packed_compile(torch: str) -> None:

@@ -28,6 +28,7 @@ from parallelrun.torch_private.tensors import (
     has_grouped_product,
     multiply,
     norms,
+    silu_backward,
 )
 from parallelrun.torch_private.timing import import_profiler, in_stream, phase, timed, timed_waits
 
@@ -66,6 +67,7 @@ __all__ = [
     "products_of_training",
     "receive_on_demand",
     "set_messages",
+    "silu_backward",
     "start_messages",
     "timed",
     "timed_waits",

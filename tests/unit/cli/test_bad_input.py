@@ -106,3 +106,31 @@ def test_the_campaign_notices():
     assert bad_input.defects(case, 2, "error: tp=x, dp=y\n", 0.1, False) == ["no fix"]
     assert bad_input.defects(case, 1, "Traceback", 2.0, False) == ["exit 1", "traceback", "2.0 s"]
     assert "imported torch" in bad_input.defects(case, 2, "error: tp dp\n  try: x", 0.1, True)
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("profile=${steps}", "profile takes a list, and the value is 3"),
+        ("tracker.use=${name}", "tracker.use takes a list, and the value is 'x'"),
+        ("profile=${optimizer.betas}", "profile takes a list of whole numbers, and 0.9 is none"),
+    ],
+)
+def test_a_list_that_an_interpolation_has_replaced_is_refused(word, what, capsys):
+    assert f"error: {what}\n" in said(f"plan model=gpt strategy=ddp dp=2 steps=3 name=x {word}", capsys)
+
+
+@pytest.mark.parametrize("tool", ["slurm", "k8s", "sky", "generate", "eval", "reshape", "show"])
+def test_a_tool_without_arguments_tells_its_usage_on_stderr_and_its_help_on_stdout(tool, capsys):
+    assert main([tool]) == 2
+    usage = capsys.readouterr()
+    assert main([tool, "--help"]) == 0
+    asked = capsys.readouterr()
+    assert (usage.out, asked.err) == ("", "") and usage.err == asked.out
+    assert f"parallelrun {tool}" in usage.err
+
+
+def test_help_for_a_word_that_is_no_verb_says_so(capsys):
+    assert "error: bensh: neither a verb nor key=value\n" in (found := said("bensh --help", capsys))
+    assert "did you mean: bench\n" in found
+    assert main(["model=gpt", "--help"]) == 0

@@ -77,7 +77,7 @@ def test_all_mistakes_are_told_at_once(capsys):
 def test_help_names_every_setting(capsys, verb):
     from dataclasses import fields
 
-    assert main([verb]) == 0
+    assert main([verb, "--help"]) == 0
     told = capsys.readouterr().out
     job = {"k8s": KubernetesJob, "sky": SkyPilotJob}[verb]
     assert all(f"{one.name}=" in told for one in fields(job))

@@ -44,6 +44,15 @@ def test_a_user_s_own_connection_error_is_a_cause():
     assert of_exception(OSError("Connection refused by the dataset's server"), 0, 0).order == 0
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("[c10d] socket: Too many open files")]
+)
+def test_a_rank_that_may_not_open_more_files_tells_the_limit(error, monkeypatch):
+    monkeypatch.setattr(failure.resource, "getrlimit", lambda _: (77, 99))
+    found = of_exception(error, 2, 5)
+    assert (found.exit_code, found.what) == (3, "rank 2 may not open more files: the limit is 77")
+
+
 def test_an_abort_is_the_cause_only_if_nothing_better_is_known():
     aborted, raised = of_exit(0, -signal.SIGABRT, 1), of_exception(ValueError("x"), 1, 2)
     assert root_cause([aborted, raised]) == raised

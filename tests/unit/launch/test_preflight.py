@@ -115,3 +115,18 @@ def test_an_old_compiler_takes_no_packed_samples(version, monkeypatch):
 @pytest.mark.parametrize("version", ["2.12.0", "2.13.0+cpu", "3.0", "unknown"])
 def test_a_newer_compiler_takes_them(version):
     preflight.refuse_packed_compile(version)
+
+
+@pytest.mark.parametrize("limits", [(54, 54), (32, 54), (32, -1)])
+def test_as_many_open_files_are_allowed_as_the_ranks_need(monkeypatch, limits):
+    now = [limits]
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: now[0])
+    monkeypatch.setattr(preflight.resource, "setrlimit", lambda _, asked: now.__setitem__(0, asked))
+    preflight.allow_open_files(8)
+    assert now == [(54, limits[1])]
+
+
+def test_too_few_open_files_are_told_with_the_number_that_is_needed(monkeypatch):
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (32, 53))
+    with pytest.raises(EnvironmentProblem, match="each of 8 ranks opens 54 files, and the limit of this shell is 53"):
+        preflight.allow_open_files(8)
