@@ -39,8 +39,8 @@ GROUPS = (("tp <= 8, ddp", True, "ddp"), ("tp <= 8, zero1", True, "zero1"),
 
 class Nanotron:
     """What nanotron holds: per weight, bytes of itself and its gradients (bf16, and a sum in fp32), and of what ZeRO-1
-    splits (master copy and two moments). Its RMSNorm kernel keeps its input alone, as our layer norm does. Backward
-    reuses what column products gathered; above HIGHEST_TP the runs gathered again."""
+    splits (master copy and two moments). Its SwiGLU is two operations (`GLUActivation`), so autograd keeps silu(gate)
+    too. Backward reuses what column products gathered; above HIGHEST_TP the runs gathered again."""
 
     WEIGHT, GRADIENTS, STATE = 2, 2 + 4, 4 + 8
 
@@ -50,7 +50,7 @@ class Nanotron:
         tensor = replace(config.strategy.tensor, overlap=overlap)
         pipeline = replace(config.strategy.pipeline, split=Nanotron.cuts(row))
         strategy = replace(config.strategy, tensor=tensor, pipeline=pipeline)
-        return replace(config, model=replace(config.model, norm="layernorm"), strategy=strategy)
+        return replace(config, strategy=strategy)
 
     @staticmethod
     def cuts(row: dict[str, str]) -> list[str]:
@@ -68,11 +68,21 @@ class Nanotron:
         return sorted(cuts, key=names.index)
 
     @staticmethod
-    def memory(ours: Memory, plan: Plan, row: dict[str, str]) -> Memory:
-        """With nanotron's formats of weights, gradients and state."""
+    def memory(ours: Memory, plan: Plan, row: dict[str, str], pp_rank: int) -> Memory:
+        """With nanotron's formats of weights, gradients and state, and silu(gate) of every microbatch in flight."""
+        blocks = [plan.spec.block(name) for stage in plan.stages_of(pp_rank) for name in stage.blocks]
+        kept = sum(plan.tensor.saved_bytes(block, plan) for block in blocks)
+        gates = sum(block.kind == "transformer" for block in blocks) * plan.num_rows * plan.spec.ffn // int(row["tp"])
+        activations = ours.activations * (kept + gates * BYTES[plan.precision.compute]) // kept
         numel = ours.weights // BYTES[plan.precision.stored]
         state = numel * Nanotron.STATE // (int(row["dp"]) if row["data"] == "zero1" else 1)
-        return replace(ours, weights=numel * Nanotron.WEIGHT, gradients=numel * Nanotron.GRADIENTS, optimizer=state)
+        return replace(
+            ours,
+            weights=numel * Nanotron.WEIGHT,
+            gradients=numel * Nanotron.GRADIENTS,
+            optimizer=state,
+            activations=activations,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ def predicted(row: dict[str, str]) -> Row:
         plan = resolve(Nanotron.config(config, row))
     except ConfigError:
         return known
-    memories = {pp_rank: Nanotron.memory(one, plan, row) for pp_rank, one in prediction.memories(plan).items()}
+    memories = {pp_rank: Nanotron.memory(one, plan, row, pp_rank) for pp_rank, one in prediction.memories(plan).items()}
     heaviest = max(memories, key=lambda pp_rank: memories[pp_rank].tensors)
     whole = device_memory.on_device(memories[heaviest], plan, heaviest, config.cluster)
     measured = float(row["mem_gib"]) if row["mem_gib"] else None

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parallelrun.models import lean
+from parallelrun.models.autograd import apply
 from parallelrun.models.rounding import rounded
 
 ACCURATE = (torch.float32, torch.float64)
@@ -50,6 +52,8 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     if weight.dtype != x.dtype:
         weight, bias = rounded(weight, x.dtype), bias if bias is None else rounded(bias, x.dtype)
     if kind == "rmsnorm":
+        if x.device.type == "cpu":
+            return apply(lean.RMSNorm, x, weight, eps)
         return functional.rms_norm(x, weight.shape, weight, eps)
     return torch.layer_norm(x, weight.shape, weight, bias, eps)  # torch.nn's first reads a setting of cuDNN
 
@@ -57,8 +61,7 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 def activate(kind: str, *parts: Tensor) -> Tensor:
     """gelu(up), in GPT-2's tanh form or exact, relu(up), or silu(gate) * up (swiglu; Shazeer 2020)."""
     if kind == "swiglu":
-        gate, up = parts
-        return functional.silu(gate) * up
+        return apply(lean.SwiGLU, *parts)
     (up,) = parts
     if kind == "relu":
         return functional.relu(up)

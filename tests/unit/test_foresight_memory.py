@@ -40,10 +40,13 @@ def test_stages_end_with_the_block_that_takes_them_above_their_share(stages, fir
 
 @pytest.mark.parametrize(("data", "bytes_of_state"), [("ddp", 12), ("zero1", 3)])
 def test_formats_of_weights_gradients_and_state(data, bytes_of_state):
-    plan = tiny_plan({"dp": 4, "precision.name": "bf16"})
-    found = Nanotron.memory(Memory(4000, 4000, 8000, 70, 7), plan, {"dp": "4", "data": data})
+    plan = tiny_plan({"dp": 4, "tp": 2, "precision.name": "bf16", "model.activation": "swiglu"})
+    kept = sum(plan.tensor.saved_bytes(block, plan) for block in plan.spec.blocks)
+    row = {"dp": "4", "tp": "2", "data": data}
+    found = Nanotron.memory(Memory(4000, 4000, 8000, 3 * kept, 7), plan, row, 0)  # of three microbatches
     assert (found.weights, found.gradients, found.optimizer) == (2000, 6000, 1000 * bytes_of_state)
-    assert (found.activations, found.temporary) == (70, 7)
+    gates = plan.spec.num_layers * plan.num_rows * plan.spec.ffn // 2 * 2  # half of the features on a rank, in 16 bit
+    assert (found.activations, found.temporary) == (3 * (kept + gates), 7)
 
 
 def test_published_plans_that_ran_fit_and_most_that_failed_do_not():

@@ -50,8 +50,8 @@ def _block(name: str, model: ModelConfig, rows: int) -> BlockSpec:
     outer = Initialiser("normal", 1 / sqrt(ffn * 2 * model.layers))
     up, down, dropout = transformer.mlp_layers(f"{name}.mlp", model, inner, outer)
     products = up.in_features * up.out_features + down.in_features * down.out_features
-    # gate, up, silu(gate) and their product; relu(up); or up and gelu(up)
-    inside = {"swiglu": 4, "relu": 1}.get(model.activation, 2)
+    # gate, up and what swiglu makes of them; relu(up); or up and gelu(up)
+    inside = {"swiglu": 3, "relu": 1}.get(model.activation, 2)
     return BlockSpec(
         name,
         "mlp",

@@ -58,6 +58,6 @@ def expert_width(layer: LayerSpec, plan: Plan) -> int:
 def row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     """Return what one row keeps for backward: the row, the inside of its expert, and the expert's output."""
     inside = expert_width(layer, plan)
-    opened = {"swiglu": 3, "relu": 0}.get(plan.spec.activation, 1)  # gate, silu(gate), up; relu keeps its output
+    opened = {"swiglu": 2, "relu": 0}.get(plan.spec.activation, 1)  # gate and up; relu keeps its output
     activated = 0 if plan.recompute == "selective" and block.is_recomputed and opened else 1
     return (2 * plan.spec.hidden + (opened + activated) * inside) * BYTES[plan.precision.compute]

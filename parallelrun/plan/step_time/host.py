@@ -1,7 +1,7 @@
 """The number of operations that torch issues for a block on a CPU, where their number adds to the time. Torch-free.
 
 Counted with a dispatch mode (views included) as the difference of two depths of each model, on torch 2.13: 132 for a
-layer of gpt, 238 of llama, with latent attention 0.39 more, 32 of an mlp. A layer with experts has 295, which take 1.8
+layer of gpt, 231 of llama, with latent attention 87 more, 32 of an mlp. A layer with experts has 295, which take 1.8
 times as long as others: each router and expert is several lines of Python.
 """
 
@@ -14,8 +14,8 @@ from parallelrun.plan.step_time.stack import SoftwareStack
 from parallelrun.plan.structure import Collective, Plan
 
 FORWARD = 0.4  # the part of the operations in forward
-OF_GPT, OF_LLAMA, OF_EXPERTS, OF_MLP, OF_ENDS = 132, 238, 530, 32, 30
-OF_LATENT = 92  # of latent attention, beside those of plain attention
+OF_GPT, OF_LLAMA, OF_EXPERTS, OF_MLP, OF_ENDS = 132, 231, 530, 32, 30
+OF_LATENT = 87  # of latent attention, beside those of plain attention
 OF_SIMPLE_LAYER = 14  # of a convolution, a norm, or a linear layer with what stands between it and the next
 OF_COLLECTIVE = 6  # of a collective inside a block: copies around it, and its place in the graph
 # On a CPU, fitted to trainings of two and four ranks, with the Python that is no operation of torch:

@@ -23,7 +23,7 @@ NORM: Both = (4, 8)  # a norm, one kernel each way, and its weight's gradient
 # Rotation of queries and keys, per element of both together: by a kernel each way, or as torch computes a formula.
 ROTATION, ROTATION_BY_FORMULA = (4, 4), (19, 32)
 JOINING: Both = (3.5, 6.7)  # per element of the query, the key and the value with zeros of latent attention
-ACTIVATION: dict[str, Both] = {"gelu": (4, 6), "relu": (4, 6), "swiglu": (10, 20)}  # per element that it gives
+ACTIVATION: dict[str, Both] = {"gelu": (4, 6), "relu": (4, 6), "swiglu": (10, 24)}  # per element that it gives
 BIAS = 2  # per output of a layer with a bias, in backward: it is read to be summed
 KERNELS = 8
 EMBEDDING = 8

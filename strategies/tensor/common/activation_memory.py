@@ -22,17 +22,12 @@ def recomputed(block: BlockSpec, plan: Plan) -> bool:
     return plan.recompute == "selective" and block.is_recomputed
 
 
-def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan, again: bool) -> int:
-    """Input and statistics of a norm over whole rows.
-
-    On CPU layer_norm keeps both statistics in the dtype of its input; RMSNorm keeps one, its input and the scaled
-    input, all in the accurate dtype. again: computed again in backward, for which a widened input does not do.
-    """
+def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan) -> int:
+    """Input and statistics of a norm over whole rows: RMSNorm keeps one in the accurate dtype; on CPU layer_norm keeps
+    two in the dtype of its input."""
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    if plan.spec.norm != "rmsnorm":
-        return num_rows * (layer.in_features + 2) * compute
-    own = num_rows * layer.in_features * compute if again and compute != accurate else 0
-    return num_rows * (2 * layer.in_features + 1) * accurate + own
+    statistics = accurate if plan.spec.norm == "rmsnorm" else 2 * compute
+    return num_rows * (layer.in_features * compute + statistics)
 
 
 def attends(layer: LayerSpec) -> bool:
@@ -76,10 +71,8 @@ def activates_again(block: BlockSpec, plan: Plan) -> bool:
     return recomputed(block, plan) and plan.spec.activation != "relu"
 
 
-def activation_bytes(num_rows: int, outputs: int, layer: LayerSpec, plan: Plan) -> int:
-    """Return the bytes that the MLP's activation saves, for a column layer of `outputs` outputs on this rank; swiglu
-    also keeps silu(gate)."""
+def activation_bytes(num_rows: int, outputs: int, plan: Plan) -> int:
+    """Return the bytes that the MLP's activation saves, for a column layer of `outputs` outputs on this rank."""
     if plan.spec.activation == "relu":
         return 0  # it keeps what it gives, which the layer behind it keeps too
-    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
-    return num_rows * (outputs + (outputs // 2 if gated else 0)) * BYTES[plan.precision.compute]
+    return num_rows * outputs * BYTES[plan.precision.compute]

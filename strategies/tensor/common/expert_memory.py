@@ -21,7 +21,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
-from .activation_memory import INDEX, MASK, local_numel, recomputed
+from .activation_memory import INDEX, MASK, activates_again, local_numel, recomputed
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
 
@@ -84,7 +84,7 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
     given = count * plan.spec.hidden * compute
     inside = count * expert_width(layer, plan) * compute
     between = count * row_bytes(layer, block, plan) - 2 * given  # of the activation's input and result
-    result = inside if between > inside or plan.spec.activation == "relu" else 0  # else it is computed again
+    result = 0 if activates_again(block, plan) else inside
     *opening, closing = (local_numel(one, plan) // plan.mesh.size("ep") for one in layer.parameters)
     stored = BYTES[plan.precision.stored]
     rounded = compute if plan.precision.compute != plan.precision.stored else 0  # beside the same in the stored dtype

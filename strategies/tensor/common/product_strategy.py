@@ -9,7 +9,7 @@ features of the activation that a layer reads.
     column, head   its input r f, or what was gathered of it;     Y, X; what backward gathers and scatters
                    W where it was gathered
     attention      q, k, v and one statistic per row and head     attention's result, then q, k and v's gradients
-    activation     what it reads; swiglu also silu(gate)          its result (swiglu: both factors), what it reads
+    activation     what it reads                                  its result, what it reads
     row            its input, or what was gathered of it, and W   Y, X; what backward gathers and scatters
     linear         its input and what the activation reads        as a head
     dropout        a byte per element
@@ -142,8 +142,6 @@ class ProductStrategy(ProductTraffic):
             return (first,)
         mixed = _read_behind(layer, product, reads, plan)
         behind = self._behind(layer, block, product, plan)
-        if activates_again(block, plan) and not attends(layer):
-            behind -= reads  # what computes the result again refers to the outputs until the product's backward is over
         if of_product is not None:
             waiting -= self._beside(layer, block, plan)
         passing = plan.context.passing_bytes(plan) if plan.context and attends(layer) else 0
@@ -194,7 +192,7 @@ class ProductStrategy(ProductTraffic):
             )
             if features == layer.in_features:
                 beside = rows * latent_memory.beside_norm(layer, block, plan) * BYTES[plan.precision.compute]
-                return norm_bytes(rows, layer, plan, recomputed(block, plan)) + beside
+                return norm_bytes(rows, layer, plan) + beside
             return rows * (features * BYTES[plan.precision.compute] + BYTES[plan.precision.accurate])
         if role == "dropout":
             kept = prod(self.activation_layout(layer, plan).local(plan.num_rows, layer.out_features, plan.mesh.sizes))
@@ -258,7 +256,7 @@ class ProductStrategy(ProductTraffic):
         if layer.layer_role != "column_parallel":
             return 0
         if not attends(layer):
-            return activation_bytes(rows, outputs, layer, plan)
+            return activation_bytes(rows, outputs, plan)
         if of_product:
             outputs = 3 * plan.spec.qk_features // degree(product.y.features, plan.mesh.sizes)
         own = attention_bytes(rows, plan.spec.heads // degree(product.y.features, plan.mesh.sizes), outputs, plan)

@@ -155,7 +155,7 @@ def test_a_key_that_leaves_no_plan_is_to_be_left_out():
     found = composed(*words, "recompute=none", "layout=1d")
     with pytest.raises(ConfigError) as caught:
         searches.searched(found.config, found.given, 2)
-    assert caught.value.problems[0].suggestion == "leave recompute out or gpus=4"
+    assert caught.value.problems[0].suggestion == "leave recompute out or global_batch=1 or gpus=4"
 
 
 def test_a_search_without_a_legal_plan_says_which_rule_removed_most():
