@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from parallelrun.train.step import StepResult, train_step
 from parallelrun.verify.replay import record_replay
 from parallelrun.verify.run import checked_config, judge, plan_trace, reference_trace
 from parallelrun.verify.single_device import single_device as single_device
-from parallelrun.verify.trace import Trace, decisions_are_held, record
+from parallelrun.verify.trace import decisions_are_held, record
 from tests.matrix import FULL
 from tests.plans import tiny_config
 from tests.pool import BACKEND, COMPILER, run_ranks
@@ -109,9 +110,17 @@ def _reference(settings: str) -> Path:
     else:
         alone, plan = single_device(config, plan)
         trace = record(build(alone, plan, cpu), config.verify.steps)
-    path = Path(_FILES.name) / f"{abs(hash(settings)):x}-{os.getpid()}.pt"
-    torch.save(vars(trace), path)
+    path = Path(_FILES.name) / f"{abs(hash(settings)):x}-{os.getpid()}.pickle"
+    with open(path, "wb") as file:
+        _Pickler(file).dump(trace)
     return path
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as arrays, which are read in a tenth of the time."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
 
 
 def _cell(
@@ -148,7 +157,7 @@ def _cell(
     if decisions_are_held(config, plan):  # the reference follows this cell's decisions
         against = reference_trace(config, plan, torch.device("cpu"), trace)
     else:
-        against = Trace(**torch.load(reference, weights_only=False))
+        against = pickle.loads(Path(reference).read_bytes())
     document = judge(trace, against, config, plan)
     return {**document, "surprises": surprises}
 

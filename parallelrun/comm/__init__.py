@@ -271,4 +271,4 @@ def gather_json(value: Any, mesh: Mesh) -> list[Any]:
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=mesh.device)
     padded[: data.numel()] = data
     rows = all_gather(padded, group, "control").view(group.size, -1).cpu()
-    return [json.loads(bytes(row[:count].tolist())) for row, count in zip(rows, lengths)]
+    return [json.loads(row[:count].numpy().tobytes()) for row, count in zip(rows, lengths)]

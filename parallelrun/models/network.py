@@ -118,6 +118,7 @@ def compile_blocks(network: Network, backend: str = "inductor") -> None:
         for name in getattr(module, "uncompiled", ()):  # of `RoleLayer`
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
     shared_memory.keep_out_of_graphs()
+    torch_private.spare_guard_timing()
     for name in network.block_names:
         network.block(name).compile(backend=backend)
 

@@ -1,7 +1,13 @@
 """The only package that uses torch's private symbols. Each function says why it needs them."""
 
 from parallelrun.torch_private.attention import fused_attention, fused_attention_backward, has_fused_attention
-from parallelrun.torch_private.compiler import before_compiling, import_compiler, keep_compiled_buffers, uncompiled
+from parallelrun.torch_private.compiler import (
+    before_compiling,
+    import_compiler,
+    keep_compiled_buffers,
+    spare_guard_timing,
+    uncompiled,
+)
 from parallelrun.torch_private.fsdp import detach_shards_at_once, empty_parameter, fsdp_initialise, fsdp_reduce
 from parallelrun.torch_private.groups import default_store, gloo_group, num_collectives, process_groups
 from parallelrun.torch_private.observers import (
@@ -68,6 +74,7 @@ __all__ = [
     "receive_on_demand",
     "set_messages",
     "silu_backward",
+    "spare_guard_timing",
     "start_messages",
     "timed",
     "timed_waits",

@@ -28,6 +28,7 @@ from parallelrun.train.step import evaluate, train_step
 
 Scores = dict[str, Tensor]  # by site, phase and sample: (seq, num_experts)
 Entries = list[dict[str, Any]]  # one rank's parts of logical tensors: name, ranges, sums
+Description = tuple[str, list[int], str]  # name, shape, dtype of a tensor
 
 
 def decisions_are_held(config: Config, plan: Plan) -> bool:
@@ -136,19 +137,23 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
     replica = coordinate.get("dp", 0) if independent else 0
     if independent:
         coordinate["dp"] = 0
-    entries, owned = [], {}
+    entries, digests, owned = [], [], {}
     for parameter in training.held:
         local = part(parameter).to("cpu", copy=True)
         ranges = parameter.layout.ranges(parameter.spec.shape, mesh.shape.sizes, mesh.coordinate)
         assert tuple(local.shape) == tuple(stop - start for start, stop in ranges), f"{parameter.name}: {local.shape}"
         name = replica_name(parameter.name, replica) if independent else parameter.name
-        digest = [float(local.double().sum()), float(local.double().abs().sum())]
-        entries.append({"name": name, "parameter": parameter.name, "ranges": ranges, "digest": digest})
+        digests += [local.sum(dtype=torch.float64), local.abs().sum(dtype=torch.float64)]
+        entries.append({"name": name, "parameter": parameter.name, "ranges": ranges})
         if not parameter.shared and owns(parameter.layout, mesh.shape, coordinate):
             owned[name] = local
-    everyone, parts = gather_json(entries, mesh), gather_tensors(owned, mesh)
+    numbers = torch.stack(digests).view(-1, 2).tolist() if digests else []
+    entries = [{**entry, "digest": digest} for entry, digest in zip(entries, numbers, strict=True)]
+    gathered = gather_json([entries, _described(owned)], mesh)
+    parts = _send_to_first(owned, [described for _, described in gathered], mesh)
     if mesh.rank != 0:
         return {}
+    everyone = [entries for entries, _ in gathered]
     _note_disagreeing(everyone, trace, 1e-10 if plan.precision.name == "fp64" else 1e-5)
     dtype = getattr(torch, plan.precision.stored)
     replicas = range(plan.mesh.size("dp")) if independent else [None]
@@ -171,8 +176,17 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
 
 def gather_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> list[dict[str, Tensor]]:
     """Return every rank's tensors, by rank, on the CPU of rank 0 (an empty list on other ranks). Collective."""
-    described = [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
-    everyone = gather_json(described, mesh)
+    return _send_to_first(tensors, gather_json(_described(tensors), mesh), mesh)
+
+
+def _described(tensors: Mapping[str, Tensor]) -> list[Description]:
+    return [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
+
+
+def _send_to_first(
+    tensors: Mapping[str, Tensor], everyone: list[list[Description]], mesh: Mesh
+) -> list[dict[str, Tensor]]:
+    """See `gather_tensors`; everyone: what the tensors of each rank are."""
     raw = [one.contiguous().view(-1).view(torch.uint8) for one in tensors.values()]
     flat = torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8)
     if mesh.rank != 0:
