@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.checkpoint.held import Held
+from parallelrun.cli.host_agent import Hello
 from parallelrun.cli.host_connection import CLOSED, END_S, Connections, HostConnection
 from parallelrun.cli.host_ranks import GRACE_S as GRACE_OF_RANKS_S
 from parallelrun.cli.host_ranks import Order
@@ -30,7 +31,7 @@ from parallelrun.errors import (
     EnvironmentProblem,
     Problem,
 )
-from parallelrun.launch import failure, host_failures
+from parallelrun.launch import failure, host_failures, interfaces
 from parallelrun.launch.environment import JUDGED, TOKEN, for_other_hosts
 from parallelrun.launch.failure import ConsoleOptions
 from parallelrun.launch.host_failures import Exit, LostHost
@@ -115,8 +116,7 @@ class HostLauncher:
         """Decide where rank 0 listens, and order every agent to start its ranks. Return whether its host lives."""
         first = next(iter(self._hosts.values()))
         hellos = {name: agent.hello for name, agent in self._connections.by_name.items() if agent.hello}
-        own_address = next((hello.launcher for hello in hellos.values() if hello.launcher), os.uname().nodename)
-        address = own_address if first.is_here else hellos[first.name].address
+        address = _own_address(list(hellos.values())) if first.is_here else hellos[first.name].address
         names = {hellos[name].host for name in self._hosts}
         if len(names) > 1 and (address.startswith("127.") or address == "::1"):
             what = f"rank 0 would listen on {address}, which the other hosts cannot reach"
@@ -249,6 +249,15 @@ class HostLauncher:
         failed = [code for code in ordered if code not in (EXIT_OK, EXIT_PREEMPTED)]
         code = failed[0] if failed else max(ordered)
         return code if code >= 0 else EXIT_RANK_DIED
+
+
+def _own_address(hellos: Sequence[Hello]) -> str:
+    """The address of this host for the others: as they see it, or, since they see a jump host (ProxyJump) instead, the
+    one from which packets to them leave."""
+    others = [hello for hello in hellos if hello.launcher]
+    seen = [hello.launcher for hello in others if interfaces.is_own(hello.launcher)]
+    routed = (interfaces.address_towards(hello.address) for hello in others)
+    return seen[0] if seen else next(filter(None, routed), os.uname().nodename)
 
 
 def _cannot_listen(address: str, why: str) -> EnvironmentProblem:

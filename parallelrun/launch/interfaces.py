@@ -13,10 +13,28 @@ _ANY_PORT = 9
 
 def towards(host: str) -> str | None:
     """Return the interface from which this host sends to `host` (Linux, IPv4); None if it is not known."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    address = address_towards(host)
+    return _with_address(address) if address else None
+
+
+def address_towards(host: str) -> str:
+    """Return the address from which this host sends to `host`; empty if it is not known."""
+    with contextlib.suppress(OSError), _datagrams(host) as probe:
         probe.connect((host, _ANY_PORT))  # sends nothing
-        return _with_address(probe.getsockname()[0])
-    return None
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def is_own(address: str) -> bool:
+    """Return whether this host has the address."""
+    with contextlib.suppress(OSError), _datagrams(address) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def _datagrams(address: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
 
 
 def chosen(environ: Mapping[str, str], host: str) -> dict[str, str]:

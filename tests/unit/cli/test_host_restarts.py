@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from parallelrun.cli import host_connection, host_restarts, hosts
+from parallelrun.cli import host_agent, host_connection, host_launcher, host_restarts, hosts
 from parallelrun.launch import reattach
 from parallelrun.launch.directory import Status
 from parallelrun.launch.rank import Job
@@ -154,3 +155,16 @@ def test_a_rank_that_fails_twice_at_the_same_step_loses_its_slot(runs, monkeypat
     )  # fmt: skip
     assert run(runs, elastic=True) == 0
     assert runs.starts == [{"a": 2, "b": 2}, {"a": 2, "b": 2}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("hellos", "address"),
+    [
+        ([("10.9.9.9", ""), ("127.0.0.1", "127.0.0.1")], "127.0.0.1"),
+        ([("127.0.0.1", "192.0.2.1")], "127.0.0.1"),  # through a jump host, whose address the agent has seen
+        ([("10.9.9.9", "")], os.uname().nodename),
+    ],
+)
+def test_rank_0_listens_on_an_address_of_its_own_host(hellos, address):
+    found = [host_agent.Hello(1, "host", own, launcher) for own, launcher in hellos]
+    assert host_launcher._own_address(found) == address
