@@ -29,7 +29,9 @@ class BackwardStep:
 @dataclass(frozen=True)
 class BlockBackward:
     """The backward pass of a block. saves_input: its input is among what the steps save; else the block before saves
-    it, or none needs it. steps: in forward order."""
+    it, or none needs it. steps: in forward order. shortcut: the number of the first step of a second branch, whose
+    result the last step adds to that of the first one in place."""
 
     saves_input: bool
     steps: tuple[BackwardStep, ...]
+    shortcut: int | None = None

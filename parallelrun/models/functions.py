@@ -52,7 +52,7 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     if weight.dtype != x.dtype:
         weight, bias = rounded(weight, x.dtype), bias if bias is None else rounded(bias, x.dtype)
     if kind == "rmsnorm":
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
             return apply(lean.RMSNorm, x, weight, eps)
         return functional.rms_norm(x, weight.shape, weight, eps)
     return torch.layer_norm(x, weight.shape, weight, bias, eps)  # torch.nn's first reads a setting of cuDNN
@@ -61,7 +61,8 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 def activate(kind: str, *parts: Tensor) -> Tensor:
     """gelu(up), in GPT-2's tanh form or exact, relu(up), or silu(gate) * up (swiglu; Shazeer 2020)."""
     if kind == "swiglu":
-        return apply(lean.SwiGLU, *parts)
+        gate, up = parts
+        return functional.silu(gate) * up if torch.compiler.is_compiling() else apply(lean.SwiGLU, gate, up)
     (up,) = parts
     if kind == "relu":
         return functional.relu(up)

@@ -1,7 +1,8 @@
 """RMSNorm and SwiGLU as one autograd node each, which keeps for backward only what it reads.
 
 Written as operations of torch, autograd keeps every intermediate result beside it: of a block of Llama 3 in 16 bit
-19 of 53 bytes per token and feature of hidden. Their backward computes them again from what is kept, elementwise.
+19 of 53 bytes per token and feature of hidden. Their backward computes them again from what is kept, elementwise. A
+compiled block chooses itself which tensors it saves, and gets torch's operations.
 """
 
 from __future__ import annotations

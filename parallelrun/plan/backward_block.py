@@ -59,7 +59,8 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
         passes = plan.tensor.layer_backwards(block, plan)
         extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
         kept = plan.tensor.saved_bytes(block, plan) + extra
-        again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
+        held = kept if block.backward is None or block.backward.saves_input else 0  # of what the passes keep
+        again = sum(one.kept for one in passes) - held if plan.recompute == "full" and block.is_recomputed else 0
         if again > 0 and rounded and (copies := plan.tensor.rounded_again_bytes(block, plan)):
             again, passes = again + copies, _with_rounded(passes, copies)
         forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0

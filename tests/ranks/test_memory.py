@@ -228,6 +228,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp x tp llama full": LLAMA | data("fsdp") | {"tp": 2} | FULL,
     "resnet, sets over replicas": SMALL_RESNET | data("ddp"),
     "resnet fp16, sets of a microbatch, x 1f1b": SMALL_RESNET | LOCAL | pipeline("1f1b") | FP16,
+    "resnet full, sets over replicas": SMALL_RESNET | data("ddp") | FULL,
+    # The first block saves the batch. The peak lies in a second forward, where sets are put together.
+    "resnet full bf16, several sets": SMALL_RESNET | FULL | BF16 | {"micro_batch": 16, "model.norm_samples": 4},
+    "bottleneck full bf16": vision.BOTTLENECK | FULL | BF16 | {"micro_batch": 16},
     "resnet bf16": SMALL_RESNET | BF16 | {"micro_batch": 16},
     "resnet x zero bubble": SMALL_RESNET | LOCAL | pipeline("zero_bubble"),
     "bottleneck zero1": vision.BOTTLENECK | data("zero1") | {"micro_batch": 8},

@@ -34,7 +34,7 @@ def backward_of(
     main, _ = _branch(block, block.operations, shape, input_is_kept, gives, waits, not block.shortcut)
     beside, _ = _branch(block, block.shortcut, shape, input_is_kept or saves_input, gives, of_sum, True)
     relu = BackwardStep("", of_sum, of_sum, of_sum)  # keeps its output
-    return BlockBackward(saves_input, (*main, *beside, relu)), True
+    return BlockBackward(saves_input, (*main, *beside, relu), len(main)), True
 
 
 def _branch(

@@ -33,7 +33,7 @@ from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Product, degree, num_panels, transfers
 
-from . import expert_memory, latent_memory
+from . import expert_memory, latent_memory, step_memory
 from .activation_memory import (
     INDEX,
     MASK,
@@ -83,9 +83,11 @@ class ProductStrategy(ProductTraffic):
         return total
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Return the bytes on the rank that saves most. Full recomputation saves a block's input; a model may give its
-        own figure."""
+        """Return the bytes on the rank that saves most. Full recomputation saves a block's input: of the first block
+        of images the batch, which is counted anyway. A model may give its own figure."""
         in_full = plan.recompute == "full" and block.is_recomputed
+        if in_full and plan.spec.kind == "images" and block.name == plan.spec.blocks[0].name:
+            return 0
         if _says_itself(block, plan) and (in_full or block.backward is None):
             elements = prod(block.input_shape) if in_full and block.input_shape else block.saved_elements or 0
             return round(elements * plan.batch.micro_batch * BYTES[plan.precision.compute])
@@ -148,19 +150,8 @@ class ProductStrategy(ProductTraffic):
         return replace(first, kept=kept - behind), LayerBackward(behind, waiting + mixed, of_product or reads, passing)
 
     def _step_backward(self, step: BackwardStep, layer: LayerSpec | None, plan: Plan) -> LayerBackward:
-        samples, precision = plan.batch.micro_batch, plan.precision
-        each = samples * BYTES[precision.accurate if step.normalises else precision.compute]
-        scratch = weights = 0
-        if layer is not None:
-            weights = _weight_gradients(layer, self.product_of(layer, plan), plan)
-            if precision.compute != precision.stored:
-                largest = max((local_numel(one, plan) for one in layer.parameters), default=0)
-                scratch = largest * BYTES[precision.compute]
-        waiting = step.waiting * samples * BYTES[precision.compute]
-        waiting *= not step.waits_itself or samples * BYTES[precision.compute] != each
-        kept = step.kept * each + step.indices * samples * INDEX
-        arriving, reads = step.arriving * each, step.arriving * each if weights else 0
-        return LayerBackward(kept, waiting + arriving, step.giving * each, scratch, weights, reads)
+        weights = _weight_gradients(layer, self.product_of(layer, plan), plan) if layer else 0
+        return step_memory.step_backward(step, layer, weights, plan)
 
     def _beside(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
         """Bytes of the gradients of latent attention that wait while a layer of it runs backward."""

@@ -26,6 +26,7 @@ from parallelrun.plan.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION, T
 from parallelrun.precision import BYTES
 from parallelrun.product import Product, Transfer, transfers
 
+from . import step_memory
 from .activation_memory import local_numel
 
 AXIS = "tp"
@@ -101,6 +102,8 @@ class ProductTraffic(TensorStrategy):
 
     def rounded_again_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Only of weights that a product reads as they are stored: gathered ones are counted as operands."""
+        if block.backward is not None:
+            return step_memory.rounded_again_bytes(block, plan)
         found = 0
         for layer in block.layers:
             product = self.product_of(layer, plan)
@@ -112,6 +115,8 @@ class ProductTraffic(TensorStrategy):
         """Where the last product's partial sums are scattered again: the gradient of its result and its gathered copy,
         which its backward has before it asks for what was saved; the sums, what arrives of them, the result; the
         residual that is added to it, and the norm's output, which the functions that run still hold."""
+        if block.backward is not None:
+            return step_memory.recomputed_bytes(block.backward, plan)
         last = next((layer for layer in reversed(block.layers) if layer.layer_role == "row_parallel"), None)
         product = self.product_of(last, plan) if last else None
         parts = plan.mesh.size(product.scatter_y.axis) if product and product.scatter_y else 1

@@ -1,0 +1,56 @@
+"""The bytes of a block that describes its backward pass operation by operation (`BlockBackward`). Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.model_spec import BlockSpec, LayerSpec
+from parallelrun.model_spec.backward import BackwardStep, BlockBackward
+from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import LayerBackward
+from parallelrun.precision import BYTES
+
+from .activation_memory import INDEX, local_numel
+
+
+def step_backward(step: BackwardStep, layer: LayerSpec | None, weights: int, plan: Plan) -> LayerBackward:
+    """The backward pass of one operation. layer: whose weights get gradients of that many bytes."""
+    samples, precision = plan.batch.micro_batch, plan.precision
+    each, scratch = samples * _element_bytes(step, plan), 0
+    if layer is not None and precision.compute != precision.stored:
+        largest = max((local_numel(one, plan) for one in layer.parameters), default=0)
+        scratch = largest * BYTES[precision.compute]
+    waiting = step.waiting * samples * BYTES[precision.compute]
+    if step.waits_itself and each == samples * BYTES[precision.compute]:
+        waiting = 0
+    arriving, reads = step.arriving * each, step.arriving * each if weights else 0
+    return LayerBackward(_kept(step, plan), waiting + arriving, step.giving * each, scratch, weights, reads)
+
+
+def recomputed_bytes(backward: BlockBackward, plan: Plan) -> int:
+    """Return what a second forward needs at its peak beside all that it saves, with the gradient that arrives: at a
+    norm its result set by set and whole, or in both dtypes, and its input in the compute dtype; else a result."""
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    sets, samples = plan.sample_sets, plan.batch.micro_batch
+    results = accurate * (2 if sets is not None and not sets.spread and sets.size < samples else 1)
+    norm = results if compute == accurate else max(results, accurate + compute) + compute
+    saved = most = 0
+    for number, step in enumerate(backward.steps):
+        if number == backward.shortcut:
+            saved += _kept(backward.steps[-1], plan)
+        if backward.shortcut is None or step is not backward.steps[-1]:
+            saved += _kept(step, plan)
+        most = max(most, saved + step.arriving * samples * (norm if step.normalises else compute))
+    return max(0, backward.steps[-1].arriving * samples * compute + most - saved)
+
+
+def rounded_again_bytes(block: BlockSpec, plan: Plan) -> int:
+    """Return the bytes of the weights of convolutions and products that a second forward rounds."""
+    weights = (one for layer in block.layers for one in layer.parameters if len(one.shape) > 1)
+    return sum(local_numel(one, plan) for one in weights) * BYTES[plan.precision.compute]
+
+
+def _kept(step: BackwardStep, plan: Plan) -> int:
+    return plan.batch.micro_batch * (step.kept * _element_bytes(step, plan) + step.indices * INDEX)
+
+
+def _element_bytes(step: BackwardStep, plan: Plan) -> int:
+    return BYTES[plan.precision.accurate if step.normalises else plan.precision.compute]
