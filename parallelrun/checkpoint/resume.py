@@ -109,15 +109,16 @@ def resolve_resume(resume: str, runs: str) -> Path:
         return path
     is_step = STEP.fullmatch(path.name) is not None
     if path.is_dir() and not is_step:
-        of_run = latest(path) or _latest_of_runs(path)
-        if of_run is None:
-            raise CheckpointError(Problem(f"no complete checkpoint in {path}", where="resume"))
-        return of_run
+        if of_run := latest(path) or _latest_of_runs(path):
+            return of_run
+        hint = f"{other.path}, the newest of other runs" if (other := newest(folder)) else ""
+        raise CheckpointError(Problem(f"no complete checkpoint in {path}", where="resume", suggestion=hint))
     what = f"{path} is incomplete: it has no {INDEX_FILE}" if path.exists() else f"no such checkpoint: {path}"
     steps = complete_steps(path.parent)
-    complete = f"complete checkpoints in that directory: {', '.join(map(step_name, steps)) or 'none'}"
-    suggestion = f"resume={next(reversed(steps.values()))}" if steps else ""
-    raise CheckpointError(Problem(f"{what}; {complete}", where="resume", suggestion=suggestion))
+    if steps or is_step:
+        what += f"; complete checkpoints in that directory: {', '.join(map(step_name, steps)) or 'none'}"
+    hint = f"resume={next(reversed(steps.values()))}" if steps else ""
+    raise CheckpointError(Problem(what, where="resume", suggestion=hint))
 
 
 def _latest_of_runs(folder: Path) -> Path | None:

@@ -158,8 +158,12 @@ def test_a_name_means_its_newest_run_with_a_checkpoint(tmp_path, monkeypatch):
         (run / "config.yaml").write_text("{}")
     for name in ("gpt", "gpt/", str(tmp_path / "gpt"), "gpt/2"):
         assert resolve_resume(name, str(tmp_path)).parents[1] == newer
-    with pytest.raises(CheckpointError, match="no complete checkpoint in"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint in") as caught:
         resolve_resume("gpt/3", str(tmp_path))
+    (problem,) = caught.value.problems
+    assert problem.suggestion == f"{resolve_resume('gpt', str(tmp_path))}, the newest of other runs"
+    with pytest.raises(CheckpointError, match=r"no such checkpoint: .*nothing$"):
+        resolve_resume("nothing", str(tmp_path))
     here = run_of(tmp_path / "elsewhere" / "gpt", 100)
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert resolve_resume("gpt", str(tmp_path)) == here, "a path that exists comes before a name"
