@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -109,15 +110,24 @@ def test_the_campaign_notices():
 
 
 @pytest.mark.parametrize(
-    ("word", "what"),
+    ("word", "what", "in_its_words"),
     [
-        ("profile=${steps}", "profile takes a list, and the value is 3"),
-        ("tracker.use=${name}", "tracker.use takes a list, and the value is 'x'"),
-        ("profile=${optimizer.betas}", "profile takes a list of whole numbers, and 0.9 is none"),
+        ("profile=${steps}", "profile takes a list, and the value is 3", "int is not a ListConfig"),
+        ("tracker.use=${name}", "tracker.use takes a list, and the value is 'x'", "str is not a ListConfig"),
+        (
+            "profile=${optimizer.betas}",
+            "profile takes a list of whole numbers, and 0.9 is none",
+            "Value '0.9' of type 'float' could not be converted to Integer",
+        ),
     ],
 )
-def test_a_list_that_an_interpolation_has_replaced_is_refused(word, what, capsys):
-    assert f"error: {what}\n" in said(f"plan model=gpt strategy=ddp dp=2 steps=3 name=x {word}", capsys)
+def test_a_list_that_an_interpolation_has_replaced_is_refused(word, what, in_its_words, capsys):
+    """From OmegaConf 2.4 on, which Hydra 1.4 takes, OmegaConf refuses it itself."""
+    told = said(f"plan model=gpt strategy=ddp dp=2 steps=3 name=x {word}", capsys)
+    if version("omegaconf") < "2.4":
+        assert f"error: {what}\n" in told
+    else:
+        assert told.startswith("error: ") and in_its_words in told
 
 
 @pytest.mark.parametrize("tool", ["slurm", "k8s", "sky", "generate", "eval", "reshape", "show"])
