@@ -37,7 +37,7 @@ class PeakBytes(TorchDispatchMode):
         self._held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._torch_resize = torch.UntypedStorage.resize_
         self._torch_wait = dist.Work.wait
-        self._has_waited = False
+        self._has_waited = True  # in what ran before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -130,8 +130,10 @@ class PeakBytes(TorchDispatchMode):
 def await_other_threads(seconds: float = 1.0) -> None:
     """Return when no other thread of this process computes or waits for a core, after `seconds` at most."""
     end = time.monotonic() + seconds
-    while any(_is_running(thread) for thread in os.listdir("/proc/self/task")) and time.monotonic() < end:
-        time.sleep(0.0002)
+    while True:
+        time.sleep(0.0002)  # first of all: a thread that waits for Python's lock looks asleep while this one holds it
+        if not any(_is_running(thread) for thread in os.listdir("/proc/self/task")) or time.monotonic() > end:
+            return
 
 
 def _is_running(thread: str) -> bool:
