@@ -96,9 +96,7 @@ def _parse_once() -> None:
             ):
                 return override
             parsed[text] = override
-        copied = copy.copy(parsed[text])
-        copied._value = copy.copy(copied._value)
-        return copied
+        return copy.copy(parsed[text])
 
     _replace(OverridesParser, "parse_rule", parse_rule)
 

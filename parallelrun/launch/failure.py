@@ -6,7 +6,6 @@ failures are compared by kind first (`Failure.order`) and by time second.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import resource
@@ -100,7 +99,7 @@ def of_exception(error: BaseException, rank: int, time_ns: int, single_rank: boo
     chain = cause_chain(error)
     if any(isinstance(e, OSError) and e.errno in reserve.NO_ROOM for e in chain):
         return Failure(rank, f"no room to write: {error}", EnvironmentProblem.exit_code, time_ns, traceback=text)
-    if any((isinstance(e, OSError) and e.errno == errno.EMFILE) or _OPEN_FILES.search(str(e)) for e in chain):
+    if any(_OPEN_FILES.search(str(e)) for e in chain):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         problem = Problem(
             f"rank {rank} may not open more files: the limit is {limit}", "ulimit -n", command="ulimit -n 65536"

@@ -11,6 +11,7 @@ import pytest
 from parallelrun.cli import host_agent, host_connection, host_launcher, host_restarts, hosts
 from parallelrun.launch import reattach
 from parallelrun.launch.directory import Status
+from parallelrun.launch.host_failures import LostHost
 from parallelrun.launch.rank import Job
 from parallelrun.plan.freeze import filled, freeze
 from parallelrun.plan.resolve import resolve
@@ -168,3 +169,19 @@ def test_a_rank_that_fails_twice_at_the_same_step_loses_its_slot(runs, monkeypat
 def test_rank_0_listens_on_an_address_of_its_own_host(hellos, address):
     found = [host_agent.Hello(1, "host", own, launcher) for own, launcher in hellos]
     assert host_launcher._own_address(found) == address
+
+
+@pytest.mark.parametrize(("signals", "error"), [([], "lost the connection to b (rank 1)"), ([15], "ended by SIGTERM")])
+def test_the_launcher_writes_the_end_that_no_rank_could_write(runs, signals, error):
+    runs.starts.append({"a": 1, "b": 1})
+    record(runs, 1, None, 0)
+    (directory,) = find.all_runs(runs.folder)
+    Status(directory).running()
+    launcher = host_launcher.HostLauncher.__new__(host_launcher.HostLauncher)
+    launcher.directory, launcher._words, launcher.exits, launcher._judges = directory, ["dp=2"], [], False
+    launcher.lost = [LostHost("b", 1, "rank 1")]
+    launcher._connections = SimpleNamespace(signals=signals)
+    launcher.start = lambda: False
+    launcher.run()
+    found = read_object(directory / find.STATUS)
+    assert (found["state"], found["error"]) == ("failed", error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -53,6 +54,28 @@ def test_a_process_that_ends_inside_the_block_lets_its_guard_act_and_no_other(tm
     assert [path.name for path in tmp_path.iterdir()] == ["killed"]
 
 
+def test_a_guard_holds_nothing_that_its_process_had_open(tmp_path):
+    """Else a lock or a connection of the process would outlive it for as long as the guard acts."""
+    reads, writes = os.pipe()
+    go = tmp_path / "go"
+
+    def act() -> None:
+        while not go.exists():
+            time.sleep(0.01)
+
+    pid = os.fork()
+    if not pid:
+        with guard.guarded(act):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writes)
+    os.waitpid(pid, 0)
+    try:
+        assert select.select([reads], [], [], 10.0)[0] and os.read(reads, 1) == b""
+    finally:
+        go.touch()
+        os.close(reads)
+
+
 def test_a_run_without_anybody_has_failed_at_its_last_step(tmp_path):
     guard.conclude_abandoned(a_run(tmp_path, here(NO_PROCESS)), guard.LAUNCHER_GONE, 0.01)
     found = state(tmp_path)
@@ -94,13 +117,18 @@ def test_whoever_survives_goes_first(tmp_path, monkeypatch, who):
 
 def test_ranks_that_are_stopped_or_silent_are_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "period_s", lambda world: 0.02)
+    monkeypatch.setattr(guard, "_TICK_S", 0.01)
     stopped = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     stopped.send_signal(signal.SIGSTOP)
+    too_late = threading.Timer(10, stopped.kill)
+    too_late.start()
     try:
         run = a_run(tmp_path, here(stopped.pid), {"pid": 1, "host": "elsewhere"})
         write_json(path_of(run, 1), {"step": 3})
         guard.conclude_abandoned(run, guard.RANKS_GONE, 0.1)
+        assert stopped.poll() is None, "waited for until it was killed"
     finally:
+        too_late.cancel()
         stopped.kill()
         stopped.communicate()
     assert state(run)["error"] == guard.RANKS_GONE

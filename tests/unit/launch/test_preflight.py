@@ -130,3 +130,6 @@ def test_too_few_open_files_are_told_with_the_number_that_is_needed(monkeypatch)
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (32, 53))
     with pytest.raises(EnvironmentProblem, match="each of 8 ranks opens 54 files, and the limit of this shell is 53"):
         preflight.allow_open_files(8)
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (3, 3))
+    with pytest.raises(EnvironmentProblem, match="each of 2 ranks opens 24 files"):
+        preflight.check(tiny_config(dp=2), tiny_plan(dp=2), None)

@@ -392,12 +392,18 @@ def test_a_host_that_does_not_answer_is_waited_for_a_minute(monkeypatch, clock):
     assert clock.now - began == pytest.approx(60, abs=0.5)
 
 
-def test_an_agent_ends_the_other_ranks_of_its_host_ten_seconds_after_one_has_failed(monkeypatch, clock):
+@pytest.mark.parametrize(("recorded", "seconds"), [(False, 10), (True, failure.GRACE_S)])
+def test_an_agent_ends_the_other_ranks_ten_seconds_after_one_has_failed_or_soon_after_a_rank_has_recorded_it(
+    monkeypatch, clock, tmp_path, recorded, seconds
+):
     monkeypatch.setattr(host_ranks, "time", clock)
     killed = []
     monkeypatch.setattr(processes, "kill", lambda pid, number: killed.append((pid, number, clock.now)))
     found = host_ranks.Ranks.__new__(host_ranks.Ranks)
     found.notes = host_ranks.HostNotes()
+    found.notes.set_run(tmp_path)
+    if recorded:
+        directory.Status(tmp_path).ended(6, "rank 1 died", 1)
     found._pids, found._codes, found._ended_by_us, found._deadline = {0: 11}, {1: 6}, False, float("inf")
     monkeypatch.setattr(found, "_reap", lambda: found._pids.clear() if killed else None)
 
@@ -409,7 +415,7 @@ def test_an_agent_ends_the_other_ranks_of_its_host_ten_seconds_after_one_has_fai
     assert found.watch(SimpleNamespace(get=get)) == 6
     ((pid, number, when),) = killed
     assert (pid, number) == (11, signal.SIGKILL)
-    assert when - began == pytest.approx(10, abs=0.5)
+    assert when - began == pytest.approx(seconds, abs=0.5)
 
 
 def test_an_earlier_connection_to_a_host_that_was_connected_to_again_says_nothing_any_more(connections):
