@@ -11,6 +11,7 @@ import torch
 
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
+from parallelrun.strategies.data.common.allreduce import runtime as allreduce
 from parallelrun.train.build import build
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
@@ -299,9 +300,12 @@ def peaks(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
     """What is there already, as what autograd's hooks keep of earlier cases, is frozen: no tensor of this case, and not
-    looked at when garbage is collected, which would take as long as two steps."""
+    looked at when garbage is collected, which would take as long as two steps. A buffer that earlier cases have left
+    with the group would not be seen. Of one step no batch is read ahead, which would lie in the host's memory.
+    """
     gc.freeze()
-    config = tiny_config(overrides)
+    allreduce._lanes.clear()
+    config = tiny_config({"steps": 1} | overrides)
     plan = resolve(config)
     training = build(config, plan, torch.device("cpu"))
     scaler = LossScaler(config.precision, plan.precision.scaled)
