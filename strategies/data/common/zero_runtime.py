@@ -85,11 +85,12 @@ def cut(held: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> 
     shape[dim] = -(-shape[dim] // group.size)
     start, stop = chunk_range(weight.shape[dim], group.size, group.index)
     part = weight.detach().narrow(dim, start, stop - start)
-    dtype = getattr(torch, plan.data.weight_dtype(held.spec, held.layout, plan))
-    mine = part.contiguous() if dtype == weight.dtype else part.clone(memory_format=torch.contiguous_format)
-    weight.data = weight.data.to(dtype)
+    dtype = plan.data.weight_dtype(held.spec, held.layout, plan)
+    if dtype != plan.precision.stored:
+        part = part.clone(memory_format=torch.contiguous_format)
+        weight.data = weight.data.to(getattr(torch, dtype))
     # Flat and back: torch's fused optimizers compare strides, those of dims of one element too.
-    return ChunkedWeight(weight, dim, tuple(shape), mine.view(-1).view(part.shape))
+    return ChunkedWeight(weight, dim, tuple(shape), part.contiguous().view(-1).view(part.shape))
 
 
 class Chunks:
