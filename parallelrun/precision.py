@@ -1,6 +1,7 @@
 """The precision table, the same for every strategy and for one device. Torch-free.
 
-Parameters are stored in `stored` and rounded to `compute` where they are used; activations and their communication are
+Parameters are stored and updated in `stored`, and rounded to `compute` where they are used (a data strategy may keep
+them rounded and store those that it updates: `DataStrategy.weight_dtype`); activations and their communication are
 in `compute`; gradients are reduced in `reduce`; norms, softmax and loss compute in `accurate`. There is no autocast.
 """
 

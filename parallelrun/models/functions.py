@@ -39,9 +39,8 @@ def cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
     """x (..., in) by weight (out, in) plus bias (out), all rounded to `compute_dtype`."""
-    if weight.dtype != compute_dtype:
-        weight, bias = rounded(weight, compute_dtype), bias if bias is None else bias.to(compute_dtype)
-    return functional.linear(x if x.dtype == compute_dtype else x.to(compute_dtype), weight, bias)
+    bias = bias if bias is None else cast(bias, compute_dtype)
+    return functional.linear(cast(x, compute_dtype), rounded(weight, compute_dtype), bias)
 
 
 def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -49,8 +48,7 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 
     torch's kernels compute in at least fp32 inside and round once, so x is not widened here.
     """
-    if weight.dtype != x.dtype:
-        weight, bias = rounded(weight, x.dtype), bias if bias is None else rounded(bias, x.dtype)
+    weight, bias = rounded(weight, x.dtype), bias if bias is None else rounded(bias, x.dtype)
     if kind == "rmsnorm":
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             return apply(lean.RMSNorm, x, weight, eps)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from parallelrun.plan.parameters import block_dtypes
 from parallelrun.plan.structure import Plan, once
 from parallelrun.plan.tensor_strategy import LayerBackward
+from parallelrun.precision import BYTES
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ def keeps_rounded(plan: Plan) -> bool:
     """Whether a second forward rounds weights and keeps them: not gathered ones, nor where backward is split
     (`recompute.KEPT`)."""
     rounds = plan.precision.compute != plan.precision.stored and not plan.pipeline.splits_backward
-    return plan.recompute == "full" and rounds and not plan.data.exchange_form(plan).gathers_rounded
+    gathered = plan.data.shards_weights and plan.data.exchange_form(plan).gathers_rounded
+    return plan.recompute == "full" and rounds and not gathered
 
 
 def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
@@ -67,8 +70,19 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
         forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
         return BackwardBlock(kept, passes, max(0, again), forward)
 
-    key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name, plan.recompute, rounded
+    is_last, dtypes = name == plan.spec.blocks[-1].name, block_dtypes(name, plan)
+    key = "backward block", plan.spec.first_alike[name], is_last, plan.recompute, rounded, dtypes
     return once(plan.blocks_cache, key, compute)
+
+
+def narrowed(block: BackwardBlock, plan: Plan) -> BackwardBlock:
+    """The block with every weight's gradient in the compute dtype alone: the least that any data strategy needs."""
+    stored, compute = BYTES[plan.precision.stored], BYTES[plan.precision.compute]
+    if stored == compute:
+        return block
+    passes = [(one, one.weights * compute // stored) for one in block.passes]
+    changed = tuple(replace(one, weights=weights, scratch=max(0, one.scratch - weights)) for one, weights in passes)
+    return replace(block, passes=changed)
 
 
 def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[LayerBackward, ...]:

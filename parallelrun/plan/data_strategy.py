@@ -67,6 +67,7 @@ class DataStrategy(AxisStrategy):
     config_class: ClassVar[type[DataStrategyConfig]] = DataStrategyConfig  # its keys of `strategy.data`
     description: ClassVar[tuple[str, str]] = ("", "")  # what it does, in sentences, and the paper: for `explain`
     shards_weights: ClassVar[bool] = False  # no rank of dp holds complete weights
+    rounds_weights: ClassVar[bool] = False  # some weights may be kept in the compute dtype (`weight_dtype`)
     saves_memory: ClassVar[bool] = False  # suggested where a plan does not fit on a device
     takes_experts: ClassVar[bool] = False  # experts may be distributed over its ranks (ep > 1)
     takes_context: ClassVar[bool] = False  # gradients may be summed over the ranks of a sequence, too (cp > 1)
@@ -183,6 +184,10 @@ class DataStrategy(AxisStrategy):
     def weight_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         """The layout of the stored weights of a logical parameter, given its tensor layout."""
         return tensor_layout
+
+    def weight_dtype(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> str:
+        """The dtype of a parameter in the modules, and of the gradients that backward computes for it."""
+        return plan.precision.stored
 
     def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         """The layout of the optimizer's state, and of the part of the weight that the optimizer updates."""

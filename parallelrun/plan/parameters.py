@@ -11,6 +11,7 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.structure import Plan, once
+from parallelrun.precision import BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +58,22 @@ def module_layout(spec: ParameterSpec, plan: Plan) -> Layout:
     if spec.layer_role != "expert" or plan.mesh.size("ep") == 1:
         return layout
     return replace(layout, dims=(("ep", *layout.dims[0]), *layout.dims[1:]))
+
+
+def element_bytes(spec: ParameterSpec, plan: Plan, layout: Layout | None = None) -> int:
+    """Bytes of an element of a parameter in a stage's modules, and of its gradient. layout: its `module_layout`, if it
+    is known already."""
+    if not plan.data.rounds_weights:
+        return BYTES[plan.precision.stored]
+    return BYTES[plan.data.weight_dtype(spec, layout or module_layout(spec, plan), plan)]
+
+
+def block_dtypes(name: str, plan: Plan) -> tuple[str, ...]:
+    """The dtypes of a block's parameters in the modules, to be part of a cache key; () where all are as stored."""
+    if not plan.data.rounds_weights:
+        return ()
+    pairs = zip(plan.spec.block(name).parameters, block_layouts(name, plan))
+    return tuple(plan.data.weight_dtype(spec, layout, plan) for spec, layout in pairs)
 
 
 def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from parallelrun.plan.backward_block import backward_blocks
-from parallelrun.plan.parameters import HeldParameter, distinct_parameters
+from parallelrun.plan.parameters import HeldParameter, distinct_parameters, element_bytes
 from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.structure import Plan, Stage, Value, once
 from parallelrun.precision import BYTES
@@ -42,9 +42,11 @@ class Moment:
 
 
 def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
-    """Bytes of the gradients that backward produces: in the stored dtype, not sharded by the data strategy."""
+    """Bytes of the gradients that backward produces: in the weights' dtype, not sharded by the data strategy."""
     sizes, trained = plan.mesh.sizes, (p for p in held if not p.spec.frozen)
-    return BYTES[plan.precision.stored] * sum(p.layout.local_numel(p.spec.shape, sizes, coordinate) for p in trained)
+    return sum(
+        element_bytes(p.spec, plan, p.layout) * p.layout.local_numel(p.spec.shape, sizes, coordinate) for p in trained
+    )
 
 
 def first_alike_rank(plan: Plan, pp_rank: int) -> int:

@@ -16,7 +16,7 @@ from parallelrun.config.schema import Config
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import device_memory, hosts, peak, routing, sample_sets
-from parallelrun.plan.parameters import distinct_parameters
+from parallelrun.plan.parameters import distinct_parameters, element_bytes
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, once
 from parallelrun.precision import BYTES
 
@@ -151,11 +151,12 @@ def parameter_bytes(
         layout_of(spec, layout, plan).local_numel(spec.shape, plan.mesh.sizes, coordinate)
         for layout_of in (data.weight_layout, data.gradient_layout, data.state_layout)
     )
+    weight *= element_bytes(spec, plan, layout)
     if spec.frozen:
-        return weight * stored, 0, 0
+        return weight, 0, 0
     keeps = plan.num_data_ranks > 1 and data.keeps_gradients(plan)
     num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
-    return weight * stored, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * stored * num_states
+    return weight, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * stored * num_states
 
 
 def checkpoint_bytes(plan: Plan) -> int:

@@ -36,7 +36,7 @@ class LayerBackward:
 
     kept: what forward has saved for it, freed when it is over. arriving, giving: gradients of activations that it reads
     and gives, and those that wait for an earlier layer meanwhile. scratch: what only it needs. weights: the gradient of
-    its weights, in the stored dtype. reads: the gradient of its output, from which the weights' one is computed: where
+    its weights, in their dtype. reads: the gradient of its output, from which the weights' one is computed: where
     that is done apart (zero bubble), it stays until then.
     """
 

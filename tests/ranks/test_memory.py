@@ -106,6 +106,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ddp": GPT | data("ddp"),
     "ddp bf16": GPT | data("ddp") | BF16,
     "zero1": GPT | data("zero1"),
+    "zero1 bf16": GPT | data("zero1") | BF16,
     "zero1 full": GPT | data("zero1") | FULL,
     "zero2": GPT | data("zero2"),
     "fsdp": GPT | data("fsdp"),
@@ -246,6 +247,9 @@ PLANS: dict[str, dict[str, Any]] = {
     | pipeline("zero_bubble")
     | PACKED
     | {"global_batch": 8},
+    "zero2 x 1f1b bf16": GPT | data("zero2") | pipeline("1f1b") | BF16 | {"global_batch": 32},
+    "moe ep zero1 bf16": MOE | data("zero1") | {"ep": 2} | BF16,
+    "latent zero2 full bf16": LATENT | data("zero2") | FULL | BF16,
     "fsdp x zero bubble": GPT | data("fsdp") | pipeline("zero_bubble") | {"global_batch": 32},
     "moe zero1 x ep x 1f1b": MOE | data("zero1") | {"ep": 2} | pipeline("1f1b") | {"global_batch": 32},
     "2d bf16": GPT | GRID | {"tp": 4, "layout": "2d"} | BF16,
@@ -279,7 +283,7 @@ FULL_MATRIX = (
     "2d llama selective", "zero2 x 1f1b", "latent fsdp x 1f1b", "hsdp llama bf16", "packed pipeline full",
     "tp sequence llama full", "resnet bf16", "resnet x zero bubble", "alexnet fsdp", "bottleneck zero1", "vgg x 1f1b",
     "zero1 x zero bubble, few tokens", "zero2 x zero bubble, few tokens", "moe zero1 x ep x 1f1b",
-    "fsdp bf16, highest when a block is reduced",
+    "fsdp bf16, highest when a block is reduced", "zero2 x 1f1b bf16", "moe ep zero1 bf16", "latent zero2 full bf16",
 )  # fmt: skip
 if not FULL_RUN:  # of four microbatches without a pipeline, the last two only repeat the second
     PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if name not in FULL_MATRIX}

@@ -12,7 +12,8 @@ from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import context_axes, expert_axes, prediction
-from parallelrun.plan.backward_block import backward_block
+from parallelrun.plan.backward_block import backward_block, narrowed
+from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.load import data_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import block_layouts
@@ -43,16 +44,16 @@ class Bounds:
     def seconds(self, group: LegalGroup, micro_batch: int) -> tuple[float, float, float]:
         """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
         form that repeats most. Zeros where the cluster gives no rates."""
-        sharded = next((one for one in group.datas if data_strategy(one.kind).shards_weights), None)
-        several = sharded is None and self._legal.space.global_batch // group.dp // micro_batch > 1
-        key = "seconds", tensor_of(group), micro_batch, sharded is None, several
-        data = sharded or group.datas[0]  # with sharded weights a block takes least: see `streaming.of_weights`
-        found: tuple[float, float, float] = once(self._found, key, lambda: self._seconds(group, micro_batch, data))
+        # With sharded weights a block takes least, then with rounded ones: see `streaming.of_weights`.
+        least = max(group.datas, key=lambda one: _spares(data_strategy(one.kind)))
+        spares = _spares(data_strategy(least.kind))
+        several = not spares[0] and self._legal.space.global_batch // group.dp // micro_batch > 1
+        key = "seconds", tensor_of(group), micro_batch, spares, several
+        found: tuple[float, float, float] = once(self._found, key, lambda: self._seconds(group, micro_batch, least))
         return found
 
     def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
-        """Return the bounds for `data`, which stands for all data strategies that shard weights, or for those that do
-        not."""
+        """Return the bounds for `data`, which stands for all data strategies that treat weights alike."""
         plan = self._legal.plan(group, micro_batch, self._most, data)
         if why_unknown(plan, self._cluster):
             return 0.0, 0.0, 0.0
@@ -116,7 +117,7 @@ class Bounds:
         def compute() -> tuple[int, int]:
             plan = self._plan(group, micro_batch, recompute)
             found = [backward_block(self._commonest, plan, rounded) for rounded in (False, True)]  # by data strategy
-            least = min(one.working_bytes(accumulates=False) for one in found)
+            least = min(one.working_bytes(False) for block in found for one in (block, narrowed(block, plan)))
             return found[0].kept, 0 if group.schedule.splits_backward else least
 
         key = "kept", tensor_of(group), micro_batch, recompute
@@ -149,8 +150,13 @@ class Bounds:
         # of one block on its own: where pp=1, the last one's weights stay gathered
         changed = replace(plan, data=strategy, mesh=mesh, batch=batch, stages=(Stage(0, 0, (self._commonest,)),))
         vars(changed)["blocks_cache"] = plan.blocks_cache
-        gathered = strategy.gathered_bytes(0, mesh.coordinate(0), changed) if strategy.shards_weights else 0
+        gathered = strategy.gathered_bytes(0, mesh.coordinate(0), changed)
         return _block_bytes(self._blocks[self._commonest], changed) + gathered
+
+
+def _spares(strategy: type[DataStrategy]) -> tuple[bool, bool]:
+    """What a data strategy spares a microbatch: everything that it does to its weights, or rounding them."""
+    return strategy.shards_weights, strategy.rounds_weights
 
 
 def _placed(group: LegalGroup) -> object:

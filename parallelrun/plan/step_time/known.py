@@ -33,7 +33,7 @@ def of_blocks(plan: Plan) -> _Key:
         return _Key(
             plan.tensor, plan.expert, plan.context, *((axis, plan.mesh.size(axis)) for axis in axes),
             plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward, plan.world, plan.servers, shared,
-            plan.data.shards_weights, plan.batch.microbatches > 1,
+            plan.data.shards_weights, plan.data.exchange_form(plan).gathers_rounded, plan.batch.microbatches > 1,
         )  # fmt: skip
 
     return once(plan.cache, "of blocks", compute)

@@ -261,13 +261,13 @@ def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack
 
 def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
     """A row of the data strategy as the program sends it."""
-    compute, kept = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
+    compute, own = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
     if row.operation == "all_gather":
-        rounded = plan.data.exchange_form(plan).gathers_rounded or not stack.rounded_weights
-        factor = 1.0 if rounded else compute / BYTES[plan.precision.stored]
+        own = compute if plan.data.exchange_form(plan).gathers_rounded else BYTES[plan.precision.stored]
+        factor = compute / own if stack.rounded_weights else 1.0
     else:
-        factor = compute / kept if stack.rounded_gradients else 1.0
-    calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (kept * stack.bucket))
+        factor = compute / own if stack.rounded_gradients else 1.0
+    calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (own * stack.bucket))
     sent = replace(row, calls=min(row.calls, calls), payload_bytes=round(factor * row.payload_bytes))
     if not stack.whole_sums or row.operation == "all_reduce" or plan.data.shards_weights:
         return sent

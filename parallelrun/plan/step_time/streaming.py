@@ -106,15 +106,19 @@ def of_weights(elements: float, plan: Plan, rates: Rates, stack: SoftwareStack) 
     """Seconds (forward, backward) that a microbatch spends on a rank's weights beside the products that read them.
 
     Forward rounds the stored weights to the compute dtype; backward widens their gradients, and adds them up where a
-    step has several microbatches. FSDP rounds and widens only a rank's shard.
+    step has several microbatches. FSDP rounds and widens only a rank's shard. Weights that ZeRO keeps in the compute
+    dtype are not rounded; their gradients are widened where they are added up.
     """
     if rates.synchronous or plan.data.shards_weights:
         return 0.0, 0.0
     compute = BYTES[plan.precision.compute]
     stored, kept = (BYTES[dtype] for dtype in (plan.precision.stored, plan.precision.reduce))
-    rounds = stored != compute and not stack.rounded_weights
+    keeps_rounded = plan.data.exchange_form(plan).gathers_rounded
+    rounds = stored != compute and not (stack.rounded_weights or keeps_rounded)
     forward = backward = (stored + compute) * rounds
-    if plan.batch.microbatches > 1:
+    if plan.batch.microbatches == 1:
+        backward += (compute + kept) * (keeps_rounded and not stack.rounded_weights)
+    else:
         own = compute if stack.rounded_gradients else kept
         backward += own if stack.fused_accumulation else 2 * own + (kept if rounds else compute)
     return elements * forward / rates.memory_bytes_s, elements * backward / rates.memory_bytes_s

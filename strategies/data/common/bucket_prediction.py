@@ -10,10 +10,9 @@ from math import prod
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.plan.parameters import HeldParameter, distinct_parameters, held_parameters
+from parallelrun.plan.parameters import HeldParameter, distinct_parameters, element_bytes, held_parameters
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.precision import BYTES
 
 from .buckets import Shape, exchanged_numel, reduce_bytes
 
@@ -85,7 +84,10 @@ def buckets_of(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> RankBuck
 
 
 class RankBuckets:
-    """The buckets of one rank, in launch order, and the gradients that wait during backward until theirs is full."""
+    """The buckets of one rank, in launch order, and the gradients that wait during backward until theirs is full.
+
+    element_bytes: by bucket, of an element of its weights.
+    """
 
     def __init__(self, pp_rank: int, coordinate: dict[str, int], plan: Plan):
         self._plan, self._pp_rank = plan, pp_rank
@@ -94,6 +96,7 @@ class RankBuckets:
         found = plan.data.buckets(self._trained, self._shapes, plan)
         self.axes = [bucket.axis for bucket in found]
         self.parts = [[(self._trained[i], self._shapes[i]) for i in bucket.indices] for bucket in found]
+        self.element_bytes = [element_bytes(parts[0][0].spec, plan, parts[0][0].layout) for parts in self.parts]
         self._bucket_of = {index: number for number, one in enumerate(found) for index in one.indices}
         self._sent: dict[tuple[int, bool], int] = {}
         self._waiting: dict[int, list[tuple[int, list[int]]]] = {}
@@ -119,7 +122,7 @@ class RankBuckets:
     def _walk_to(self, stage: int) -> list[tuple[int, list[int]]]:
         plan = self._plan
         reader_of = {layer.tied: block.name for block in plan.spec.blocks for layer in block.layers if layer.tied}
-        sizes = [BYTES[plan.precision.stored] * prod(shape) for shape in self._shapes]
+        sizes = [element_bytes(p.spec, plan, p.layout) * prod(s) for p, s in zip(self._trained, self._shapes)]
         held: dict[tuple[int, str], list[int]] = {}  # indices by stage and block
         read: dict[str, list[int]] = {}  # indices of tied weights by the block that reads them
         for index, parameter in enumerate(self._trained):

@@ -19,6 +19,10 @@ from parallelrun.precision import BYTES
 
 FIRST_BUCKET_BYTES = 2**20
 MAX_PENDING = 2  # zero2's exchanges that have not ended: one bucket is sent while the next one fills
+# Weights of these roles are rounded to the compute dtype wherever they are used, so they may travel in it. Others (an
+# embedding sums many rows' gradients in its own dtype; a user's layers cast nothing) travel as stored: results must be
+# those of every other data strategy.
+ROUNDED_ROLES = ("column_parallel", "row_parallel", "norm", "head", "expert")
 Shape = tuple[int, ...]
 
 
@@ -50,15 +54,17 @@ def partition(
 
     padded: parameters are as large as their chunks with padding. only: the parameters with these indices.
 
-    No bucket spans two axes. Buckets of several axes are launched in the order in which backward fills them, which is
-    the same on every rank.
+    No bucket spans two axes, nor dtypes of weights. Buckets are launched in the order in which backward fills them,
+    which is the same on every rank.
     """
-    by_axis: dict[str, list[int]] = {}
+    by_kind: dict[tuple[str, str], list[int]] = {}
     for index in range(len(trained)) if only is None else only:
+        spec, layout = trained[index].spec, trained[index].layout
         if is_summed(trained[index], plan):
-            by_axis.setdefault(replica_axis(trained[index].layout, plan), []).append(index)
+            kind = replica_axis(layout, plan), plan.data.weight_dtype(spec, layout, plan)
+            by_kind.setdefault(kind, []).append(index)
     size, found = reduce_bytes(plan), []
-    for axis, own in by_axis.items():
+    for (axis, _), own in by_kind.items():
         sizes = [size * exchanged_numel(trained[index], shapes[index], plan, padded) for index in own]
         found += [Bucket(axis, tuple(own[i] for i in bucket)) for bucket in fill(sizes, plan.data.bucket_bytes)]
     return sorted(found, key=lambda bucket: -bucket.indices[-1])

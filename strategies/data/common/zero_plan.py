@@ -2,14 +2,17 @@
 
 Chunks are those of `torch.chunk` along one dim of each parameter (`buckets.shard_dim`), so that the optimizer's state
 has a layout and the name of the one-device parameter. Along dim 0 chunks may be uneven or empty; they are padded when
-they are sent. Torch-free.
+they are sent.
+
+In mixed precision a rank keeps weights that every use rounds in the compute dtype, and its own chunk in the stored one,
+which the optimizer updates (Megatron-LM's distributed optimizer). So weights and their all-gather take half the bytes,
+and no microbatch rounds them; the numbers are the same. Torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
@@ -18,14 +21,14 @@ from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import Bucket, DataStrategy, ExchangeForm
 from parallelrun.plan.expert_axes import replica_axis
-from parallelrun.plan.parameters import HeldParameter
+from parallelrun.plan.parameters import HeldParameter, distinct_parameters
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
 from .bucket_prediction import RankBuckets, buckets_of, check_shardable, final_collectives
-from .buckets import Shape, partition, shard_dim, shard_layout
+from .buckets import ROUNDED_ROLES, Shape, is_summed, partition, reduce_bytes, shard_dim, shard_layout
 from .keys import BucketKeys
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class ZeRO(DataStrategy):
 
     takes_experts = True
     takes_context = True
+    rounds_weights = True
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -48,7 +52,24 @@ class ZeRO(DataStrategy):
         return cls(bucket_bytes=BucketKeys.of(request.config).bucket_bytes)
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
-        return partition(trained, shapes, plan, padded=True)
+        """The last stage of a rank first. No bucket spans two stages, whose backward passes alternate: each pass leaves
+        the gradients of whole buckets, which are then added up in the reduction dtype."""
+        found = []
+        for stage in sorted({parameter.stage for parameter in trained}, reverse=True):
+            own = [index for index, parameter in enumerate(trained) if parameter.stage == stage]
+            found += partition(trained, shapes, plan, padded=True, only=own)
+        return found
+
+    def weight_dtype(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> str:
+        rounds = self._rounds(plan) and parameter.layer_role in ROUNDED_ROLES and not parameter.frozen
+        rounds = rounds and plan.mesh.size(replica_axis(tensor_layout, plan)) > 1
+        return plan.precision.compute if rounds else plan.precision.stored
+
+    def _rounds(self, plan: Plan) -> bool:
+        """Whether weights may be kept in the compute dtype. Not where their gradients would be rounded to it after a
+        sum: over a grid, or over microbatches if backward is split."""
+        sums = plan.pipeline.splits_backward or not plan.tensor.is_one_dimensional
+        return plan.precision.compute != plan.precision.stored and plan.num_data_ranks > 1 and not sums
 
     def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         return shard_layout(parameter, tensor_layout, replica_axis(tensor_layout, plan), plan)
@@ -57,15 +78,17 @@ class ZeRO(DataStrategy):
         return True
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Copies of chunks that are not contiguous inside their weight: chunks of several experts' matrices."""
-        found = buckets_of(pp_rank, coordinate, plan)
-        numels = [
-            prod(shape) // plan.mesh.size(axis)
-            for axis, parts in zip(found.axes, found.parts)
-            for p, shape in parts
-            if shard_dim(p.spec, p.layout, axis, plan) > 0 and shape[0] > 1
-        ]
-        return BYTES[plan.precision.stored] * sum(numels)
+        """This rank's chunks that are no part of their weights: of rounded ones, and of several experts' matrices."""
+        sizes, found = plan.mesh.sizes, 0
+        for held, count in distinct_parameters(plan, pp_rank):
+            spec, layout = held.spec, held.layout
+            if is_summed(held, plan) and not spec.frozen:
+                along = shard_dim(spec, layout, replica_axis(layout, plan), plan)
+                is_strided = along > 0 and layout.local_shape(spec.shape, sizes, coordinate)[0] > 1
+                if is_strided or self.weight_dtype(spec, layout, plan) != plan.precision.stored:
+                    mine = self.state_layout(spec, layout, plan)
+                    found += count * mine.local_numel(spec.shape, sizes, coordinate)
+        return BYTES[plan.precision.stored] * found
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket the reduce-scatters of gradients and one all-gather of parameters, then the final sums."""
@@ -74,11 +97,13 @@ class ZeRO(DataStrategy):
         for number, axis in enumerate(found.axes):
             payload = found.sent_bytes(number)
             rows.append(Collective(axis, "reduce_scatter", "gradients", passes, passes * payload))
-            rows.append(Collective(axis, "all_gather", "parameters", 1, payload))
+            gathered = payload // reduce_bytes(plan) * found.element_bytes[number]
+            rows.append(Collective(axis, "all_gather", "parameters", 1, gathered))
         return merge(rows) + final_collectives(pp_rank, coordinate, plan)
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
-        return ExchangeForm(data_cost.SCATTERED_AGAIN if self.num_exchanges(plan) > 1 else data_cost.SHARDED)
+        name = data_cost.SCATTERED_AGAIN if self.num_exchanges(plan) > 1 else data_cost.SHARDED
+        return ExchangeForm(name, gathers_rounded=self._rounds(plan))
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("exact")

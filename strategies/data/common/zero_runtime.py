@@ -33,8 +33,9 @@ from .reducer import GradientBucket, Reducer
 class ChunkedWeight:
     """One weight and its chunks along `dim`.
 
-    shape: of a chunk; along dim 0 it may be padded. mine: this rank's chunk, contiguous, as optimizers need it. It
-    shares the weight's storage where it is contiguous there (`shard_dim` 0, or one expert), else it is a copy.
+    shape: of a chunk; along dim 0 it may be padded. mine: this rank's chunk, contiguous, as optimizers need it, in the
+    stored dtype. It shares the weight's storage where it is contiguous there (`shard_dim` 0, or one expert) and the
+    weight is not rounded, else it is a copy.
     """
 
     weight: nn.Parameter
@@ -65,18 +66,29 @@ class ChunkedWeight:
         out = [(regions[:full].movedim(0, dim), chunks)] if full else []
         return [*out, (regions[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest))] if rest else out
 
+    def padding(self, regions: Tensor) -> list[Tensor]:
+        """The parts of `regions` that no element of the weight is in."""
+        dim, size = self.dim, self.shape[self.dim]
+        full, rest = divmod(self.weight.shape[dim], size) if size else (len(regions), 0)
+        behind = [regions[full].narrow(dim, rest, size - rest)] if rest else []
+        return [part for part in (*behind, regions[full + bool(rest) :]) if part.numel()]
+
     def own(self, row: Tensor) -> Tensor:
         """The part of one chunk's `row` (numel,) that is no padding, in the shape and strides of `mine`."""
         return row[: self.mine.numel()].view(self.mine.shape)
 
 
 def cut(held: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> ChunkedWeight:
-    """Cut a weight that has copies on the ranks of `group`."""
+    """Cut a weight that has copies on the ranks of `group`, and round it if the plan keeps it so."""
     dim = shard_dim(held.spec, held.layout, replica_axis(held.layout, plan), plan)
     shape = list(weight.shape)
     shape[dim] = -(-shape[dim] // group.size)
     start, stop = chunk_range(weight.shape[dim], group.size, group.index)
     part = weight.detach().narrow(dim, start, stop - start)
+    dtype = plan.data.weight_dtype(held.spec, held.layout, plan)
+    if dtype != plan.precision.stored:
+        part = part.clone(memory_format=torch.contiguous_format)
+        weight.data = weight.data.to(getattr(torch, dtype))
     # Flat and back: torch's fused optimizers compare strides, those of dims of one element too.
     return ChunkedWeight(weight, dim, tuple(shape), part.contiguous().view(-1).view(part.shape))
 
@@ -85,7 +97,7 @@ class Chunks:
     """The chunks of one bucket's weights.
 
     gradients: this rank's summed row; shards: its part for each weight. buffer: for all chunks of all weights, kept
-    between exchanges, or None: each exchange has a buffer of its own.
+    between exchanges, or None: each exchange has a buffer of its own. The weights all have the same dtype.
     """
 
     buffer: Tensor | None = None
@@ -96,9 +108,9 @@ class Chunks:
         self.gradients = weights[0].mine.new_zeros(self._starts[-1])
         self.shards = self._own_parts(self.gradients)
 
-    def new_buffer(self) -> Tensor:
-        """A buffer (flat) for all chunks of all weights, filled with zeros."""
-        return self.gradients.new_zeros(self.group.size * self.gradients.numel())
+    def new_buffer(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A buffer (flat) for all chunks of all weights, filled with zeros. dtype: the default is that of gradients."""
+        return self.gradients.new_zeros(self.group.size * self.gradients.numel(), dtype=dtype)
 
     def regions(self, buffer: Tensor) -> list[Tensor]:
         """Each weight's chunks in a buffer: (copies, *shape of a chunk)."""
@@ -113,7 +125,8 @@ class Chunks:
 
     def gather(self) -> Callable[[], None]:
         """Start sharing this rank's updated chunks; the result waits and copies all chunks into the weights."""
-        buffer = self.new_buffer() if self.buffer is None else self.buffer
+        dtype, kept = self.weights[0].weight.dtype, self.buffer
+        buffer = self.new_buffer(dtype) if kept is None else kept.view(dtype)[: kept.numel()]
         row = buffer.view(self.group.size, -1)[self.group.index]
         for part, one in zip(self._own_parts(row), self.weights):
             part.copy_(one.mine)
@@ -125,8 +138,16 @@ class Chunks:
             for one, regions in zip(self.weights, self.regions(buffer)):
                 for region, part in one.pieces(regions, one.weight.detach()):
                     part.copy_(region)
+            if kept is not None and kept.dtype != dtype:
+                self._clear_padding(kept)
 
         return finish
+
+    def _clear_padding(self, buffer: Tensor) -> None:
+        """Rounded weights lay elsewhere in the buffer than gradients, whose padding must be zero when it is summed."""
+        for one, regions in zip(self.weights, self.regions(buffer)):
+            for part in one.padding(regions):
+                part.zero_()
 
     def _own_parts(self, row: Tensor) -> list[Tensor]:
         parts = row.split([one.numel for one in self.weights])

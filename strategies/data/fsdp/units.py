@@ -18,13 +18,9 @@ from parallelrun.plan.expert_axes import DP, EXPERT, replica_axis
 from parallelrun.plan.parameters import HeldParameter, distinct_parameters, held_parameters
 from parallelrun.plan.structure import Plan, Stage, once
 
-from ..common.buckets import Shape, partition, shard_layout
+from ..common.buckets import ROUNDED_ROLES, Shape, partition, shard_layout
 
 BLOCK, EXPERTS, ROUTER, ROOT, TIED = "block", "experts", "router", "root", "tied"
-# Weights of these roles are rounded to the compute dtype wherever they are used, so they may travel in it. Others (an
-# embedding sums many rows' gradients in its own dtype; a user's layers cast nothing) travel as stored: results must be
-# those of every other data strategy.
-ROUNDED_ROLES = ("column_parallel", "row_parallel", "norm", "head", "expert")
 
 
 @dataclass(frozen=True)

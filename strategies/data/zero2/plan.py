@@ -7,18 +7,15 @@ zero1's, the price of never holding complete gradients. Schedules that compute w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan.data_strategy import Bucket
-from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.structure import Plan
 
 from ..common.bucket_prediction import RankBuckets, buckets_of
-from ..common.buckets import MAX_PENDING, Shape, partition
+from ..common.buckets import MAX_PENDING
 from ..common.zero_plan import ZeRO, received_bytes
 from .keys import ZeRO2Config
 
@@ -39,14 +36,6 @@ class ZeRO2(ZeRO):
     @classmethod
     def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
         return [ZeRO2Config()]
-
-    def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
-        """The last stage of a rank first. No bucket spans two stages: their backward passes alternate."""
-        found = []
-        for stage in sorted({parameter.stage for parameter in trained}, reverse=True):
-            own = [index for index, parameter in enumerate(trained) if parameter.stage == stage]
-            found += partition(trained, shapes, plan, padded=True, only=own)
-        return found
 
     def num_exchanges(self, plan: Plan) -> int:
         return 1 if plan.pipeline.splits_backward else plan.batch.microbatches

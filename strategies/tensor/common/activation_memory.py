@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.plan.parameters import element_bytes
 from parallelrun.plan.structure import Plan, once
 from parallelrun.precision import BYTES
 
@@ -15,6 +18,13 @@ def local_numel(parameter: ParameterSpec, plan: Plan) -> int:
         plan.blocks_cache, ("local numel", parameter.name),
         lambda: plan.tensor.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {}),
     )  # fmt: skip
+
+
+def rounded_bytes(parameters: Iterable[ParameterSpec], plan: Plan) -> int:
+    """Bytes, in the compute dtype, of the weights (`local_numel`) that the modules hold in another dtype: of their
+    rounded copies, or of their gradients before these are widened."""
+    compute = BYTES[plan.precision.compute]
+    return compute * sum(local_numel(one, plan) for one in parameters if element_bytes(one, plan) != compute)
 
 
 def recomputed(block: BlockSpec, plan: Plan) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.models.moe.memory import expert_width, num_assignments, num_groups, num_kept, router_of, row_bytes
+from parallelrun.plan.parameters import element_bytes
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
@@ -86,8 +87,8 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
     between = count * row_bytes(layer, block, plan) - 2 * given  # of the activation's input and result
     result = 0 if activates_again(block, plan) else inside
     *opening, closing = (local_numel(one, plan) // plan.mesh.size("ep") for one in layer.parameters)
-    stored = BYTES[plan.precision.stored]
-    rounded = compute if plan.precision.compute != plan.precision.stored else 0  # beside the same in the stored dtype
+    stored = element_bytes(layer.parameters[0], plan)
+    rounded = compute if compute != stored else 0  # a gradient beside the same in the stored dtype
     opened, again = len(opening) * inside, 0 if result else inside
     return (
         LayerBackward(

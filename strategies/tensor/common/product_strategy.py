@@ -28,6 +28,7 @@ from math import prod
 
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
 from parallelrun.model_spec.backward import BackwardStep
+from parallelrun.plan.parameters import block_dtypes, element_bytes
 from parallelrun.plan.structure import Plan, once
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
@@ -45,6 +46,7 @@ from .activation_memory import (
     local_numel,
     norm_bytes,
     recomputed,
+    rounded_bytes,
 )
 from .traffic import AXIS, ProductTraffic, overlaps
 
@@ -98,7 +100,7 @@ class ProductStrategy(ProductTraffic):
     def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """The loss comes behind the last layer of the model."""
         # full recomputation saves other tensors, but runs the same backward pass over them
-        key = "layer backwards", block.name, plan.recompute == "selective"
+        key = "layer backwards", block.name, plan.recompute == "selective", block_dtypes(block.name, plan)
         return once(plan.blocks_cache, key, lambda: self._layer_backwards(block, plan))
 
     def _layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
@@ -129,9 +131,7 @@ class ProductStrategy(ProductTraffic):
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
         scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
-        if plan.precision.compute != plan.precision.stored:  # a weight's gradient beside itself in the stored dtype
-            weights = [local_numel(weight, plan) for weight in layer.parameters]
-            scratch += max(weights, default=0) * BYTES[plan.precision.compute]
+        scratch += max((rounded_bytes([one], plan) for one in layer.parameters), default=0)  # a gradient to be widened
         rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
         reads = rows * self.local_outputs(layer, product, plan) * compute
         gathered = reads * (plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1)
@@ -285,5 +285,4 @@ def _weight_gradients(layer: LayerSpec, product: Product | None, plan: Plan) -> 
     moves = product is not None and bool(product.gather_w) and plan.mesh.size(AXIS) > 1
     weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied and not moves else ()))
     ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
-    numel = sum(local_numel(weight, plan) // ep for weight in weights if not weight.frozen)
-    return numel * BYTES[plan.precision.stored]
+    return sum(local_numel(one, plan) // ep * element_bytes(one, plan) for one in weights if not one.frozen)

@@ -8,16 +8,15 @@ from parallelrun.plan.structure import Plan
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
-from .activation_memory import INDEX, local_numel
+from .activation_memory import INDEX, rounded_bytes
 
 
 def step_backward(step: BackwardStep, layer: LayerSpec | None, weights: int, plan: Plan) -> LayerBackward:
     """The backward pass of one operation. layer: whose weights get gradients of that many bytes."""
     samples, precision = plan.batch.micro_batch, plan.precision
     each, scratch = samples * _element_bytes(step, plan), 0
-    if layer is not None and precision.compute != precision.stored:
-        largest = max((local_numel(one, plan) for one in layer.parameters), default=0)
-        scratch = largest * BYTES[precision.compute]
+    if layer is not None:
+        scratch = max((rounded_bytes([one], plan) for one in layer.parameters), default=0)
     waiting = step.waiting * samples * BYTES[precision.compute]
     if step.waits_itself and each == samples * BYTES[precision.compute]:
         waiting = 0
@@ -44,8 +43,7 @@ def recomputed_bytes(backward: BlockBackward, plan: Plan) -> int:
 
 def rounded_again_bytes(block: BlockSpec, plan: Plan) -> int:
     """Return the bytes of the weights of convolutions and products that a second forward rounds."""
-    weights = (one for layer in block.layers for one in layer.parameters if len(one.shape) > 1)
-    return sum(local_numel(one, plan) for one in weights) * BYTES[plan.precision.compute]
+    return rounded_bytes((one for layer in block.layers for one in layer.parameters if len(one.shape) > 1), plan)
 
 
 def _kept(step: BackwardStep, plan: Plan) -> int:

@@ -27,7 +27,7 @@ from parallelrun.precision import BYTES
 from parallelrun.product import Product, Transfer, transfers
 
 from . import step_memory
-from .activation_memory import local_numel
+from .activation_memory import rounded_bytes
 
 AXIS = "tp"
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # by operand; everything else is an activation
@@ -108,8 +108,8 @@ class ProductTraffic(TensorStrategy):
         for layer in block.layers:
             product = self.product_of(layer, plan)
             if product and all(plan.mesh.size(axis) == 1 for axis in product.gather_w):
-                found += sum(local_numel(one, plan) for one in layer.parameters if len(one.shape) == 2)
-        return found * BYTES[plan.precision.compute]
+                found += rounded_bytes((one for one in layer.parameters if len(one.shape) == 2), plan)
+        return found
 
     def recomputed_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Where the last product's partial sums are scattered again: the gradient of its result and its gathered copy,
