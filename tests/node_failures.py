@@ -26,9 +26,9 @@ def cells(launcher: str, always: Sequence[tuple[str, int]]) -> list[Any]:
     ]
 
 
-def command(folder: Path) -> list[str]:
+def command(folder: Path, world: int = 4) -> list[str]:
     """What the launcher starts on every node, after `python`."""
-    wanted = {"overrides": {"dp": 4}, "runs": str(folder / "runs"), "timeout_s": TIMEOUT_S}
+    wanted = {"overrides": {"dp": world}, "runs": str(folder / "runs"), "timeout_s": TIMEOUT_S}
     return ["-m", "tests.cli.attached", json.dumps(wanted)]
 
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from parallelrun.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
-    EXIT_RANK_DIED,
     EnvironmentProblem,
     ParallelrunError,
     Problem,
@@ -37,6 +36,7 @@ from parallelrun.launch import (
     output,
     preflight,
     rank,
+    reach,
     rendezvous,
     stores,
 )
@@ -51,6 +51,7 @@ from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.peers import Peers, is_recorded
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.rank import STOP_SIGNALS, Job
+from parallelrun.launch.reach import LAUNCHER_LOST, Reach
 from parallelrun.launch.rendezvous import Member
 from parallelrun.plan.freeze import digest, load_frozen
 from parallelrun.plan.resolve import resolve
@@ -179,6 +180,7 @@ def _member(attached: Attached, run: dict[str, Any], argv: Sequence[str]) -> dic
         gpu=gpu.identity,
         gpu_bytes=gpu.num_bytes,
         visible_gpus=gpu.num_visible,
+        addresses=interfaces.addresses(),
     )
     return asdict(member)
 
@@ -199,7 +201,9 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     faulthandler.unregister(signal.SIGUSR1)  # Slurm may send it to every rank; a closed terminal sends SIGHUP
     rank.take_signals(heartbeats, [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN])
     peers = Peers.of(attached.rank, job.directory, members)
-    told = partial(_told, HostNotes.inherited(os.environ), heartbeats, attached.rank)
+    notes = HostNotes.inherited(os.environ)
+    lost_host = Reach(attached.rank, members).lost_host if notes is None else lambda: notes.lost
+    told = partial(reach.told, lost_host, reach.launcher(attached, os.environ), heartbeats, attached.rank)
     report = _reporter(attached, job, terminal, peers, told)
     status: GatheredStatus | LiveFile = LiveFile(job.directory, attached.rank, attached.world)
     if attached.rank == 0:
@@ -208,8 +212,11 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     if attached.rank:
         peers.watch_leader(heartbeats, report)
     settings = rank.RankSettings(attached.rank, attached.local_rank, threads=threads)
-    on_told = partial(_conclude_told, job, terminal, peers)
-    with Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, told, on_told):
+    on_told = partial(_conclude_told, attached, job, terminal, peers, report)
+    with (
+        guard.of_stopped_ranks(peers),
+        Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, told, on_told),
+    ):
         code = rank.serve(job, settings, heartbeats, lambda: store)
     status.remove()
     for number in STOP_SIGNALS:  # `srun --kill-on-bad-exit` sends SIGTERM as soon as the first rank exits with 75
@@ -227,19 +234,19 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     rank.end(code)
 
 
-def _told(notes: HostNotes | None, heartbeats: HeartbeatFile, own_rank: int) -> Failure | None:
-    """Return the loss of a host that the launcher has told, where this rank has come to."""
-    lost = notes.lost if notes is not None else None
-    if lost is None:
-        return None
-    found = Failure(lost.first_rank, lost.what, EXIT_RANK_DIED, lost.time_ns, host=lost.name)
-    return found.at(heartbeats.read(own_rank), 0)
-
-
-def _conclude_told(job: Job, terminal: TextIO, peers: Peers, cause: Failure) -> None:
-    """Write the final status as the lowest rank that is told why the run has failed."""
+def _conclude_told(
+    attached: Attached, job: Job, terminal: TextIO, peers: Peers, report: Callable[[Failure], int], cause: Failure
+) -> None:
+    """Write the final status as the lowest rank that is told why the run has failed; those of the lost host go last."""
+    if cause.what == LAUNCHER_LOST:
+        report(cause)
+        return
+    if cause.host == os.uname().nodename:
+        peers.wait_recorded()
     if not is_recorded(job.directory) and peers.is_first_to_report():
         conclude(Outcome(cause.exit_code, cause), job, terminal)
+    if attached.source == "mpirun":  # it notices a cut only by connections over which nothing is sent, such as an exit
+        time.sleep(reach.MPIRUN_S)
 
 
 def _reporter(
@@ -248,7 +255,7 @@ def _reporter(
     """Return the function that a failing rank calls with its own failure; it returns the exit code.
 
     The rank that is the cause tells the user. Rank 0, or the lowest remaining rank, waits for the failures of the
-    others and then writes the status. told: see `_told`.
+    others and then writes the status. told: see `reach.told`.
     """
 
     def report(own: Failure) -> int:
@@ -257,9 +264,7 @@ def _reporter(
         history = attempts.read(job.directory)
         if history and history[-1].number > job.attempt:  # this host was cut off, and the run goes on without it
             return own.exit_code
-        code = tell(replace(own, lost=peers.lost()))
-        peers.end_stopped()
-        return code
+        return tell(replace(own, lost=peers.lost()))
 
     def tell(own: Failure) -> int:
         if attached.rank:

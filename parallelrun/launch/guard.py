@@ -14,7 +14,7 @@ from pathlib import Path
 from parallelrun.errors import EXIT_RANK_DIED
 from parallelrun.launch.directory import Status
 from parallelrun.launch.live import path_of, period_s
-from parallelrun.launch.peers import is_recorded
+from parallelrun.launch.peers import Peers, is_recorded
 from parallelrun.launch.processes import is_stopped, start_time
 from parallelrun.run_records import attempts
 from parallelrun.run_records.find import STATUS
@@ -25,18 +25,22 @@ RANKS_GONE = "rank 0 is gone, and no other rank has told why: they were killed, 
 _PATIENCE_S = 1.0  # between the end of the last process of a run and its final status: another may still write it
 _QUIET = 5  # times that a rank on another host has not written its file, until it counts as gone
 _TICK_S = 0.1
+_LOOK_S = 1.0
 
 
 @contextlib.contextmanager
-def guarded(act: Callable[[], object]) -> Iterator[None]:
-    """Let a process of its own call `act` if this one ends inside the block. Enter it before threads are started."""
+def guarded(act: Callable[[], object], meanwhile: Callable[[], object] | None = None) -> Iterator[None]:
+    """Let a process of its own call `act` if this one ends inside the block. Enter it before threads are started.
+
+    meanwhile: what it calls every second until then.
+    """
     if not hasattr(os, "pidfd_open"):
         yield
         return
     parent = os.pidfd_open(os.getpid())
     guard = os.fork()
     if not guard:
-        _wait_and(act, parent)
+        _wait_and(act, parent, meanwhile)
     os.close(parent)
     try:
         yield
@@ -45,7 +49,7 @@ def guarded(act: Callable[[], object]) -> Iterator[None]:
         os.waitpid(guard, 0)
 
 
-def _wait_and(act: Callable[[], object], parent: int) -> None:
+def _wait_and(act: Callable[[], object], parent: int, meanwhile: Callable[[], object] | None) -> None:
     """As the guard: call `act` when the parent has ended, and exit."""
     try:
         os.setsid()  # Ctrl-C and a scheduler's signals to the launcher's group do not reach it
@@ -58,7 +62,9 @@ def _wait_and(act: Callable[[], object], parent: int) -> None:
             if int(name) not in (0, 1, 2, parent):
                 with contextlib.suppress(OSError):
                     os.close(int(name))
-        select.select([parent], [], [])
+        while not select.select([parent], [], [], _LOOK_S if meanwhile else None)[0]:
+            if meanwhile is not None:
+                meanwhile()
         act()
     finally:
         os._exit(0)
@@ -67,6 +73,20 @@ def _wait_and(act: Callable[[], object], parent: int) -> None:
 def status_of(directory: Path, why: str) -> contextlib.AbstractContextManager[None]:
     """Guard the status of a run: if this process ends inside the block, see `conclude_abandoned`."""
     return guarded(partial(conclude_abandoned, directory, why))
+
+
+def of_stopped_ranks(peers: Peers) -> contextlib.AbstractContextManager[None]:
+    """As the first rank of a host, see to it that its stopped ranks are killed once the end of the run is recorded."""
+    if len(peers.members) == 1 or peers.rank != min(peers.visible, default=None):
+        return contextlib.nullcontext()
+    return guarded(partial(_end_stopped, peers), peers.end_stopped)
+
+
+def _end_stopped(peers: Peers) -> None:
+    """Look for stopped ranks until no rank is left on this host."""
+    while not all(map(peers.has_exited, peers.visible)):
+        peers.end_stopped()
+        time.sleep(_LOOK_S)
 
 
 def conclude_abandoned(directory: Path, why: str, patience_s: float = _PATIENCE_S) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 _SIOCGIFADDR = 0x8915  # Linux
 _ANY_PORT = 9
+_IPV6 = Path("/proc/net/if_inet6")
 
 
 def towards(host: str) -> str | None:
@@ -57,15 +59,26 @@ def missing(environ: Mapping[str, str]) -> str:
     return f"GLOO_SOCKET_IFNAME={','.join(asked)}, and this host has only {has}" if absent else ""
 
 
+def addresses() -> list[str]:
+    """Return the addresses by which other hosts may reach this one."""
+    found = [address for _, address in _ipv4()]
+    with contextlib.suppress(OSError):
+        for line in _IPV6.read_text().splitlines():
+            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])))
+    return [address for address in found if address != "::1" and not address.startswith("127.")]
+
+
 def _with_address(address: str) -> str | None:
     """Return the interface with this IPv4 address."""
+    return next((name for name, found in _ipv4() if found == address), None)
+
+
+def _ipv4() -> Iterator[tuple[str, str]]:
+    """Yield the name and the IPv4 address of each interface that has one."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])
-                found = socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
-                if found == address:
-                    return name
-    return None
+                yield name, socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])

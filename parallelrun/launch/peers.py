@@ -157,19 +157,22 @@ class Peers:
             return True
         return not is_recorded(self.folder)
 
-    def end_stopped(self) -> None:
-        """Kill the stopped ranks of this host as soon as the end of the run is recorded.
-
-        They cannot end by themselves, and their launcher would wait for them: torchrun for 30 s, Slurm for KillWait.
-        """
-        stopped = [self.members[rank] for rank in self.visible - {self.rank} if is_stopped(self.members[rank].pid)]
+    def wait_recorded(self) -> None:
+        """Wait until the end of the run is recorded, as long as ranks of other hosts may need for it."""
         deadline = time.monotonic() + SURVIVORS_S
-        while stopped and not is_recorded(self.folder) and time.monotonic() < deadline:
+        while not is_recorded(self.folder) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
-        for member in stopped:
-            if start_time(member.pid) == member.born:
-                with contextlib.suppress(OSError):
-                    os.kill(member.pid, signal.SIGKILL)
+
+    def end_stopped(self) -> None:
+        """Kill the stopped ranks of this host if the end of the run is recorded.
+
+        They cannot end by themselves, and their launcher would wait for them: torchrun for 30 s, or for ever.
+        """
+        if is_recorded(self.folder):
+            for member in (self.members[rank] for rank in self.visible):
+                if is_stopped(member.pid) and start_time(member.pid) == member.born:
+                    with contextlib.suppress(OSError):
+                        os.kill(member.pid, signal.SIGKILL)
 
     def watch_leader(self, heartbeats: HeartbeatFile, report: Callable[[Failure], object]) -> None:
         """Start a thread that calls `report` if rank 0 exits, this rank must report it, and its worker is blocked."""

@@ -38,7 +38,7 @@ _OF_ONE_RANK = ("-v", "--verbose")  # change what a rank prints, not what it com
 class Member:
     """A rank's report when it joins. born: see `processes.start_time`; words: see `command_line`; code: see `code`;
     config: its hash; directory_seen: the rank sees the run directory that rank 0 has created; gpu: the identity of the
-    GPU that it would use, empty for none."""
+    GPU that it would use, empty for none; addresses: of its host."""
 
     rank: int
     host: str
@@ -52,6 +52,7 @@ class Member:
     gpu: str = ""
     gpu_bytes: int = 0
     visible_gpus: int = 0
+    addresses: Sequence[str] = ()
 
 
 def put(store: Store, key: str, value: Any) -> None:

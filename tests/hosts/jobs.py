@@ -18,6 +18,9 @@ from tests.servants import ROOT
 
 PORT = "29500"
 PATIENCE_S = 240.0
+# as docs/cluster.md says: else mpirun waits for ever for the daemon of a host that was cut off
+NOTICES_A_CUT = [word for name, value in (("time", "10"), ("intvl", "3"), ("probes", "3"))
+                 for word in ("--mca", f"oob_tcp_keepalive_{name}", value)]  # fmt: skip
 
 
 @dataclass
@@ -80,6 +83,6 @@ def by_mpirun(
     }
     names = [word for name in (*handed, "PYTHONPATH", "OMP_NUM_THREADS", "PATH") for word in ("-x", name)]
     command = ["mpirun", "--allow-run-as-root", "--host", hosts, "--mca", "plm_rsh_args", f"-F {ssh_config}",
-               "--bind-to", "none", "--wdir", str(folder), *names, sys.executable, *words]  # fmt: skip
+               *NOTICES_A_CUT, "--bind-to", "none", "--wdir", str(folder), *names, sys.executable, *words]  # fmt: skip
     settings = environ(**handed)
     return Job(folder, [network.popen(network.names[0], *command, output=folder / "output", env=settings)])

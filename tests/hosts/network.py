@@ -1,4 +1,4 @@
-"""Hosts on this machine: each a network namespace with an address, a host name and an /etc/hosts of its own.
+"""Hosts on this machine: each a network namespace with an address, a host name, a boot and an /etc/hosts of its own.
 
 All hang on one switch (a bridge in a namespace of its own), and share the file system, as hosts of a cluster do. Root
 is needed, and iproute2. Nothing of the machine's own network is touched, and everything ends with `stop`.
@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,11 +48,13 @@ class Network:
             own = ["127.0.0.1 localhost", f"127.0.1.1 {name}"]
             others = [line for line in lines if not line.endswith(f" {name}")]
             (self.folder / f"{name}.hosts").write_text("\n".join([*own, *others, ""]))
+            (self.folder / f"{name}.boot").write_text(f"{uuid.uuid4()}\n")  # by it ranks know that they share memory
         self._keep("switch", "ip link add sw type bridge && ip link set sw up")
         for name in self.names:
             self._keep(
                 name,
                 f"hostname {name} && mount --bind {self.folder}/{name}.hosts /etc/hosts && "
+                f"mount --bind {self.folder}/{name}.boot /proc/sys/kernel/random/boot_id && "
                 "mount -t tmpfs shm /dev/shm && ip link set lo up",
             )
         for number, name in enumerate(self.names):

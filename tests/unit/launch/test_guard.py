@@ -18,6 +18,9 @@ import pytest
 from parallelrun.launch import guard
 from parallelrun.launch.directory import Status
 from parallelrun.launch.live import path_of
+from parallelrun.launch.peers import Peers
+from parallelrun.launch.processes import is_stopped, start_time
+from parallelrun.launch.rendezvous import Member
 from parallelrun.records import write_json
 from parallelrun.run_records import attempts
 from parallelrun.run_records.attempts import Attempt
@@ -132,3 +135,35 @@ def test_ranks_that_are_stopped_or_silent_are_not_waited_for(tmp_path, monkeypat
         stopped.kill()
         stopped.communicate()
     assert state(run)["error"] == guard.RANKS_GONE
+
+
+@pytest.mark.parametrize("who", ["the rank that has it", "another rank"])
+def test_a_guard_kills_the_stopped_ranks_of_its_host_once_the_run_is_recorded(tmp_path, monkeypatch, who):
+    """Its own rank, the only one of the host, may be stopped; or be gone while another one is."""
+    monkeypatch.setattr(guard, "_LOOK_S", 0.05)
+    run = a_run(tmp_path)
+    stopped = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ranks = os.fork()
+    if not ranks:
+        pids = (os.getpid(), stopped.pid)
+        members = [Member(n, "a", pid, start_time(pid), {}, {}, "", "", True) for n, pid in enumerate(pids)]
+        with guard.of_stopped_ranks(Peers(0, run, members, frozenset({0, 1}))):
+            os.kill(os.getpid() if who == "the rank that has it" else stopped.pid, signal.SIGSTOP)
+            os._exit(0)
+    culprit = ranks if who == "the rank that has it" else stopped.pid
+    too_late = threading.Timer(30, os.kill, (culprit, signal.SIGCONT))
+    try:
+        while not is_stopped(culprit):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert is_stopped(culprit), "killed before the end was recorded"
+        Status(run).ended(7, "rank 1 hangs", 1)
+        too_late.start()
+        status = os.waitstatus_to_exitcode(os.waitpid(ranks, 0)[1])
+        if who == "another rank":
+            status = stopped.wait()
+        assert status == -signal.SIGKILL
+    finally:
+        too_late.cancel()
+        stopped.kill()
+        stopped.communicate()

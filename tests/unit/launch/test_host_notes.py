@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from parallelrun.launch import attach, failure_detection
+from parallelrun.launch import failure_detection, reach
 from parallelrun.launch.environment import NOTES
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
@@ -48,7 +48,7 @@ def test_a_rank_that_waits_is_ended_by_its_watchdog_and_the_lost_host_is_the_cau
 
     done = SimpleNamespace(looks=0, wait=wait)
     monkeypatch.setattr(failure_detection.os, "_exit", exit_)
-    look = partial(attach._told, notes, heartbeats, 1)
+    look = partial(reach.told, lambda: notes.lost, None, heartbeats, 1)
     Watchdog(heartbeats, 1, 60.0, io.StringIO(), told.append, None, look, told.append, done).watch()
     (cause,) = told
     assert codes == [6] and (cause.rank, cause.host, cause.step) == (2, "worker-2", 12)
