@@ -17,12 +17,12 @@ RANKS = (0, 1, 2, 3)
 SLACK_S = 60  # of a machine that others use
 
 
-def cells(launcher: str, always: Sequence[tuple[str, int]]) -> list[Any]:
+def cells(launcher: str, always: Sequence[tuple[str, int]], ranks: Sequence[int] = RANKS) -> list[Any]:
     """Every failure of every rank; without --matrix=full only those that are always tried."""
     return [
         pytest.param(launcher, do, rank, marks=[] if FULL or (do, rank) in always else pytest.mark.skip("FULL"))
         for do in CODES
-        for rank in RANKS
+        for rank in ranks
     ]
 
 

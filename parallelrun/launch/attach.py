@@ -218,7 +218,6 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
         Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, told, on_told),
     ):
         code = rank.serve(job, settings, heartbeats, lambda: store)
-    status.remove()
     for number in STOP_SIGNALS:  # `srun --kill-on-bad-exit` sends SIGTERM as soon as the first rank exits with 75
         signal.signal(number, signal.SIG_IGN)
     cause = failure.recorded(job.directory, heartbeats, attached.rank, os.getpid())
@@ -228,6 +227,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
         note = "interrupted" if code == EXIT_INTERRUPTED else ""
         step, failed_save_step = heartbeats.read(0).step, heartbeats.failed_save()
         conclude(Outcome(code, None, note, step, failed_save_step), job, terminal)
+    status.remove()  # until here the guard on rank 0's host sees that this rank may still report
     if heartbeats.returned(attached.rank) == code:
         return code
     terminal.flush()

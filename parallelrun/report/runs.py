@@ -29,7 +29,7 @@ _NARROW = 100  # columns of a terminal; below, the year is left out
 _MOST_STYLED = 200  # rows; rich takes seconds for thousands
 _OF_BENCH = {"step_time_median_s": "median_s"}  # in bench.json
 _STYLES = {
-    **dict.fromkeys(("failed", "died", "broken"), "red"),
+    **dict.fromkeys(("failed", "died", "silent", "broken"), "red"),
     **dict.fromkeys(("preempted", "interrupted"), "yellow"),
     "running": "green",
 }

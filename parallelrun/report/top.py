@@ -18,7 +18,7 @@ _SILENT_S = 10.0  # without progress, from which on a rank is marked
 _STYLES = {
     "running": "green",
     "done": "bold green",
-    **dict.fromkeys(("failed", "died"), "bold red"),
+    **dict.fromkeys(("failed", "died", "silent"), "bold red"),
     **dict.fromkeys(("preempted", "interrupted"), "yellow"),
 }
 _BAR = 24
@@ -34,10 +34,10 @@ def drawing(run: LiveRun, width: int, height: int) -> RenderableType:
         parts.append(Text("no rank has reported yet", "dim"))
     if run.events:
         parts += ["", *(Text(_event(event), "yellow", overflow="fold") for event in run.events)]
-    if run.status.get("error"):
+    if run.error:
         rank = run.status.get("failed_rank")
         who = f"rank {rank}: " if rank is not None else ""
-        parts += ["", Text(f"{who}{run.status['error']}", "red", overflow="fold")]
+        parts += ["", Text(f"{who}{run.error}", "red", overflow="fold")]
     return Group(*parts)
 
 

@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from parallelrun.run_records.find import CONFIG, EVENTS, STATUS
 from parallelrun.run_records.read import METRICS, read_object, read_yaml
-from parallelrun.run_records.rows import RUNNING, STARTING, last_row, read_row
+from parallelrun.run_records.rows import RUNNING, STARTING, age_s, last_row, read_row
 
 _EVENTS_SHOWN = 5
 
@@ -21,12 +20,13 @@ _EVENTS_SHOWN = 5
 class LiveRun:
     """A run at one moment.
 
-    state: as of `rows.RunRow`; steps: of the whole run, 0 if unknown; ranks: rows of status.json; row: the last one of
-    metrics.jsonl; events: the last ones; age_s: since status.json was written.
+    state, error: as of `rows.RunRow`; steps: of the whole run, 0 if unknown; ranks: rows of status.json; row: the last
+    one of metrics.jsonl; events: the last ones; age_s: since status.json was written.
     """
 
     directory: Path
     state: str
+    error: str
     status: Mapping[str, Any]
     steps: int
     ranks: Sequence[Mapping[str, Any]]
@@ -49,6 +49,7 @@ class LiveRun:
         return {
             "directory": self.directory,
             "state": self.state,
+            "error": self.error or None,
             "step": self.step,
             "steps": self.steps or None,
             "status": self.status,
@@ -60,18 +61,19 @@ class LiveRun:
 
 def read_live(directory: Path) -> LiveRun:
     """Return a run as it is now. Raises ParallelrunError (exit 4) for broken files."""
-    status = read_object(directory / STATUS)
+    status, row = read_object(directory / STATUS), read_row(directory)
     ranks = [one for one in status.get("ranks") or () if isinstance(one, dict) and isinstance(one.get("rank"), int)]
     steps = read_yaml(directory / CONFIG).get("steps")
     return LiveRun(
         directory,
-        read_row(directory).state,
+        row.state,
+        row.error,
         status,
         steps if isinstance(steps, int) else 0,
         ranks,
         last_row(directory / METRICS),
         _events(directory / EVENTS),
-        _age_s(status.get("updated_utc")),
+        age_s(directory, status) if status else None,
     )
 
 
@@ -83,10 +85,3 @@ def _events(path: Path) -> list[dict[str, Any]]:
                 row = json.loads(line)
                 found += [row] if isinstance(row, dict) else []
     return found
-
-
-def _age_s(updated: object) -> float | None:
-    with suppress(ValueError, TypeError):
-        written = datetime.fromisoformat(str(updated).replace("Z", "+00:00"))
-        return max(0.0, (datetime.now(timezone.utc) - written).total_seconds())
-    return None

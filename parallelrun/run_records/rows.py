@@ -6,18 +6,22 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from parallelrun.errors import ParallelrunError
 from parallelrun.run_records.find import CONFIG, STATUS
-from parallelrun.run_records.read import METRICS, RESULTS, flatten, read_object
+from parallelrun.run_records.read import METRICS, RESULTS, flatten, read_object, read_yaml
 
-RUNNING, DIED, BROKEN, STARTING, EMPTY = "running", "died", "broken", "starting", "no run"
-STATES = ("done", "failed", "preempted", "interrupted", RUNNING, DIED, BROKEN, STARTING)
+RUNNING, DIED, SILENT, BROKEN, STARTING, EMPTY = "running", "died", "silent", "broken", "starting", "no run"
+STATES = ("done", "failed", "preempted", "interrupted", RUNNING, DIED, SILENT, BROKEN, STARTING)
 YOUNG_S = 3600.0  # a directory without status.json is that of a run that is about to start
+SLACK_S = 120.0  # beyond timeout_s: for ranks that start, and for the clocks of other hosts
+_TIMEOUT_S = 300.0  # the default of timeout_s
 _TAIL = 8192  # bytes of metrics.jsonl, in which its last row is
 
 
@@ -51,7 +55,8 @@ class RunRow:
 
     @property
     def is_live(self) -> bool:
-        return self.state in (RUNNING, STARTING)
+        """Whether the run may still write: a silent one may only be stopped."""
+        return self.state in (RUNNING, STARTING, SILENT)
 
 
 def read_row(directory: Path) -> RunRow:
@@ -64,13 +69,16 @@ def read_row(directory: Path) -> RunRow:
     if not status:
         return RunRow(directory, _without_status(directory), 0, "", results)
     step = status.get("step")
-    state = str(status.get("state", BROKEN))
+    state, what = str(status.get("state", BROKEN)), str(status.get("error") or "")
     if state == RUNNING and _is_gone(status):
         state = DIED
+    elif state == RUNNING and (quiet_s := age_s(directory, status)) > SLACK_S + _timeout_s(directory):
+        state = SILENT
+        what = f"no news for {quiet_s:,.0f} s: all of it was killed at once, its hosts are lost, or it is stopped"
     if not results:
         results = last_row(directory / METRICS)
         step = results.get("step", step)
-    return RunRow(directory, state, step if isinstance(step, int) else 0, str(status.get("error") or ""), results)
+    return RunRow(directory, state, step if isinstance(step, int) else 0, what, results)
 
 
 def last_row(path: Path) -> dict[str, Any]:
@@ -83,6 +91,25 @@ def last_row(path: Path) -> dict[str, Any]:
                 row = json.loads(line)
                 return row if isinstance(row, dict) else {}
     return {}
+
+
+def age_s(directory: Path, status: Mapping[str, Any]) -> float:
+    """Return the seconds since status.json was written, by its own time or its file's, whichever is later."""
+    written = 0.0
+    with suppress(OSError):
+        written = (directory / STATUS).stat().st_mtime
+    with suppress(ValueError):
+        written = max(
+            written, datetime.fromisoformat(str(status.get("updated_utc")).replace("Z", "+00:00")).timestamp()
+        )
+    return max(0.0, time.time() - written)
+
+
+def _timeout_s(directory: Path) -> float:
+    with suppress(ParallelrunError):
+        found = read_yaml(directory / CONFIG).get("timeout_s")
+        return float(found) if isinstance(found, (int, float)) else _TIMEOUT_S
+    return _TIMEOUT_S
 
 
 def _without_status(directory: Path) -> str:

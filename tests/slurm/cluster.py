@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare")
 NODES = ("n0", "n1", "n2", "n3")
 PATIENCE_S = 300.0
+_BOOT = "/proc/sys/kernel/random/boot_id"
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
 CONF = """
 ClusterName=test
@@ -65,7 +67,7 @@ def missing() -> str:
         return f"{', '.join(absent)} not installed (apt-get install slurmctld slurmd slurm-client munge)"
     if os.geteuid():
         return "only root can give each node daemon a host name"
-    own_hosts = "hostname n0 && mount --bind /etc/hosts /etc/hosts"
+    own_hosts = f"hostname n0 && mount --bind /etc/hosts /etc/hosts && mount --bind /etc/hosts {_BOOT}"
     tried = subprocess.run(["unshare", "--uts", "--mount", "sh", "-c", own_hosts], capture_output=True)
     return "" if tried.returncode == 0 else "this container cannot give a process a host name and mounts of its own"
 
@@ -115,8 +117,13 @@ class SlurmCluster:
                 self.start_node(node)
 
     def start_node(self, node: str) -> None:
-        """Start the daemon of a node, in which `hostname` is the node's name."""
-        script = f"hostname {node} && mount --bind {self.folder}/hosts /etc/hosts && exec slurmd -D -c -N {node}"
+        """Start the daemon of a node, with a host name, a boot and shared memory of its own."""
+        boot = self.folder / f"{node}.boot"
+        boot.write_text(f"{uuid.uuid4()}\n")  # by it ranks know that they share memory
+        script = (
+            f"hostname {node} && mount --bind {self.folder}/hosts /etc/hosts && mount -t tmpfs shm /dev/shm && "
+            f"mount --bind {boot} {_BOOT} && exec slurmd -D -c -N {node}"
+        )
         self._daemon(node, ["unshare", "--uts", "--mount", "sh", "-c", script])
 
     def kill_node(self, node: str) -> None:

@@ -86,6 +86,13 @@ def test_a_run_whose_launcher_is_gone_has_died(run):
     assert "died" in text(run) and not read_live(run).is_live
 
 
+def test_a_run_whose_hosts_are_lost_is_silent_and_not_waited_for(run):
+    write(run, host="elsewhere", updated_utc="2026-01-01T00:00:00Z")
+    os.utime(run / "status.json", (0, 0))
+    shown = text(run)
+    assert "silent" in shown and "its hosts are lost" in shown and not read_live(run).is_live
+
+
 def test_events_are_shown(run):
     write(run)
     event = {"event": "silent_data_corruption", "step": 30, "ranks": [1], "what": "memory: w changed", "undone_to": 20}

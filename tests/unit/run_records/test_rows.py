@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from datetime import datetime, timezone
 
 import pytest
 
@@ -41,6 +43,22 @@ def test_a_run_without_a_summary_lives_or_died(tmp_path, fields, state, is_live)
     row = read_row(directory)
     assert (row.state, row.is_live, row.step, row.results["loss"]) == (state, is_live, 4, 2.0)
     assert row.error == fields.get("error", "")
+
+
+@pytest.mark.parametrize(("host", "quiet_s", "state"), [
+    ("elsewhere", 150, "running"),
+    ("elsewhere", 170, "silent"),  # timeout_s and two minutes
+    (socket.gethostname(), 170, "silent"),  # another process has the launcher's number by now
+])  # fmt: skip
+def test_a_run_of_which_nothing_is_heard_for_longer_than_a_hang_lasts_is_silent(tmp_path, host, quiet_s, state):
+    directory = write_run(tmp_path / "a", config={"timeout_s": 40.0}, state="running")
+    then = time.time() - quiet_s
+    status(directory, pid=os.getpid(), host=host, updated_utc=datetime.fromtimestamp(then, timezone.utc).isoformat())
+    assert read_row(directory).state == "running"  # the clock of the other host is wrong
+    os.utime(directory / "status.json", (then, then))
+    row = read_row(directory)
+    assert (row.state, row.is_live) == (state, True)
+    assert row.error.startswith("no news for 170 s: all of it was killed at once" if state == "silent" else "")
 
 
 def test_a_directory_without_status_is_about_to_start_unless_it_is_old(tmp_path):
