@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from parallelrun.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
-    EXIT_RANK_DIED,
     EnvironmentProblem,
     ParallelrunError,
     Problem,
@@ -230,10 +229,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
 def _told(notes: HostNotes | None, heartbeats: HeartbeatFile, own_rank: int) -> Failure | None:
     """Return the loss of a host that the launcher has told, where this rank has come to."""
     lost = notes.lost if notes is not None else None
-    if lost is None:
-        return None
-    found = Failure(lost.first_rank, lost.what, EXIT_RANK_DIED, lost.time_ns, host=lost.name)
-    return found.at(heartbeats.read(own_rank), 0)
+    return lost.failure.at(heartbeats.read(own_rank), 0) if lost is not None else None
 
 
 def _conclude_told(job: Job, terminal: TextIO, peers: Peers, cause: Failure) -> None:
