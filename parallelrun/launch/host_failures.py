@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_RANK_DIED
+from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_RANK_DIED, Problem
 from parallelrun.launch import failure
 from parallelrun.launch.failure import Failure
 from parallelrun.run_records.read import METRICS
@@ -41,13 +41,19 @@ class LostHost:
 
     @property
     def what(self) -> str:
-        return f"lost the connection to {self.name} ({self.ranks})" + (f": {self.why}" if self.why else "")
+        return f"the connection to host {self.name} ({self.ranks}) was lost" + (f": {self.why}" if self.why else "")
+
+    @property
+    def failure(self) -> Failure:
+        """The failure of the host's first rank; the message is about the host."""
+        problems = (Problem(self.what),)
+        return Failure(self.first_rank, self.what, EXIT_RANK_DIED, self.time_ns, problems=problems, host=self.name)
 
 
 def cause(directory: Path, exits: Sequence[Exit], lost: Sequence[LostHost]) -> Failure | None:
     """Return the root cause; None if nothing has failed."""
     found = [_of_exit(directory, one) for one in exits if one.status not in (EXIT_OK, EXIT_PREEMPTED)]
-    found += [Failure(one.first_rank, one.what, EXIT_RANK_DIED, one.time_ns, host=one.name) for one in lost]
+    found += [one.failure for one in lost]
     return failure.explained(failure.root_cause(found), directory) if found else None
 
 

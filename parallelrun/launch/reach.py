@@ -81,10 +81,7 @@ def told(
     if parent not in (None, os.getppid()):
         return Failure(rank, LAUNCHER_LOST, EXIT_RANK_DIED).at(heartbeats.read(rank), os.getpid())
     lost = lost_host()
-    if lost is None:
-        return None
-    found = Failure(lost.first_rank, lost.what, EXIT_RANK_DIED, lost.time_ns, host=lost.name)
-    return found.at(heartbeats.read(rank), 0)
+    return lost.failure.at(heartbeats.read(rank), 0) if lost is not None else None
 
 
 def launcher(attached: Attached, environ: Mapping[str, str]) -> int | None:

@@ -134,7 +134,7 @@ def test_an_agent_that_dies_on_another_host_is_replaced(own, tmp_path, expected)
     assert_equal(rows(job.run), rows(expected))
     first, second = attempts.read(job.run)
     assert (first.rank, first.host, second.world) == (2, "worker-2", 4), job.output
-    assert first.error == "lost the connection to worker-2 (ranks 2 to 3)"
+    assert first.error == "the connection to host worker-2 (ranks 2 to 3) was lost"
     nothing_left(own)
 
 
@@ -162,7 +162,7 @@ def test_an_agent_that_is_stopped_for_ever_is_replaced_or_ends_the_run(own, tmp_
     job = train(own, tmp_path, BOTH, steps=1_000_000, restarts=restarts)
     (agent,) = set(agents(own, "worker-2")) - set(ranks(own, "worker-2"))
     os.kill(agent, signal.SIGSTOP)
-    lost = "lost the connection to worker-2 (ranks 2 to 3): its agent does not answer"
+    lost = "the connection to host worker-2 (ranks 2 to 3) was lost: its agent does not answer"
     wait_for(lambda: lost in job.output, f"the notice\n{job.output}", 60.0)
     if restarts:
         wait_for(lambda: len(attempts.read(job.run)) == 2, "the next attempt")
@@ -180,7 +180,8 @@ def test_without_restarts_the_ranks_are_told_that_a_host_is_cut_off_and_end_the_
     other = "worker-1" if cut == "worker-2" else "worker-2"
     job = train(own, tmp_path, BOTH, at=other, steps=1_000_000, restarts=0)
     own.check(cut, "ip", "link", "set", "eth0", "down")
-    lost = f"lost the connection to {cut} (ranks {'2 to 3' if cut == 'worker-2' else '0 to 1'}): it does not answer"
+    gone = "2 to 3" if cut == "worker-2" else "0 to 1"
+    lost = f"the connection to host {cut} (ranks {gone}) was lost: it does not answer"
     wait_for(lambda: f"error: {lost}" in job.output, f"the notice\n{job.output}", 60.0)
     noticed = time.monotonic()
     assert job.wait() == [6], job.output
@@ -209,7 +210,8 @@ def test_without_a_host_an_elastic_run_goes_on_with_the_others(own, tmp_path, ex
     assert job.wait() == [0], job.output
     first, second = attempts.read(job.run)
     print(f"noticed after {first.marks['noticed'] - began:.1f} s, {attempts.parts(first, second)}")  # for the docs
-    assert first.error == f"lost the connection to worker-2 (ranks 2 to 3){': it does not answer' * (how == 'cut off')}"
+    why = ": it does not answer" if how == "cut off" else ""
+    assert first.error == f"the connection to host worker-2 (ranks 2 to 3) was lost{why}"
     assert "warning: worker-2 cannot be reached by ssh: it is left out" in job.output
     assert "elastic: the plan changes from 4 ranks" in job.output
     assert [one.world for one in attempts.read(job.run)] == [4, 2], job.output

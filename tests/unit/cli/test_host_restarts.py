@@ -171,7 +171,9 @@ def test_rank_0_listens_on_an_address_of_its_own_host(hellos, address):
     assert host_launcher._own_address(found) == address
 
 
-@pytest.mark.parametrize(("signals", "error"), [([], "lost the connection to b (rank 1)"), ([15], "ended by SIGTERM")])
+@pytest.mark.parametrize(
+    ("signals", "error"), [([], "the connection to host b (rank 1) was lost"), ([15], "ended by SIGTERM")]
+)
 def test_the_launcher_writes_the_end_that_no_rank_could_write(runs, signals, error):
     runs.starts.append({"a": 1, "b": 1})
     record(runs, 1, None, 0)

@@ -52,4 +52,4 @@ def test_a_rank_that_waits_is_ended_by_its_watchdog_and_the_lost_host_is_the_cau
     Watchdog(heartbeats, 1, 60.0, io.StringIO(), told.append, None, look, told.append, done).watch()
     (cause,) = told
     assert codes == [6] and (cause.rank, cause.host, cause.step) == (2, "worker-2", 12)
-    assert cause.what == "lost the connection to worker-2 (ranks 2 to 3): it does not answer"
+    assert cause.what == "the connection to host worker-2 (ranks 2 to 3) was lost: it does not answer"

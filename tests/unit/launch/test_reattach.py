@@ -122,7 +122,7 @@ def test_a_rank_that_lost_its_peers_blames_the_host_that_the_launcher_has_lost(t
     peers = SimpleNamespace(lost=tuple, must_report=lambda own: True, cause=lambda own: replace(own, rank=3),
                             members=(), positions=lambda own: {})  # fmt: skip
     attached = Attached(1, 4, 1, "127.0.0.1", 1, "parallelrun", "job")
-    lost = failure.Failure(2, "lost the connection to worker-2 (ranks 2 to 3)", 6)
+    lost = failure.Failure(2, "the connection to host worker-2 (ranks 2 to 3) was lost", 6)
     attach._reporter(attached, job, screen, peers, lambda: lost)(own)
     status = json.loads((job.directory / "status.json").read_text())
     assert (status["failed_rank"], status["error"]) == (2, lost.what)
