@@ -29,6 +29,22 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class PendingCollective:
+    """An operation that has not ended.
+
+    group: its name, the same on all members; ranks: of the group; number: among the collectives of the group, from 1,
+    0 for a message; missing: the ranks that are known not to have come, None if that is not known.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    operation: str
+    number: int
+    num_bytes: int
+    missing: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class WorkerContext:
     """One rank's coordinates in the run, and its connection to the launcher.
 

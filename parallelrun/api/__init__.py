@@ -166,21 +166,10 @@ def _directory(run: Run | PathText, runs: PathText) -> Path:
 def _planned(verb: str, overrides: Sequence[str], config_dir: PathText | None, trust: bool) -> PlannedRun:
     from parallelrun.api.composing import composed
     from parallelrun.api.results import PlannedRun
-    from parallelrun.launch.environment import visible_gpus
-    from parallelrun.plan import chosen
-    from parallelrun.plan.resolve import resolve
+    from parallelrun.cli.planned import planned
 
-    found, run_root = composed(verb, overrides, config_dir, trust)
-    if chosen.is_open(found.config, found.given):
-        from parallelrun.cli.search import with_winner
-
-        found = with_winner(found, None, quiet=True)
-    if found.config.shrink:
-        from parallelrun.cli.shrink import shrunk_plan
-
-        found, made = shrunk_plan(found, verb, None)
-    else:
-        made = resolve(found.config, given=found.given, gpus=visible_gpus())
+    asked, run_root = composed(verb, overrides, config_dir, trust)
+    found, made = planned(asked, verb, None, quiet=True)
     if verb == "plan":  # `plan(...).run()` carries it out
         found = replace(found, config=replace(found.config, verb="run"))
     words = (verb if verb != "plan" else "run", *overrides)

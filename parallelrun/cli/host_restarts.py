@@ -97,7 +97,8 @@ class _Attempts:
             return code
         seen = host_failures.cause(directory, launcher.exits, launcher.lost)
         told = is_recorded(directory)
-        outcome, history, decision = reattach.judged(directory, self._asked.restarts, _of_ranks(self._left), seen)
+        hosts_of_ranks = [one.name for one in self._left for _ in range(one.num_ranks)]
+        outcome, history, decision = reattach.judged(directory, self._asked.restarts, hosts_of_ranks, seen)
         last = history[-1]
         is_last = not decision.restart or number >= self._asked.restarts
         if is_last:
@@ -179,11 +180,6 @@ def _too_few(asked: Config, world: int, slots: Mapping[str, int], hosts: Sequenc
     if asked.elastic:
         return f"{why}, and no plan fits (min_world={elastic.least_world(asked)})"
     return f"{why}; elastic=true goes on with fewer"
-
-
-def _of_ranks(hosts: Sequence[HostRanks]) -> list[str]:
-    """The name of each rank's host."""
-    return [one.name for one in hosts for _ in range(one.num_ranks)]
 
 
 def _placed(asked: Config, directory: Path, last: Attempt, slots: Mapping[str, int]) -> tuple[HostRanks, ...]:

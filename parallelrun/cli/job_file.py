@@ -10,13 +10,16 @@ import difflib
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from parallelrun.cli import argv as command_lines
-from parallelrun.cli import verbs
+from parallelrun.cli import help, verbs
 from parallelrun.cli.argv import CommandLine
 from parallelrun.config.keys import GROUPS, known_keys
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.job_files.kubernetes import KubernetesJob
+from parallelrun.job_files.nodes import JobFile
+from parallelrun.job_files.skypilot import SkyPilotJob
 from parallelrun.launch.directory import name_of
 from parallelrun.plan.chosen import is_open
 from parallelrun.plan.resolve import resolve
@@ -27,21 +30,21 @@ _RESUME = "resume"
 _PYTHON = "python"
 
 
-class JobFile(Protocol):
-    """A job of `job_files`: a dataclass of what may be asked for."""
+def k8s(words: list[str]) -> int:
+    """Print a TrainJob for Kubernetes. Raises ConfigError (2) with all mistakes."""
+    return _print("k8s", KubernetesJob(), words, _K8S_HELP)
 
-    @property
-    def nodes(self) -> int: ...
-    @property
-    def gpus_per_node(self) -> int: ...
-    @property
-    def job_name(self) -> str: ...
-    @property
-    def num_ranks(self) -> int: ...
-    def named(self, name: str) -> Any: ...
-    def words(self) -> list[str]: ...
-    def problems(self) -> list[Problem]: ...
-    def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str: ...
+
+def sky(words: list[str]) -> int:
+    """Print a task of SkyPilot. Raises ConfigError (2) with all mistakes."""
+    return _print("sky", SkyPilotJob(), words, _SKY_HELP)
+
+
+def _print(verb: str, job: JobFile, words: list[str], usage: str) -> int:
+    if (code := help.answered(words, usage)) is not None:
+        return code
+    print(text(verb, job, words, words, "python"), end="")
+    return EXIT_OK
 
 
 def text(verb: str, job: JobFile, given: Sequence[str], typed: Sequence[str], python: str) -> str:
@@ -51,7 +54,7 @@ def text(verb: str, job: JobFile, given: Sequence[str], typed: Sequence[str], py
     """
     settings, rest, problems = _settings(job, given)
     python = settings.pop(_PYTHON, python)
-    job = replace(job, **settings)  # type: ignore[type-var]
+    job = replace(job, **settings)
     problems += job.problems()
     try:
         line, plan, job = _checked(verb, job, rest)
@@ -71,7 +74,7 @@ def text(verb: str, job: JobFile, given: Sequence[str], typed: Sequence[str], py
 
 def _settings(job: JobFile, words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
     """(the job's settings, the words of the run, mistakes in the settings)."""
-    types = {one.name: one.type for one in fields(job)} | {_PYTHON: "str"}  # type: ignore[arg-type]
+    types = {one.name: one.type for one in fields(job)} | {_PYTHON: "str"}
     settings: dict[str, Any] = {}
     rest, problems = [], []
     for word in words:
@@ -114,3 +117,24 @@ def _checked(verb: str, job: JobFile, words: Sequence[str]) -> tuple[CommandLine
 
 def _given(line: CommandLine, key: str) -> bool:
     return any(override.key == key for override in line.overrides)
+
+
+_K8S_HELP = """parallelrun k8s KEY=VALUE ... nodes=2 gpus_per_node=8 ...
+
+Print a TrainJob of Kubeflow Trainer for Kubernetes, to edit and to start
+by `kubectl apply -f FILE`. The keys are those of `parallelrun`, and the plan is checked here. The settings of the job:
+  nodes=1 gpus_per_node=8          one rank for each GPU
+  nodes=1 tasks_per_node=4         ranks on CPUs
+  image=IMAGE                      a container with parallelrun, needed
+  claim=CLAIM                      a PersistentVolumeClaim for the runs, which all nodes can write, needed
+  namespace=default runtime=torch-distributed job_name=
+  python=python                    the Python in the container"""
+
+_SKY_HELP = """parallelrun sky KEY=VALUE ... nodes=2 gpus_per_node=8 ...
+
+Print a task of SkyPilot, to edit and to start
+by `sky jobs launch FILE`. The keys are those of `parallelrun`, and the plan is checked here. The settings of the job:
+  nodes=1 accelerator=H100 gpus_per_node=8   one rank for each GPU; without both, one rank on the CPUs of each node
+  bucket=NAME                      for the runs, which all nodes see, needed
+  infra=aws|gcp/us-central1|k8s... spot=1 job_name=
+  python=python                    the Python on the nodes"""

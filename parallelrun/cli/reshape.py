@@ -51,15 +51,13 @@ def _live(word: str) -> Path:
     """Return the directory of a run that trains now. Raises ConfigError."""
     if "=" in word:
         raise ConfigError(Problem(f"{word} is no run: its directory comes first", "reshape", command=USAGE))
-    found = find.resolve([word], Path("runs"))
-    if len(found) > 1:
-        raise ConfigError(Problem(f"{word} is a sweep of {len(found)} points; one run is needed", word, str(found[0])))
-    status = read_json(found[0] / find.STATUS)
+    found = find.one(word, Path("runs"))
+    status = read_json(found / find.STATUS)
     if status.get("state") != "running":
-        what = f"{found[0]} is not live: its state is {status.get('state') or 'unknown'}"
-        again = f"parallelrun resume={found[0]} dp=... starts it again from its checkpoint, under any plan"
+        what = f"{found} is not live: its state is {status.get('state') or 'unknown'}"
+        again = f"parallelrun resume={found} dp=... starts it again from its checkpoint, under any plan"
         raise ConfigError(Problem(what, "reshape", command=again))
-    return found[0]
+    return found
 
 
 def _present(directory: Path) -> Config:

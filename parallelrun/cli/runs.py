@@ -105,21 +105,13 @@ def _check_exists(runs: Path) -> None:
         raise ConfigError(Problem(f"{runs}: no such folder", "--runs"))
 
 
-def _one(word: str, runs: Path) -> Path:
-    found = find.resolve([word], runs)
-    if len(found) > 1:
-        what = f"{word} is a sweep of {len(found)} points; one run is needed"
-        raise ConfigError(Problem(what, word, str(found[0])))
-    return found[0]
-
-
 def _show(arguments: argparse.Namespace, runs: Path) -> int:
     from parallelrun.launch.cleanup import size_of
     from parallelrun.report import run as run_report
     from parallelrun.report import runs as report
     from parallelrun.report.screen import open_console
 
-    directory = _one(arguments.run, runs)
+    directory = find.one(arguments.run, runs)
     run, row = read(directory), read_row(directory)
     if arguments.json:
         print_json({**report.document(row), "manifest": run.manifest, "config": run.config, "results": run.results})
@@ -135,7 +127,7 @@ def _show(arguments: argparse.Namespace, runs: Path) -> int:
 def _rerun(arguments: argparse.Namespace, runs: Path) -> int:
     from parallelrun.cli import rerun
 
-    return rerun.rerun(_one(arguments.run, runs), runs, arguments.trust, arguments.check)
+    return rerun.rerun(find.one(arguments.run, runs), runs, arguments.trust, arguments.check)
 
 
 def _gc(arguments: argparse.Namespace, runs: Path) -> int:

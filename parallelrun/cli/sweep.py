@@ -32,7 +32,7 @@ from parallelrun.errors import (
     Problem,
 )
 from parallelrun.launch import attach
-from parallelrun.launch.environment import Attached, detect, visible_gpus
+from parallelrun.launch.environment import Attached, detect
 from parallelrun.plan.freeze import identity
 from parallelrun.plan.structure import Plan
 from parallelrun.report import chart, comparison, scaling, sweep_rows
@@ -171,9 +171,7 @@ class _Sweep:
     def _resolve_and_run(
         self, composed: Composed, row: dict[str, Any], attached: Attached | None, held: ExitStack
     ) -> dict[str, Any]:
-        from parallelrun.cli import shrink
-        from parallelrun.plan import chosen
-        from parallelrun.plan.resolve import resolve
+        from parallelrun.cli.planned import planned
 
         world = attached.world if attached else None
         rows = sweep_rows.read(self.directory)
@@ -183,14 +181,7 @@ class _Sweep:
         if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in now):
             reason = "an earlier point failed, and sweep.fail_fast is set"
             return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
-        if chosen.is_open(composed.config, composed.given):
-            from parallelrun.cli import search
-
-            composed = search.with_winner(composed, world, quiet=True)
-        if composed.config.shrink:
-            composed, plan = shrink.shrunk_plan(composed, self.line.verb, world, sweep=True)
-        else:
-            plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus(), sweep=True)
+        composed, plan = planned(composed, self.line.verb, world, quiet=True, sweep=True)
         row["run_sha256"] = identity(composed.config, plan)
         row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}
         if os.getpid() != self.process:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parallelrun.cli.compare import RUNS_HELP
 from parallelrun.cli.json_output import print_json
-from parallelrun.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.errors import EXIT_OK
 from parallelrun.run_records import find
 
 EVERY_S = 1.0
@@ -27,14 +27,11 @@ def main(words: list[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print once, as without a terminal")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     arguments = parser.parse_args(words)
-    found = find.resolve([arguments.run], Path(arguments.runs).expanduser())
-    if len(found) > 1:
-        what = f"{arguments.run} is a sweep of {len(found)} points; one run is needed"
-        raise ConfigError(Problem(what, arguments.run, str(found[0])))
+    directory = find.one(arguments.run, Path(arguments.runs).expanduser())
     from parallelrun.run_records.live import read_live
 
     if arguments.json:
-        print_json(read_live(found[0]).document())
+        print_json(read_live(directory).document())
         return EXIT_OK
     from rich.live import Live
 
@@ -42,14 +39,14 @@ def main(words: list[str]) -> int:
     from parallelrun.report.screen import open_console
 
     console = open_console()
-    now = read_live(found[0])
+    now = read_live(directory)
     if arguments.once or not console.is_terminal or not now.is_live:
         console.print(report.drawing(now, console.width, console.height))
         return EXIT_OK
     with Live(report.drawing(now, console.width, console.height), console=console, auto_refresh=False) as screen:
         while now.is_live:
             time.sleep(EVERY_S)
-            now = read_live(found[0])
+            now = read_live(directory)
             screen.update(report.drawing(now, console.width, console.height), refresh=True)
     sys.stdout.flush()
     return EXIT_OK

@@ -14,10 +14,9 @@ from parallelrun.cli import argv as command_lines
 from parallelrun.cli import completion, hosts, workdir
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.json_output import print_json, screen_on_stderr
-from parallelrun.cli.restarted import restarted_plan
 from parallelrun.config import presets
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
-from parallelrun.launch.environment import Attached, detect, visible_gpus
+from parallelrun.launch.environment import Attached, detect
 
 if TYPE_CHECKING:
     from parallelrun.config.compose import Composed
@@ -171,24 +170,18 @@ def with_surroundings(composed: Composed, attached: Attached | None) -> Composed
 
 def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) -> tuple[Composed, Plan] | None:
     """The plan of a configuration, which a search may have chosen; None if that search is all that was asked for."""
+    from parallelrun.cli import planned
     from parallelrun.plan import chosen
-    from parallelrun.plan.resolve import resolve
 
     world = attached.world if attached is not None else None
-    if found := restarted_plan(composed, world):
+    if found := planned.restarted(composed, world):
         return found
-    if chosen.is_open(composed.config, composed.given):
+    if line.verb == chosen.PLAN and chosen.is_open(composed.config, composed.given):
         from parallelrun.cli import search
 
-        if line.verb == chosen.PLAN:
-            search.show(composed, world, line.json)
-            return None
-        composed = search.with_winner(composed, world)
-    if composed.config.shrink:
-        from parallelrun.cli import shrink
-
-        return shrink.shrunk_plan(composed, line.verb, world)
-    return composed, resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus())
+        search.show(composed, world, line.json)
+        return None
+    return planned.planned(composed, line.verb, world)
 
 
 def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:

@@ -45,7 +45,6 @@ def inside(
 
 
 def absolute(config: Config) -> Config:
-    """`config` with absolute paths."""
     for key in _PATHS:
         section, _, name = key.rpartition(".")
         holder: Any = getattr(config, section) if section else config

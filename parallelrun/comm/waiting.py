@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import torch_private
+from parallelrun.context import PendingCollective
 from parallelrun.shared_memory import is_ours
 
 _OF_TORCH = "torch/distributed/distributed_c10d.py"
@@ -20,28 +21,15 @@ _WAITS_FOR_ALL = {
 }  # fmt: skip
 
 
-class Wait(NamedTuple):
-    """An operation that has not ended.
-
-    group: its name, the same on all members; ranks: of the group; number: among the collectives of the group, from 1,
-    0 for a message; missing: the ranks that are known not to have come, None if that is not known.
-    """
-
-    group: str
-    ranks: tuple[int, ...]
-    operation: str
-    number: int
-    num_bytes: int
-    missing: tuple[int, ...] | None
-
-
-def current_wait(frame: FrameType | None) -> Wait | None:
+def current_wait(frame: FrameType | None) -> PendingCollective | None:
     """Return what this process waits for; None if it is nothing, or nothing that can be told. frame: the innermost one
     of its main thread. May be called in any thread."""
     for group, ranks in torch_private.process_groups():
         if is_ours(group) and (found := group.awaited()) is not None:
             missing = None if found.missing is None else tuple(ranks[number] for number in found.missing)
-            return Wait(str(group.group_name), ranks, found.operation, found.number, found.num_bytes, missing)
+            return PendingCollective(
+                str(group.group_name), ranks, found.operation, found.number, found.num_bytes, missing
+            )
     while frame is not None:
         code = frame.f_code
         if code.co_filename.endswith(_OF_TORCH) and code.co_name in _WAITS_FOR_ALL:
@@ -50,7 +38,7 @@ def current_wait(frame: FrameType | None) -> Wait | None:
     return None
 
 
-def _in_call(operation: str, arguments: Any) -> Wait | None:
+def _in_call(operation: str, arguments: Any) -> PendingCollective | None:
     """Return the collective of one of torch's functions, by its arguments."""
     asked: Any = arguments.get("group") or dist.group.WORLD
     for group, ranks in torch_private.process_groups():
@@ -58,7 +46,7 @@ def _in_call(operation: str, arguments: Any) -> Wait | None:
             values = [value for value in arguments.values() if isinstance(value, Tensor)]
             num_bytes = max((value.nbytes for value in values), default=0)
             number = torch_private.num_collectives(group)
-            return Wait(str(group.group_name), ranks, operation, number, num_bytes, None)
+            return PendingCollective(str(group.group_name), ranks, operation, number, num_bytes)
     return None
 
 

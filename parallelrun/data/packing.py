@@ -38,7 +38,6 @@ class Packs:
         return int(self.ends.size)
 
     def pieces(self, sample: int) -> slice:
-        """The pieces of a sample."""
         return slice(int(self.ends[sample - 1]) if sample else 0, int(self.ends[sample]))
 
     def packing(self) -> Packing:

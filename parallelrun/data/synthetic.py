@@ -94,7 +94,6 @@ class MarkovChain(_GeneratedSplit):
         return tokens[:-1], tokens[1:]
 
     def tokens(self, generator: np.random.Generator, length: int) -> NDArray[np.int64]:
-        """A chain of `length` tokens."""
         choices = np.searchsorted(np.cumsum(SUCCESSORS)[:-1], generator.random(length), side="right").tolist()
         strays = generator.integers(self.vocab, size=length)
         is_stray = generator.random(length) < NOISE

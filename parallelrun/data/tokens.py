@@ -86,7 +86,6 @@ class Documents:
         return min((int(one.min) for one in bounds), default=0), max((int(one.max) for one in bounds), default=0)
 
     def choose(self, chosen: NDArray[np.bool_]) -> Documents:
-        """The chosen documents."""
         rows = self.source_of[chosen], self.starts[chosen], self.lengths[chosen]
         return Documents(self.sources, self.names, *rows, self.keys[chosen])
 

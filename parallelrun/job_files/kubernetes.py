@@ -11,13 +11,12 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parallelrun.errors import EXIT_PREEMPTED, Problem
-from parallelrun.job_files.nodes import JobOnNodes
+from parallelrun.job_files.nodes import MOUNT, JobOnNodes
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")  # of a pod's host, with the suffixes that are added
-MOUNT = "/runs"
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,12 @@ class KubernetesJob(JobOnNodes):
     claim: str = ""
     namespace: str = "default"
     runtime: str = "torch-distributed"
-    job_name: str = ""
 
-    def words(self) -> list[str]:
-        """The words that the run needs in this place: where all nodes see its directory."""
-        return [f"runs={MOUNT}"]
-
-    def named(self, name: str) -> KubernetesJob:
-        """This job with the name of a run."""
-        return replace(self, job_name=fitting(name))
+    @staticmethod
+    def fitting(name: str) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "run"
 
     def problems(self) -> list[Problem]:
-        """Every setting that Kubernetes would refuse, and those without which no job can be written."""
         found = self.problems_of_nodes()
         if not self.image:
             found.append(Problem("the job has no container image", "image", "image=<registry>/<name>:<tag>"))
@@ -54,11 +47,10 @@ class KubernetesJob(JobOnNodes):
             value = getattr(self, name)
             if value and not _NAME.fullmatch(value):
                 what = f"{name}={value!r}: small letters, digits and dashes, at most 50"
-                found.append(Problem(what, name, f"{name}={fitting(value)}"))
+                found.append(Problem(what, name, f"{name}={self.fitting(value)}"))
         return found
 
     def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str:
-        """The file for kubectl. command: of `python -m parallelrun`; title: the plan; written_by: for readers."""
         words = "\n".join(f"      - {json.dumps(word)}" for word in (python, "-m", "parallelrun", *command))
         gpus = f"\n    resourcesPerNode:\n      limits:\n        nvidia.com/gpu: {self.gpus_per_node}"
         return _BODY.format(
@@ -67,11 +59,6 @@ class KubernetesJob(JobOnNodes):
             resources=gpus if self.gpus_per_node else "", token=secrets.token_hex(16), claim=self.claim, mount=MOUNT,
             preempted=EXIT_PREEMPTED,
         )  # fmt: skip
-
-
-def fitting(name: str) -> str:
-    """A name for Kubernetes that is like this one."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "run"
 
 
 _BODY = """\

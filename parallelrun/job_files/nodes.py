@@ -1,18 +1,58 @@
-"""Base class of jobs for which the user gives the number of nodes and the ranks per node. Torch-free."""
+"""Base classes of the jobs: what the user may ask of every scheduler. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MOUNT = "/runs"  # of the runs, in a job whose nodes are rented or containers
+
 
 @dataclass(frozen=True)
-class JobOnNodes:
-    """nodes; gpus_per_node: 0 for a job on CPUs; tasks_per_node: ranks on a node (0: one for each GPU)."""
+class JobFile(ABC):
+    """Settings of a job. gpus_per_node: 0 for a job on CPUs."""
 
     nodes: int = 1
     gpus_per_node: int = 0
+    job_name: str = ""
+
+    @property
+    @abstractmethod
+    def num_ranks(self) -> int: ...
+
+    @staticmethod
+    def fitting(name: str) -> str:
+        """A name that the scheduler takes, like this one of a run."""
+        return name
+
+    def named(self, name: str) -> Self:
+        """This job with the name of a run."""
+        return replace(self, job_name=self.fitting(name))
+
+    def words(self) -> list[str]:
+        """The words that the run needs in this place: where all nodes see its directory."""
+        return [f"runs={MOUNT}"]
+
+    @abstractmethod
+    def problems(self) -> list[Problem]:
+        """Every setting that the scheduler would refuse, and those without which no job can be written."""
+
+    @abstractmethod
+    def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str:
+        """The job's file. command: of `python -m parallelrun`; title: the plan; written_by: for readers."""
+
+
+@dataclass(frozen=True)
+class JobOnNodes(JobFile):
+    """tasks_per_node: ranks on a node (0: one for each GPU)."""
+
     tasks_per_node: int = 0
 
     @property

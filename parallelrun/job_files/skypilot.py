@@ -10,47 +10,39 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parallelrun.errors import EXIT_PREEMPTED, Problem
+from parallelrun.job_files.nodes import MOUNT, JobFile
 
 _NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")  # SkyPilot's rule for a task's name
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _ACCELERATOR = re.compile(r"[A-Za-z0-9][\w-]*")
-MOUNT = "/runs"
 
 
 @dataclass(frozen=True)
-class SkyPilotJob:
+class SkyPilotJob(JobFile):
     """Settings of a SkyPilot task.
 
-    nodes; accelerator: the kind of GPU (H100, A100-80GB), empty for nodes of CPUs, which have one rank each;
-    gpus_per_node; bucket: where the run's directory is, which all nodes must see; infra: aws, gcp/us-central1, ...;
-    spot: 1 for cheaper nodes that may be taken away.
+    accelerator: the kind of GPU (H100, A100-80GB), empty for nodes of CPUs, which have one rank each; bucket: where the
+    run's directory is, which all nodes must see; infra: aws, gcp/us-central1, ...; spot: 1 for cheaper nodes that may
+    be taken away.
     """
 
-    nodes: int = 1
-    gpus_per_node: int = 0
     accelerator: str = ""
     bucket: str = ""
     infra: str = ""
     spot: int = 0
-    job_name: str = ""
 
     @property
     def num_ranks(self) -> int:
         return self.nodes * max(1, self.gpus_per_node)
 
-    def words(self) -> list[str]:
-        """The words that the run needs in this place: where all nodes see its directory."""
-        return [f"runs={MOUNT}"]
-
-    def named(self, name: str) -> SkyPilotJob:
-        """This job with the name of a run."""
-        return replace(self, job_name=fitting(name))
+    @staticmethod
+    def fitting(name: str) -> str:
+        return re.sub(r"[^a-zA-Z0-9]+", "-", name).strip("-") or "run"
 
     def problems(self) -> list[Problem]:
-        """Every setting that SkyPilot would refuse, and those without which no task can be written."""
         found = []
         if self.nodes < 1:
             found.append(Problem(f"nodes={self.nodes}: a task needs a node", "nodes", "nodes=1"))
@@ -70,11 +62,10 @@ class SkyPilotJob:
             found.append(Problem(f"spot={self.spot}: 0 or 1", "spot", "spot=1"))
         if self.job_name and not _NAME.fullmatch(self.job_name):
             what = f"job_name={self.job_name!r} has characters that SkyPilot does not take"
-            found.append(Problem(what, "job_name", f"job_name={fitting(self.job_name)}"))
+            found.append(Problem(what, "job_name", f"job_name={self.fitting(self.job_name)}"))
         return found
 
     def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str:
-        """The file for sky. command: of `python -m parallelrun`; title: the plan; written_by: for readers."""
         wanted = [
             f"accelerators: {self.accelerator}:{self.gpus_per_node}" if self.accelerator else "cpus: 4+",
             *([f"infra: {json.dumps(self.infra)}"] if self.infra else []),
@@ -85,11 +76,6 @@ class SkyPilotJob:
             title=title, written_by=written_by, name=self.job_name, nodes=self.nodes, bucket=self.bucket, mount=MOUNT,
             resources="\n  ".join(wanted), command=shlex.join([python, "-m", "parallelrun", *command]),
         )  # fmt: skip
-
-
-def fitting(name: str) -> str:
-    """A name for SkyPilot that is like this one."""
-    return re.sub(r"[^a-zA-Z0-9]+", "-", name).strip("-") or "run"
 
 
 _BODY = """\

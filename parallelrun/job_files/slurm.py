@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parallelrun.errors import EXIT_PREEMPTED, Problem
 from parallelrun.job_files.nodes import JobOnNodes
@@ -34,20 +34,13 @@ class SlurmJob(JobOnNodes):
     qos: str = ""
     constraint: str = ""
     container: str = ""
-    job_name: str = ""
     output: str = "%x-%j.out"
     save_s: int = 300
 
-    def named(self, name: str) -> SlurmJob:
-        """This job with the name of a run."""
-        return replace(self, job_name=name)
-
     def words(self) -> list[str]:
-        """The words that the run needs in this place: none."""
         return []
 
     def problems(self) -> list[Problem]:
-        """Every setting that Slurm would refuse, and those without which no job can be written."""
         found = self.problems_of_nodes()
         if 0 < self.gpus_per_node < self.ranks_per_node:
             what = f"{self.tasks_per_node} ranks on a node of {self.gpus_per_node} GPUs: each rank needs one of its own"
@@ -63,7 +56,6 @@ class SlurmJob(JobOnNodes):
         return found
 
     def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str:
-        """The batch file. command: what `python -m parallelrun` gets; title: the plan; written_by: for the reader."""
         per_rank = "one rank for each GPU" if self.ranks_per_node == self.gpus_per_node else "ranks on a node"
         settings = [
             (f"job-name={self.job_name}", ""),

@@ -21,7 +21,6 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r(?=\n)")
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's log."""
     return directory / "logs" / f"rank_{rank}.log"
 
 

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from parallelrun import user_code
+from parallelrun.context import PendingCollective
 from parallelrun.records import write_json
 
 SLEEPS, SPINS, COMPUTES = "sleeps", "spins in Python", "computes in native code"
@@ -34,18 +35,6 @@ _FRAME = re.compile(r'(?m)^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<func
 _APART_S, _MOST_LOOKS = 0.2, 5  # looks at a thread: one that computes may wait for a core that others use
 _SOON_S = 0.02  # between looks at one that computes
 _BUSY_S = 0.004  # of processor time between them, of a rank that computes
-
-
-@dataclass(frozen=True)
-class PendingCollective:
-    """An operation that has not ended: see `comm.waiting.Wait`. number: 0 for a message."""
-
-    group: str
-    ranks: tuple[int, ...]
-    operation: str
-    number: int
-    num_bytes: int
-    missing: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +85,7 @@ def _communication(frame: FrameType | None) -> tuple[PendingCollective | None, d
         return None, {}
     from parallelrun.comm import waiting
 
-    found = waiting.current_wait(frame)
-    return PendingCollective(*found) if found else None, waiting.num_issued()
+    return waiting.current_wait(frame), waiting.num_issued()
 
 
 def _instruction(thread: int) -> tuple[int, int] | None:

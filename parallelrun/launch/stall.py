@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from parallelrun.context import PendingCollective
 from parallelrun.launch.output import log_path
-from parallelrun.launch.position import STOPPED, PendingCollective, Position
+from parallelrun.launch.position import STOPPED, Position
 from parallelrun.plan.mesh_shape import MeshShape
 
 _MOST_RANKS = 4  # whose frames a message shows

@@ -15,17 +15,6 @@ from parallelrun.model_spec.backward import BlockBackward
 from parallelrun.model_spec.parameters import Initialiser, ParameterSpec, weight_and_bias
 from parallelrun.model_spec.router import RouterSpec
 
-__all__ = [
-    "SAMPLE_SET_ROLE",
-    "BlockSpec",
-    "Initialiser",
-    "LayerSpec",
-    "ModelSpec",
-    "Pair",
-    "ParameterSpec",
-    "weight_and_bias",
-]
-
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
 
 

@@ -28,7 +28,6 @@ def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in `dtype`."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -212,6 +212,13 @@ class Fields:
         """Raise ConfigError with every problem."""
         if found := self.problems():
             raise ConfigError(*found)
+
+
+def both(ours: str, theirs: str, bias: bool = True, transposed: bool = False) -> Iterator[Piece]:
+    """A weight and, with `bias`, a bias."""
+    yield Piece(f"{ours}.weight", f"{theirs}.weight", transposed=transposed)
+    if bias:
+        yield Piece(f"{ours}.bias", f"{theirs}.bias")
 
 
 def options(config: Config, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:

@@ -49,7 +49,6 @@ class Network(nn.Module):
             mount(self, name, block)
 
     def block(self, name: str) -> nn.Module:
-        """The block of that name."""
         module: nn.Module = self
         for part in name.split("."):
             module = getattr(module, part)  # `get_submodule` makes checks that cost 3 us per block and forward

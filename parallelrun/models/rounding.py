@@ -91,7 +91,6 @@ def remember(tensor: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`."""
     if weight.dtype == dtype:
         return weight
     copy = weight.to(dtype)

@@ -11,6 +11,7 @@ from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import completed, kinds
 from parallelrun.plan import cluster_cost, partition, prediction, simulate
 from parallelrun.plan.batch import in_whole_rounds
+from parallelrun.plan.degrees import shown
 from parallelrun.plan.draft import REFERENCE_SCHEDULE
 from parallelrun.plan.facts import Facts
 from parallelrun.plan.hosts import ranks_per_node, stays_in_node
@@ -70,7 +71,7 @@ def memory_advice(plan: Plan, config: Config) -> str:
             for change in _smaller(plan, config)
             if (found := _planned(plan, config, {**typed, **change}))
         ]
-        enough = [f"{_typed(change)} ({gib(needed(found))})" for change, found in tried if _fits(found, config)]
+        enough = [f"{shown(change)} ({gib(needed(found))})" for change, found in tried if _fits(found, config)]
         if enough and not number:
             return f"{' or '.join(enough)} fits"
         change, least = min(tried, key=lambda item: needed(item[1]), default=(typed, plan))
@@ -78,18 +79,14 @@ def memory_advice(plan: Plan, config: Config) -> str:
             break
         typed, plan = change, least
         if _fits(plan, config):
-            return f"{_typed(typed)} fits ({gib(needed(plan))})"
+            return f"{shown(typed)} fits ({gib(needed(plan))})"
     if not typed:
         return "none of the changes that were tried needs less"
-    return f"{_typed(typed)} needs the least that was found, {gib(needed(plan))}"
+    return f"{shown(typed)} needs the least that was found, {gib(needed(plan))}"
 
 
 def _fits(plan: Plan, config: Config) -> bool:
     return cluster_cost.fits(prediction.heaviest(plan, config.cluster), config.cluster) == "yes"
-
-
-def _typed(change: Change) -> str:
-    return " ".join(f"{key}={value}" for key, value in change.items())
 
 
 def _smaller(plan: Plan, config: Config) -> list[Change]:
@@ -141,7 +138,7 @@ def _bubble_warnings(plan: Plan, config: Config, simulation: Simulation) -> list
     for change, microbatches in _batch_changes(plan, config, enough):
         left = simulate.of_plan(plan, microbatches).bubble_of_total
         if left <= LARGEST_BUBBLE and _planned(plan, config, {**schedule, **change}):
-            return [f"{said}: {_typed({**schedule, **change})} brings it to {left:.0%}"]
+            return [f"{said}: {shown({**schedule, **change})} brings it to {left:.0%}"]
     return [f"{said}: {enough} microbatches or more bring it to {limit} at most"]
 
 
@@ -171,7 +168,7 @@ def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:
         if left > 0.75 * bubble:
             break
         if _fits(other, config) or not fits:
-            return [f"with the same batch, {_typed(change)} makes the bubble {left:.0%}"]
+            return [f"with the same batch, {shown(change)} makes the bubble {left:.0%}"]
     return []
 
 

@@ -56,6 +56,6 @@ def device_of(config: Config, gpus: int | None) -> str:
     return "cuda" if gpus or (is_planned and cluster.gpus_per_node and not cluster.cores) else "cpu"
 
 
-def shown(sizes: Mapping[str, int]) -> str:
-    """The degrees as a user types them."""
-    return " ".join(f"{axis}={degree}" for axis, degree in sizes.items())
+def shown(values: Mapping[str, object]) -> str:
+    """Degrees and other keys, as a user types them."""
+    return " ".join(f"{key}={value}" for key, value in values.items())

@@ -103,7 +103,6 @@ def goodput(plan: Plan, config: Config, step_s: float | None) -> Goodput | None:
     young, daly = young_s(mtbf_s, save_s), daly_s(mtbf_s, save_s)
     nodes = -(-plan.world // ranks_per_node(config.cluster, plan.world))
     shares, of_young, of_daly = (simulate(case, interval) for interval in (interval_s, young, daly))
-    nodes = -(-plan.world // ranks_per_node(config.cluster, plan.world))
     return Goodput(
         mtbf_s, saved, save_s, restart_s, repair_s, interval_s, steps, young, daly, shares,
         of_young.useful, of_daly.useful, nodes, spares,

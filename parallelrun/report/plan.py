@@ -17,9 +17,8 @@ from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.traffic import TrafficRow
-from parallelrun.report.corruption import corruption_text
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, degrees_text, digits
-from parallelrun.report.plan_cost import cost_text, time_text
+from parallelrun.report.plan_cost import corruption_text, cost_text, time_text
 from parallelrun.report.screen import framed, labelled, show_section, table
 from parallelrun.wording import DETAILS, counted
 

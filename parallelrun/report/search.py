@@ -132,13 +132,14 @@ def side_by_side(best: Sequence[Found]) -> list[Found]:
     """
     chosen: dict[tuple[str, ...], Found] = {}
     for one in best:
-        chosen.setdefault(_degrees(one), one)
+        chosen.setdefault(degrees(one), one)
     different = list(chosen.values())[:SHOWN]
     others = [one for one in best if one not in different][: SHOWN - len(different)]
     return sorted([*different, *others], key=lambda one: timed(one).step_s)
 
 
-def _degrees(found: Found) -> tuple[str, ...]:
+def degrees(found: Found) -> tuple[str, ...]:
+    """Return the overrides of a plan that are degrees or the tensor layout."""
     return tuple(text for text in found.overrides if text.partition("=")[0] in DEGREES)
 
 
@@ -215,7 +216,7 @@ def _close(found: Search, first: Found, config: Config) -> list[tuple[str, Text]
     texts: dict[str, None] = {}
     for other in found.best:
         more = timed(other).step_s / timed(first).step_s - 1
-        if other is not first and _degrees(other) == _degrees(first) and more <= CLOSE:
+        if other is not first and degrees(other) == degrees(first) and more <= CLOSE:
             texts[f"{_difference(other, first, config)} (+{more:.1%})"] = None
     return [("as fast", Text("; ".join(list(texts)[:MOST_CLOSE])))] if texts else []
 

@@ -13,7 +13,7 @@ from parallelrun.config.schema import Config
 from parallelrun.plan.sizes import Size, TrainingCost
 from parallelrun.report.figures import count_text, digits, seconds_text
 from parallelrun.report.screen import show_section, table
-from parallelrun.report.search import plan_document, timed
+from parallelrun.report.search import degrees, plan_document, timed
 
 
 def document(sizes: Sequence[Size], chosen: Size) -> list[dict[str, Any]]:
@@ -47,11 +47,8 @@ def show(sizes: Sequence[Size], chosen: Size, config: Config, console: Console) 
         cells = [f"{one.devices:,}", seconds_text(time.step_s), count_text(best.tokens_per_s or 0.0), f"{time.mfu:.0%}"]
         cells += [digits(one.training.days), f"{one.training.device_hours:,.0f}"]
         cells += [f"{one.training.price or 0:,.0f}"] if priced else []
-        degrees = [
-            text for text in best.overrides if text.partition("=")[0] in ("pp", "dp", "cp", "tp", "ep", "layout")
-        ]
         is_chosen = one is chosen
-        drawn.add_row("*" if is_chosen else "", *cells, " ".join(degrees), style="bold" if is_chosen else None)
+        drawn.add_row("*" if is_chosen else "", *cells, " ".join(degrees(best)), style="bold" if is_chosen else None)
     within = f" in at most {config.days:g} days" if config.days is not None else ""
     goal = {"cost": "the fewest device-hours", "gpus": "the fewest devices"}[config.objective or "cost"]
     note = f"* {goal} to train on {count_text(config.tokens or 0.0)} tokens{within}"

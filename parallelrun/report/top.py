@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -42,7 +41,7 @@ def drawing(run: LiveRun, width: int, height: int) -> RenderableType:
 
 
 def _headline(run: LiveRun) -> Text:
-    text = Text(_short(run.directory), "bold")
+    text = Text("/".join(run.directory.parts[-2:]), "bold")
     text.append("  ")
     text.append(run.state, _STYLES.get(run.state, ""))
     code = run.status.get("exit_code")
@@ -53,10 +52,6 @@ def _headline(run: LiveRun) -> Text:
     if run.is_live and run.age_s is not None and run.age_s > _SILENT_S:
         text.append(f"  no news for {run.age_s:.0f} s", "red")
     return text
-
-
-def _short(directory: Path) -> str:
-    return "/".join(directory.parts[-2:])
 
 
 def _progress(run: LiveRun) -> Text:

@@ -36,7 +36,9 @@ def show(
     M/h is the tokens of a microbatch by the model's width: the rows of a product by its columns.
     """
     width = max(20, min(console.width, WIDEST) - FRAME - BESIDE_BARS)
-    rows = [*_limits(time, found), ("memory", Text(_memory(*memory))), *(_flips(*flips, best) if flips else [])]
+    texts = flip_texts(*flips, best) if flips else []
+    found_flips = [("flips" if not index else "", Text(text)) for index, text in enumerate(texts)]
+    rows = [*_limits(time, found), ("memory", Text(_memory(*memory))), *found_flips]
     show_section("why: the parts of a step", Group(waterfall.bars(time, width), Text(), labelled(rows)), console)
 
 
@@ -58,10 +60,6 @@ def _memory(heaviest: int, cluster: ClusterConfig) -> str:
         return f"{gib(heaviest)} on the heaviest rank; the cluster gives no memory size"
     available = cluster.memory_gb * 1e9
     return f"{gib(heaviest)} on the heaviest rank, {heaviest / available:.0%} of a device's {gib(available)}"
-
-
-def _flips(flips: Sequence[Flip], all_done: bool, best: Found | None) -> list[tuple[str, RenderableType]]:
-    return [("flips" if not i else "", Text(text)) for i, text in enumerate(flip_texts(flips, all_done, best))]
 
 
 def flip_texts(flips: Sequence[Flip], all_done: bool, best: Found | None) -> list[str]:

@@ -55,6 +55,15 @@ def resolve(words: Iterable[str], runs: Path) -> list[Path]:
     return [path for word in words for path in _resolve(word, runs)]
 
 
+def one(word: str, runs: Path) -> Path:
+    """Return the one run directory that `word` means (see `resolve`). Raises ConfigError."""
+    found = resolve([word], runs)
+    if len(found) > 1:
+        what = f"{word} is a sweep of {len(found)} points; one run is needed"
+        raise ConfigError(Problem(what, word, str(found[0])))
+    return found[0]
+
+
 def directory_of(word: str, runs: Path = Path("runs")) -> Path:
     """Return the path `word` if it exists, else the run below `runs` that it names (see `resolve`), else the path."""
     path = Path(word).expanduser()

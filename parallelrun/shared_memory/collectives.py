@@ -6,7 +6,7 @@ What a rank reads of its own part is read from its tensor, so that only what oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from parallelrun.shared_memory.arena import Arena, aligned
 from parallelrun.shared_memory.process import GroupMember
 from parallelrun.shared_memory.reductions import Reduction
 from parallelrun.shared_memory.shared_collective import SharedCollective, SharedReduction
+from parallelrun.shared_memory.tensors import num_bytes_of, split
 
 SMALL = 2**15  # bytes up to which every rank sums an all-reduce itself: one exchange instead of two
 CHUNK = 2**18  # bytes that are summed, then copied from the cache to the other ranks
@@ -33,20 +34,12 @@ class Collectives:
         self._arena = arena
         self._others = tuple(number for number in range(self._size) if number != rank)
 
-    def _read(self, number: int, offset: int, like: Tensor) -> Tensor:
-        """Return what a member has at `offset` of its arena, a tensor like `like`, flat."""
-        return self._members[number].tensor(offset, like.dtype, like.numel())
-
-    def _write(self, offset: int, tensor: Tensor) -> None:
-        if tensor.numel():
-            self._me.tensor(offset, tensor.dtype, tensor.numel()).copy_(tensor.view(-1))
-
     def barrier(self) -> SharedCollective:
         return SharedCollective("barrier", 0, -1, None, self._others, None)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> SharedCollective:
         flat = tensor.view(-1)
-        num_bytes = flat.numel() * flat.element_size()
+        num_bytes = num_bytes_of(flat)
         if self.shares_cores and num_bytes <= SERIAL:
             return SharedReduction(flat, num_bytes, reduction, self._members, self._rank, self._others)
         place = self._arena.place(flat)
@@ -61,14 +54,14 @@ class Collectives:
         in_place = self._rank < 2  # the first sum overwrites it; a later source would be lost
 
         def combine(offsets: list[int]) -> None:
-            sources = [self._read(number, offset, flat) for number, offset in enumerate(offsets)]
+            sources = [self._members[number].read(offset, flat) for number, offset in enumerate(offsets)]
             if in_place:
                 sources[self._rank] = flat
             if flat.numel():
                 reduction(flat, sources)
 
         def fill(offset: int) -> None:
-            self._write(offset, flat)
+            self._me.write(offset, flat)
 
         return SharedCollective("all_reduce", num_bytes, num_bytes, fill, self._others, combine)
 
@@ -96,19 +89,17 @@ class Collectives:
 
     def _all_reduce_by_parts(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> SharedCollective:
         """Rank i reduces part i, into its place in the arena, from where the others copy it."""
-        item = flat.element_size()
-        each = aligned(-(-flat.numel() // self._size) * item) // item
-        starts = [min(number * each, flat.numel()) for number in range(self._size + 1)]
-        parts = [flat[first:last] for first, last in pairwise(starts)]
+        parts = split(flat, self._size)
+        starts = [0, *accumulate(map(num_bytes_of, parts))]
         mine = parts[self._rank]
 
         def fill(offset: int) -> None:
             for number in self._others:
-                self._write(offset + starts[number] * item, parts[number])
+                self._me.write(offset + starts[number], parts[number])
 
         def combine(offsets: list[int]) -> None:
             if mine.numel():
-                sources = [self._read(n, offset + starts[self._rank] * item, mine) for n, offset in enumerate(offsets)]
+                sources = [self._members[n].read(offset + starts[self._rank], mine) for n, offset in enumerate(offsets)]
                 total, sources[self._rank] = sources[self._rank], mine
                 reduction(total, sources)
                 mine.copy_(total)
@@ -116,20 +107,20 @@ class Collectives:
         def finish(offsets: list[int]) -> None:
             for number in self._others:
                 part = parts[number]
-                part.copy_(self._read(number, offsets[number] + starts[number] * item, part))
+                part.copy_(self._members[number].read(offsets[number] + starts[number], part))
 
         return SharedCollective("all_reduce", num_bytes, num_bytes, fill, self._others, combine, finish)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> SharedCollective:
         flat = tensor.view(-1)
-        num_bytes = flat.numel() * flat.element_size()
+        num_bytes = num_bytes_of(flat)
         if self._rank != root:
             return SharedCollective(
-                "reduce", num_bytes, num_bytes, lambda offset: self._write(offset, flat), (), None, readers=(root,)
+                "reduce", num_bytes, num_bytes, lambda offset: self._me.write(offset, flat), (), None, readers=(root,)
             )
 
         def combine(offsets: list[int]) -> None:
-            sources = [self._read(n, offset, flat) if n != root else flat for n, offset in enumerate(offsets)]
+            sources = [self._members[n].read(offset, flat) if n != root else flat for n, offset in enumerate(offsets)]
             if root > 1:
                 sources[root] = flat.clone()
             reduction(flat, sources)
@@ -138,24 +129,24 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, root: int) -> SharedCollective:
         flat = tensor.view(-1)
-        num_bytes = flat.numel() * flat.element_size()
+        num_bytes = num_bytes_of(flat)
         if self._rank == root:
             return SharedCollective(
-                "broadcast", num_bytes, num_bytes, lambda offset: self._write(offset, flat), (), None,
+                "broadcast", num_bytes, num_bytes, lambda offset: self._me.write(offset, flat), (), None,
                 readers=self._others,
             )  # fmt: skip
 
         def combine(offsets: list[int]) -> None:
-            flat.copy_(self._read(root, offsets[root], flat))
+            flat.copy_(self._members[root].read(offsets[root], flat))
 
         return SharedCollective("broadcast", num_bytes, -1, None, (root,), combine, readers=())
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> SharedCollective:
         """outputs: one per rank, whose sizes may differ."""
-        num_bytes = sum(one.numel() * one.element_size() for one in outputs)
+        num_bytes = sum(map(num_bytes_of, outputs))
 
         def fill(offset: int) -> None:
-            self._write(offset, tensor)
+            self._me.write(offset, tensor)
             mine = outputs[self._rank]
             if mine.data_ptr() != tensor.data_ptr():
                 mine.view(-1).copy_(tensor.view(-1))
@@ -163,58 +154,58 @@ class Collectives:
         def combine(offsets: list[int]) -> None:
             for number in self._others:
                 output = outputs[number].view(-1)
-                output.copy_(self._read(number, offsets[number], output))
+                output.copy_(self._members[number].read(offsets[number], output))
 
-        size = tensor.numel() * tensor.element_size()
+        size = num_bytes_of(tensor)
         return SharedCollective("all_gather", num_bytes, size, fill, self._others, combine)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> SharedCollective:
         """outputs: one per rank at the root, else empty."""
-        size = tensor.numel() * tensor.element_size()
+        size = num_bytes_of(tensor)
         if self._rank != root:
             return SharedCollective(
-                "gather", size, size, lambda offset: self._write(offset, tensor), (), None, readers=(root,)
+                "gather", size, size, lambda offset: self._me.write(offset, tensor), (), None, readers=(root,)
             )
 
         def combine(offsets: list[int]) -> None:
             for number, output in enumerate(outputs):
-                part = tensor.view(-1) if number == root else self._read(number, offsets[number], output)
+                part = tensor.view(-1) if number == root else self._members[number].read(offsets[number], output)
                 output.view(-1).copy_(part)
 
         return SharedCollective("gather", size, -1, None, self._others, combine, readers=())
 
     def scatter(self, output: Tensor, parts: Sequence[Tensor], root: int) -> SharedCollective:
         """parts: one per rank at the root, else empty; all have the size of `output`."""
-        size = output.numel() * output.element_size()
+        size = num_bytes_of(output)
         step = aligned(size)
         if self._rank == root:
 
             def fill(offset: int) -> None:
                 for number in self._others:
-                    self._write(offset + number * step, parts[number])
+                    self._me.write(offset + number * step, parts[number])
                 output.view(-1).copy_(parts[root].view(-1))
 
             return SharedCollective("scatter", size, step * self._size, fill, (), None, readers=self._others)
 
         def combine(offsets: list[int]) -> None:
-            output.view(-1).copy_(self._read(root, offsets[root] + self._rank * step, output))
+            output.view(-1).copy_(self._members[root].read(offsets[root] + self._rank * step, output))
 
         return SharedCollective("scatter", size, -1, None, (root,), combine, readers=())
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> SharedCollective:
         """parts: one per rank, whose sizes may differ; `output` may be this rank's own part."""
-        sizes = [one.numel() * one.element_size() for one in parts]
+        sizes = [*map(num_bytes_of, parts)]
         starts = [0, *accumulate(map(aligned, sizes))]
 
         def fill(offset: int) -> None:
             for number in self._others:
-                self._write(offset + starts[number], parts[number])
+                self._me.write(offset + starts[number], parts[number])
 
         def combine(offsets: list[int]) -> None:
             mine = parts[self._rank].view(-1)
             if not mine.numel():
                 return
-            sources = [self._read(n, offset + starts[self._rank], mine) for n, offset in enumerate(offsets)]
+            sources = [self._members[n].read(offset + starts[self._rank], mine) for n, offset in enumerate(offsets)]
             overwritten = self._rank > 1 and output.data_ptr() == mine.data_ptr()
             sources[self._rank] = mine.clone() if overwritten else mine
             reduction(output.view(-1), sources)
@@ -224,7 +215,7 @@ class Collectives:
     def all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> SharedCollective:
         """outputs, parts: one from and one for each rank; the sizes may differ. What a rank sends begins with where
         each part is and how many bytes it has."""
-        sizes = [one.numel() * one.element_size() for one in parts]
+        sizes = [*map(num_bytes_of, parts)]
         header = aligned(16 * self._size)
         starts = [header + start for start in (0, *accumulate(map(aligned, sizes)))]
 
@@ -233,7 +224,7 @@ class Collectives:
             for number in self._others:
                 words[offset // 8 + 2 * number] = starts[number]
                 words[offset // 8 + 2 * number + 1] = sizes[number]
-                self._write(offset + starts[number], parts[number])
+                self._me.write(offset + starts[number], parts[number])
             outputs[self._rank].view(-1).copy_(parts[self._rank].view(-1))
 
         def combine(offsets: list[int]) -> None:
@@ -241,10 +232,10 @@ class Collectives:
                 output, offset = outputs[number].view(-1), offsets[number]
                 words = self._members[number].words
                 start, size = words[offset // 8 + 2 * self._rank], words[offset // 8 + 2 * self._rank + 1]
-                expected = output.numel() * output.element_size()
+                expected = num_bytes_of(output)
                 if size != expected:
                     raise RuntimeError(f"[shared memory] all_to_all: rank {number} of the group sends {size} bytes, "
                                        f"rank {self._rank} expects {expected}")  # fmt: skip
-                output.copy_(self._read(number, offset + start, output))
+                output.copy_(self._members[number].read(offset + start, output))
 
         return SharedCollective("all_to_all", 0, starts[-1], fill, self._others, combine)

@@ -67,7 +67,6 @@ class HierarchicalMessages:
         return message.link is self._link if isinstance(message, GlooMessage) else self._inside.holds(message)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message | GlooMessage:
-        """Begin to send."""
         if peer in self._local:
             return self._inside.send(tensor, peer, tag)
         return GlooMessage(self._link, self._engine, tensor, peer, tag, is_send=True)

@@ -22,7 +22,7 @@ from parallelrun.shared_memory.chains import Chain, GlooLink, Stage, issue, sum_
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import PendingOperation
-from parallelrun.shared_memory.host_sums import HostSums, WholeSum, read, write
+from parallelrun.shared_memory.host_sums import HostSums, WholeSum
 from parallelrun.shared_memory.hosts import Hosts
 from parallelrun.shared_memory.process import GroupMember
 from parallelrun.shared_memory.reductions import Reduction
@@ -168,7 +168,7 @@ class HierarchicalCollectives:
             me, size = self._members[local_rank], num_bytes_of(totals[0])
 
             def fill(offset: int) -> None:
-                write(me, offset, totals[0])
+                me.write(offset, totals[0])
 
             return SharedCollective("reduce_scatter", num_bytes, size, fill, self._others, None)
         lane = local_rank % hosts.num_lanes
@@ -176,7 +176,7 @@ class HierarchicalCollectives:
 
         def combine(offsets: list[int]) -> None:
             start = offsets[lane] + sum(num_bytes_of(parts[rank]) for rank in before)
-            output.view(-1).copy_(read(self._members[lane], start, output))
+            output.view(-1).copy_(self._members[lane].read(start, output))
 
         return SharedCollective("reduce_scatter", num_bytes, -1, None, self._others, combine)
 
@@ -233,13 +233,13 @@ class HierarchicalCollectives:
         def fill(offset: int) -> None:
             assert hosts.lane is not None
             for start, output in zip(starts[hosts.lane], shared[hosts.lane]):
-                write(me, offset + start, output)
+                me.write(offset + start, output)
 
         def combine(offsets: list[int]) -> None:
             for lane in range(hosts.num_lanes):
                 if lane != hosts.lane:
                     for start, output in zip(starts[lane], shared[lane]):
-                        output.view(-1).copy_(read(self._members[lane], offsets[lane] + start, output))
+                        output.view(-1).copy_(self._members[lane].read(offsets[lane] + start, output))
 
         if hosts.lane is None:
             return SharedCollective("all_gather", num_bytes, -1, None, self._others, combine)

@@ -16,17 +16,6 @@ from parallelrun.shared_memory.shared_collective import SharedCollective
 Cells = Sequence[Sequence[Sequence[Tensor]]]  # flat tensors by lane and by the host that totals them
 
 
-def write(member: GroupMember, offset: int, tensor: Tensor) -> None:
-    """Copy a tensor to a byte offset of this process's arena."""
-    if tensor.numel():
-        member.tensor(offset, tensor.dtype, tensor.numel()).copy_(tensor.view(-1))
-
-
-def read(member: GroupMember, offset: int, like: Tensor) -> Tensor:
-    """Return what a member has at a byte offset of its arena: a flat tensor like `like`."""
-    return member.tensor(offset, like.dtype, like.numel())
-
-
 class WholeSum:
     """`collective` sums a flat tensor over the host, on every rank, into `sums`, in the dtype of partial sums."""
 
@@ -38,10 +27,10 @@ class WholeSum:
         self.collective = SharedCollective("all_reduce", size, size, self._fill, others, self._combine)
 
     def _fill(self, offset: int) -> None:
-        write(self._members[self._local_rank], offset, self._flat)
+        self._members[self._local_rank].write(offset, self._flat)
 
     def _combine(self, offsets: list[int]) -> None:
-        sources = [read(member, offset, self._flat) for member, offset in zip(self._members, offsets)]
+        sources = [member.read(offset, self._flat) for member, offset in zip(self._members, offsets)]
         sources[self._local_rank] = self._flat
         self._reduction.partial(self._sums, sources)
 
@@ -86,7 +75,7 @@ class HostSums:
         for lane, cells in enumerate(self._lanes):
             if lane != self._hosts.lane:
                 for cell, start in zip(cells, self._starts[lane]):
-                    write(self._members[self._hosts.local_rank], offset + start, cell)
+                    self._members[self._hosts.local_rank].write(offset + start, cell)
 
     def _combine(self, offsets: list[int]) -> None:
         lane = self._hosts.lane
@@ -95,7 +84,7 @@ class HostSums:
         parts = self.sums.split([cell.numel() for cell in self._lanes[lane]])
         for part, cell, start in zip(parts, self._lanes[lane], self._starts[lane]):
             if cell.numel():
-                sources = [read(member, offset + start, cell) for member, offset in zip(self._members, offsets)]
+                sources = [member.read(offset + start, cell) for member, offset in zip(self._members, offsets)]
                 sources[self._hosts.local_rank] = cell
                 self._reduction.partial(part, sources)
 

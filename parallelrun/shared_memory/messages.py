@@ -113,7 +113,6 @@ class MessageChannel:
         return message
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Message:
-        """Begin to receive."""
         message = Message(self, tensor, peer, tag, is_send=False)
         self._receives.append(message)
         self._engine.submit(self)

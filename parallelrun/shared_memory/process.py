@@ -8,6 +8,8 @@ import select
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from parallelrun.shared_memory.arena import ALIGNMENT, Arena, MappedMemory, store_before_load
 from parallelrun.shared_memory.hosts import HOST_VARIABLE
 
@@ -115,6 +117,15 @@ class GroupMember:
 
     def __setitem__(self, word: int, value: int) -> None:
         self.words[self.base + word] = value
+
+    def read(self, offset: int, like: Tensor) -> Tensor:
+        """Return what the member has at a byte offset of its arena: a flat tensor like `like`."""
+        return self.tensor(offset, like.dtype, like.numel())
+
+    def write(self, offset: int, tensor: Tensor) -> None:
+        """Copy a tensor to a byte offset of the arena, which must be this process's own."""
+        if tensor.numel():
+            self.tensor(offset, tensor.dtype, tensor.numel()).copy_(tensor.view(-1))
 
 
 def host_identity() -> str:

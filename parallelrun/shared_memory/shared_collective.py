@@ -133,5 +133,4 @@ def number_of(name: str) -> int:
 
 
 def name_of(number: int) -> str:
-    """Return the name of a collective by its number."""
     return _NAMES[number]

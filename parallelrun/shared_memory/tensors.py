@@ -38,7 +38,6 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def as_list(tensors: Any) -> list[Tensor]:
-    """Return one tensor or several as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 

@@ -14,6 +14,7 @@ import torch
 from parallelrun import reserve
 from parallelrun.comm import gather_json
 from parallelrun.context import WorkerContext
+from parallelrun.plan import prediction
 from parallelrun.plan.structure import Collective
 from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
@@ -23,7 +24,6 @@ from parallelrun.run_records import attempts, reshapes
 from parallelrun.train import attention_work, summary
 from parallelrun.train.actions import schedule_document
 from parallelrun.train.build import Training
-from parallelrun.train.communication import communication_rows
 from parallelrun.train.earlier_rows import EarlierRows
 from parallelrun.train.medians import median_times
 from parallelrun.train.step_record import StepRecord, timed
@@ -172,7 +172,7 @@ class Recorder:
         if self._writes:
             counted = {rank: one["rows"] for rank, one in everyone.items()}
             complete = all(rows is not None for rows in counted.values())
-            rows = communication_rows(counted, self._training) if complete else []
+            rows = _communication_rows(counted, self._training) if complete else []
             facts = [everyone[rank] for rank in sorted(everyone)]
             actions = [one["actions"] for one in facts if one.get("actions")]  # ascending pp index, as ranks are
             document = self._summary(facts, rows, state) | attention_work.fields(everyone, self._training)
@@ -212,3 +212,32 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _communication_rows(measured: Mapping[int, list[dict[str, Any]]], training: Training) -> list[dict[str, Any]]:
+    """Return the rows of comm.json: measured and predicted calls and bytes by rank, axis, operation and purpose."""
+    plan = training.plan
+    rows = []
+    for rank, counted in sorted(measured.items()):
+        predicted = {(c.axis, c.operation, c.purpose): c for c in prediction.collectives(plan, rank)}
+        seen = {(c["axis"], c["operation"], c["purpose"]): c for c in counted}
+        for key in sorted(predicted.keys() | seen.keys()):
+            axis, operation, purpose = key
+            expected = predicted.get(key)
+            actual = Collective(**seen[key]) if key in seen else None
+            rows.append(
+                {
+                    "rank": rank,
+                    "axis": axis,
+                    "operation": operation,
+                    "purpose": purpose,
+                    "calls": actual.calls if actual else 0,
+                    "payload_bytes": actual.payload_bytes if actual else 0,
+                    "wire_bytes": prediction.wire_bytes(actual, prediction.group_size(plan, axis)) if actual else 0,
+                    "every": prediction.steps_between(plan, purpose),
+                    "predicted_calls": expected.calls if expected else 0,
+                    "predicted_payload_bytes": expected.payload_bytes if expected else 0,
+                    "predicted_most_bytes": expected.most_bytes if expected else None,
+                }
+            )
+    return rows

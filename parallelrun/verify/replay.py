@@ -72,12 +72,12 @@ def record_replay(
         for one in replicas:
             decisions.attach(one)
     trace = Trace()
-    trace.initial = _merged(plan, [_weights(one) for one in replicas])
+    trace.initial = _merged(plan, [weights_of(one) for one in replicas])
     rule.begin(_trained(replicas))
     for step in range(1, steps + 1):
         lr = learning_rate(config.optimizer, step, steps)
         _step(rule, replicas, plan, step, lr, trace)
-    trace.final = _merged(plan, [_weights(one) for one in replicas])
+    trace.final = _merged(plan, [weights_of(one) for one in replicas])
     _share_statistics(replicas)
     trace.val_loss = _validation_loss(replicas)
     trace.router_scores = decisions.recorded if decisions is not None else {}
@@ -156,7 +156,8 @@ def _trained(replicas: list[Training]) -> list[Tensors]:
     return [{p.name: p.tensor.detach() for p in one.parameters} for one in replicas]
 
 
-def _weights(training: Training) -> Tensors:
+def weights_of(training: Training) -> Tensors:
+    """Return copies of all parameters of this rank, by name, on the CPU."""
     return {p.name: p.tensor.detach().to("cpu", copy=True) for p in training.held}
 
 

@@ -1,19 +1,26 @@
-"""Runs a data replica's batch through this rank's stages, forward and backward, microbatch by microbatch."""
+"""Runs a data replica's batch through this rank's stages: by itself, or by a schedule of torch's pipelining."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
+from parallelrun import torch_private
 from parallelrun.mesh import Mesh
+from parallelrun.models import recompute
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
+from parallelrun.torch_private.pipelining import PipelineScheduleMulti, PipelineScheduleSingle, schedules
+from parallelrun.train.actions import ActionClock
+from parallelrun.train.clocks import clock_of
 from parallelrun.train.pipeline_runner import PipelineRunner
 from parallelrun.train.reader import Batch
 
 from .evaluation import ForwardPass, total
-from .schedule_runner import ScheduleRunner, prepare_for_split_backward
+from .schedule import Schedule
+from .stage import ScheduledStage, Sends
 
 
 def build(model_parts: Sequence[Network], plan: Plan, mesh: Mesh) -> PipelineRunner:
@@ -44,3 +51,70 @@ class AccumulationRunner(PipelineRunner):
 
     def evaluate(self, batch: Batch) -> Tensor:
         return self._forward.totals(batch)
+
+
+def prepare_for_split_backward(model_parts: Sequence[Network]) -> None:
+    """Let a stage's backward run twice, once for inputs and once for weights.
+
+    Full recomputation keeps its results for the second pass; compiled backwards keep their buffers.
+    """
+    for part in model_parts:
+        if part.recompute == "full":
+            part.recompute = recompute.KEPT
+    torch_private.keep_compiled_buffers()
+
+
+class ScheduleRunner(PipelineRunner):
+    """Stages over the pp axis, run by a schedule of torch.distributed.pipelining.
+
+    torch's own averaging is off (`scale_grads=False`): the loss is a sum, and `scale` makes it a mean over the global
+    batch before backward. The first `train` sends additional messages in which the stages agree on static metadata.
+    """
+
+    def __init__(self, model_parts: Sequence[Network], plan: Plan, mesh: Mesh):
+        group, schedule = mesh.group("pp"), plan.pipeline
+        assert group.process_group is not None, "a pipeline of one rank has no group"
+        assert isinstance(schedule, Schedule)
+        indices = [stage.index for stage in plan.stages_of(group.index)]
+        steps = schedule.steps(plan)
+        joined = {(step.kind, step.microbatch) for step in steps[group.index] if step.joined}
+        self._sends, self._actions = Sends(), ActionClock(clock_of(mesh.device))
+        self._stages = [
+            ScheduledStage(part, index, plan, mesh.device, group.process_group, self._sends, self._actions, joined)
+            for index, part in zip(indices, model_parts, strict=True)
+        ]
+        self._inputs_here = indices[0] == 0
+        self._losses_here = indices[-1] == len(plan.stages) - 1
+        make: Any = getattr(schedules, schedule.torch_name)
+        held = self._stages[0] if issubclass(make, PipelineScheduleSingle) else self._stages
+        options = {"n_microbatches": plan.batch.microbatches, "loss_fn": _loss_of_output, "scale_grads": False}
+        self._schedule = make(held, **options)
+        if isinstance(self._schedule, PipelineScheduleMulti):
+            listed = [[(step.kind, step.stage, step.microbatch) for step in order] for order in steps]
+            torch_private.set_messages(self._schedule, listed)
+        self._forward = ForwardPass(model_parts, plan, mesh)
+
+    def train(self, batch: Batch, scale: float) -> Tensor:
+        last = self._stages[-1].plain
+        last.losses.clear()
+        last.scale = scale
+        for stage in self._stages:
+            stage.sample_ids, stage.documents = batch.sample_ids, batch.documents
+        self._stages[-1].targets = batch.targets
+        inputs = (batch.inputs,) if self._inputs_here else ()
+        target = batch.targets if self._losses_here else None
+        self._actions.begin_step()
+        self._schedule.step(*inputs, target=target, return_outputs=False)
+        self._sends.finish()
+        return total(last.losses, batch.sample_ids.device)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        return self._forward.totals(batch)
+
+    def last_actions(self) -> dict[str, Any]:
+        return self._actions.record()
+
+
+def _loss_of_output(loss: Tensor, _: Tensor) -> Tensor:
+    """Return the last stage's output: it is the loss already (`stage._Plain`)."""
+    return loss

@@ -305,14 +305,12 @@ def test_the_config_directory_of_a_user_adds_options(run, tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_program_without_a_traceback(run, monkeypatch, number, code):
-    from parallelrun.plan import resolve
-
     def slow(*args, **kwargs):
         threading.Timer(0.05, lambda: os.kill(os.getpid(), number)).start()
         time.sleep(10)
         raise AssertionError("the signal did not arrive")
 
-    monkeypatch.setattr(resolve, "resolve", slow)
+    monkeypatch.setattr("parallelrun.cli.planned.resolve", slow)
     before = signal.getsignal(signal.SIGTERM)
     got, _, err = run("plan", "tp=2")
     assert got == code and "Traceback" not in err and len(err.splitlines()) == 1

@@ -10,7 +10,7 @@ from parallelrun.mesh import Group
 from parallelrun.models import dropout
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.plan.context_order import ORDERS
-from parallelrun.strategies.context.common.gathered import GatherTransport
+from parallelrun.strategies.context.allgather.runtime import GatherTransport
 from parallelrun.strategies.context.common.layers import ContextAttention
 from parallelrun.strategies.context.common.ring import RingTransport
 from tests.pool import run_ranks

@@ -66,8 +66,7 @@ def translate(settings: Sequence[Setting]) -> Translation:
     zero(every, every.take("zero_optimization.stage", choice(STAGES)))
     if kind := every.take("optimizer.type", choice({"Adam": "adamw", "AdamW": "adamw", "SGD": "sgd"})):
         found.choose("optimizer", kind[1], kind[0])
-    if betas := every.take("optimizer.params.betas", _pair):
-        found.put("optimizer.betas", betas[1], betas[0])
+    every.move("optimizer.params.betas", _pair, "optimizer.betas")
     schedules = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if schedule := every.take("scheduler.type", choice(schedules)):
         found.put("optimizer.schedule", schedule[1], schedule[0])

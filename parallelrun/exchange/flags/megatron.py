@@ -162,11 +162,9 @@ def _latent_attention(every: Settings) -> None:
 
 def _experts(every: Settings) -> None:
     found = every.found
-    width = every.take("--moe-ffn-hidden-size", whole)
-    if width:
-        found.put("model.expert_ffn", width[1], width[0])
+    width = every.move("--moe-ffn-hidden-size", whole, "model.expert_ffn")
     if shared := every.take("--moe-shared-expert-intermediate-size", whole):
-        one = width[1] if width else found.values.get("model.ffn") or 4 * found.values.get("model.hidden", 0)
+        one = width or found.values.get("model.ffn") or 4 * found.values.get("model.hidden", 0)
         if one and shared[1] % one == 0:
             found.put("model.shared_experts", shared[1] // one, shared[0])
         else:

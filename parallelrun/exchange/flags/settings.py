@@ -68,7 +68,6 @@ class Translation:
         self.translated.append((setting, f"{key}={value}"))
 
     def choose(self, group: str, option: str, setting: Setting) -> None:
-        """Choose an option of a group because of a setting."""
         self.groups[group] = option
         self.origin[group] = setting
         self.translated.append((setting, f"{group}={option}"))
@@ -177,7 +176,6 @@ def number(value: Any) -> float:
 
 
 def text(value: Any) -> str:
-    """One text."""
     if isinstance(value, (list, dict, bool)):
         raise ValueError("not one text")
     return str(value)

@@ -12,7 +12,7 @@ from typing import Any
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.hugging_face import Family, Fields, FixedTensor, Piece, options
+from parallelrun.models.hugging_face import Family, Fields, FixedTensor, Piece, both, options
 from parallelrun.models.transformer import spec as transformer
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}  # theirs -> ours
@@ -68,18 +68,18 @@ class Bert(Family):
     def pieces(self, config: Config, spec: ModelSpec) -> Iterator[Piece]:
         yield Piece("embedding.tokens.weight", "bert.embeddings.word_embeddings.weight")
         yield Piece("embedding.position.weight", "bert.embeddings.position_embeddings.weight")
-        yield from _both("embedding.norm", "bert.embeddings.LayerNorm")
+        yield from both("embedding.norm", "bert.embeddings.LayerNorm")
         for index in range(config.model.layers):
             ours, theirs = f"layers.{index}", f"bert.encoder.layer.{index}"
             for part, name in zip("qkv", ("query", "key", "value")):
-                yield from _both(f"{ours}.attention.qkv.{part}", f"{theirs}.attention.self.{name}")
-            yield from _both(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
-            yield from _both(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
-            yield from _both(f"{ours}.mlp.up.up", f"{theirs}.intermediate.dense")
-            yield from _both(f"{ours}.mlp.down", f"{theirs}.output.dense")
-            yield from _both(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
-        yield from _both("head.transform", "cls.predictions.transform.dense")
-        yield from _both("head.norm", "cls.predictions.transform.LayerNorm")
+                yield from both(f"{ours}.attention.qkv.{part}", f"{theirs}.attention.self.{name}")
+            yield from both(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
+            yield from both(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
+            yield from both(f"{ours}.mlp.up.up", f"{theirs}.intermediate.dense")
+            yield from both(f"{ours}.mlp.down", f"{theirs}.output.dense")
+            yield from both(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
+        yield from both("head.transform", "cls.predictions.transform.dense")
+        yield from both("head.norm", "cls.predictions.transform.LayerNorm")
         if config.model.head_bias:
             yield Piece("head.head.bias", "cls.predictions.bias")
 
@@ -87,11 +87,6 @@ class Bert(Family):
         types = FixedTensor((1, config.model.hidden), 0.0, added_to="embedding.position.weight")
         bias = {} if config.model.head_bias else {"cls.predictions.bias": FixedTensor((spec.vocab,), 0.0)}
         return {"bert.embeddings.token_type_embeddings.weight": types, **bias}
-
-
-def _both(ours: str, theirs: str) -> Iterator[Piece]:
-    yield Piece(f"{ours}.weight", f"{theirs}.weight")
-    yield Piece(f"{ours}.bias", f"{theirs}.bias")
 
 
 FAMILIES = (Bert(),)

@@ -9,7 +9,7 @@ from parallelrun.config.model_schema import ModelConfig
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.hugging_face import ROPE_KEYS, Family, Fields, Piece, options
+from parallelrun.models.hugging_face import ROPE_KEYS, Family, Fields, Piece, both, options
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
 
@@ -37,7 +37,7 @@ class Gpt2(Family):
             "n_layer": model.layers,
             "n_head": model.heads,
             "n_inner": transformer.ffn_size(model),
-            "activation_function": _theirs(GELUS, model.activation),
+            "activation_function": next(theirs for theirs, ours in GELUS.items() if ours == model.activation),
             "layer_norm_epsilon": model.norm_eps,
             "initializer_range": model.init_std,
             "tie_word_embeddings": model.tied_embeddings,
@@ -193,18 +193,7 @@ def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[
     }
 
 
-def both(ours: str, theirs: str, bias: bool = True, transposed: bool = False) -> Iterator[Piece]:
-    """A weight and, with `bias`, a bias."""
-    yield Piece(f"{ours}.weight", f"{theirs}.weight", transposed=transposed)
-    if bias:
-        yield Piece(f"{ours}.bias", f"{theirs}.bias")
-
-
 def gated(ours: str, theirs: str, bias: bool = False) -> Iterator[Piece]:
     yield from both(f"{ours}.up.gate", f"{theirs}.gate_proj", bias)
     yield from both(f"{ours}.up.up", f"{theirs}.up_proj", bias)
     yield from both(f"{ours}.down", f"{theirs}.down_proj", bias)
-
-
-def _theirs(names: dict[str, str], ours: str) -> str:
-    return next(theirs for theirs, name in names.items() if name == ours)

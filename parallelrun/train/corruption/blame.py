@@ -45,7 +45,6 @@ class Evidence:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Evidence:
-        """Return the evidence of a `document`."""
         lanes = tuple(Lane(axis, tuple(ranks), messages) for axis, ranks, messages in document["lanes"])
         at_rest = tuple((step, name) for step, name in document["at_rest"])
         replicas = {name: (key, value) for name, (key, value) in document["replicas"].items()}

@@ -37,7 +37,6 @@ class Bits:
         self._views = self._reads(tensors) if all(tensor.is_contiguous() for tensor in tensors) else None
 
     def read(self) -> Checksums:
-        """Return a checksum of each tensor."""
         return (self._views or self._reads(self._tensors)).read()
 
 
@@ -88,7 +87,6 @@ class Hashes:
         self._memory = [_bytes(tensor.nbytes).from_address(tensor.data_ptr()) for tensor in self._held]
 
     def read(self) -> list[int]:
-        """Return the hash of each tensor."""
         return list(map(xxhash.xxh3_64_intdigest, self._memory))
 
 
@@ -103,7 +101,8 @@ class RowSums:
 
     def __init__(self, tensors: Iterable[Tensor]):
         words = [_words_of(tensor) for tensor in tensors]
-        self._groups, self._counts = _groups_of(words), _counts_of(words)
+        self._groups = _groups_of(words)
+        self._counts = tuple(ceil((rows.numel() + rest.numel()) / ROW) for rows, rest in words)  # rows of each tensor
 
     @torch.no_grad()
     def read(self) -> Tensor:
@@ -134,11 +133,6 @@ def _groups_of(words: Sequence[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
             filled = (rows.view(-1), rest, rest.new_zeros(-rest.numel() % ROW))
             groups[-1] += [part for part in filled if part.numel()]
     return [group for group in groups if group]
-
-
-def _counts_of(words: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, ...]:
-    """Return how many rows each tensor has."""
-    return tuple(ceil((rows.numel() + rest.numel()) / ROW) for rows, rest in words)
 
 
 def _of_large(rows: Tensor, rest: Tensor) -> Tensor:

@@ -233,12 +233,10 @@ def _of_routers(block: BlockSpec, plan: Plan) -> list[Collective]:
 
 
 def attends(block: BlockSpec) -> bool:
-    """Return whether a block has attention."""
     return any(parameter.heads for parameter in block.parameters)
 
 
 def head_dim(plan: Plan) -> int:
-    """Return the features of a head."""
     return plan.spec.qk_features // plan.spec.heads
 
 

@@ -128,7 +128,6 @@ class Reducer:
         self._armed = True
 
     def launch_rest(self) -> None:
-        """Launch what has not been launched."""
         self._armed = False
         while self._num_launched < self._num_launches:
             self._launch_next()

@@ -49,5 +49,4 @@ class DiLoCoRule(ReplayRule):
 
 
 def rule(config: Config, plan: Plan) -> DiLoCoRule:
-    """The rule of a plan."""
     return DiLoCoRule(plan)

@@ -86,7 +86,6 @@ class UnitSharding(DataStrategy):
         return shard_layout(parameter, tensor_layout, shard_axis(plan, tensor_layout), plan)
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
-        """Return the buckets of the parameters that are in no unit."""
         return partition(trained, shapes, plan, only=[i for i, held in enumerate(trained) if is_whole(held, plan)])
 
     def units(self, plan: Plan, pp_rank: int) -> tuple[Unit, ...]:

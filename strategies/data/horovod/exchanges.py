@@ -20,7 +20,6 @@ class WatchedExchange:
         self.moments: list[float] = []
 
     def start(self) -> Waitable:
-        """Start the exchange."""
         self.moments = [perf_counter()]
         self._work = self._send()
         self.moments.append(perf_counter())

@@ -16,7 +16,6 @@ from .settings import ADASUM
 
 
 def rule(config: Config, plan: Plan) -> ReplayRule:
-    """Return the rule of a plan."""
     strategy = Horovod.of(plan)
     sets = list(strategy.process_sets) or [tuple(range(plan.mesh.size("dp")))]
     if strategy.reduction == ADASUM:

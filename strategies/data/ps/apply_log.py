@@ -132,7 +132,6 @@ class LogStatistics:
         self._gap, self._seconds = 0, 0.0
 
     def add(self, row: LogRow) -> None:
-        """Count one row."""
         if isinstance(row, DroppedPush):
             self._dropped[row.worker] += 1
             return

@@ -24,6 +24,7 @@ from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
 from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import evaluate
+from parallelrun.verify.replay import weights_of
 from parallelrun.verify.run import checked_config, checked_plan, conclude, judge, reference_trace
 from parallelrun.verify.single_device import single_device
 from parallelrun.verify.trace import Trace
@@ -66,16 +67,16 @@ def verify(config: Config, plan: Plan, context: WorkerContext) -> int:
 def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
     """Train `config.steps` steps. Worker 0's trace is complete: one entry per step, or per update if not in step."""
     worker, trace = Worker(training, context), Trace()
-    trace.initial = _weights(training)
+    trace.initial = weights_of(training)
     clock = worker.begin()
     if in_step:  # otherwise other workers may have pushed already
-        trace.initial = _weights(training)
+        trace.initial = weights_of(training)
     while clock < training.config.steps:
         context.heartbeat(clock + 1, "step")
         clock, _ = worker.step(clock + 1, False)
     worker.end(clock)
     if worker.is_chief:
-        trace.final = _weights(training)
+        trace.final = weights_of(training)
         rows = [r for r in apply_log.read(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
         trace.losses, trace.grad_norms = [row.loss for row in rows], [row.norm for row in rows]
         trace.gradients = [_with_frozen(worker.client.read_gradient(row.version), training) for row in rows]
@@ -90,18 +91,14 @@ def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
 def _replay(config: Config, plan: Plan, context: WorkerContext) -> Trace:
     """Return the trace of a replay of this run's apply log."""
     replay = LogReplay(config, plan, context.device)
-    trace = Trace(initial=_weights(replay.training))
+    trace = Trace(initial=weights_of(replay.training))
     replay.run(apply_log.read(context.directory))
     training = replay.load_final()
     trace.losses, trace.grad_norms = replay.losses, replay.norms
     trace.gradients = [_with_frozen(gradients, training) for gradients in replay.gradients()]
-    trace.final = _weights(training)
+    trace.final = weights_of(training)
     trace.val_loss = evaluate_locally(training, plan.num_workers, lambda n: context.heartbeat(n, "evaluate")).loss
     return trace
-
-
-def _weights(training: Training) -> dict[str, Tensor]:
-    return {parameter.name: parameter.tensor.detach().to("cpu", copy=True) for parameter in training.held}
 
 
 def _with_frozen(gradients: dict[str, Tensor], training: Training) -> dict[str, Tensor]:

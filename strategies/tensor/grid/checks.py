@@ -73,7 +73,6 @@ class GridRequest:
         return self.without_batch.choice.sample_parts()
 
     def check(self) -> list[Problem]:
-        """All violations."""
         request, problems = self.request, self._excluded() + self._summa()
         lesson = definitions.model(request.config).is_lesson
         if unbuilt := self._unbuilt():

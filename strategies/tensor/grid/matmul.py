@@ -40,7 +40,6 @@ class MatmulOptions:
 
 
 def matmul_options(plan: Plan) -> MatmulOptions:
-    """The MatmulOptions of every product of a plan."""
     compute, reduce = getattr(torch, plan.precision.compute), getattr(torch, plan.precision.reduce)
     return MatmulOptions(compute, reduce, plan.tensor.save_gathered, overlaps(plan))
 

@@ -240,7 +240,6 @@ class Tensor2D(GridStrategy):
         ]
 
     def resolved_config(self, config: Config, plan: Plan) -> Grid2DConfig:
-        """With the grid."""
         return replace(Grid2DConfig.of(config), grid=f"{plan.mesh.size('row')}x{plan.mesh.size('col')}")
 
 
@@ -270,7 +269,6 @@ class Tensor25D(Tensor2D):
         return found or [LayoutChoice("2.5d", Grid25DConfig(depth=2))]
 
     def resolved_config(self, config: Config, plan: Plan) -> Grid25DConfig:
-        """With grid and depth."""
         found = super().resolved_config(config, plan)
         assert isinstance(found, Grid25DConfig)
         return replace(found, depth=plan.mesh.size("depth"))

@@ -51,7 +51,6 @@ class Megatron1D(ProductStrategy):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        """See `checks`."""
         return checks.check(request, cls.asks_for_slices(request.config))
 
     @classmethod

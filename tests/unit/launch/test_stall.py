@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from parallelrun.context import PendingCollective
 from parallelrun.launch import position, stall
-from parallelrun.launch.position import COMPUTES, SLEEPS, SPINS, STOPPED, WAITS, PendingCollective, Position
+from parallelrun.launch.position import COMPUTES, SLEEPS, SPINS, STOPPED, WAITS, Position
 from parallelrun.plan.mesh_shape import MeshShape
 
 MESH = MeshShape((("pp", 1), ("dp", 2), ("tp", 2)))

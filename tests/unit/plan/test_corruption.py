@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallelrun.plan.corruption import EACH_CHECK, checks
-from parallelrun.report.corruption import corruption_text
+from parallelrun.report.plan_cost import corruption_text
 from tests.plans import tiny_config, tiny_plan
 
 

@@ -1,0 +1,60 @@
+"""The plan of a composed configuration: as it is, the fastest of a search, shrunk, or that of a run started again."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from parallelrun.config.compose import Composed
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.launch.environment import visible_gpus
+from parallelrun.plan import chosen
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+
+_SHRINKING = ("verify", "plan")  # the verbs that `shrink=true` is for
+
+
+def planned(
+    composed: Composed, verb: str, world: int | None, *, quiet: bool = False, sweep: bool = False
+) -> tuple[Composed, Plan]:
+    """The plan, and the configuration with what a search or `shrink=true` has chosen. Raises ConfigError.
+
+    world: the number of ranks that another launcher has started. quiet: do not print what a search has chosen. sweep:
+    see `resolve`.
+    """
+    if chosen.is_open(composed.config, composed.given):
+        from parallelrun.cli import search
+
+        composed = search.with_winner(composed, world, quiet)
+    if composed.config.shrink:
+        return _shrunk(composed, verb, world, sweep)
+    plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus(), sweep=sweep)
+    return composed, plan
+
+
+def restarted(composed: Composed, world: int | None) -> tuple[Composed, Plan] | None:
+    """The configuration and plan with which a run goes on that torchrun has started again; None for any other."""
+    if world is None or composed.config.verb != "run":
+        return None
+    from parallelrun.launch import reattach
+
+    found = reattach.planned(composed.config, world)
+    return (replace(composed, config=found[0]), found[1]) if found else None
+
+
+def _shrunk(composed: Composed, verb: str, world: int | None, sweep: bool) -> tuple[Composed, Plan]:
+    """The smallest plan with the structure of the one that was asked for."""
+    from parallelrun.plan.shrink import shrunk
+
+    if verb not in _SHRINKING:
+        what = f"shrink=true is for {' and '.join(_SHRINKING)}, and {verb} runs the plan as it is"
+        raise ConfigError(Problem(what, "shrink", command="parallelrun verify ... shrink=true"))
+    found = shrunk(composed.config, resolve(composed.config, given=composed.given, sweep=sweep))
+    if world is not None and world != found.plan.world:
+        what = f"the smallest plan has {found.plan.world} ranks, and the launcher has started {world}"
+        raise ConfigError(Problem(what, "shrink", command="parallelrun verify ..., without a launcher"))
+    print(f"note: shrink: {', '.join(found.sizes)}", file=sys.stderr)
+    for name in found.lost:
+        print(f"warning: shrink: not kept, because it needs more ranks: {name}", file=sys.stderr)
+    return replace(composed, config=found.config, given=frozenset()), found.plan
