@@ -9,7 +9,13 @@ from parallelrun.torch_private.compiler import (
     uncompiled,
 )
 from parallelrun.torch_private.fsdp import detach_shards_at_once, empty_parameter, fsdp_initialise, fsdp_reduce
-from parallelrun.torch_private.groups import default_store, gloo_group, num_collectives, process_groups
+from parallelrun.torch_private.groups import (
+    default_store,
+    device_for_objects,
+    gloo_group,
+    num_collectives,
+    process_groups,
+)
 from parallelrun.torch_private.observers import (
     current_dispatch_modes,
     dispatch_modes,
@@ -45,6 +51,7 @@ __all__ = [
     "current_dispatch_modes",
     "default_store",
     "detach_shards_at_once",
+    "device_for_objects",
     "dispatch_modes",
     "empty_parameter",
     "fsdp_initialise",
