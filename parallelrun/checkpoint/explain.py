@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 
+from parallelrun.checkpoint.together import RanksFailed, words
 from parallelrun.errors import CheckpointError, ParallelrunError, PeerFailed, Problem, SaveFailed
 
 
 @contextmanager
 def explained(what: str, rank: int, saving: bool) -> Iterator[None]:
-    """Raise the error for the user (`_raise_for_user`), and silence DCP's warning that there is no process group."""
+    """Raise the error for the user (`_raise_for_user`)."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            yield
-    except CheckpointException as error:
+        yield
+    except RanksFailed as error:
         _raise_for_user(error, what, rank, saving)
 
 
-def _raise_for_user(error: CheckpointException, what: str, rank: int, saving: bool) -> NoReturn:
+def _raise_for_user(error: RanksFailed, what: str, rank: int, saving: bool) -> NoReturn:
     """Raise on every rank after a save or load failed on some ranks; the message names the first rank that failed.
 
     rank: of this process among those that save or load together. All ranks raise SaveFailed if a disk cannot be
     written, CheckpointError if a checkpoint cannot be read. Any other exception is raised again on its own rank, and
     PeerFailed on the other ranks.
     """
-    failures = {one: cause for one, (cause, _) in error.failures.items()}
+    failures = error.failures
     interrupted = [cause for cause in failures.values() if isinstance(cause, (KeyboardInterrupt, SystemExit))]
     if interrupted:
         raise interrupted[0] from None
     known = [one for one, cause in sorted(failures.items()) if isinstance(cause, ParallelrunError)]
     first = known[0] if known else min(failures)
     cause = failures[first]
-    said = f"{what}: rank {first}: {_words(cause)}"
+    said = f"{what}: rank {first}: {words(cause)}"
     if len(failures) > 1:
         said += f" (and {len(failures) - 1} more ranks)"
     told: ParallelrunError | None = cause if isinstance(cause, ParallelrunError) else None
@@ -52,9 +49,3 @@ def _raise_for_user(error: CheckpointException, what: str, rank: int, saving: bo
     told = told or PeerFailed(Problem(said))
     told.of_another_rank = rank != first
     raise told from (None if told is cause else cause)
-
-
-def _words(cause: BaseException) -> str:
-    if isinstance(cause, OSError) and cause.strerror:
-        return f"{cause.strerror}{f': {cause.filename}' if cause.filename else ''}"
-    return f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__

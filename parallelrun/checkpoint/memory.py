@@ -31,6 +31,7 @@ from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.checkpoint.schema import read_index
 from parallelrun.checkpoint.storage import SafetensorsWriter, rank_file
 from parallelrun.checkpoint.store import write_with
+from parallelrun.checkpoint.together import shared
 from parallelrun.comm import gather_json
 from parallelrun.errors import CheckpointError, Problem, SaveFailed
 from parallelrun.mesh import Mesh
@@ -119,9 +120,10 @@ def write(
     try:
         write_with(writer, parts, plan, hosts.rank, group, alone=group is None)
         assert writer.aside is not None
-        index = _shared(encode(writer.index) if writer.index is not None else b"", group)
+        index = encode(writer.index) if writer.index is not None else b""
         error = None
         if group is not None:
+            index = shared(index, group)
             files = {name: size for name, (size, _) in json.loads(index)["files"].items()}
             error = transfer(hosts.copies(files), files, writer.aside, hosts.rank, group)
         _agree(error, step, group)
@@ -263,19 +265,6 @@ class _File:
                 block = block[done:]
         except OSError as error:
             self.error = error
-
-
-def _shared(data: bytes, group: dist.ProcessGroup | None) -> bytes:
-    """Return the bytes of the group's first rank. Collective."""
-    if group is None:
-        return data
-    length = torch.tensor([len(data)])
-    dist.broadcast(length, 0, group=group)
-    content = torch.zeros(int(length), dtype=torch.uint8)
-    if data:
-        content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(content, 0, group=group)
-    return content.numpy().tobytes()
 
 
 def _agree(error: OSError | None, step: int, group: dist.ProcessGroup | None) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from parallelrun.checkpoint.storage import dtype_name
 from parallelrun.errors import CheckpointError, Problem
 
 
@@ -35,14 +36,6 @@ class LocalPart:
     @property
     def chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
-
-
-class _OfCoordinator(Metadata):
-    """Metadata from which the coordinator writes the index. The other ranks, to which DCP broadcasts it when the save
-    has ended, need none of it."""
-
-    def __reduce__(self) -> tuple[type[Metadata], tuple[dict[str, Any]]]:
-        return Metadata, ({},)
 
 
 class PartSavePlanner(DefaultSavePlanner):
@@ -61,7 +54,10 @@ class PartSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         properties = {part.tensor.dtype: TensorProperties(dtype=part.tensor.dtype) for part in self._parts.values()}
         written = [part for part in self._parts.values() if part.tensor.numel()]
-        self._items = [_write_item(part, properties[part.tensor.dtype]) for part in written]
+        self._items = [
+            _write_item(part.key, TensorWriteData(part.chunk, properties[part.tensor.dtype], torch.Size(part.shape)))
+            for part in written
+        ]
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -79,7 +75,26 @@ class PartSavePlanner(DefaultSavePlanner):
             begins = {tuple(chunk.offsets) for chunk in stored.chunks}
             if held != prod(stored.size) or len(begins) != len(stored.chunks):
                 raise AssertionError(f"the ranks' parts of {key} hold {held} elements of {tuple(stored.size)}")
-        return [SavePlan([]) for _ in all_plans], _OfCoordinator(state_dict_metadata=dict(tensors))
+        return [SavePlan([]) for _ in all_plans], Metadata(dict(tensors))
+
+    def encoded(self, plan: SavePlan) -> list[Any]:
+        """Return as JSON what the first rank must know of a plan."""
+        rows = []
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None
+            dtype = dtype_name(data.properties.dtype)
+            rows.append((item.index.fqn, data.chunk.offsets, data.chunk.sizes, dtype, data.size))
+        return rows
+
+    def decoded(self, rows: list[Any]) -> SavePlan:
+        """Return the plan that a rank has encoded."""
+        properties = {name: TensorProperties(dtype=getattr(torch, name)) for name in {row[3] for row in rows}}
+        items = []
+        for key, offsets, sizes, dtype, shape in rows:
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            items.append(_write_item(key, TensorWriteData(chunk, properties[dtype], torch.Size(shape))))
+        return SavePlan(items)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return super().finish_plan(replace(new_plan, items=self._items))
@@ -123,6 +138,5 @@ class PartLoadPlanner(DefaultLoadPlanner):
         return self._parts[index.index].tensor.detach()
 
 
-def _write_item(part: LocalPart, properties: TensorProperties) -> WriteItem:
-    data = TensorWriteData(part.chunk, properties, torch.Size(part.shape))
-    return WriteItem(MetadataIndex(part.key, part.offsets), WriteItemType.SHARD, tensor_data=data)
+def _write_item(key: str, data: TensorWriteData) -> WriteItem:
+    return WriteItem(MetadataIndex(key, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data)

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from parallelrun import comm
+from parallelrun.checkpoint import together
 from parallelrun.checkpoint.explain import explained
 from parallelrun.checkpoint.index import (
     Index,
@@ -116,13 +115,13 @@ def write_with(
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
     what = f"the checkpoint of step {writer.step} could not be written to {writer.directory}"
     with explained(what, rank, saving=True):
-        save_state({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+        together.save(writer, planner, group, alone)
 
 
 def read_parts(reader: SafetensorsReader, planner: PartLoadPlanner, rank: int, alone: bool) -> None:
     """Fill the planner's parts. Collective over the world unless `alone`. Raises: see `checkpoint.explain`."""
     with explained(f"{reader.path} could not be loaded", rank, saving=False):
-        load_state({}, storage_reader=reader, planner=planner, no_dist=alone)
+        together.load(reader, planner, alone)
 
 
 def load(

@@ -9,7 +9,13 @@ from parallelrun.torch_private.compiler import (
     uncompiled,
 )
 from parallelrun.torch_private.fsdp import detach_shards_at_once, empty_parameter, fsdp_initialise, fsdp_reduce
-from parallelrun.torch_private.groups import default_store, gloo_group, num_collectives, process_groups
+from parallelrun.torch_private.groups import (
+    default_store,
+    device_for_objects,
+    gloo_group,
+    num_collectives,
+    process_groups,
+)
 from parallelrun.torch_private.observers import (
     current_dispatch_modes,
     dispatch_modes,

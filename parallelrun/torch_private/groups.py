@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -27,6 +28,11 @@ def num_collectives(group: Any) -> int:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:
         return 0
+
+
+def device_for_objects(group: Any) -> torch.device:
+    """Return where the tensors of small messages in a group must be. torch decides by a group's backends, privately."""
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

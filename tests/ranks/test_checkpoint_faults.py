@@ -12,6 +12,7 @@ import tempfile
 import threading
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -137,6 +138,23 @@ def test_a_crash_at_any_moment_of_saving_and_deleting_leaves_two_whole_checkpoin
         assert code == DIED, f"operation {number} ({name}) was not reached"
         assert len(steps) >= 2 and steps[-1] in (2, 3), f"dying at operation {number} ({name}) left {steps}"
         assert names in (["step_2", "step_4"], ["step_3", "step_4"]), f"after operation {number} ({name}): {names}"
+
+
+def save_and_load_without_pickle(folder):
+    plan, mesh = build({**SMALL, "dp": 2, "strategy.data.kind": "zero1"})
+    unpickles = mock.patch.object(dist.distributed_c10d, "_tensor_to_object", side_effect=AssertionError("unpickled"))
+    with unpickles:
+        save(folder, 3, plan, mesh)
+        save(folder, 4, plan, mesh, beside=True)
+        parameters, optimizer = parts_of(plan, mesh, 5)
+        store.load(folder / "step_3", parameters, optimizer, plan, mesh)
+        with pytest.raises(CheckpointError, match="step_9"):
+            store.load(folder / "step_9", parameters, optimizer, plan, mesh)
+
+
+def test_ranks_that_save_and_load_unpickle_nothing_that_was_sent(tmp_path, run_ranks):
+    """A pickle from the network could run code."""
+    run_ranks(2, save_and_load_without_pickle, tmp_path)
 
 
 def save_and_die(folder, victim, number):

@@ -72,7 +72,7 @@ def test_the_connection_to_another_host_is_found_probed_and_left_to_its_owner(mo
             assert accepted.recv(1) == b"x"
             monkeypatch.setattr(reach, "_resent", lambda number: RESENT)
             told = found.lost_host()
-            assert told and told.what == "lost the connection to b (rank 1): it does not answer"
+            assert told and told.what == "the connection to host b (rank 1) was lost: it does not answer"
     assert found.lost_host() is None, "nothing is connected any more"
 
 
