@@ -67,7 +67,7 @@ def test_a_pipe_gets_whole_lines_without_frames(monkeypatch, capsys, tmp_path) -
     text = capsys.readouterr().out
     assert "│" not in text and "╭" not in text
     assert "computing 30 ms, waiting to communicate 4 ms, data 0.5 ms" in text
-    assert re.search(rf"^run       {tmp_path} *$", text, re.M)
+    assert f"\nrun       {tmp_path}\n" in text and " \n" not in text
 
 
 def test_the_panel_fits_80_columns(terminal, capsys, tmp_path) -> None:
