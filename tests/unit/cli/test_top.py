@@ -49,7 +49,7 @@ def write(run, state="running", ranks=(), **more):
 
 def text(run, width=150, height=40):
     console = Console(file=io.StringIO(), width=width)
-    console.print(drawing(read_live(run), width, height))
+    console.print(drawing(read_live(run), height))
     return console.file.getvalue()
 
 
