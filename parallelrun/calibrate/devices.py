@@ -14,7 +14,7 @@ import torch
 
 from parallelrun import comm, torch_private
 from parallelrun.calibrate.measurements import CPU, WALL, Sample, TimedExchange, TimedProduct
-from parallelrun.mesh import Group, Mesh
+from parallelrun.mesh import Group
 
 REPEATS = 5
 LONG_S = 1.0  # what takes longer is timed once: 64-bit products of GPUs for games and inference
@@ -136,7 +136,7 @@ def copies(clock: Clock) -> dict[str, float]:
     return fastest
 
 
-def exchanges(clock: Clock, mesh: Mesh, group: Group) -> list[TimedExchange]:
+def exchanges(clock: Clock, group: Group) -> list[TimedExchange]:
     """Time every collective at every size over the group; the wall time of this rank, its CPU seconds."""
     found = []
     for operation in OPERATIONS:

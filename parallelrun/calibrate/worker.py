@@ -42,7 +42,7 @@ def measure(config: Config, plan: Plan, context: WorkerContext) -> int:
         start()
         found["memory_bytes_s"] = devices.copies(clock)
     if EXCHANGES in asked["parts"] and plan.world > 1:
-        found["exchanges"] = [asdict(one) for one in devices.exchanges(clock, mesh, mesh.group("dp"))]
+        found["exchanges"] = [asdict(one) for one in devices.exchanges(clock, mesh.group("dp"))]
     if context.device.type == "cuda":
         properties = torch.cuda.get_device_properties(context.device)
         found["device"] = properties.name

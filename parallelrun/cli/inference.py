@@ -176,6 +176,7 @@ class _Arguments:
             key, equals, value = word.partition("=")
             if not equals or key not in known or key in self.values:
                 wrong = "is given twice" if key in self.values else f"is none of {', '.join(known_words)}"
+                wrong += "" if equals else "; a text is one argument: quote it"
                 self.problems.append(Problem(f"{word} {wrong}", "command line"))
             self.values.setdefault(key, value)
 

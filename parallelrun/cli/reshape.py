@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -55,7 +56,8 @@ def _live(word: str) -> Path:
     status = read_json(found / find.STATUS)
     if status.get("state") != "running":
         what = f"{found} is not live: its state is {status.get('state') or 'unknown'}"
-        again = f"parallelrun resume={found} dp=... starts it again from its checkpoint, under any plan"
+        resume = shlex.quote(f"resume={found}")
+        again = f"parallelrun {resume} dp=... starts it again from its checkpoint, under any plan"
         raise ConfigError(Problem(what, "reshape", command=again))
     return found
 
@@ -95,7 +97,7 @@ def _wanted(directory: Path, saved: Config, overrides: list[str]) -> tuple[Confi
     problems = []
     if plan.world != before.world:
         what = f"this plan has {counted(plan.world, 'rank')}, and the live run has {before.world}"
-        other = f"stop the run, then parallelrun resume={directory} {' '.join(overrides)}"
+        other = f"stop the run, then parallelrun {shlex.join([f'resume={directory}', *overrides])}"
         problems.append(Problem(what, "world", "degrees whose product is the same", other, kind="arithmetic"))
     if plan.servers or before.servers:
         what = "parameter servers have loops of their own, which cannot change their plan"

@@ -8,6 +8,7 @@ that are not done, and a point that repeats an earlier one of the same sweep is 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -83,10 +84,10 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
                 print("note: pictures need matplotlib: pip install 'parallelrun[plots]'", flush=True)
     if lost and not stopped:
         what = f"{failure or 'a process of the launcher has ended'}".partition("\n")[0]
-        print(f"parallelrun: {what}: continue with sweep.resume={directory}", file=sys.stderr)
+        print(f"parallelrun: {what}: continue with {shlex.quote(f'sweep.resume={directory}')}", file=sys.stderr)
         return EXIT_RUN_FAILED, rows
     if stopped:
-        print(f"parallelrun: stopped; continue with sweep.resume={directory}", file=sys.stderr)
+        print(f"parallelrun: stopped; continue with {shlex.quote(f'sweep.resume={directory}')}", file=sys.stderr)
         return stopped, rows
     states = {row["state"] for row in rows if "same_as" not in row}
     if failure is not None and states & set(

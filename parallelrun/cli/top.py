@@ -41,12 +41,12 @@ def main(words: list[str]) -> int:
     console = open_console()
     now = read_live(directory)
     if arguments.once or not console.is_terminal or not now.is_live:
-        console.print(report.drawing(now, console.width, console.height))
+        console.print(report.drawing(now, console.height))
         return EXIT_OK
-    with Live(report.drawing(now, console.width, console.height), console=console, auto_refresh=False) as screen:
+    with Live(report.drawing(now, console.height), console=console, auto_refresh=False) as screen:
         while now.is_live:
             time.sleep(EVERY_S)
             now = read_live(directory)
-            screen.update(report.drawing(now, console.width, console.height), refresh=True)
+            screen.update(report.drawing(now, console.height), refresh=True)
     sys.stdout.flush()
     return EXIT_OK

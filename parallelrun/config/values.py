@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import reduce
-from operator import attrgetter
+from operator import attrgetter, getitem
+from typing import Any
 
 from parallelrun.config.keys import Key, example, known_keys
 from parallelrun.errors import Problem
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)$")
 _LARGEST = 2**63 - 1
-_LONGEST = 40  # characters of a number
+_LONGEST = 40  # characters of a number, and of a value in a message
 _ITEMS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_KINDS: dict[str, Any] = {"list": (list, tuple), "dict": dict}
 _NAMES = {"int": "whole numbers", "float": "numbers", "str": "texts"}
 BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
@@ -35,16 +38,37 @@ def of_interpolations(config: object) -> list[Problem]:
     """The problems with lists and mappings that `${...}` has replaced by something else, which OmegaConf lets pass."""
     found = []
     for key in known_keys().values():
-        kinds = {"list": (list, tuple), "dict": (dict,)}.get(key.kind)
-        value = attrgetter(key.name)(config) if kinds else None
+        kinds = _KINDS.get(key.kind)
+        value: Any = attrgetter(key.name)(config) if kinds else None
         if kinds is None or value is None:
             continue
-        what = f"{key.name} takes a {'list' if key.kind == 'list' else 'mapping'}"
         if not isinstance(value, kinds):
-            found.append(Problem(f"{what}, and the value is {value!r}", key.name, example(key)))
+            found.append(Problem(f"{_takes(key)}, and the value is {_shown(value)}", key.name, example(key)))
         elif wrong := [one for one in value if not isinstance(one, _ITEMS.get(key.item, (object,)))]:
-            found.append(Problem(f"{what} of {_NAMES[key.item]}, and {wrong[0]!r} is none", key.name, example(key)))
+            what = f"{_takes(key)} of {_NAMES[key.item]}, and {_shown(wrong[0])} is none"
+            found.append(Problem(what, key.name, example(key)))
     return found
+
+
+def of_unresolved(texts: Mapping[str, Any], is_wrong: Callable[[str], bool]) -> list[Problem]:
+    """The same problems in a configuration that OmegaConf refuses to resolve. texts: as written; is_wrong: of a key."""
+    found = []
+    for key in known_keys().values():
+        if key.kind in _KINDS and is_wrong(key.name):
+            items = f" of {_NAMES[key.item]}" if key.item in _NAMES else ""
+            what = f"{_takes(key)}{items}, and {reduce(getitem, key.name.split('.'), texts)} is none"
+            found.append(Problem(what, key.name, example(key)))
+    return found
+
+
+def _takes(key: Key) -> str:
+    return f"{key.name} takes a {'list' if key.kind == 'list' else 'mapping'}"
+
+
+def _shown(value: object) -> str:
+    """A value of a message's middle; a configuration group is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def string_trap(key: Key, text: str, where: str) -> Problem | None:

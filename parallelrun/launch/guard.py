@@ -100,6 +100,8 @@ def conclude_abandoned(directory: Path, why: str, patience_s: float = _PATIENCE_
     while time.monotonic() < deadline:
         if is_recorded(directory) or attempts.read(directory) != before:
             return
+        if seen.all_have_exited():
+            break  # at once: Slurm's proctrack/cgroup kills this process as soon as it has noticed
         if seen.any_lives():
             deadline = time.monotonic() + patience_s
         time.sleep(_TICK_S)
@@ -120,6 +122,11 @@ class _Ranks:
             rows = read_object(self._directory / STATUS).get("ranks") or []
             return any(self._lives(row, len(rows)) for row in rows)
         return False
+
+    def all_have_exited(self) -> bool:
+        """Return whether all ranks were on this host and have exited, so that nobody else can write."""
+        rows, here = read_object(self._directory / STATUS).get("ranks") or [], os.uname().nodename
+        return bool(rows) and all(one["host"] == here and start_time(one["pid"])[:6] == "exited" for one in rows)
 
     def _lives(self, row: dict[str, object], num_ranks: int) -> bool:
         rank, pid = row["rank"], row["pid"]

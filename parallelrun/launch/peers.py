@@ -29,6 +29,7 @@ REPORT_S = 0.3  # after a death: time for the others to write their failures
 LEADER_S = 3.0  # time for a leader on another host, whose process is not visible, to report
 BLOCKED_S = 2.0  # a rank that has not noticed the leader's death by then is blocked (NCCL), so its watcher reports
 SURVIVORS_S = 5.0  # time for ranks on other hosts to notice a failure and write theirs
+HANG_NOTICED_S = 4.0  # after the own failure, in a hang: time for all others to notice it and write where they are
 _HEAD_START_S = 0.2
 _DIED = "died: it exited without a message (killed, out of memory, or a crash in native code: see its log)"
 _SILENT = "died, or its host was cut off: it has left no message (see its log)"
@@ -94,7 +95,7 @@ class Peers:
 
         A rank that has not noticed yet is waited for.
         """
-        deadline = time.monotonic() + LEADER_S
+        deadline = own.time_ns / 1e9 + HANG_NOTICED_S
         while True:
             written = {m.rank: found for m in self.members if (found := failure.read(self.folder, m.rank))}
             written[own.rank] = own

@@ -60,7 +60,8 @@ class BlockSpec:
     kind: `embedding`, `transformer`, `head`, or a model's own kind. forward_flops: for one sample. saved_elements:
     activation elements saved for backward per sample; None for transformer blocks, for which the tensor strategy
     computes them. input_shape: of one sample, if it differs from block to block (images); None: the model's
-    boundary_shape. backward: where the model describes it.
+    boundary_shape. backward: where the model describes it. saves_after_sum: of a user's module, whether backward needs
+    a tensor that forward computes after its last row-parallel layer or embedding; None: its layers tell.
     """
 
     name: str
@@ -70,6 +71,7 @@ class BlockSpec:
     saved_elements: float | None = None
     input_shape: tuple[int, ...] | None = None
     backward: BlockBackward | None = None
+    saves_after_sum: bool | None = None
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -241,7 +243,7 @@ def _block_key(block: BlockSpec, tied: set[str]) -> object:
     layers = tuple((_key(x), tuple((p.frozen, p.layer_role) for p in x.parameters)) for x in block.layers)
     is_tied = any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers)
     name = block.name if is_tied else ""
-    return block.kind, name, block.forward_flops, block.saved_elements, block.input_shape, layers
+    return block.kind, name, block.forward_flops, block.saved_elements, block.saves_after_sum, block.input_shape, layers
 
 
 def _key(layer: LayerSpec) -> object:

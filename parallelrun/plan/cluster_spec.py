@@ -88,7 +88,7 @@ def target_world(
         problems.append(Problem(what, "world", f"world={cluster.world}", kind="contradiction"))
     beside = f", {counted(servers, 'server')}" if servers else ""
     if launched is not None:
-        return launched, f"{launched} ranks launched{beside}"
+        return launched, f"{counted(launched, 'rank')} launched{beside}"
     if asked is None and cluster is not None:
         return cluster.world, str(cluster)
     return asked, f"world {asked}{beside}"

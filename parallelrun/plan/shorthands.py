@@ -53,7 +53,7 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
         problems += found
         if kind and kind != tensor.kind:
             problems += _contradiction("layout", config.layout, "strategy.tensor.kind", tensor.kind, given)
-            problems += _other_preset(config, kind)
+            problems += _other_preset(config)
             tensor = replace(tensor, kind=kind)
     sections: dict[str, Any] = {"data": data, "tensor": tensor}
     for key, axis in sorted(short_keys().items()):
@@ -90,7 +90,7 @@ def _layout(layout: str) -> tuple[str | None, list[Problem]]:
     return known[text], []
 
 
-def _other_preset(config: Config, kind: str) -> list[Problem]:
+def _other_preset(config: Config) -> list[Problem]:
     """A preset that is about one tensor strategy names its layout: another one contradicts it."""
     preset, own = config.strategy.name, config.strategy.tensor.kind
     if config.strategy.own_axis != "tp":

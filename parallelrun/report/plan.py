@@ -90,7 +90,7 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         *([("servers", Text(_servers(plan)))] if plan.servers else []),
         ("", ""),
         ("schedule", Text(_schedule(plan, found))),
-        ("traffic", _traffic(plan, found, most)),
+        ("traffic", _traffic(found, most)),
         ("", ""),
         ("cost", Text(cost_text(plan, config, found))),
         *([("time", Text(time_text(plan, config, found)))] if found.cost.compute_s or found.known_parts else []),
@@ -261,7 +261,7 @@ def _schedule(plan: Plan, found: Facts) -> str:
     )
 
 
-def _traffic(plan: Plan, found: Facts, most: int) -> Table | Text:
+def _traffic(found: Facts, most: int) -> Table | Text:
     """Return a row per axis: the purposes of its traffic, and the mean bytes of a step."""
     by_axis: dict[tuple[str, int], list[TrafficRow]] = {}
     for row in found.traffic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -163,5 +164,5 @@ def _files(directory: Path) -> list[tuple[str, Text]]:
     rows = [("run", Text(str(directory))), ("", Text("  ".join(names), "dim"))]
     checkpoints = sorted((directory / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
     if checkpoints:
-        rows.append(("", Text(f"last checkpoint {checkpoints[-1].name}: resume={directory}")))
+        rows.append(("", Text(f"last checkpoint {checkpoints[-1].name}: {shlex.quote(f'resume={directory}')}")))
     return rows

@@ -3,8 +3,11 @@ wrapped: a pipe or a file has no width, and a wrapped line cannot be searched.""
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -22,7 +25,26 @@ def open_console(**options: Any) -> Console:
     """Return a console for rank 0's stdout; options are those of rich's Console."""
     options = {"highlight": False, "emoji": False, **options}  # emoji: it searches for :names:, and loads their table
     console = Console(**options)
-    return console if console.is_terminal else Console(**options, width=NO_LIMIT)
+    if console.is_terminal:
+        return console
+    return Console(**{**options, "file": _Unpadded(options.get("file"))}, width=NO_LIMIT)
+
+
+class _Unpadded(io.TextIOBase):
+    """Writes to `file` (default: stdout at that time), without the spaces that fill the cells at the end of a line."""
+
+    def __init__(self, file: IO[str] | None):
+        self._file = file
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._file or sys.stdout, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        return (self._file or sys.stdout).write(re.sub(r" +\n", "\n", text))
+
+    def flush(self) -> None:
+        (self._file or sys.stdout).flush()
 
 
 def table(*columns: str, rule: bool = True, **options: Any) -> Table:
@@ -55,11 +77,8 @@ def framed(title: str, part: RenderableType, console: Console) -> Panel:
 
 
 def show_section(title: str, part: RenderableType, console: Console) -> None:
-    """Print a panel on a terminal, and elsewhere the title above plain lines, without the spaces that fill cells."""
+    """Print a panel on a terminal, and elsewhere the title above plain lines."""
     if console.is_terminal:
         console.print(framed(title, part, console))
-        return
-    with console.capture() as captured:
-        console.print(part)
-    lines = "\n".join(line.rstrip() for line in captured.get().splitlines())
-    console.print(Text(f"{title}:", "bold"), Text(lines), "", sep="\n", soft_wrap=True)
+    else:
+        console.print(Text(f"{title}:", "bold"), part, "", sep="\n")

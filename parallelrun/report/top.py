@@ -24,8 +24,8 @@ _BAR = 24
 _FIXED = 8  # lines beside those of the ranks
 
 
-def drawing(run: LiveRun, width: int, height: int) -> RenderableType:
-    """Return the screen for a terminal of `width` columns and `height` lines."""
+def drawing(run: LiveRun, height: int) -> RenderableType:
+    """Return the screen for a terminal of `height` lines."""
     parts: list[RenderableType] = [_headline(run), _progress(run)]
     if run.ranks:
         parts += ["", _ranks(run, max(3, height - _FIXED - len(run.events)))]

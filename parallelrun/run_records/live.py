@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.run_records.find import CONFIG, EVENTS, STATUS
-from parallelrun.run_records.read import METRICS, read_object, read_yaml
+from parallelrun.run_records.read import METRICS, flatten, read_object, read_yaml
 from parallelrun.run_records.rows import RUNNING, STARTING, age_s, last_row, read_row
 
 _EVENTS_SHOWN = 5
+_STEPS = {"verify": ("verify.steps",), "bench": ("bench.warmup", "bench.steps")}  # verb -> the keys of its steps
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,24 @@ def read_live(directory: Path) -> LiveRun:
     """Return a run as it is now. Raises ParallelrunError (exit 4) for broken files."""
     status, row = read_object(directory / STATUS), read_row(directory)
     ranks = [one for one in status.get("ranks") or () if isinstance(one, dict) and isinstance(one.get("rank"), int)]
-    steps = read_yaml(directory / CONFIG).get("steps")
     return LiveRun(
         directory,
         row.state,
         row.error,
         status,
-        steps if isinstance(steps, int) else 0,
+        _steps(read_yaml(directory / CONFIG)),
         ranks,
         last_row(directory / METRICS),
         _events(directory / EVENTS),
         age_s(directory, status) if status else None,
     )
+
+
+def _steps(config: Mapping[str, Any]) -> int:
+    """The steps that the run's verb takes; 0 if unknown."""
+    values = flatten(config)
+    keys = _STEPS.get(str(config.get("verb")), ("steps",))
+    return sum(one for key in keys if isinstance(one := values.get(key), int))
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ CELLS: dict[str, dict[str, Any]] = {
         "tp": 2,
         **PLACED,
         "model.arguments": Frozen({"tied": True, "dropout": 0.2}),
+        "recompute": "full",  # its own dropout's mask comes after the last sum
     },
     "module, sequence parallel": {"tp": 2, **SLICED, "model.arguments": Frozen({"dropout": 0.2})},
     "module, sequence parallel, zero1": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem, with_article
 from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.models import layers
+from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import network, slices, source
 from parallelrun.plan.load import tensor_strategy
 from parallelrun.registry import has
@@ -89,12 +91,13 @@ def _measure(
     blocks, boundaries = [], []
     for name in names:
         block = module.get_submodule(name)
-        with FlopCounterMode(display=False) as counter, _saved_tensors() as saved:
+        with FlopCounterMode(display=False) as counter, _saved_tensors(block) as saved:
             x = _call(name or "module", block, x)
         found = tuple(_layers(module, name, listed))
         inside = {id(parameter) for parameter in block.parameters()}
-        elements = sum(one.numel() for one in saved.values() if not one.is_leaf and id(one) not in inside)
-        blocks.append(BlockSpec(_full(name), "block", found, float(counter.get_total_flops()), float(elements)))
+        elements = sum(one.numel() for one in saved.tensors.values() if not one.is_leaf and id(one) not in inside)
+        flops = float(counter.get_total_flops())
+        blocks.append(BlockSpec(_full(name), "block", found, flops, float(elements), saves_after_sum=saved.after_sum))
         boundaries.append(tuple(x.shape[1:]))
     for name, given in zip(names[:-1], boundaries):
         if given != boundaries[0]:
@@ -107,13 +110,36 @@ def _measure(
     return tuple(blocks), boundaries[0], tuple(x.shape)
 
 
+@dataclass
+class _Saved:
+    """What autograd saves in a block's forward. tensors: by id, kept alive, so that no two share an id; after_sum: some
+    are saved after the block's last layer whose result ranks sum, such as the mask of a dropout."""
+
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    after_sum: bool = False
+
+    def pack(self, one: Tensor) -> Tensor:
+        self.after_sum = True
+        return self.tensors.setdefault(id(one), one)
+
+    def called(self, part: nn.Module, *_: object) -> None:
+        """Forward hook of every module of the block, which is in eval mode: its dropouts save no mask."""
+        if getattr(part, "layer_role", "") in ("row_parallel", "embedding"):
+            self.after_sum = False
+        elif isinstance(part, HashDropout) and part.rate > 0:
+            self.after_sum = True
+
+
 @contextmanager
-def _saved_tensors() -> Iterator[dict[int, Tensor]]:
-    """Collect the tensors that autograd saves, by id. They are kept alive, so that no two share an id."""
-    saved: dict[int, Tensor] = {}
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: saved.setdefault(id(one), one), lambda packed: packed)
-    with hooks:
-        yield saved
+def _saved_tensors(block: nn.Module) -> Iterator[_Saved]:
+    saved = _Saved()
+    hooks = [part.register_forward_hook(saved.called) for part in block.modules()]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
+            yield saved
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:

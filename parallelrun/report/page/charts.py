@@ -27,7 +27,7 @@ class ChartLine:
     deviation: Sequence[float] = field(default=())
 
 
-def line_chart(title: str, lines: Sequence[ChartLine], x_label: str = "step", *, from_zero: bool = False) -> str:
+def line_chart(title: str, lines: Sequence[ChartLine], *, from_zero: bool = False) -> str:
     """Return a figure of the lines that have points; empty if none has."""
     lines = [line for line in lines if line.points]
     if not lines:
@@ -38,7 +38,7 @@ def line_chart(title: str, lines: Sequence[ChartLine], x_label: str = "step", *,
     log = min(ys) > 0 and max(ys) / min(ys) > SPREAD
     x_of, x_ticks = _scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
     y_of, y_ticks = _scale(min(ys), max(ys), HEIGHT - _BOTTOM, _TOP, log)
-    parts = [_axes(x_of, x_ticks, y_of, y_ticks, x_label)]
+    parts = [_axes(x_of, x_ticks, y_of, y_ticks)]
     for line, points in shown:
         parts.append(_band(line, x_of, y_of))
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
@@ -98,12 +98,12 @@ class GanttCell:
     text: str
 
 
-def gantt(title: str, cells: Sequence[GanttCell], kinds: Sequence[str], row_name: str = "pp") -> str:
+def gantt(title: str, cells: Sequence[GanttCell], kinds: Sequence[str]) -> str:
     """Return a figure with a row per pp rank; gaps are idle."""
     end, num_rows = max(cell.end for cell in cells), 1 + max(cell.row for cell in cells)
     width, left = 2 * WIDTH, 52
     scale = (width - left - 8) / end
-    parts = [f'<text x="{left - 8}" y="{19 + row * BAR}" text-anchor="end">{row_name} {row}</text>'
+    parts = [f'<text x="{left - 8}" y="{19 + row * BAR}" text-anchor="end">pp {row}</text>'
              for row in range(num_rows)]  # fmt: skip
     for cell in cells:
         x, size, y = left + cell.begin * scale, (cell.end - cell.begin) * scale, 4 + cell.row * BAR
@@ -160,7 +160,7 @@ def _band(line: ChartLine, x_of: Callable[[float], float], y_of: Callable[[float
 
 
 def _axes(x_of: Callable[[float], float], x_ticks: Sequence[float], y_of: Callable[[float], float],
-          y_ticks: Sequence[float], x_label: str) -> str:  # fmt: skip
+          y_ticks: Sequence[float]) -> str:  # fmt: skip
     bottom = HEIGHT - _BOTTOM
     parts = []
     for y in y_ticks:
@@ -168,7 +168,7 @@ def _axes(x_of: Callable[[float], float], x_ticks: Sequence[float], y_of: Callab
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(_tick(_LEFT - 6, at + 4, tick_text(y), "end"))
     parts += [_tick(x_of(x), bottom + 17, tick_text(x), "middle") for x in x_ticks]
-    parts.append(_tick((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 4, x_label, "middle"))
+    parts.append(_tick((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 4, "step", "middle"))
     return "".join(parts)
 
 

@@ -44,7 +44,7 @@ def attend_to_block(
     query, key, value = _cut(query, key, value, tile)
     if dropped is None and torch_private.has_fused_attention(query):
         return torch_private.fused_attention(query, key, value, tile.causal)
-    parts = [_explicit(*rows, key, value, tile, dropped) for rows in _row_parts(tile, query)]
+    parts = [_explicit(*rows, key, value, tile, dropped) for rows in _row_parts(query)]
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
 
@@ -103,7 +103,7 @@ def _summed_heads(gradient: Tensor, num_heads: int) -> Tensor:
     return gradient if copies == 1 else gradient.unflatten(1, (num_heads, copies)).sum(2)
 
 
-def _row_parts(tile: Tile, query: Tensor) -> Iterable[tuple[Tensor, slice]]:
+def _row_parts(query: Tensor) -> Iterable[tuple[Tensor, slice]]:
     """(queries, their index in the tile), at most ROWS at a time."""
     for start in range(0, query.size(2), ROWS):
         rows = slice(start, min(start + ROWS, query.size(2)))
@@ -152,7 +152,7 @@ def _explicit_backward(
     wide = accurate_dtype(query.dtype)
     grad_query = torch.empty_like(query)
     grad_key, grad_value = (torch.zeros_like(one, dtype=wide) for one in (key, value))
-    for part, rows in _row_parts(tile, query):
+    for part, rows in _row_parts(query):
         grad_out = grad[:, :, rows]
         probabilities = (_scores(part, key, rows, tile.causal) - lse[:, :, rows].unsqueeze(-1)).exp_()
         weights, grad_weights = probabilities.to(query.dtype), grad_out @ value.transpose(-2, -1)

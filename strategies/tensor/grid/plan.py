@@ -186,7 +186,7 @@ class GridStrategy(ProductStrategy):
         """All but a last scatter in a node of its own, which is behind the last tensor that backward needs."""
         last = next(x for x in reversed(block.layers) if x.layer_role != "dropout" or plan.dropout > 0)
         scatters = last.layer_role == "row_parallel" and any(t.operand == "y" for t in self.transfers_of(last, plan))
-        return not scatters or overlaps(plan)
+        return not scatters or overlaps(plan) or bool(block.saves_after_sum)
 
     def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
         """With the gradients of several outputs, which one node packs into one tensor before it gathers them."""

@@ -152,7 +152,9 @@ class Megatron1D(ProductStrategy):
         mask comes after, or a norm (of a post-norm block); a last gather (of a head in a recomputed block) is before
         the product that backward needs."""
         last = next(layer for layer in reversed(block.layers) if layer.layer_role != "dropout")
-        reads_it = plan.dropout > 0 or last.layer_role == "norm"
+        reads_it = block.saves_after_sum
+        if reads_it is None:
+            reads_it = plan.dropout > 0 or last.layer_role == "norm"
         return reads_it or not forward or forward[-1].operation == "all_gather"
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from importlib.metadata import version
 
 import pytest
 
@@ -110,24 +110,20 @@ def test_the_campaign_notices():
 
 
 @pytest.mark.parametrize(
-    ("word", "what", "in_its_words"),
+    ("key", "value", "takes", "first"),
     [
-        ("profile=${steps}", "profile takes a list, and the value is 3", "int is not a ListConfig"),
-        ("tracker.use=${name}", "tracker.use takes a list, and the value is 'x'", "str is not a ListConfig"),
-        (
-            "profile=${optimizer.betas}",
-            "profile takes a list of whole numbers, and 0.9 is none",
-            "Value '0.9' of type 'float' could not be converted to Integer",
-        ),
+        ("profile", "${steps}", "a list", "the value is 3"),
+        ("tracker.use", "${name}", "a list", "the value is 'x'"),
+        ("tracker.use", "${model}", "a list", "the value is ModelConfig(name='gpt', preset='gpt', de..."),
+        ("profile", "${optimizer.betas}", "a list of whole numbers", "0.9 is none"),
     ],
 )
-def test_a_list_that_an_interpolation_has_replaced_is_refused(word, what, in_its_words, capsys):
-    """From OmegaConf 2.4 on, which Hydra 1.4 takes, OmegaConf refuses it itself."""
-    told = said(f"plan model=gpt strategy=ddp dp=2 steps=3 name=x {word}", capsys)
-    if version("omegaconf") < "2.4":
-        assert f"error: {what}\n" in told
-    else:
-        assert told.startswith("error: ") and in_its_words in told
+def test_a_list_that_an_interpolation_has_replaced_is_refused(key, value, takes, first, capsys):
+    """From OmegaConf 2.4 on, which Hydra 1.4 takes, OmegaConf refuses it itself, without the key."""
+    told = said(f"plan model=gpt strategy=ddp dp=2 steps=3 name=x {key}={value}", capsys)
+    refused_here = f"error: {key} takes {takes}, and {first}\n"
+    assert refused_here in told or re.search(rf"error: {key} takes {takes}.*, and {re.escape(value)} is none\n", told)
+    assert f"  where: {key}\n" in told
 
 
 @pytest.mark.parametrize("tool", ["slurm", "k8s", "sky", "generate", "eval", "reshape", "show"])

@@ -49,8 +49,22 @@ def write(run, state="running", ranks=(), **more):
 
 def text(run, width=150, height=40):
     console = Console(file=io.StringIO(), width=width)
-    console.print(drawing(read_live(run), width, height))
+    console.print(drawing(read_live(run), height))
     return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ("verb: verify\nsteps: 60\nverify: {steps: 3}\n", 3),
+        ("verb: bench\nsteps: 60\nbench: {warmup: 3, steps: 20}\n", 23),
+        ("verb: run\nsteps: 60\nverify: {steps: 3}\n", 60),
+        ("verb: run\n", 0),
+    ],
+)
+def test_the_steps_are_those_of_the_verb(run, config, steps):
+    (run / "config.yaml").write_text(config)
+    assert read_live(run).steps == steps
 
 
 def test_a_line_for_each_rank_with_its_shares_of_a_step(run):

@@ -128,6 +128,7 @@ def test_the_command_prints_the_text_and_json(bytes_model, capsys):
         (["tokens=[1]", "max_tokens=many"], "max_tokens=many: not a whole number in its range"),
         (["tokens=[1]", "top_p=0.5"], "top_p=0.5 is none of max_tokens="),
         (["tokens=[1]", "seed=1", "seed=2"], "seed=2 is given twice"),
+        (["two", "words"], "tp=; a text is one argument: quote it"),
         (["text", "tokens=[1]"], "give a text, or token ids"),
         ([], "give a text, or token ids"),
     ],

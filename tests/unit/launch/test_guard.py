@@ -86,6 +86,13 @@ def test_a_run_without_anybody_has_failed_at_its_last_step(tmp_path):
     assert found["error"] == guard.LAUNCHER_GONE
 
 
+def test_where_nobody_else_can_write_it_does_not_wait(tmp_path):
+    """A scheduler that sees the ranks' end ends this process, too."""
+    began = time.monotonic()
+    guard.conclude_abandoned(a_run(tmp_path, here(NO_PROCESS), here(NO_PROCESS)), guard.RANKS_GONE, 30.0)
+    assert state(tmp_path)["error"] == guard.RANKS_GONE and time.monotonic() - began < 15
+
+
 def test_a_status_that_tells_more_is_left_alone(tmp_path):
     Status(a_run(tmp_path)).ended(7, "rank 1 hangs", 1)
     guard.conclude_abandoned(tmp_path, guard.LAUNCHER_GONE, 0.2)

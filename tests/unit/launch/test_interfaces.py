@@ -22,3 +22,13 @@ def test_one_that_this_host_does_not_have_is_told_with_those_that_it_has():
     assert interfaces.missing({}) == interfaces.missing({"GLOO_SOCKET_IFNAME": LOOPBACK}) == ""
     found = interfaces.missing({"GLOO_SOCKET_IFNAME": f"{LOOPBACK},ib7"})
     assert found.startswith(f"GLOO_SOCKET_IFNAME={LOOPBACK},ib7, and this host has only") and LOOPBACK in found
+
+
+def test_the_addresses_of_this_host_are_those_that_others_can_reach(monkeypatch, tmp_path):
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "00000000000000000000000000000001 01 80 10 80       lo\nfe80000000000000a87abdfffe13741f 02 40 20 80     eth0\n"
+    )
+    monkeypatch.setattr(interfaces, "_IPV6", table)
+    monkeypatch.setattr(interfaces, "_ipv4", lambda: iter([("lo", "127.0.0.1"), ("eth0", "10.77.0.1")]))
+    assert interfaces.addresses() == ["10.77.0.1", "fe80::a87a:bdff:fe13:741f"]

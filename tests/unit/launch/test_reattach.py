@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from parallelrun.errors import EXIT_NO_PROGRESS, ParallelrunError
-from parallelrun.launch import attach, failure, reattach
+from parallelrun.launch import attach, failure, reach, reattach
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.rank import Job
@@ -126,3 +126,28 @@ def test_a_rank_that_lost_its_peers_blames_the_host_that_the_launcher_has_lost(t
     attach._reporter(attached, job, screen, peers, lambda: lost)(own)
     status = json.loads((job.directory / "status.json").read_text())
     assert (status["failed_rank"], status["error"]) == (2, lost.what)
+
+
+@pytest.mark.parametrize(("host", "source"), [("worker-2", "torchrun"), ("here", "torchrun"), ("worker-2", "mpirun")])
+def test_who_is_told_of_a_lost_host_writes_the_end_and_waits_for_those_who_know_better(
+    tmp_path, monkeypatch, host, source
+):
+    """Ranks of the lost host go last; mpirun must notice the cut before its ranks exit."""
+    job, waits = a_run(tmp_path), []
+    here = os.uname().nodename
+    lost = failure.Failure(2, "lost the connection", 6, host=here if host == "here" else host)
+    peers = SimpleNamespace(wait_recorded=lambda: waits.append("others"), is_first_to_report=lambda: True)
+    monkeypatch.setattr(attach.time, "sleep", waits.append)
+    attached = Attached(1, 4, 1, "127.0.0.1", 1, source, "job")
+    attach._conclude_told(attached, job, io.StringIO(), peers, lambda own: pytest.fail("its own failure"), lost)
+    assert waits == (["others"] if host == "here" else [20.0] if source == "mpirun" else [])
+    status = json.loads((job.directory / "status.json").read_text())
+    assert (status["state"], status["failed_rank"]) == ("failed", 2)
+
+
+def test_a_rank_without_its_launcher_reports_its_own_failure(tmp_path):
+    job, told = a_run(tmp_path), []
+    own = failure.Failure(1, reach.LAUNCHER_LOST, 6)
+    attached = Attached(1, 4, 1, "127.0.0.1", 1, "mpirun", "job")
+    attach._conclude_told(attached, job, io.StringIO(), SimpleNamespace(), told.append, own)
+    assert told == [own]

@@ -235,6 +235,18 @@ def test_a_leader_on_another_host_is_given_three_seconds_to_speak(monkeypatch, c
     assert clock.now - began == pytest.approx(3.2, abs=0.1)  # a lower rank would have had 0.2 s to be the first
 
 
+@pytest.mark.parametrize("waited_s", [0.0, 2.5, 9.0])
+def test_ranks_that_hang_are_given_four_seconds_after_the_own_failure_to_tell_their_positions(
+    clock, tmp_path, waited_s
+):
+    peers = Peers(0, tmp_path, members("a", "b"), frozenset({0}))
+    own = Failure(0, "hangs", EXIT_HANG, clock.monotonic_ns())
+    clock.sleep(waited_s)
+    began = clock.now
+    assert peers.positions(own)[1].activity == "does not answer"
+    assert clock.now - began == pytest.approx(max(0.0, 4.0 - waited_s), abs=0.1)
+
+
 def test_a_blocked_survivor_speaks_two_seconds_after_the_leader_is_gone(monkeypatch, clock, tmp_path):
     spoken, gone_at = [], clock.now + 4.0
     peers = Peers(1, tmp_path, members("a", "a"), frozenset({0, 1}))

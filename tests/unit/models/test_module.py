@@ -109,6 +109,12 @@ def test_flops_and_kept_elements_are_counted_on_the_module() -> None:
     assert layer.saved_elements > 8 * (16 * 6 + 64)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_block_whose_dropout_comes_after_its_last_sum_is_known(rate: float) -> None:
+    given = config(model__roles=ROLES, model__blocks=BLOCKS, model__arguments={"dropout": rate})
+    assert [one.saves_after_sum for one in spec.MODEL.make(given, 32).blocks[1:3]] == 2 * [rate > 0]
+
+
 def test_materialised_weights_are_the_modules_own_and_buffers_survive() -> None:
     given = config(model__roles=ROLES, seed=5)
     plan = tiny_plan(overrides(model__roles=ROLES, seed=5, model__vocab=None))

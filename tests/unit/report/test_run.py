@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_a_pipe_gets_whole_lines_without_frames(monkeypatch, capsys, tmp_path) -
     text = capsys.readouterr().out
     assert "│" not in text and "╭" not in text
     assert "computing 30 ms, waiting to communicate 4 ms, data 0.5 ms" in text
-    assert re.search(rf"^run       {tmp_path} *$", text, re.M)
+    assert f"\nrun       {tmp_path}\n" in text and " \n" not in text
 
 
 def test_the_panel_fits_80_columns(terminal, capsys, tmp_path) -> None:
@@ -168,6 +169,15 @@ def finished_run(directory: Path, steps: int = 2, **more: object) -> None:
     (directory / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (directory / "comm.json").write_text(json.dumps({"rows": [communication_row()]}))
     (directory / "checkpoints" / "step_2").mkdir(parents=True, exist_ok=True)
+
+
+def test_the_panels_resume_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    directory = tmp_path / "with a space"
+    directory.mkdir()
+    finished_run(directory)
+    console = Console(width=200, record=True, file=io.StringIO())
+    show(directory, console)
+    assert f"last checkpoint step_2: 'resume={directory}'" in console.export_text()
 
 
 def test_the_panel_tells_loss_speed_bytes_and_where_everything_lies(tmp_path: Path) -> None:
