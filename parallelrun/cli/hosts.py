@@ -129,11 +129,13 @@ def _listed(file: Path) -> str:
 def _slots(text: str) -> dict[str, int | None]:
     """The slots of each host; None (not given) means as many as needed."""
     slots: dict[str, int | None] = {}
+    entries = {entry: _ENTRY.fullmatch(entry) for entry in text.split(",")}
+    if wrong := [entry for entry, match in entries.items() if match is None]:
+        whats = [f"-H {text}: {entry!r} is not a host with slots, as in h1:4,h2:4" for entry in wrong]
+        raise ConfigError(*(Problem(what, COMMAND_LINE, "-H localhost:2") for what in whats))
     for entry in text.split(","):
-        match = _ENTRY.fullmatch(entry)
-        if match is None:
-            what = f"-H {text}: {entry!r} is not a host with slots, as in h1:4,h2:4"
-            raise ConfigError(Problem(what, COMMAND_LINE, "-H localhost:2"))
+        match = entries[entry]
+        assert match is not None
         given, before = match["slots"], slots.get(match["name"], 0)
         slots[match["name"]] = None if given is None or before is None else before + int(given)
     return slots

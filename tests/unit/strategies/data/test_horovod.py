@@ -148,6 +148,12 @@ def test_a_host_is_a_name_with_a_number(listed):
         hosts.read("1", listed)
 
 
+def test_all_hosts_that_are_wrong_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        hosts.read("4", "a:0,b:2,c:x")
+    assert [problem.what.split("'")[1] for problem in caught.value.problems] == ["a:0", "c:x"]
+
+
 def test_how_ssh_reaches_the_hosts_is_told_by_three_flags(tmp_path):
     file = tmp_path / "file"
     file.touch()
