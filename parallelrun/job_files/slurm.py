@@ -5,6 +5,7 @@ Source: Slurm's manuals of sbatch (--signal, --requeue), srun (--kill-on-bad-exi
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -40,6 +41,16 @@ class SlurmJob(JobOnNodes):
     def words(self) -> list[str]:
         return []
 
+    @property
+    def limit_s(self) -> float:
+        """The time limit, which has one of Slurm's forms."""
+        if self.time == "UNLIMITED":
+            return math.inf
+        days, dash, rest = self.time.rpartition("-")
+        parts = [int(part) for part in rest.split(":")]
+        units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)  # without days, one number means minutes
+        return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units))
+
     def problems(self) -> list[Problem]:
         found = self.problems_of_nodes()
         if 0 < self.gpus_per_node < self.ranks_per_node:
@@ -48,6 +59,9 @@ class SlurmJob(JobOnNodes):
         if not _TIME.fullmatch(self.time):
             what = f"time={self.time}: not a time of Slurm's" if self.time else "the job has no time limit"
             found.append(Problem(what, "time", "time=04:00:00 (hours:minutes:seconds) or time=2-00 (days-hours)"))
+        elif self.limit_s <= self.save_s:
+            what = f"time={self.time}: the ranks save {self.save_s} s before the end: at once, and after each requeue"
+            found.append(Problem(what, "save_s", f"save_s={int(self.limit_s) // 4}"))
         for name in ("partition", "account", "qos", "constraint", "job_name", "output"):
             value = getattr(self, name)
             if value and not _NAME.fullmatch(value):

@@ -42,6 +42,18 @@ def test_a_job_on_cpus_asks_for_no_gpu():
     assert (job.num_ranks, found["ntasks-per-node"]) == (8, "2") and "gpus-per-node" not in found
 
 
+@pytest.mark.parametrize(
+    ("time", "limit_s"),
+    [("5", 300), ("10:30", 630), ("1:00:05", 3605), ("2-0", 172_800), ("1-1:30", 91_800), ("UNLIMITED", float("inf"))],
+)
+def test_a_job_that_would_be_told_to_save_as_soon_as_it_begins_is_refused(time, limit_s):
+    """It would be queued again for ever."""
+    job = replace(GPUS, time=time)
+    assert job.limit_s == limit_s
+    assert [one.where for one in job.problems()] == (["save_s"] if time == "5" else [])
+    assert not replace(job, save_s=75).problems()
+
+
 def test_words_reach_the_ranks_as_they_were_given(tmp_path):
     """bash reads the file without complaint, and srun gets every word whole."""
     script = GPUS.text(COMMAND, "/opt/my python", "a plan", "w")
