@@ -97,6 +97,7 @@ def check_loss(job: Job, lost: set[int], error: str) -> None:
     """The run has failed in time because of one of the ranks `lost`. It was begun, and the fault is new."""
     began = time.time()
     assert all(job.wait()), job.output
+    wait_for(lambda: job.status["state"] != "running", f"a final status\n{job.output}")  # its launcher may be killed
     took, found = time.time() - began, job.status
     print(f"took {took:.1f} s: {found['error']}")
     assert (found["state"], found["exit_code"], found["error"]) == ("failed", 6, error), job.output
