@@ -204,7 +204,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     notes = HostNotes.inherited(os.environ)
     lost_host = Reach(attached.rank, members).lost_host if notes is None else lambda: notes.lost
     told = partial(reach.told, lost_host, reach.launcher(attached, os.environ), heartbeats, attached.rank)
-    report = _reporter(attached, job, terminal, peers, told)
+    report = _reporter(attached, job, terminal, peers, told, heartbeats)
     status: GatheredStatus | LiveFile = LiveFile(job.directory, attached.rank, attached.world)
     if attached.rank == 0:
         status = GatheredStatus(job.directory, members=members)
@@ -214,7 +214,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     settings = rank.RankSettings(attached.rank, attached.local_rank, threads=threads)
     on_told = partial(_conclude_told, attached, job, terminal, peers, report)
     with (
-        guard.of_stopped_ranks(peers),
+        guard.of_stopped_ranks(peers) if notes is None else contextlib.nullcontext(),
         Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, told, on_told),
     ):
         code = rank.serve(job, settings, heartbeats, lambda: store)
@@ -227,7 +227,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
         note = "interrupted" if code == EXIT_INTERRUPTED else ""
         step, failed_save_step = heartbeats.read(0).step, heartbeats.failed_save()
         conclude(Outcome(code, None, note, step, failed_save_step), job, terminal)
-    status.remove()  # until here the guard on rank 0's host sees that this rank may still report
+    status.remove()  # not sooner: by it the guard beside rank 0 knows that this rank may still report
     if heartbeats.returned(attached.rank) == code:
         return code
     terminal.flush()
@@ -250,7 +250,12 @@ def _conclude_told(
 
 
 def _reporter(
-    attached: Attached, job: Job, terminal: TextIO, peers: Peers, told: Callable[[], Failure | None]
+    attached: Attached,
+    job: Job,
+    terminal: TextIO,
+    peers: Peers,
+    told: Callable[[], Failure | None],
+    heartbeats: HeartbeatFile | None = None,
 ) -> Callable[[Failure], int]:
     """Return the function that a failing rank calls with its own failure; it returns the exit code.
 
@@ -266,13 +271,16 @@ def _reporter(
             return own.exit_code
         return tell(replace(own, lost=peers.lost()))
 
+    def asked() -> bool:
+        return attached.source == "mpirun" and heartbeats is not None and heartbeats.stop_requested()
+
     def tell(own: Failure) -> int:
         if attached.rank:
             if own.order < TIMED_OUT and own.exit_code != EXIT_HANG:  # whoever records a hang knows more
                 print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)
             with contextlib.suppress(OSError):  # a full disk
                 failure.write(job.directory, own)
-            if not peers.must_report(own):
+            if not peers.must_report(own, asked):
                 return own.exit_code
         elif own.order:
             time.sleep(2 * GRACE_S if own.exit_code == EXIT_HANG else GRACE_S)

@@ -117,12 +117,12 @@ class Peers:
     def _has_other_hosts(self) -> bool:
         return len(self.visible) < len(self.members)
 
-    def must_report(self, own: Failure) -> bool:
+    def must_report(self, own: Failure, asked: Callable[[], bool] = lambda: False) -> bool:
         """Return whether this rank, which is not rank 0, must record how the run ended. It waits until that is known.
 
         True on the lowest remaining rank if rank 0 has exited, stopped or does not answer, and status.json still says
         `running`. A rank that is itself the cause does not wait for rank 0, because the others only fail after it has
-        exited.
+        exited. asked: whether the launcher has asked this rank to end, and will soon kill it: then it does not wait.
         """
         is_victim = own.order > SUSPECT or own.exit_code == EXIT_HANG  # all ranks of a hang notice it by themselves
         deadline = time.monotonic() + (LEADER_S if is_victim else 0.0)
@@ -130,7 +130,7 @@ class Peers:
             if self.has_exited(LEADER):
                 time.sleep(REPORT_S)
                 break
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or asked():
                 return is_victim and self._leader_is_silent() and self.is_first_to_report()
             time.sleep(_TICK_S)
         deadline = time.monotonic() + LEADER_S

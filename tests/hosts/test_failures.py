@@ -97,10 +97,12 @@ def check_loss(job: Job, lost: set[int], error: str) -> None:
     """The run has failed in time because of one of the ranks `lost`. It was begun, and the fault is new."""
     began = time.time()
     assert all(job.wait()), job.output
+    wait_for(lambda: job.status["state"] != "running", f"a final status\n{job.output}")  # its launcher may be killed
     took, found = time.time() - began, job.status
     print(f"took {took:.1f} s: {found['error']}")
     assert (found["state"], found["exit_code"], found["error"]) == ("failed", 6, error), job.output
-    assert found["failed_rank"] in lost and writer(job.run) == 0, job.output
+    assert found["failed_rank"] in lost, job.output
+    assert writer(job.run) in (0, 1), "the first to notice of the host of rank 0, or of two hosts with one rank"
     assert took < node_failures.TIMEOUT_S + 10 + node_failures.SLACK_S
 
 

@@ -102,7 +102,7 @@ def test_fewer_ranks_get_a_plan_that_fits_if_the_run_is_elastic(tmp_path):
 
 def test_a_rank_that_was_cut_off_writes_nothing_into_the_run_that_goes_on(tmp_path):
     job, screen = a_run(tmp_path), io.StringIO()
-    peers = SimpleNamespace(lost=tuple, must_report=lambda own: True, cause=lambda own: own,
+    peers = SimpleNamespace(lost=tuple, must_report=lambda own, asked: True, cause=lambda own: own,
                             members=(), positions=lambda own: {})  # fmt: skip
     attached = Attached(1, 4, 1, "127.0.0.1", 1, "torchrun", "job")
     own = failure.Failure(1, "lost a peer", 6)
@@ -119,7 +119,7 @@ def test_a_rank_that_lost_its_peers_blames_the_host_that_the_launcher_has_lost(t
     job, screen = a_run(tmp_path), io.StringIO()
     own = replace(failure.of_exception(RuntimeError("Connection closed by peer"), 1, 5), rank=1)
     assert own.order, "the failure of a victim"
-    peers = SimpleNamespace(lost=tuple, must_report=lambda own: True, cause=lambda own: replace(own, rank=3),
+    peers = SimpleNamespace(lost=tuple, must_report=lambda own, asked: True, cause=lambda own: replace(own, rank=3),
                             members=(), positions=lambda own: {})  # fmt: skip
     attached = Attached(1, 4, 1, "127.0.0.1", 1, "parallelrun", "job")
     lost = failure.Failure(2, "the connection to host worker-2 (ranks 2 to 3) was lost", 6)

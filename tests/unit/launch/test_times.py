@@ -247,6 +247,13 @@ def test_ranks_that_hang_are_given_four_seconds_after_the_own_failure_to_tell_th
     assert clock.now - began == pytest.approx(max(0.0, 4.0 - waited_s), abs=0.1)
 
 
+def test_a_rank_that_mpirun_is_about_to_kill_does_not_wait_for_the_leader(clock, tmp_path):
+    peers = Peers(1, tmp_path, members("a", "b"), frozenset())
+    began = clock.now
+    assert peers.must_report(Failure(1, "lost", 6, 0, order=3), lambda: True)
+    assert clock.now - began < 0.5
+
+
 def test_a_blocked_survivor_speaks_two_seconds_after_the_leader_is_gone(monkeypatch, clock, tmp_path):
     spoken, gone_at = [], clock.now + 4.0
     peers = Peers(1, tmp_path, members("a", "a"), frozenset({0, 1}))
