@@ -38,8 +38,11 @@ def cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
     """x (..., in) by weight (out, in) plus bias (out), all rounded to `compute_dtype`."""
-    bias = bias if bias is None else cast(bias, compute_dtype)
-    return functional.linear(cast(x, compute_dtype), rounded(weight, compute_dtype), bias)
+    if weight.dtype != compute_dtype:
+        weight = rounded(weight, compute_dtype)
+    if bias is not None and bias.dtype != compute_dtype:
+        bias = bias.to(compute_dtype)
+    return functional.linear(x if x.dtype == compute_dtype else x.to(compute_dtype), weight, bias)
 
 
 def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -47,7 +50,10 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 
     torch's kernels compute in at least fp32 inside and round once, so x is not widened here.
     """
-    weight, bias = rounded(weight, x.dtype), bias if bias is None else rounded(bias, x.dtype)
+    if weight.dtype != x.dtype:
+        weight = rounded(weight, x.dtype)
+    if bias is not None and bias.dtype != x.dtype:
+        bias = rounded(bias, x.dtype)
     if kind == "rmsnorm":
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             return apply(lean.RMSNorm, x, weight, eps)

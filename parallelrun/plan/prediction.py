@@ -141,6 +141,17 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     return weights, gradients, states
 
 
+def stored_bytes(plan: Plan) -> int:
+    """Bytes of rank 0's weights if all of them are in the stored dtype."""
+    coordinate, sizes = plan.mesh.coordinate(0), plan.mesh.sizes
+
+    def compute() -> int:
+        found = [(held.layout, held.spec.shape, count) for held, count in distinct_parameters(plan, coordinate["pp"])]
+        return sum(count * layout.local_numel(shape, sizes, coordinate) for layout, shape, count in found)
+
+    return BYTES[plan.precision.stored] * once(plan.weights_cache, "elements of rank 0", compute)
+
+
 def parameter_bytes(
     spec: ParameterSpec, layout: Layout, plan: Plan, coordinate: dict[str, int]
 ) -> tuple[int, int, int]:

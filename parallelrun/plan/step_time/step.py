@@ -68,6 +68,7 @@ def step_time_with(
     parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
     parts[DATA] += host.around_data_s(plan, rates)
     weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
+    weights = prediction.stored_bytes(plan) if plan.data.rounds_weights else weights
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
     parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
     if plan.servers:
@@ -241,9 +242,8 @@ class DataTime(NamedTuple):
 
 
 def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> DataTime | None:
-    coordinate = plan.mesh.coordinate(0)
     gathers = sums = late = 0.0
-    for row in plan.data.collectives(coordinate["pp"], coordinate, plan):
+    for row in _data_rows(plan, stack):
         sent = _sent(row, plan, stack)
         seconds = collective_s(sent, plan, cluster, rates)
         if seconds is None:
@@ -259,12 +259,23 @@ def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack
     return DataTime(gathers, sums, late)
 
 
+def _data_rows(plan: Plan, stack: SoftwareStack) -> list[Collective]:
+    """The data strategy's collectives. A program that rounds weights gathers all of them so, ours some as stored."""
+    coordinate = plan.mesh.coordinate(0)
+    rows = plan.data.collectives(coordinate["pp"], coordinate, plan)
+    if plan.data.shards_weights or not stack.rounded_weights:
+        return rows
+    share = BYTES[plan.precision.compute] / BYTES[plan.precision.reduce] / plan.data.num_exchanges(plan)
+    rounded = {row.axis: round(share * row.payload_bytes) for row in rows if row.operation == "reduce_scatter"}
+    return [replace(one, payload_bytes=rounded[one.axis]) if one.operation == "all_gather" else one for one in rows]
+
+
 def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
     """A row of the data strategy as the program sends it."""
     compute, own = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
     if row.operation == "all_gather":
-        own = compute if plan.data.exchange_form(plan).gathers_rounded else BYTES[plan.precision.stored]
-        factor = compute / own if stack.rounded_weights else 1.0
+        is_rounded = stack.rounded_weights or plan.data.exchange_form(plan).gathers_rounded
+        own, factor = (compute if is_rounded else BYTES[plan.precision.stored]), 1.0
     else:
         factor = compute / own if stack.rounded_gradients else 1.0
     calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (own * stack.bucket))

@@ -54,7 +54,7 @@ def test_what_starts_nothing_is_planned_for_the_gpus_of_the_cluster(overrides: d
 def shown(overrides: dict[str, Any]) -> str:
     config, text = tiny_config(overrides), io.StringIO()
     show(resolve(config), config, Console(file=text, width=120))
-    return next(line for line in text.getvalue().splitlines() if line.startswith("backend"))
+    return next(line.rstrip() for line in text.getvalue().splitlines() if line.startswith("backend"))
 
 
 def test_plan_says_so_in_one_line() -> None:

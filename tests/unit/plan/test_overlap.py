@@ -107,17 +107,18 @@ def test_recomputation_ends_before_the_last_product():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_rounded_weights_and_gradients_send_half(schedule):
-    """Ours keeps rounded weights but for zero bubble, where their gradients would be added up rounded."""
+    """Ours keeps rounded weights, but not the embedding, nor where backward is split."""
     shape = ("model=gpt3_13b", "strategy=zero1", "dp=64", "precision=bf16", "cluster=a100_dgx")
     shape += ("pp=2", f"schedule={schedule}")
     plan, cluster = planned(*shape), composed(*shape).config.cluster
     rates = replace(RATES, collective_s=0.0, message_s=0.0, hop_s=0.0)
     ours = step._data(plan, cluster, rates, OURS)
     halved = step._data(plan, cluster, rates, SoftwareStack(rounded_weights=True, rounded_gradients=True))
-    gathers = ours.gathers / (2 if schedule == "zero_bubble" else 1)
-    assert halved == pytest.approx((gathers, ours.sums / 2, 0.0), rel=1e-6)
+    assert halved.sums == pytest.approx(ours.sums / 2, rel=1e-6)
+    assert halved.gathers == pytest.approx(halved.sums, rel=0.01)  # the tied weight's gradients are summed once more
+    assert ours.gathers / halved.gathers == pytest.approx(2.0 if schedule == "zero_bubble" else 1.05, rel=0.03)
     found = step._data(plan, cluster, rates, SoftwareStack(rounded_weights=True))
-    assert found == pytest.approx((gathers, ours.sums, 0.0), rel=1e-6)
+    assert found == pytest.approx((halved.gathers, ours.sums, 0.0), rel=1e-6)
 
 
 def test_the_bounds_are_as_wide_as_the_parts_are_uncertain():
