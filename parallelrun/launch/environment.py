@@ -220,10 +220,8 @@ def _mpirun(
     port = _number(environ, "MASTER_PORT", "0")
     if not address or not (port or one_host):
         what = f"mpirun started {num_ranks} ranks on several hosts, and MASTER_ADDR or MASTER_PORT is not set"
-        cut = " ".join(
-            f"--mca oob_tcp_keepalive_{name}" for name in ("time 10", "intvl 3", "probes 3")
-        )  # to notice one
-        command = f"mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 {cut} ..."
+        probes = " ".join(f"--mca oob_tcp_keepalive_{name}" for name in ("time 10", "intvl 3", "probes 3"))
+        command = f"mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 {probes} ..."
         raise _problem(what, "MASTER_ADDR", command)
     job = job or f"parent-{os.getppid()}"  # without a job name, the parent process identifies the job
     return _checked(environ, (rank, world, local_rank), address, port, "mpirun", job)

@@ -115,11 +115,11 @@ def test_the_same_host_is_lost_whichever_of_two_is_cut_off(network, start, launc
     try:
         name = network.names[1]
         text = "rank 1" if ranks == 1 else "ranks 2 to 3"
-        check_loss(job, {ranks}, f"lost the connection to {name} ({text}): it does not answer")
+        check_loss(job, {ranks}, f"the connection to host {name} ({text}) was lost: it does not answer")
         nothing_left(network)
     finally:
         network.check(network.names[cut], "ip", "link", "set", "eth0", "up")
-    assert f", {network.names[1]}) lost the connection" in job.output, job.output
+    assert f"error: the connection to host {network.names[1]} (" in job.output, job.output
 
 
 @pytest.mark.parametrize("host", [0, pytest.param(1, marks=LONG)])
