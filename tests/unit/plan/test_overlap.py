@@ -202,6 +202,18 @@ def test_bytes_of_simple_kernels_are_those_that_a_block_moves(changes):
         assert (seconds + beside) * rates.memory_bytes_s == pytest.approx(counted.total, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "expected"), [(1, {"ddp": (6, 6), "zero1": (0, 6)}), (4, {"ddp": (6, 18), "zero1": (0, 10)})]
+)
+def test_weights_that_are_kept_rounded_are_not_rounded_again(microbatches, expected):
+    """Bytes per weight, forward and backward. Gradients are widened where they are collected, and added up in fp32."""
+    for kind, moved in expected.items():
+        words = f"global_batch={2 * microbatches}", "micro_batch=1", "precision=bf16", "device=cuda"
+        plan = planned("model=gpt2_124m", f"strategy={kind}", "dp=2", *words)
+        found = streaming.of_weights(1.0, plan, RATES, OURS)
+        assert [seconds * RATES.memory_bytes_s for seconds in found] == pytest.approx(moved), kind
+
+
 def test_measured_rates_of_attention_on_a_cpu():
     """torch 2.13, one core with AVX-512, causal, forward and backward, by tokens and head size: GFLOP/s."""
     measured = {(64, 16): 31.7, (96, 16): 40.6, (512, 8): 15.7, (512, 16): 50.7, (512, 48): 65.9, (512, 128): 71.3}

@@ -89,6 +89,21 @@ def test_no_block_needs_less_than_its_bound_whether_its_second_forward_keeps_rou
     assert spare["zero1"] == spare["zero2"] == {0} and min(spare["fsdp"] | spare["ddp"]) > 0, spare
 
 
+def test_no_block_is_faster_than_its_bound_whatever_its_data_strategy_does_to_weights():
+    """The strategies of a group have one bound, also in a space without fsdp, which spares a microbatch most."""
+    found = composed("model=gpt2_124m", "precision=bf16", "cluster=a100_dgx", "global_batch=16", "tp=1", "pp=1")
+    space = Space(found.config, found.given, 4)
+    searched = engine._Searched(Legal(space, engine._spec(space), "cuda"), found.config.cluster, 3)
+    bounds, group = searched.survey.bounds, searched.survey.rows[0].group
+    kinds = {one.kind: one for one in group.datas}
+    seconds = {
+        names: bounds.seconds(group._replace(datas=tuple(kinds[one] for one in names)), 1)[:2]
+        for names in (("fsdp",), ("zero1",), ("ddp",), ("ddp", "zero1"), ("ddp", "zero1", "fsdp"))
+    }
+    assert sum(seconds["fsdp",]) < sum(seconds["zero1",]) < sum(seconds["ddp",])
+    assert seconds["ddp", "zero1"] == seconds["zero1",] and seconds["ddp", "zero1", "fsdp"] == seconds["fsdp",]
+
+
 def test_thousands_of_plans_are_searched_in_seconds():
     """About one CPU second on an idle core; the bound allows for a busy one."""
     found = composed("model=llama3_8b", "cluster=h100_dgx", "global_batch=512", "precision=bf16")
