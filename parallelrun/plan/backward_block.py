@@ -75,7 +75,7 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
     return once(plan.blocks_cache, key, compute)
 
 
-def narrowed(block: BackwardBlock, plan: Plan) -> BackwardBlock:
+def with_rounded_gradients(block: BackwardBlock, plan: Plan) -> BackwardBlock:
     """The block with every weight's gradient in the compute dtype alone: the least that any data strategy needs."""
     stored, compute = BYTES[plan.precision.stored], BYTES[plan.precision.compute]
     if stored == compute:

@@ -12,7 +12,7 @@ from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import context_axes, expert_axes, prediction
-from parallelrun.plan.backward_block import backward_block, narrowed
+from parallelrun.plan.backward_block import backward_block, with_rounded_gradients
 from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.load import data_strategy
 from parallelrun.plan.mesh_shape import MeshShape
@@ -117,7 +117,9 @@ class Bounds:
         def compute() -> tuple[int, int]:
             plan = self._plan(group, micro_batch, recompute)
             found = [backward_block(self._commonest, plan, rounded) for rounded in (False, True)]  # by data strategy
-            least = min(one.working_bytes(False) for block in found for one in (block, narrowed(block, plan)))
+            least = min(
+                one.working_bytes(False) for block in found for one in (block, with_rounded_gradients(block, plan))
+            )
             return found[0].kept, 0 if group.schedule.splits_backward else least
 
         key = "kept", tensor_of(group), micro_batch, recompute

@@ -68,7 +68,8 @@ def step_time_with(
     parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
     parts[DATA] += host.around_data_s(plan, rates)
     weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
-    weights = prediction.stored_bytes(plan) if plan.data.rounds_weights else weights
+    if plan.data.rounds_weights:  # the factors below are of weights in the stored dtype
+        weights = prediction.stored_bytes(plan)
     parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
     parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
     if plan.servers:

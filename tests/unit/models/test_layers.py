@@ -63,6 +63,22 @@ def test_weights_are_stored_wide_and_rounded_where_used(make) -> None:
     assert torch.equal(layer(x), out)
 
 
+@pytest.mark.parametrize("wide", ["weight", "bias"])
+def test_a_frozen_weight_or_bias_may_be_stored_wider_than_the_other(wide: str) -> None:
+    """ZeRO keeps only what is trained in the compute dtype."""
+    x, weight, bias = torch.randn(3, 6), torch.randn(6, 6), torch.randn(6)
+    rounded, mixed = (
+        [one.to(BF16) if both or name != wide else one for name, one in (("weight", weight), ("bias", bias))]
+        for both in (True, False)
+    )
+    assert torch.equal(functions.linear(x, *mixed, BF16), functions.linear(x, *rounded, BF16))
+    (scale, shift), (wide_scale, wide_shift) = (
+        [w[0] if w.dim() == 2 else w for w in pair] for pair in (rounded, mixed)
+    )
+    normed = functions.normalise("layernorm", x.to(BF16), wide_scale, wide_shift, 1e-5)
+    assert torch.equal(normed, functions.normalise("layernorm", x.to(BF16), scale, shift, 1e-5))
+
+
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_norms_compute_wider_than_bf16(kind: str) -> None:
     x = (torch.randn(64, 512) + 100).to(BF16)  # a mean that bf16 sums would get wrong
