@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from parallelrun.checkpoint.together import RanksFailed, _Ranks
+from parallelrun.checkpoint.together import RanksFailed, _Ranks, words
 from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
 
 FULL_DISK = OSError(errno.ENOSPC, "No space left on device", "step_3")
@@ -18,7 +18,7 @@ TORN = CheckpointError(Problem("rank_1.safetensors is torn", "step_3", command="
 def facts(error: BaseException) -> tuple[Any, ...]:
     return (
         type(error),
-        str(error),
+        words(error),
         *(getattr(error, one, None) for one in ("problems", "exit_code", "errno", "filename")),
     )
 
