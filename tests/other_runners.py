@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from parallelrun.exchange.flags import sources
+from parallelrun.exchange.flags.settings import Translation
+
 SCRIPT = """#!/bin/bash
 GPUS=4
 NODES=2    # hosts
@@ -98,3 +101,13 @@ def write(folder: Path) -> None:
              "default_config.yaml": ACCELERATE}  # fmt: skip
     for name, text in texts.items():
         (folder / name).write_text(text)
+
+
+def translated(path: Path, text: str, function: str | None = None) -> Translation:
+    path.write_text(text)
+    return sources.of_file(path, function).translate()
+
+
+def dropped(found: Translation) -> dict[str, str]:
+    """The line of each setting that has no counterpart; none of a default."""
+    return {setting.name: setting.where.rpartition(":")[2] for setting, _ in found.dropped}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from parallelrun.exchange.flags.settings import Translation
 if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
 
+_MODEL_AXES = ("pp", "tp", "cp", "ep")
 _DESCRIPTION = """Translate the settings of another runner into a recipe: a file with arguments of Megatron-LM (a shell
 script), a job of torchtitan (TOML or Python), a configuration of DeepSpeed (JSON) or accelerate (YAML); or, after --,
 a command line of Megatron-LM. The format is recognised by its content. What has no counterpart is listed."""
@@ -77,7 +79,8 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _plan(found: Translation) -> Plan:
-    """Compose and resolve the recipe; data that is not on this machine is not looked for."""
+    """Compose and resolve the recipe; data that is not on this machine is not looked for. Where the number of ranks is
+    open, the plan has the fewest, so that no demonstration decides whether the recipe is legal."""
     from parallelrun.config import compose, overrides
     from parallelrun.plan.resolve import resolve
 
@@ -90,7 +93,10 @@ def _plan(found: Translation) -> Plan:
         file.write_text(recipe.text(found, "", ""), encoding="utf-8")
         read, _ = overrides.read([f"recipe={file}"], False, "recipe")
         composed, _ = compose.compose_once(compose.prepare(read, (), "plan", False))
-        return resolve(composed.config, given=composed.given)
+        world = (
+            None if not recipe.world_is_open(found) else math.prod(found.values.get(axis, 1) for axis in _MODEL_AXES)
+        )
+        return resolve(composed.config, given=composed.given, world=world)
 
 
 def _write(path: Path, text: str) -> None:

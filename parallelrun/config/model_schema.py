@@ -85,6 +85,7 @@ class ModelConfig:
     rope_mscale: float = key(1.0, "yarn: rotated features grow by 0.1 x this x ln(rope_factor) + 1", least=0)
     rope_mscale_all_dim: float = key(0.0, "yarn: the same for all features, in the scale of scores", least=0)
     bias: bool = key(True, "linear layers and norms have biases")
+    norm_bias: bool | None = key(None, "layernorm: the norms have biases; null: as model.bias")
     tied_embeddings: bool = key(True, "the output layer shares the embedding's weight")
     head_bias: bool = key(False, "the output layer has a bias over the vocabulary (BERT's)")
     mask_token: int | None = key(None, "bert: id of [MASK]; null: the last one", least=0, most=SIZE)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from parallelrun.exchange.flags.deepspeed import STAGES, zero
+from parallelrun.exchange.flags.deepspeed import STAGES, keys_of, zero
 from parallelrun.exchange.flags.settings import (
     Counterpart,
+    NoCounterpart,
     Setting,
     Settings,
     Table,
@@ -21,6 +23,17 @@ MARKS = ("distributed_type", "compute_environment", "num_processes")
 _PART, _MEGATRON = "parallelism_config.parallelism_config_", "megatron_lm_config.megatron_lm_"
 _FSDP = {"FULL_SHARD": "fsdp", "1": "fsdp", "SHARD_GRAD_OP": "zero2", "2": "zero2", "NO_SHARD": "ddp", "3": "ddp",
          "HYBRID_SHARD": "hsdp", "4": "hsdp"}  # fmt: skip
+_SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
+_DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
+_DEFAULTS = {  # accelerate's own for what is not given (accelerate/utils/dataclasses.py)
+    "DEEPSPEED": {"deepspeed_config.zero_stage": 2},
+    "MEGATRON_LM": {f"{_MEGATRON}tp_degree": 1, f"{_MEGATRON}pp_degree": 1, f"{_MEGATRON}num_micro_batches": 1},
+}
+_KEYS = {  # of settings that are translated together with others
+    "mixed_precision": "precision",
+    "deepspeed_config.zero_stage": "strategy",
+    "num_processes": "world",
+}
 _LAUNCH, _OFFLOAD = "it says how processes are started, not what they compute", "nothing is offloaded to the host"
 TABLE: Table = {
     f"{_PART}tp_size": Counterpart("tp", whole),
@@ -35,7 +48,6 @@ TABLE: Table = {
     "gradient_accumulation_steps": Counterpart("microbatches", whole),
     "fsdp_config.fsdp_activation_checkpointing": Counterpart("recompute", lambda on: "full" if flag(on) else "none"),
     # no counterpart
-    "deepspeed_config.deepspeed_config_file": "translate that file by itself",
     "deepspeed_config.offload_optimizer_device": _OFFLOAD,
     "deepspeed_config.offload_param_device": _OFFLOAD,
     "deepspeed_config.zero3_init_flag": "no rank ever holds more than its part",
@@ -63,60 +75,87 @@ TABLE: Table = {
 def translate(settings: Sequence[Setting]) -> Translation:
     """The recipe for these settings. The model, the optimizer and the batch are not part of them."""
     found = Translation()
-    every = Settings([one for one in settings if one.value not in ("auto", [])], {}, found)
+    given = {setting.name: setting.value for setting in settings}
+    kind = str(given.get("distributed_type", "NO")).upper()
+    defaults = {"mixed_precision": "no", "distributed_type": "NO", **_DEFAULTS.get(kind, {})}
+    from_file = given.get(_DEEPSPEED_FILE)
+    if from_file:
+        defaults = {}
+    every = Settings([one for one in settings if one.value != []], defaults, found, {**_KEYS, **keys_of(TABLE)})
+    if from_file:
+        setting = every.pop(_DEEPSPEED_FILE) or Setting(_DEEPSPEED_FILE, from_file)
+        found.leave_open("strategy", setting, "translate that file by itself")
     formats = choice({"no": "fp32", "bf16": "bf16", "fp16": "fp16"})
-    if kind := every.take("mixed_precision", formats):
-        found.choose("precision", kind[1], kind[0])
+    if precision := every.take("mixed_precision", formats):
+        found.choose("precision", precision[1], precision[0])
     if (cpu := every.take("use_cpu", flag)) and cpu[1]:
         found.put("device", "cpu", cpu[0])
     if (compiler := every.take("dynamo_config.dynamo_backend", str)) and compiler[1].lower() != "no":
         found.put("compile", True, compiler[0])
-    _data_strategy(every)
-    _world(every)
-    every.translate(TABLE)
+    cp = every.move(f"{_PART}cp_size", whole, "cp") or 1
+    _data_strategy(every, cp)
+    _world(every, cp)
+    every.translate({name: rule for name, rule in TABLE.items() if _section(name) in ("", kind)})
     return found
 
 
-def _data_strategy(every: Settings) -> None:
+def _section(name: str) -> str:
+    """The distributed_type whose section a setting is in: another's is not read."""
+    return _SECTIONS.get(name.partition(".")[0], "")
+
+
+def _data_strategy(every: Settings, cp: int) -> None:
     found = every.found
     copies, parts = every.take(f"{_PART}dp_replicate_size", whole), every.take(f"{_PART}dp_shard_size", whole)
-    kind = every.take("distributed_type", str)
-    sharding = every.take("fsdp_config.fsdp_sharding_strategy", choice(_FSDP))
-    stage = every.take("deepspeed_config.zero_stage", choice(STAGES))
-    optimizer = every.take(f"{_MEGATRON}use_distributed_optimizer", flag)
-    reshard = every.take("fsdp_config.fsdp_reshard_after_forward", choice({"true": True, "false": False, **_FSDP}))
-    if reshard and isinstance(reshard[1], str):  # version 1 of FSDP has the strategy's name here
-        sharding, reshard = sharding or reshard, None
-    name = kind[1] if kind else "NO"
+    kind = every.take("distributed_type", _known_type)
+    name = kind[1] if kind else ""
     if name == "DEEPSPEED":
-        zero(every, stage)
+        zero(every, every.take("deepspeed_config.zero_stage", choice(STAGES)))
     elif name == "MEGATRON_LM":
         found.groups["strategy"] = "ptdp"
+        optimizer = every.take(f"{_MEGATRON}use_distributed_optimizer", flag)
         if optimizer and optimizer[1]:
             found.put("strategy.data.kind", "zero1", optimizer[0])
     elif name == "FSDP" and kind:
-        found.choose("strategy", sharding[1] if sharding else "fsdp", (sharding or kind)[0])
-        if reshard:
-            found.put("strategy.data.reshard_after_forward", reshard[1], reshard[0])
+        _fsdp(every, kind[0])
     elif kind:
-        found.choose("strategy", "ddp", kind[0])
+        found.choose("strategy", "single" if name == "NO" else "ddp", kind[0])
     if parts and parts[1] > 1 and copies and copies[1] > 1:
         found.choose("strategy", "hsdp", parts[0])
-        found.put("strategy.data.shard", parts[1], parts[0])
-    if parts or copies:
+        found.put("strategy.data.shard", parts[1] * cp, parts[0])  # they shard over cp too
+    if stated := parts or copies:
         product = (parts[1] if parts else 1) * (copies[1] if copies else 1)
         if product > 1:
-            found.put("dp", product, (parts or copies)[0])  # type: ignore[index]
+            found.put("dp", product, stated[0])
 
 
-def _world(every: Settings) -> None:
+def _known_type(value: Any) -> str:
+    name = str(value).upper()
+    if name not in ("NO", *_SECTIONS.values()) and not name.startswith("MULTI_"):
+        raise NoCounterpart("only NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED and MEGATRON_LM can be translated")
+    return name
+
+
+def _fsdp(every: Settings, kind: Setting) -> None:
+    found = every.found
+    sharding = every.take("fsdp_config.fsdp_sharding_strategy", choice(_FSDP))
+    reshard = every.take("fsdp_config.fsdp_reshard_after_forward", choice({"true": True, "false": False, **_FSDP}))
+    if reshard and isinstance(reshard[1], str):  # version 1 of FSDP has the strategy's name here
+        sharding, reshard = sharding or reshard, None
+    found.choose("strategy", sharding[1] if sharding else "fsdp", (sharding or (kind, ""))[0])
+    if reshard:
+        found.put("strategy.data.reshard_after_forward", reshard[1], reshard[0])
+
+
+def _world(every: Settings, cp: int) -> None:
     """dp from the number of processes, where no section gives it."""
     found = every.found
-    cp = every.move(f"{_PART}cp_size", whole, "cp") or 1
     sp = every.take(f"{_PART}sp_size", whole)  # DeepSpeed's Ulysses
     if sp and sp[1] > 1 and cp == 1:
         found.put("cp", sp[1], sp[0])
         found.put("strategy.context.kind", "ulysses", sp[0])
+    elif sp and sp[1] > 1:
+        found.drop(sp[0], "a sequence is split over cp in one way")
     processes = every.take("num_processes", whole)
     if processes and "dp" not in found.values:
         found.put("world", processes[1], processes[0])

@@ -9,8 +9,10 @@ from parallelrun.exchange.flags.settings import Counterpart, Table, choice, flag
 
 _LOGGING, _SPEED = "parallelrun logs in its own form", "it changes speed, not what is computed"
 
-# The values of arguments.py for what is not given, where they are not ours.
+# The values of arguments.py for what is not given, where they are not ours or where a preset would choose.
 DEFAULTS: Mapping[str, Any] = {
+    "--tensor-model-parallel-size": "1",
+    "--pipeline-model-parallel-size": "1",
     "--hidden-dropout": "0.1",
     "--attention-dropout": "0.1",
     "--lr-decay-style": "linear",
@@ -35,17 +37,30 @@ YARN = {  # by the arguments for frequencies under latent attention, whose defau
     "--beta-fast": "model.rope_beta_fast",
     "--beta-slow": "model.rope_beta_slow",
 }
-MOE_DEFAULTS = {"--moe-router-topk": "2", "--moe-aux-loss-coeff": "0", "--moe-layer-freq": "1"}
+FP16_DEFAULTS = {"--initial-loss-scale": str(2**32)}
+GROUPED_DEFAULTS = {"--num-query-groups": "1"}
+DATA_DEFAULTS = {"--split": "969,30,1"}
+REQUIRED = {  # by the arguments without which Megatron-LM does not train, with the key that stays open
+    "--num-layers": "model.layers",
+    "--hidden-size": "model.hidden",
+    "--num-attention-heads": "model.heads",
+    "--seq-length": "model.seq",
+    "--micro-batch-size": "micro_batch",
+    "--lr": "optimizer.lr",
+}
+MOE_DEFAULTS = {
+    "--moe-router-topk": "2",
+    "--moe-router-load-balancing-type": "aux_loss",
+    "--moe-aux-loss-coeff": "0",
+    "--moe-layer-freq": "1",
+}
 
 TABLE: Table = {
     # model
-    "--num-layers": Counterpart("model.layers", whole),
-    "--normalization": Counterpart("model.norm", choice({"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})),
     "--norm-epsilon": Counterpart("model.norm_eps", number),
     "--layernorm-epsilon": Counterpart("model.norm_eps", number),
     "--position-embedding-type": Counterpart("model.position", choice({"learned_absolute": "learned", "rope": "rope"})),
     "--rotary-base": Counterpart("model.rope_theta", number),
-    "--disable-bias-linear": Counterpart("model.bias", lambda value: not flag(value)),
     "--untie-embeddings-and-output-weights": Counterpart("model.tied_embeddings", lambda value: not flag(value)),
     "--init-method-std": Counterpart("model.init_std", number),
     "--hidden-dropout": Counterpart("dropout", number),
@@ -53,7 +68,6 @@ TABLE: Table = {
     # experts
     "--num-experts": Counterpart("model.experts", whole),
     "--moe-router-topk": Counterpart("model.router.top_k", whole),
-    "--moe-aux-loss-coeff": Counterpart("model.router.aux_coefficient", number),
     "--moe-z-loss-coeff": Counterpart("model.router.z_coefficient", number),
     "--moe-router-score-function": Counterpart("model.router.score", choice({"softmax": "softmax",
                                                                             "sigmoid": "sigmoid"})),
@@ -67,15 +81,11 @@ TABLE: Table = {
                                                                                "position": "position"})),
     "--moe-input-jitter-eps": Counterpart("model.router.jitter", number),
     # parallelism
-    "--tensor-model-parallel-size": Counterpart("tp", whole),
-    "--pipeline-model-parallel-size": Counterpart("pp", whole),
     "--expert-model-parallel-size": Counterpart("ep", whole),
-    "--sequence-parallel": Counterpart("strategy.tensor.sequence_parallel", flag),
     "--recompute-granularity": Counterpart("recompute", choice({"full": "full", "selective": "selective"})),
     "--recompute-activations": Counterpart("recompute", lambda value: "selective"),
     "--checkpoint-activations": Counterpart("recompute", lambda value: "full"),
     # training
-    "--micro-batch-size": Counterpart("micro_batch", whole),
     "--lr-decay-style": Counterpart("optimizer.schedule", choice({"constant": "constant", "linear": "linear",
                                                                   "cosine": "cosine"})),
     "--weight-decay": Counterpart("optimizer.weight_decay", number),

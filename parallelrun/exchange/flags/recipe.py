@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 Planned = TypeVar("Planned")
 _WIDTH = 118
 _EXCLUSIVE = (("dp", "world"), ("global_batch", "local_batch"), ("micro_batch", "microbatches"))
+_WORLD = ("world", "dp")
+# What every run is described by: of each of these, one key is from the file, or listed as left open.
+_DESCRIPTION = (_WORLD, ("model",), ("dataset",), ("precision",), ("steps",), ("global_batch", "local_batch"),
+                ("optimizer.lr",), ("optimizer.schedule",))  # fmt: skip
 
 
 def with_overrides(found: Translation, overrides: Mapping[str, Any], groups: Sequence[str]) -> None:
@@ -31,12 +35,37 @@ def with_overrides(found: Translation, overrides: Mapping[str, Any], groups: Seq
 
 
 def lists(found: Translation) -> list[tuple[str, list[str]]]:
-    """(title, lines) of what was translated, of the other runner's defaults, and of what has no counterpart."""
+    """(title, lines) of what was translated, of the other runner's defaults, of what has no counterpart, and of what
+    stays open."""
     kept = [(setting, pair) for setting, pair in found.translated if pair.partition("=")[0] in _held(found)]
     given = [f"{setting.text}: {pair}{_place(setting)}" for setting, pair in kept if setting.where]
     left = [f"{setting.text}: {pair}" for setting, pair in kept if not setting.where]
     dropped = [f"{setting.text}: {why}{_place(setting)}" for setting, why in found.dropped]
-    return [("translated", given), ("left at its default, which is written here", left), ("no counterpart", dropped)]
+    return [
+        ("translated", given),
+        ("left at its default, which is written here", left),
+        ("no counterpart", dropped),
+        ("left open, so that parallelrun's own default applies until you give it", _left_open(found)),
+    ]
+
+
+def _left_open(found: Translation) -> list[str]:
+    """A line for each setting that decides nothing, and for each part of a run's description that the file lacks."""
+    lines, named = [], found.origin.keys() | (found.groups.keys() - {"dataset"})  # whose option only stands in
+    for key, setting, why in found.left_open:
+        named.add(key)
+        if key not in found.given:
+            advice = f": give {key}=" if key else ", and parallelrun has nothing for it"
+            lines.append(f"{setting.text}: {why}{advice}{_place(setting)}")
+    for keys in _DESCRIPTION:
+        if not named & set(keys):
+            lines.append(f"{keys[0]}: the file does not say: give {'= or '.join(keys)}=")
+    return lines
+
+
+def world_is_open(found: Translation) -> bool:
+    """Return whether neither the file nor the user says how many ranks there are."""
+    return not found.origin.keys() & set(_WORLD)
 
 
 def _held(found: Translation) -> set[str]:
@@ -54,11 +83,10 @@ def text(found: Translation, kind: str, shown: str, plan: Plan | None = None) ->
     for title, entries in lists(found)[1:]:
         for entry in [f"{title}:", *(f"  {one}" for one in entries)] if entries else []:
             lines += textwrap.wrap(entry, _WIDTH, initial_indent="# ", subsequent_indent="#     ")
-    if "model" not in found.groups:
-        lines.append("# The file names no model, so that this is the small default; add model= to the command.")
     about: dict[str, Any] = {"source": f"{kind}'s {shown}, by parallelrun import-flags"}
     if plan is not None:
-        about = {"purpose": _purpose(found, plan, kind), "devices": plan.world, **about}
+        devices = {} if world_is_open(found) else {"devices": plan.world}
+        about = {"purpose": _purpose(found, plan, kind), **devices, **about}
     lines.append(_yaml({"about": about}) + "defaults:")
     lines += [f"  - override /{group}: {option}" for group, option in found.groups.items()]
     nested: dict[str, Any] = {}
@@ -71,7 +99,11 @@ def text(found: Translation, kind: str, shown: str, plan: Plan | None = None) ->
 
 
 def _purpose(found: Translation, plan: Plan, kind: str) -> str:
-    degrees = "".join(f" {axis}={size}" for axis, size in plan.degrees.items() if size > 1)
+    degrees = "".join(
+        f" {axis}={size}"
+        for axis, size in plan.degrees.items()
+        if size > 1 and not (axis == "dp" and world_is_open(found))
+    )
     return f"{found.groups.get('model', 'the default model')} by {plan.preset}{degrees}, as {kind} runs it."
 
 

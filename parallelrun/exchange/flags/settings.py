@@ -38,7 +38,15 @@ class Counterpart:
     convert: Callable[[Any], Any]
 
 
-Rule = Counterpart | str  # a text says why there is no counterpart
+@dataclass(frozen=True)
+class Same:
+    """A setting that changes nothing if it has this value, and has no counterpart otherwise: why."""
+
+    value: Any
+    why: str
+
+
+Rule = Counterpart | Same | str  # a text says why there is no counterpart
 Table = Mapping[str, Rule]
 
 
@@ -47,7 +55,8 @@ class Translation:
     """The recipe's values by dotted key, and what became of every setting.
 
     groups: options of groups (`model: llama3_8b`). origin: the setting that each value comes from. given: keys that the
-    user has set beside the file. needed: what to say of a group if the user has not chosen its option.
+    user has set beside the file. needed: what to say of a group if the user has not chosen its option. left_open:
+    (a key, the setting that does not decide it, why).
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +67,7 @@ class Translation:
     problems: list[Problem] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
     needed: dict[str, Problem] = field(default_factory=dict)
+    left_open: list[tuple[str, Setting, str]] = field(default_factory=list)
 
     def put(self, key: str, value: Any, setting: Setting) -> None:
         """Set a key of the recipe because of a setting."""
@@ -71,6 +81,10 @@ class Translation:
         self.groups[group] = option
         self.origin[group] = setting
         self.translated.append((setting, f"{group}={option}"))
+
+    def leave_open(self, key: str, setting: Setting, why: str) -> None:
+        """List a setting that leaves a key of ours to be given beside the file; key: empty if we have none for it."""
+        self.left_open.append((key, setting, why))
 
     def track(self, tracker: str, setting: Setting) -> None:
         """Track the run by one more tracker."""
@@ -86,12 +100,25 @@ class Translation:
 
 
 class Settings:
-    """The settings of a file by name, of which each is taken once: what is left at the end is unknown to us."""
+    """The settings of a file by name, of which each is taken once: what is left at the end is unknown to us.
 
-    def __init__(self, settings: Iterable[Setting], defaults: Mapping[str, Any], found: Translation):
+    keys: by setting, the key that its value `auto` leaves open; such a setting has no default either.
+    """
+
+    def __init__(
+        self,
+        settings: Iterable[Setting],
+        defaults: Mapping[str, Any],
+        found: Translation,
+        keys: Mapping[str, str] | None = None,
+    ):
         self._left = {setting.name: setting for setting in settings}
         self.names = frozenset(self._left)
-        self._defaults, self.found = defaults, found
+        self._defaults, self.found = dict(defaults), found
+        for name in [name for name, setting in self._left.items() if keys is not None and setting.value == "auto"]:
+            self._defaults.pop(name, None)
+            found.leave_open((keys or {}).get(name, ""), self._left.pop(name), "set by the Trainer")
+        self.autos = self.names - self._left.keys()
 
     def take(
         self, name: str, convert: Callable[[Any], Any], may_be_unknown: bool = False
@@ -146,10 +173,12 @@ class Settings:
             if isinstance(rule, Counterpart):
                 if taken := self.take(name, rule.convert):
                     self.found.put(rule.key, taken[1], taken[0])
+            elif isinstance(rule, Same):
+                self.take(name, only(rule.value, rule.why))
             elif name in self._left:
                 self.found.drop(self._left.pop(name), rule)
         for setting in self._left.values():
-            if setting.value is not None and setting.value != "auto":
+            if setting.value is not None:
                 outside = setting.name.startswith("$")
                 self.found.drop(setting, "it is set outside the file" if outside else "not known here")
 

@@ -61,8 +61,13 @@ DEFAULTS: Mapping[str, Any] = {
     "parallelism.data_parallel_replicate_degree": 1,
     "parallelism.data_parallel_shard_degree": -1,
     "parallelism.pipeline_parallel_microbatch_size": 1,
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_schedule": "1F1B",
     "activation_checkpoint.mode": "selective",
+    "validation.enable": False,
 }
+_VALIDATION = {"validation.freq": 10, "validation.steps": -1}  # read where validation is on
 TABLE: Table = {
     "training.seq_len": Counterpart("model.seq", whole),
     "training.max_norm": Counterpart("optimizer.clip", number),
@@ -75,17 +80,12 @@ TABLE: Table = {
     "lr_scheduler.warmup_steps": Counterpart("optimizer.warmup", whole),
     "lr_scheduler.decay_type": Counterpart("optimizer.schedule", choice({"linear": "linear", "cosine": "cosine"})),
     "lr_scheduler.min_lr_factor": Counterpart("optimizer.min_lr_ratio", number),
-    "parallelism.tensor_parallel_degree": Counterpart("tp", whole),
-    "parallelism.pipeline_parallel_degree": Counterpart("pp", whole),
     "parallelism.expert_parallel_degree": Counterpart("ep", whole),
     "activation_checkpoint.mode": Counterpart("recompute", choice({"none": "none", "selective": "selective",
                                                                    "full": "full"})),
     "checkpoint.keep_latest_k": Counterpart("checkpoint.keep", whole),
-    "validation.freq": Counterpart("eval.every", whole),
-    "validation.steps": Counterpart("eval.batches", whole),
     # no counterpart
     "lr_scheduler.decay_ratio": "the learning rate decays from the end of the warm-up",
-    "training.dataset": "datasets are not downloaded: give dataset= and path=",
     "training.dataset_path": "the dataset's name says how it is read: give dataset= and path=",
     "training.enable_cpu_offload": "nothing is offloaded to the host",
     "parallelism.enable_async_tensor_parallel": _SPEED,
@@ -201,6 +201,10 @@ def translate(settings: Sequence[Setting]) -> Translation:
     _model(every)
     _precision_and_optimizer(every)
     _parallelism(every)
+    _validation(every)
+    dataset = every.take("training.dataset", text)
+    if dataset:
+        found.leave_open("dataset", dataset[0], "datasets are not downloaded")
     if every.value("checkpoint.enable", flag) or (every.value("checkpoint.interval", whole) and not every.names & {
             "checkpoint.enable"}):  # fmt: skip
         _checkpoint(every, settings)
@@ -209,6 +213,23 @@ def translate(settings: Sequence[Setting]) -> Translation:
     every.translate(TABLE)
     found.groups.setdefault("dataset", "synthetic")
     return found
+
+
+def _validation(every: Settings) -> None:
+    """Evaluation, which torchtitan leaves out unless it is asked for."""
+    found = every.found
+    asked = every.take("validation.enable", flag)
+    periods = [every.take(name, whole) or (Setting(name, value), value) for name, value in _VALIDATION.items()]
+    if not asked or not asked[1]:
+        found.put("eval.every", 0, asked[0] if asked else Setting("validation.enable", False))
+        for period in [setting for setting, _ in periods if setting.where]:
+            found.drop(period, "validation.enable is off")
+        return
+    found.put("eval.every", periods[0][1], periods[0][0])
+    if periods[1][1] > 0:
+        found.put("eval.batches", periods[1][1], periods[1][0])
+    else:
+        found.leave_open("eval.batches", periods[1][0], "all of the validation set")
 
 
 def _checkpoint(every: Settings, settings: Sequence[Setting]) -> None:
@@ -220,6 +241,8 @@ def _checkpoint(every: Settings, settings: Sequence[Setting]) -> None:
 def _model(every: Settings) -> None:
     found = every.found
     name, flavor = every.take("model.name", text), every.take("model.flavor", text)
+    if name and not flavor:
+        flavor = Setting("model.flavor", "debugmodel"), "debugmodel"  # torchtitan's default
     if not flavor:
         return
     key = (name[1] if name else "llama3", flavor[1])
@@ -259,9 +282,10 @@ def _parallelism(every: Settings) -> None:
     reshard = choice({"default": None, "always": True, "never": False})
     if (policy := every.take("parallelism.fsdp_reshard_after_forward", reshard)) and policy[1] is not None:
         found.put("strategy.data.reshard_after_forward", policy[1], policy[0])
-    if (tp := every.take("parallelism.tensor_parallel_degree", whole)) and tp[1] > 1:
+    if tp := every.take("parallelism.tensor_parallel_degree", whole):
         found.put("tp", tp[1], tp[0])
-        found.put("strategy.tensor.sequence_parallel", True, tp[0])
+        if tp[1] > 1:
+            found.put("strategy.tensor.sequence_parallel", True, tp[0])
     pp = every.move("parallelism.pipeline_parallel_degree", whole, "pp") or 1
     schedule = every.take("parallelism.pipeline_parallel_schedule", choice(_SCHEDULES))
     if pp > 1 and schedule:
@@ -272,6 +296,9 @@ def _parallelism(every: Settings) -> None:
     elif local:
         found.put("local_batch", local[1], local[0])
     micro = every.take("parallelism.pipeline_parallel_microbatch_size", whole)
+    for unread in (schedule, micro):
+        if unread and unread[0].where and pp == 1:
+            found.drop(unread[0], "it means nothing with pp=1")
     if pp > 1 and micro:
         found.put("micro_batch", micro[1], micro[0])
     elif pp == 1 and local:

@@ -25,7 +25,7 @@ class Bert(Family):
     skipped = r"(bert\.)?(pooler|embeddings\.position_ids|cls\.seq_relationship).*|cls\.predictions\.decoder\..*"
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        allowed = {"bias": (True,), "kv_heads": (None, config.model.heads)}
+        allowed = {"bias": (True,), "norm_bias": (None, True), "kv_heads": (None, config.model.heads)}
         return options(config, self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:

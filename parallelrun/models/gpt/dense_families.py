@@ -24,7 +24,7 @@ class Gpt2(Family):
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
-                   "bias": (True,), "head_bias": (False,), "experts": (0,),
+                   "bias": (True,), "norm_bias": (None, True), "head_bias": (False,), "experts": (0,),
                    "kv_heads": (None, config.model.heads)}  # fmt: skip
         return options(config, self.architecture, allowed)
 

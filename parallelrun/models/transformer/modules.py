@@ -41,7 +41,7 @@ class LayerFactory:
         return layers.ColumnLinear(in_features, {"": self.model.heads * head_dim}, False, self.dtype)
 
     def norm(self, features: int | None = None) -> layers.HiddenNorm:
-        size, bias = features or self.model.hidden, self.model.bias and self.model.norm == "layernorm"
+        size, bias = features or self.model.hidden, sizes.norms_have_bias(self.model)
         return layers.HiddenNorm(self.model.norm, size, self.model.norm_eps, bias, self.dtype)
 
     def dropout(self, site: str) -> HashDropout:

@@ -12,7 +12,7 @@ from parallelrun.model_spec.attention import LatentSpec
 from parallelrun.models.transformer import latent_spec
 
 TEXT_KEYS = frozenset({
-    "layers", "hidden", "ffn", "vocab", "seq", "norm", "norm_eps", "activation", "bias", "tied_embeddings",
+    "layers", "hidden", "ffn", "vocab", "seq", "norm", "norm_eps", "activation", "bias", "norm_bias", "tied_embeddings",
     "head_bias", "init_std", "label_smoothing", "dropout",
 })  # fmt: skip  # of every model of tokens
 ATTENTION_KEYS = frozenset({
@@ -113,10 +113,15 @@ def linear_layer(
     return LayerSpec(name, role, in_features, out_features, parameters)
 
 
+def norms_have_bias(model: ModelConfig) -> bool:
+    """RMSNorm has no bias; LayerNorm has one when the model has biases, unless model.norm_bias says otherwise."""
+    return model.norm == "layernorm" and (model.bias if model.norm_bias is None else model.norm_bias)
+
+
 def norm_layer(name: str, model: ModelConfig, features: int | None = None) -> LayerSpec:
-    """A norm over hidden, or other features. RMSNorm has no bias; LayerNorm has one when the model has biases."""
-    size, bias = features or model.hidden, model.bias and model.norm == "layernorm"
-    parameters = weight_and_bias(name, (size,), Initialiser("ones"), "norm", bias)
+    """A norm over hidden, or other features."""
+    size = features or model.hidden
+    parameters = weight_and_bias(name, (size,), Initialiser("ones"), "norm", norms_have_bias(model))
     return LayerSpec(name, "norm", size, size, parameters)
 
 

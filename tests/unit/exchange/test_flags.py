@@ -14,7 +14,7 @@ from parallelrun.config.keys import known_keys
 from parallelrun.exchange.flags import accelerate, deepspeed, megatron, sources, torchtitan
 from parallelrun.exchange.flags.settings import Counterpart
 from parallelrun.exchange.flags.shell import commands
-from tests.other_runners import ACCELERATE, DEEPSPEED, PYTHON, SCRIPT, TOML
+from tests.other_runners import ACCELERATE, DEEPSPEED, PYTHON, SCRIPT, TOML, dropped, translated
 
 VALUES = {
     "model.layers": 8, "model.hidden": 64, "model.heads": 4, "model.kv_heads": 2, "model.seq": 32,
@@ -26,15 +26,6 @@ VALUES = {
     "strategy.tensor.sequence_parallel": True, "seed": 1234, "eval.every": 1000, "eval.batches": 100,
     "tracker.use": ["tensorboard"],
 }  # fmt: skip
-
-
-def translated(path: Path, text: str, function: str | None = None):
-    path.write_text(text)
-    return sources.of_file(path, function).translate()
-
-
-def dropped(found) -> dict[str, str]:
-    return {setting.name: setting.where.rpartition(":")[2] for setting, _ in found.dropped}
 
 
 def test_every_key_of_the_tables_is_one_of_ours():
@@ -120,11 +111,14 @@ def test_deepspeed(tmp_path):
     found = translated(tmp_path / "ds.json", json.dumps(DEEPSPEED, indent="\t"))
     assert found.values == {
         "precision.loss_scale": 4096.0, "optimizer.betas": [0.9, 0.95], "optimizer.schedule": "linear", "tp": 2,
-        "optimizer.min_lr_ratio": 0, "optimizer.lr": 1e-4, "optimizer.warmup": 10, "steps": 100, "micro_batch": 4,
+        "optimizer.min_lr_ratio": 0, "optimizer.lr": 1e-3, "optimizer.warmup": 10, "steps": 100, "micro_batch": 4,
         "global_batch": 64, "optimizer.clip": 0,
     }  # fmt: skip
     assert found.groups == {"precision": "fp16", "strategy": "fsdp", "optimizer": "adamw"}
-    assert dropped(found) == {"zero_optimization.offload_optimizer.device": "7"}
+    # WarmupDecayLR sets a rate of its own, 0.001 by default, and warms up with the logarithm
+    assert dropped(found) == {"zero_optimization.offload_optimizer.device": "7", "optimizer.params.lr": "13",
+                              "scheduler.params.warmup_type": ""}  # fmt: skip
+    assert [setting.name for _, setting, _ in found.left_open] == ["optimizer.params.weight_decay"]
     found = translated(tmp_path / "ds.json", json.dumps({**DEEPSPEED, "gradient_clipping": "auto"}))
     assert "optimizer.clip" not in found.values
 

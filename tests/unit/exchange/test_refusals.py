@@ -44,6 +44,8 @@ def change(folder: Path, **fields: object) -> None:
         ("GPT2LMHeadModel", {"model.head_bias": True}, "model.head_bias=True: GPT2LMHeadModel of transformers has"),
         ("LlamaForCausalLM", {"model.head_bias": True}, "model.head_bias=True: LlamaForCausalLM"),
         ("BertForMaskedLM", {"model.bias": False}, "model.bias=False: BertForMaskedLM"),
+        ("BertForMaskedLM", {"model.norm_bias": False}, "model.norm_bias=False: BertForMaskedLM"),
+        ("GPT2LMHeadModel", {"model.norm_bias": False}, "model.norm_bias=False: GPT2LMHeadModel"),
     ],
 )
 def test_a_model_that_no_class_computes_is_refused(case, changed, said, tmp_path):

@@ -48,6 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotary positions, untied": {"position": "rope", "tied_embeddings": False},
     "rmsnorm and swiglu with biases": {"norm": "rmsnorm", "activation": "swiglu"},
     "layernorm without biases": {"bias": False},
+    "norms alone with biases": {"bias": False, "norm_bias": True},
+    "norms alone without biases": {"norm_bias": False},
     "latent attention with biases": LATENT | {"bias": True},
     "latent attention, queries of x": LATENT | {"q_lora_rank": None},
     # mscale is mscale_all_dim, so that yarn changes scores alone; after so long a training it keeps all frequencies
