@@ -185,7 +185,7 @@ def with_winner(composed: Composed, world: int | None, quiet: bool = False) -> C
         from parallelrun.report.figures import seconds_text
 
         said = f"strategy={config.strategy.name}: {' '.join(best.overrides)}: {seconds_text(best.time.step_s)} a step"
-        print(f"{said} predicted, the fastest of {found.fitting:,} plans", file=sys.stderr)
+        print(f"{said} predicted, the fastest that fits of {found.considered:,} legal plans", file=sys.stderr)
     changed, given = chosen.with_choice(config, composed.given, best)
     return replace(composed, config=changed, given=given)
 

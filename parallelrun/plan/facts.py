@@ -80,6 +80,9 @@ def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
     bound = found.cost.step_s[0] if found.cost.step_s else None
     step_time = found.time.step_s if found.time else bound
     batch = plan.batch.global_batch
+    days = {}
+    if found.training and step_time:
+        days = {"training_days": found.training.steps * step_time / cluster_cost.DAY}
     each: float = found.packing.tokens if found.packing else plan.spec.seq if plan.spec.kind == "tokens" else 0
     return {
         "global_batch": batch,
@@ -92,4 +95,5 @@ def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
         "step_time_is_bound": step_time is not None and found.time is None,
         "tokens_per_s": batch * each / step_time if each and step_time else None,
         "samples_per_s": batch / step_time if step_time else None,
+        **days,
     }

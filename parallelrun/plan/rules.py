@@ -20,7 +20,7 @@ from parallelrun.plan.load import tensor_strategy
 from parallelrun.plan.optimizers import OPTIMIZERS, check_lr_scale
 from parallelrun.precision import TABLE
 from parallelrun.registry import has, names
-from parallelrun.wording import DETAILS, did_you_mean, one_of
+from parallelrun.wording import DETAILS, counted, did_you_mean, one_of
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LARGEST = 2**40  # bound of integers without one in the schema: far more than any machine can hold
@@ -127,11 +127,16 @@ def check_min_world(config: Config, world: int) -> list[Problem]:
 
 
 def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:
-    """Refuse `tokens` for a model that reads none."""
-    if config.tokens is None or spec is None or spec.kind == "tokens":
-        return []
-    what = f"tokens={config.tokens:g}: model={spec.name} reads {spec.kind}, not tokens"
-    return [Problem(what, "tokens", "leave tokens out", kind="undefined")]
+    """Refuse `tokens` for a model that reads none, and a token id outside the vocabulary."""
+    problems: list[Problem] = []
+    if spec is not None and config.tokens is not None and spec.kind != "tokens":
+        what = f"tokens={config.tokens:g}: model={spec.name} reads {spec.kind}, not tokens"
+        problems.append(Problem(what, "tokens", "leave tokens out", kind="undefined"))
+    mask = spec.mask_token if spec is not None else None
+    if spec is not None and mask is not None and not 0 <= mask < spec.vocab:
+        what = f"model.mask_token={mask} is outside the vocabulary of {counted(spec.vocab, 'token id')}"
+        problems.append(Problem(what, "model.mask_token", f"model.vocab={mask + 1}", kind="arithmetic"))
+    return problems
 
 
 def check_devices(config: Config, given: frozenset[str], servers: int) -> list[Problem]:

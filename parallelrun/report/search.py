@@ -106,8 +106,7 @@ def rank_rows(found: Search | None, mine: StepTime, fits: str) -> list[tuple[str
     if found is None:
         return [("rank", Text("no plan that a search tries fits as many devices"))]
     best = found.best[0]
-    at_most = "" if found.is_counted else "at most "
-    time, count = timed(best), f"{at_most}{counted(found.fitting, 'plan')} that fit"
+    time, count = timed(best), f"{counted(found.fitting, 'plan')} that {_may(found)}fit"
     if fits == "yes" and mine.step_s <= time.step_s:
         return [("rank", Text(f"the fastest of {count}"))]
     behind = f"{mine.step_s / time.step_s:.2f} times the fastest"
@@ -148,8 +147,12 @@ def _searched(found: Search, config: Config) -> str:
     text = f"{counted(found.considered, 'legal plan')} of {sizes} a step in {config.precision.name}"
     if not config.cluster.memory_gb:
         return text
-    at_most = "" if found.is_counted else "at most "
-    return f"{text}; {at_most}{found.fitting:,} of them fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
+    return f"{text}; {found.fitting:,} of them {_may(found)}fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
+
+
+def _may(found: Search) -> str:
+    """Before `fit`: in a large space, plans are counted by lower bounds of their memory, and some need more."""
+    return "" if found.is_counted else "may "
 
 
 def _verdict(found: Search) -> str:

@@ -40,6 +40,7 @@ _COLUMNS_OF_PLANS = (
     ("step_time_predicted_s", "step time"),
     ("tokens_per_s", "tokens/s"),
     ("samples_per_s", "samples/s"),
+    ("training_days", "days"),
     ("bubble_predicted", "bubble"),
     ("wire_bytes_per_step", "sent a step"),
 )
@@ -146,7 +147,7 @@ def _table(rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
 
 def _is_bound(row: dict[str, Any], key: str) -> bool:
     """Whether a figure follows from a bound on the step time instead of a prediction."""
-    return bool(row.get("step_time_is_bound")) and key.endswith("_s")
+    return bool(row.get("step_time_is_bound")) and key.endswith(("_s", "_days"))
 
 
 def _degrees(row: dict[str, Any]) -> str:
@@ -164,6 +165,8 @@ def _cell_text(key: str, value: Any) -> str:
         return value or ""
     if key in ("efficiency", "bubble_predicted"):
         return f"{value:.0%}"
+    if key == "training_days":
+        return digits(value)
     if key in ("tokens_per_s", "samples_per_s"):
         return f"{value:,.0f}" if value >= 100 else digits(value)
     if key.endswith("_s"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -189,6 +190,22 @@ def test_a_planned_point_has_the_predicted_time_not_the_bound_at_the_peak_rate(l
     assert predicted["memory"]["heaviest_gib"] == predicted["memory_bytes"] / 2**30
     assert bound["time"] is None and bound["step_time_is_bound"]
     assert bound["step_time_predicted_s"] == bound["cost"]["compute_s"] + bound["cost"]["communication_s"]
+
+
+def test_plans_of_a_number_of_tokens_have_their_days(launcher, capsys):
+    line = ["plan", "-m", "strategy=ddp", "dp=8", "cluster=a100_dgx,ethernet_25g", "tokens=1e9", "global_batch=48"]
+    assert program.main([*line, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    for point in points:
+        steps = point["training"]["steps"]
+        assert steps == math.ceil(1e9 / (48 * 64))
+        assert point["training_days"] == pytest.approx(steps * point["step_time_predicted_s"] / 86400)
+    assert program.main(line) == 0
+    _, head, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "days" in head.split() and f"{points[0]['training_days']:.3g} " in first
+    assert f"{points[1]['training_days']:.3g}* " in second  # of a bound
+    assert program.main([word for word in line if "tokens" not in word]) == 0
+    assert "days" not in capsys.readouterr().out
 
 
 def test_all_done_is_0_and_none_legal_is_2(launcher):

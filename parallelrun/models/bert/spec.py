@@ -47,13 +47,11 @@ def _room_for_mask(config: Config) -> list[Problem]:
     asked, mask, dataset = config.model.vocab, config.model.mask_token, definitions.dataset(config)
     if mask is not None:
         known = dataset.vocab_size(config)
-        if asked is not None and mask >= asked:
-            what = f"model.mask_token={mask} is outside model.vocab={asked}"
-            return [Problem(what, "model.mask_token", f"model.mask_token={asked - 1}", kind="arithmetic")]
         made = dataset.tokenizer(config)
         if made and made.is_bytes and known is not None and mask < known:
             what = f"model.mask_token={mask} is the id of a byte of dataset {config.dataset.name}"
-            return [Problem(what, "model.mask_token", f"model.mask_token={known}", kind="arithmetic")]
+            fix = f"model.mask_token={known}" if asked is not None and asked > known else "leave model.mask_token out"
+            return [Problem(what, "model.mask_token", fix, kind="arithmetic")]
         return []
     if asked is None or dataset.vocab_follows_model:
         return []

@@ -7,8 +7,11 @@ import pickle
 import time
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from parallelrun.cli.main import main
+from parallelrun.config.overrides import read
+from parallelrun.config.sweeps import num_points
 
 RECIPES = {
     "gpt_small": "model:\n  layers: 3\n",
@@ -92,3 +95,13 @@ def test_no_pickle_is_read(words, recipes, capsys):
     assert main(words) == 2
     assert "so none is read" in capsys.readouterr().err
     assert not (recipes / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "value", ["5,0,-1", "5,0,-2", "6,0,-2", "0,5,-1", "-3,3", "-3,0,2", "-1,-8,-3", "0,1,0.3", "1,-1,-0.25", "4,4"]
+)
+def test_the_points_of_a_range_are_those_that_hydra_lists(value):
+    """Also of one that falls: Hydra's own list of the values is the truth."""
+    parsed = OverridesParser.create().parse_override(f"tp=range({value})")
+    overrides, problems = read([f"tp=range({value})"], True, "here")
+    assert not problems and num_points(overrides) == len(list(parsed.sweep_iterator()))

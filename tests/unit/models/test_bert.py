@@ -92,10 +92,20 @@ def test_the_mask_token_needs_an_id_of_its_own() -> None:
     config.model.mask_token = 255
     with pytest.raises(ConfigError, match=r"model\.mask_token=255 is the id of a byte") as caught:
         spec.MODEL.make(config, 256)
-    assert caught.value.problems[0].suggestion == "model.mask_token=256"
-    config.model.vocab, config.model.mask_token = 300, 300
-    with pytest.raises(ConfigError, match=r"model\.mask_token=300 is outside model\.vocab=300"):
+    assert caught.value.problems[0].suggestion == "leave model.mask_token out"
+    config.model.vocab = 300
+    with pytest.raises(ConfigError, match=r"model\.mask_token=255 is the id of a byte") as caught:
         spec.MODEL.make(config, 256)
+    assert caught.value.problems[0].suggestion == "model.mask_token=256"
+
+
+@pytest.mark.parametrize(("mask", "vocab"), [(99_999, None), (256, None), (300, 300)])
+def test_a_mask_token_outside_the_vocabulary_is_refused(mask: int, vocab: int | None) -> None:
+    data = {"dataset.name": "pystdlib", "dataset.vocab": None, "model.vocab": vocab, "model.mask_token": mask}
+    with pytest.raises(ConfigError, match=f"model.mask_token={mask} is outside the vocabulary") as caught:
+        tiny_plan({**SMALL, **data})
+    assert [problem.suggestion for problem in caught.value.problems] == [f"model.vocab={mask + 1}"]
+    assert tiny_plan({**SMALL, **data, "model.vocab": mask + 1}).spec.mask_token == mask
 
 
 def test_a_mask_token_in_the_middle_is_never_drawn_as_a_random_token() -> None:

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelrun.errors import ConfigError
-from parallelrun.plan.partition import partition
+from parallelrun.model_spec import BlockSpec, ModelSpec
+from parallelrun.plan.partition import cut, partition
 from tests.matrix import examples
-from tests.plans import tiny_plan
+from tests.plans import tiny_config, tiny_plan
 
 
 def every_partition(costs, num_stages):
@@ -56,6 +57,15 @@ def test_uniform_gives_every_stage_as_many_layers():
         ("embedding", "layers.0", "layers.1"),
         ("layers.2", "layers.3", "head"),
     ]
+
+
+def test_uniform_leaves_a_head_of_several_blocks_to_the_last_stage():
+    layers = [BlockSpec(f"layers.{index}", "transformer", (), 1.0) for index in range(4)]
+    ends = [BlockSpec(name, kind, (), 1.0) for name, kind in (("embedding",) * 2, ("norm", "head"), ("head",) * 2)]
+    spec = ModelSpec("x", "tokens", (ends[0], *layers, *ends[1:]), (8,), (8, 4), 8, 4, seq=8)
+    stages, problems = cut(spec, tiny_config(strategy__pipeline__partition="uniform"), 4)
+    assert stages == [("embedding", "layers.0"), ("layers.1",), ("layers.2",), ("layers.3", "norm", "head")]
+    assert not problems
 
 
 def test_uniform_refuses_layers_that_do_not_divide():
