@@ -33,8 +33,9 @@ from parallelrun.train import build as train_build
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import StepResult, train_step
+from parallelrun.verify.checked import checked_config
 from parallelrun.verify.replay import record_replay
-from parallelrun.verify.run import checked_config, judge, plan_trace, reference_trace
+from parallelrun.verify.run import judge, plan_trace, reference_trace
 from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import decisions_are_held, record
 from tests.matrix import FULL

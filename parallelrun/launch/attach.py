@@ -113,7 +113,7 @@ def _lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
             raise EnvironmentProblem(*problems)
         if job.plan.device == "cuda":
             smallest = min(member.gpu_bytes for member in members[: job.plan.num_workers])
-            for note in preflight.check_memory(job.plan, smallest, per_rank=True):
+            for note in preflight.check_memory(job.config, job.plan, smallest, per_rank=True):
                 print(f"note: {note}", file=sys.stderr)
     except EnvironmentProblem as error:
         rendezvous.put(store, "go", {"failed": error.exit_code})

@@ -20,6 +20,7 @@ from parallelrun.plan import prediction, sample_sets
 from parallelrun.plan.rank_classes import rank_classes
 from parallelrun.plan.structure import Plan
 from parallelrun.routing_log import NUMBERS_WRITTEN
+from parallelrun.verify.checked import Needs, checked_config, checked_plan, needs
 from parallelrun.wording import counted, gib
 
 CROWDED = 8  # ranks per core beyond which a run mostly waits
@@ -47,13 +48,13 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
     if plan.device == "cuda":
         # ranks of another launcher may be on other hosts: each reports its GPU when it joins
         smallest = _check_gpus(needed=1 if attached else plan.num_workers)
-        return [] if attached else check_memory(plan, smallest, per_rank=True)
+        return [] if attached else check_memory(config, plan, smallest, per_rank=True)
     if attached:
         one_host = attached.master_addr in ("127.0.0.1", "localhost", "::1")
         return crowding(plan.world, host_cores()) if one_host else []
     notes = emulation.check(config, plan)
     allow_open_files(plan.world)
-    return [*crowding(plan.world, num_cores()), *check_memory(plan, available_bytes(), per_rank=False), *notes]
+    return [*crowding(plan.world, num_cores()), *check_memory(config, plan, available_bytes(), per_rank=False), *notes]
 
 
 def allow_open_files(num_ranks: int) -> None:
@@ -166,27 +167,43 @@ def available_bytes() -> int | None:
         return available
 
 
-def check_memory(plan: Plan, available: int | None, per_rank: bool) -> list[str]:
+def check_memory(config: Config, plan: Plan, available: int | None, per_rank: bool) -> list[str]:
     """Return warnings. Raises EnvironmentProblem if weights, gradients and optimizer state do not fit.
 
     available: bytes of each worker's GPU (per_rank), else of the host for all ranks; None if unknown.
     """
     if available is None:
         return []
+    verified = Needs(0, 0, 0, 0)
+    if config.verb == "verify":
+        config = checked_config(config)
+        plan = checked_plan(config, plan)
+        verified = needs(config, plan)
     rows = [row for row in rank_classes(plan) if not per_rank or plan.role(row[0]) == "worker"]
     peaks = [(prediction.memory(plan, rank), 1 if per_rank else count) for rank, count in rows]
     combine = max if per_rank else sum
     state = combine(count * (memory.weights + memory.gradients + memory.optimizer) for memory, count in peaks)
     total = combine(count * memory.total for memory, count in peaks)
     holder = "a rank needs" if per_rank else f"{counted(plan.world, 'rank')} on this host need"
+    kinds = "for weights, gradients and optimizer"
+    fix = "a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices"
+    if config.verb == "verify":  # the tensors that are compared are in the host's memory
+        least = verified.state + (0 if per_rank else verified.traces)
+        total = max(total, state + (verified.total if per_rank else verified.peak))
+        state, kinds = state + least, f"{kinds}, {gib(least)} of it to compare them with one device"
+        fix = "shrink=true, a smaller model, verify.steps=1 or verify.precision=fp32"
     if state > available:  # certain, because activations come on top
-        what = f"{holder} {gib(state)} for weights, gradients and optimizer, and {gib(available)} are available"
-        fix = "a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices"
+        what = f"{holder} {gib(state)} {kinds}, and {gib(available)} are available"
         command = "parallelrun plan ... (shows the memory of each rank by kind)"
         raise EnvironmentProblem(Problem(what, "memory", fix, command))
+    notes = []
     if total > available:
-        return [f"memory may be too small: {holder} about {gib(total)}, and {gib(available)} are available"]
-    return []
+        notes = [f"memory may be too small: {holder} about {gib(total)}, and {gib(available)} are available"]
+    host = available_bytes() if per_rank else None
+    if host is not None and verified.traces > host:
+        what = f"verify needs {gib(verified.traces)} on the host of rank 0 for the tensors that it compares"
+        raise EnvironmentProblem(Problem(f"{what}, and {gib(host)} are available", "memory", fix))
+    return notes
 
 
 # -- disk

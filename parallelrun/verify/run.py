@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,34 +11,14 @@ from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
 from parallelrun.plan.structure import Plan
-from parallelrun.precision import TABLE
 from parallelrun.records import write_json
 from parallelrun.report import verify as report
 from parallelrun.train.build import Training, build
+from parallelrun.verify.checked import checked_config, checked_plan
 from parallelrun.verify.measure import BOUNDS, compare
 from parallelrun.verify.replay import record_replay
 from parallelrun.verify.single_device import single_device
 from parallelrun.verify.trace import RecordedDecisions, Trace, decisions_are_held, record
-
-
-def checked_config(config: Config) -> Config:
-    """Return the config that is compared: verify's precision, and SGD unless `verify.optimizer=same`.
-
-    SGD has a large learning rate, so that in fp32 too the updates are larger than the rounding of the weights.
-    """
-    optimizer = config.optimizer
-    if config.verify.optimizer != "same":
-        optimizer = replace(optimizer, name="sgd", lr=1.0, momentum=0.0, schedule="constant", warmup=0)
-    precision = replace(config.precision, name=config.verify.precision)
-    return replace(config, optimizer=optimizer, precision=precision, resume=None)
-
-
-def checked_plan(config: Config, plan: Plan) -> Plan:
-    """Return the plan of the checked config. Rare events, such as synchronisations, happen within the checked steps."""
-    data = plan.data.checked(config.verify.steps)
-    plan = replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name, data=data)
-    promised = plan.data.equivalence(plan)
-    return replace(plan, equivalence=promised) if promised.kind == plan.equivalence.kind else plan
 
 
 def plan_trace(config: Config, plan: Plan, training: Training) -> Trace:

@@ -18,7 +18,7 @@ from parallelrun.strategies.data.ps.reference import LogReplay, checked
 from parallelrun.train.build import build
 from parallelrun.train.reader import Reader
 from parallelrun.train.schedules import learning_rate
-from parallelrun.verify.run import checked_config
+from parallelrun.verify.checked import checked_config
 from parallelrun.verify.single_device import single_device as single_device
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
 

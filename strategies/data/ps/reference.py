@@ -24,8 +24,9 @@ from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
 from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import evaluate
+from parallelrun.verify.checked import checked_config, checked_plan
 from parallelrun.verify.replay import weights_of
-from parallelrun.verify.run import checked_config, checked_plan, conclude, judge, reference_trace
+from parallelrun.verify.run import conclude, judge, reference_trace
 from parallelrun.verify.single_device import single_device
 from parallelrun.verify.trace import Trace
 

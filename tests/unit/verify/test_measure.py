@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parallelrun.verify.checked import checked_config
 from parallelrun.verify.measure import compare, tensor_errors
-from parallelrun.verify.run import checked_config, judge
+from parallelrun.verify.run import judge
 from parallelrun.verify.trace import Trace
 from tests.plans import tiny_config, tiny_plan
 
