@@ -46,8 +46,8 @@ _HELP = """parallelrun slurm KEY=VALUE ... nodes=2 gpus_per_node=8 time=04:00:00
 
 Print a batch file of Slurm for a run, to edit and to submit by `sbatch`; --submit submits it at once. The keys are
 those of `parallelrun`, and the plan is checked here. The settings of the job:
-  nodes=1 gpus_per_node=8          one rank for each GPU
-  nodes=1 tasks_per_node=4         ranks on CPUs; cpus_per_task=8: the cores of each
+  nodes=1 gpus_per_node=8          one rank for each GPU; cpus_per_task=8: the cores of each
+  nodes=1 tasks_per_node=4         ranks on CPUs; cpus_per_task=1: the cores of each
   time=04:00:00                    its limit: hours:minutes:seconds, days-hours
   save_s=300                       the ranks save so many seconds before the limit, and the job is queued again
   partition= account= qos= constraint= job_name= output=

@@ -57,7 +57,8 @@ class KubernetesJob(JobOnNodes):
             title=title, written_by=written_by, name=self.job_name, namespace=self.namespace, runtime=self.runtime,
             image=json.dumps(self.image), words=words, nodes=self.nodes, ranks=self.ranks_per_node,
             resources=gpus if self.gpus_per_node else "", token=secrets.token_hex(16), claim=self.claim, mount=MOUNT,
-            preempted=EXIT_PREEMPTED,
+            preempted=EXIT_PREEMPTED, memory=_MEMORY if self.gpus_per_node > 1 else "",
+            memory_mount=_MEMORY_MOUNT if self.gpus_per_node > 1 else "",
         )  # fmt: skip
 
 
@@ -110,10 +111,17 @@ spec:
                         volumes: # the run's directory, which all nodes must see
                           - name: runs
                             persistentVolumeClaim:
-                              claimName: {claim}
+                              claimName: {claim}{memory}
                         containers:
                           - name: node
                             volumeMounts:
                               - name: runs
-                                mountPath: {mount}
+                                mountPath: {mount}{memory_mount}
 """
+_MEMORY = """
+                          - name: shm # NCCL's, between the GPUs of a pod: containers have 64 MiB, too little
+                            emptyDir:
+                              medium: Memory"""
+_MEMORY_MOUNT = """
+                              - name: shm
+                                mountPath: /dev/shm"""

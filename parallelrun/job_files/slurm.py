@@ -18,6 +18,7 @@ from parallelrun.job_files.nodes import JobOnNodes
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED")
 _NAME = re.compile(r"[\w.@%+:/,=-]+")
 _COLUMN = 38
+_CORES_OF_GPU = 8  # nodes of eight GPUs have 96 to 224 cores
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class SlurmJob(JobOnNodes):
         units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)  # without days, one number means minutes
         return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units))
 
+    @property
+    def cores(self) -> int:
+        """As given; else as many as a rank with a GPU needs for its data and its communication, or one of a CPU."""
+        return self.cpus_per_task or (_CORES_OF_GPU if self.gpus_per_node else 1)
+
     def problems(self) -> list[Problem]:
         found = self.problems_of_nodes()
         if 0 < self.gpus_per_node < self.ranks_per_node:
@@ -76,7 +82,7 @@ class SlurmJob(JobOnNodes):
             (f"nodes={self.nodes}", ""),
             (f"ntasks-per-node={self.ranks_per_node}", per_rank),
             (f"gpus-per-node={self.gpus_per_node}" if self.gpus_per_node else "", ""),
-            (f"cpus-per-task={self.cpus_per_task}" if self.cpus_per_task else "", ""),
+            (f"cpus-per-task={self.cores}", "cores of each rank: without it, Slurm gives one"),
             (f"time={self.time}", ""),
             *((f"{name}={getattr(self, name)}" if getattr(self, name) else "", "")
               for name in ("partition", "account", "qos", "constraint")),
@@ -93,9 +99,7 @@ class SlurmJob(JobOnNodes):
 
     def _srun(self, command: Sequence[str], python: str) -> str:
         """The srun command, a line for each part. Since Slurm 22.05, srun does not inherit --cpus-per-task."""
-        parts = ["srun --kill-on-bad-exit=1"]
-        if self.cpus_per_task:
-            parts[0] += f" --cpus-per-task={self.cpus_per_task}"
+        parts = [f"srun --kill-on-bad-exit=1 --cpus-per-task={self.cores}"]
         if self.container:
             mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
             parts.append(f"--container-image={shlex.quote(self.container)} {mounts}")

@@ -33,6 +33,69 @@ def test_all_mistakes_come_at_once_with_what_to_type():
     assert all(problem.suggestion for problem in caught.value.problems)
 
 
+NODES = {
+    "slurm": ("nodes=2", "gpus_per_node=2", "time=10:00"),
+    "k8s": ("nodes=2", "gpus_per_node=2", "image=i", "claim=c"),
+    "sky": ("nodes=2", "gpus_per_node=2", "accelerator=H100", "bucket=my-runs"),
+}
+DEFAULTS = ("fp32, the default", "steps=60, the default", "dataset=pystdlib, the default")
+
+
+@pytest.mark.parametrize("verb", NODES)
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        ((), (True, True, True)),
+        (("cluster=h100_dgx",), (True, True, True)),
+        (("cluster=v100_32gb",), (False, True, True)),  # whose devices know no bf16
+        (("precision=fp32",), (False, True, True)),
+        (("precision=bf16", "steps=60"), (False, False, True)),
+        (("device=cpu", "dataset=pystdlib"), (False, True, False)),
+        (("recipe=./recipe.yaml",), (False, False, False)),
+    ],
+)
+def test_a_job_warns_of_defaults_that_a_queue_is_too_long_for(verb, words, warned, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head = (
+        "# @package _global_\ndefaults:\n  - override /precision: bf16\n  - override /dataset: synthetic\nsteps: 60\n"
+    )
+    (tmp_path / "recipe.yaml").write_text(head)
+    assert main([verb, "model=gpt", "strategy=ddp", "dp=4", *words, *NODES[verb]]) == 0
+    out, err = capsys.readouterr()
+    for text, is_warned in zip(DEFAULTS, warned, strict=True):
+        assert (f"warning: {text}" in err) == is_warned == (f"# warning: {text}" in out), text
+
+
+def test_a_verification_has_no_default_to_warn_of(capsys):
+    assert main(["slurm", "verify", *RUN, *JOB]) == 0
+    assert "warning" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("tp=8", "pp=8", "dp=1", "gpus_per_node=8", "nodes=4"), "nodes=8"),
+        (("dp=64", "global_batch=64", "cluster=h100_dgx", "nodes=4"), "nodes=8"),
+        (("dp=64", "global_batch=64", "tasks_per_node=4", "nodes=4"), "nodes=16"),
+        (("dp=4", "gpus_per_node=2", "nodes=7"), "nodes=2"),
+    ],
+)
+def test_a_plan_of_more_or_fewer_nodes_names_their_number(words, fix, capsys):
+    run = ["slurm", "model=gpt", "time=10:00", *words]
+    with pytest.raises(ConfigError, match=r"the plan has \d+ ranks, and \d nodes of \d have") as caught:
+        slurm.main(run[1:])
+    assert [problem.suggestion for problem in caught.value.problems] == [fix]
+    assert main([word for word in run if not word.startswith("nodes=")] + [fix]) == 0
+
+
+def test_the_gpus_of_a_node_are_those_of_the_named_cluster(capsys):
+    assert main(["slurm", "model=gpt", "strategy=ddp", "cluster=h100_dgx", "nodes=2", "time=10:00"]) == 0
+    text = capsys.readouterr().out
+    assert "--gpus-per-node=8\n" in text and "16 ranks on 2 nodes" in text and "device=cuda" in text
+    with pytest.raises(ConfigError, match="the number of ranks on a node is not known"):
+        slurm.main(["model=gpt", "strategy=ddp", "nodes=2", "time=10:00"])
+
+
 @pytest.mark.parametrize("words", [["plan"], ["-m", "seed=1,2"], ["explain"]])
 def test_only_a_run_becomes_a_job(words):
     with pytest.raises(ConfigError, match="slurm writes the file of one run"):

@@ -34,7 +34,19 @@ def test_a_train_job_has_a_rank_for_each_gpu_and_a_volume_for_the_run(capsys):
     pods = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     pod = pods["template"]["spec"]["template"]["spec"]
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "shared"}
-    assert pod["containers"][0]["volumeMounts"] == [{"name": pod["volumes"][0]["name"], "mountPath": "/runs"}]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts == {"/runs": pod["volumes"][0]["name"], "/dev/shm": pod["volumes"][1]["name"]}
+    assert pod["volumes"][1]["emptyDir"] == {"medium": "Memory"}, "NCCL's, between the GPUs of a pod"
+
+
+def test_only_pods_of_several_gpus_need_memory_between_them(capsys):
+    for words in (("gpus_per_node=1",), ("tasks_per_node=2",)):
+        job = printed(capsys, "k8s", "model=gpt", "dp=2", f"nodes={2 if 'gpus' in words[0] else 1}", *words, *K8S[2:])[
+            1
+        ]
+        pods = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+        pod = pods["template"]["spec"]["template"]["spec"]
+        assert len(pod["volumes"]) == len(pod["containers"][0]["volumeMounts"]) == 1
 
 
 def test_a_job_on_cpus_asks_for_no_gpu(capsys):

@@ -25,7 +25,9 @@ def test_a_rank_for_each_gpu_a_signal_before_the_end_and_another_start():
     found = settings(GPUS)
     assert found["nodes"] == "2" and found["ntasks-per-node"] == found["gpus-per-node"] == "8"
     assert found["signal"] == "B:USR1@300" and "requeue" in found and found["time"] == "04:00:00"
-    assert not {"partition", "account", "qos", "constraint", "cpus-per-task"} & set(found)
+    assert found["cpus-per-task"] == "8", "Slurm gives a task one core by itself"
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=8 " in GPUS.text(COMMAND, "p", "t", "w")
+    assert not {"partition", "account", "qos", "constraint"} & set(found)
 
 
 def test_what_is_given_is_asked_for():
@@ -40,6 +42,7 @@ def test_a_job_on_cpus_asks_for_no_gpu():
     job = SlurmJob(nodes=4, tasks_per_node=2, time="10:00")
     found = settings(job)
     assert (job.num_ranks, found["ntasks-per-node"]) == (8, "2") and "gpus-per-node" not in found
+    assert found["cpus-per-task"] == "1"
 
 
 @pytest.mark.parametrize(

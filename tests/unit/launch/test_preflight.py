@@ -136,7 +136,7 @@ def test_too_few_open_files_are_told_with_the_number_that_is_needed(monkeypatch)
 
 
 def test_verify_is_refused_where_a_run_of_the_plan_fits() -> None:
-    """VGG-16 on 16 GB: a run needs 2 GiB, and verify 15 GiB more for what it compares; a killed process says nothing."""
+    """VGG-16 on 16 GB: a run fits, and verify needs 15 GiB more for what it compares; a killed process says nothing."""
     words = {"model.name": "vgg", "model.preset": "vgg16", "dp": 2, "global_batch": 2, "dataset.name": "synthetic"}
     words |= {"model.vocab": 1000, "model.image": 224, "model.stages": [2, 2, 3, 3, 3], "model.ffn": 4096}
     plan = tiny_plan(words)
