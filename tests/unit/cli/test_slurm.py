@@ -92,8 +92,9 @@ def test_the_gpus_of_a_node_are_those_of_the_named_cluster(capsys):
     assert main(["slurm", "model=gpt", "strategy=ddp", "cluster=h100_dgx", "nodes=2", "time=10:00"]) == 0
     text = capsys.readouterr().out
     assert "--gpus-per-node=8\n" in text and "16 ranks on 2 nodes" in text and "device=cuda" in text
-    with pytest.raises(ConfigError, match="the number of ranks on a node is not known"):
-        slurm.main(["model=gpt", "strategy=ddp", "nodes=2", "time=10:00"])
+    for cluster in ((), ("cluster=h100_dgx", "cluster.cores=64"), ("cluster=h100_dgx", "device=cpu")):
+        with pytest.raises(ConfigError, match="the number of ranks on a node is not known"):
+            slurm.main(["model=gpt", "strategy=ddp", *cluster, "nodes=2", "time=10:00"])
 
 
 @pytest.mark.parametrize("words", [["plan"], ["-m", "seed=1,2"], ["explain"]])

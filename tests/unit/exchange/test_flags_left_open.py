@@ -166,3 +166,20 @@ def test_the_balancing_loss_of_megatron_is_that_of_a_microbatch():
     assert values["model.router.group_samples"] == 4 and values["model.router.aux_coefficient"] == 0.01
     assert "model.router.group_samples" not in megatron_values(f"{words} --moe-router-load-balancing-type seq_aux_loss")
     assert megatron_values(f"{words} --moe-router-load-balancing-type none")["model.router.aux_coefficient"] == 0
+
+
+def test_deepspeed_under_accelerate_has_the_stage_of_its_plugin(tmp_path):
+    found = translated(tmp_path / "a.yaml", "distributed_type: DEEPSPEED\nnum_processes: 2")
+    assert found.groups["strategy"] == "zero2"  # DeepSpeedPlugin.zero_stage
+
+
+def test_the_ranks_of_torchrun_are_those_of_its_own_defaults():
+    launched = "torchrun {} pretrain_gpt.py --tensor-model-parallel-size 2 " + MEGATRON_WORDS
+    for words, dp in (("--nnodes 4", 2), ("--nproc-per-node 8", 4), ("--nnodes 2 --nproc_per_node 8", 8)):
+        assert sources.of_words(launched.format(words).split()).translate().values["dp"] == dp
+
+
+def test_sequence_parallelism_is_dropped_where_megatron_turns_it_off():
+    key = "strategy.tensor.sequence_parallel"
+    assert key not in megatron_values("--sequence-parallel")
+    assert megatron_values("--sequence-parallel --tensor-model-parallel-size 2")[key] is True

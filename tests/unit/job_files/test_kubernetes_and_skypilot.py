@@ -111,3 +111,13 @@ def without_none(value):
     if isinstance(value, dict):
         return {key: without_none(one) for key, one in value.items() if one is not None}
     return [without_none(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", ["x" * 60, "Gpt_3.175B-ptdp-dp6tp8pp64", "--", "a" * 49 + "-b"])
+def test_a_run_s_name_becomes_one_that_the_tools_take(name):
+    for job in (KubernetesJob(1, 1, image="i", claim="c"), SkyPilotJob(bucket="my-runs")):
+        assert job.named(name).problems() == []
+
+
+def test_a_node_without_gpus_has_one_rank_on_skypilot():
+    assert (SkyPilotJob(nodes=3).num_ranks, SkyPilotJob(nodes=3, gpus_per_node=4).num_ranks) == (3, 12)

@@ -113,3 +113,17 @@ def test_every_mistake_is_told_with_what_to_type(changes, where):
 @pytest.mark.parametrize("time", ["30", "30:00", "04:00:00", "2-00", "2-00:30", "1-02:03:04", "UNLIMITED"])
 def test_every_form_of_slurm_s_time_is_taken(time):
     assert replace(GPUS, time=time).problems() == []
+
+
+@pytest.mark.parametrize(("time", "save_s"), [("5", 300), ("10", 900), ("00:00:40", 300)])
+def test_the_seconds_that_are_offered_for_saving_are_taken(time, save_s):
+    (problem,) = replace(GPUS, time=time, save_s=save_s).problems()
+    assert replace(GPUS, time=time, save_s=int(problem.suggestion.removeprefix("save_s="))).problems() == []
+
+
+def test_a_container_s_name_reaches_pyxis_as_it_was_given():
+    image = "registry#team/my image;x:1"
+    lines = replace(GPUS, container=image).text(COMMAND, "p", "t", "w").splitlines()
+    (line,) = [line for line in lines if "--container-image" in line]
+    words = shlex.split(line.removesuffix("\\"))
+    assert words == [f"--container-image={image}", "--container-mounts=$PWD:$PWD", "--container-workdir=$PWD"]

@@ -147,3 +147,15 @@ def test_verify_is_refused_where_a_run_of_the_plan_fits() -> None:
         preflight.check_memory(verified, plan, 16 * 10**9, per_rank=False)
     assert "verify.steps=1" in caught.value.problems[0].suggestion
     assert preflight.check_memory(verified, plan, 10**12, per_rank=False) == []
+
+
+def test_verify_on_gpus_compares_in_the_memory_of_the_host(monkeypatch) -> None:
+    """Between the bytes of the reference's weights and those of all tensors that are compared."""
+    words = {"model.hidden": 64, "device": "cuda", "dp": 2, "global_batch": 2}
+    config, plan = tiny_config({**words, "verb": "verify"}), tiny_plan(words)
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 8 * 3 * plan.spec.num_parameters)
+    with pytest.raises(EnvironmentProblem, match="on the host of rank 0 for the tensors that it compares"):
+        preflight.check_memory(config, plan, 10**12, per_rank=True)
+    assert preflight.check_memory(tiny_config(words), plan, 10**12, per_rank=True) == []
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 8 * 20 * plan.spec.num_parameters)
+    assert preflight.check_memory(config, plan, 10**12, per_rank=True) == []
