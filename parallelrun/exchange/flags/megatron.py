@@ -6,17 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from parallelrun.exchange.flags.megatron_table import (
-    DATA_DEFAULTS,
-    DEFAULTS,
-    FP16_DEFAULTS,
-    GROUPED_DEFAULTS,
-    LATENT_DEFAULTS,
-    MOE_DEFAULTS,
-    REQUIRED,
-    TABLE,
-    YARN,
-)
+from parallelrun.exchange.flags.megatron_table import DEFAULTS, LATENT_DEFAULTS, REQUIRED, TABLE, WITH, YARN
 from parallelrun.exchange.flags.settings import (
     NoCounterpart,
     Setting,
@@ -29,42 +19,12 @@ from parallelrun.exchange.flags.settings import (
     text,
     whole,
 )
-from parallelrun.exchange.flags.shell import ShellWord, commands
 
 _DTYPE_OF = {"--bf16": "bf16", "--fp16": "fp16"}
 _SHARDED = {"no_shard": "ddp", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}
 _VOCABS = {"GPT2BPETokenizer": 50257}  # other tokenizers say it in files
-_ARGUMENTS = re.compile(r"\$\{?\w*(ARG|OPT|FLAG|PARAM)\w*(\[[@*]\])?\}?|\$\{\w+\[[@*]\]\}", re.IGNORECASE)
 _LATENT = "--multi-latent-attention"
-_LAUNCHER = ("--nproc_per_node", "--nproc-per-node", "--nnodes")
-
-
-def of_script(script: str, file: str) -> list[Setting] | None:
-    """The settings of the command in a script that has most of them; None if it has no command with flags."""
-    found = max(commands(script), key=lambda words: sum(word.text.startswith("--") for word in words), default=[])
-    return of_words(found, file) if any(word.text.startswith("--") for word in found) else None
-
-
-def of_words(words: Sequence[ShellWord], file: str) -> list[Setting]:
-    """The settings of a command line: the launcher's before the program, the program's after it."""
-    program = next((index for index, word in enumerate(words) if word.text.endswith(".py")), -1)
-    settings: dict[str, Setting] = {}
-    for index, word in enumerate(words):
-        if not word.text.startswith("--"):
-            continue
-        name, equals, value = word.text.partition("=")
-        values = [value] if equals else []
-        for following in words[index + 1 :]:
-            if following.text.startswith("--") or following.text.endswith(".py"):
-                break
-            if _ARGUMENTS.fullmatch(following.text):
-                settings[following.text] = Setting(following.text, True, f"{file}:{following.line}")
-            else:
-                values.append(following.text)
-        if index > program or name in _LAUNCHER:
-            where = f"{file}:{word.line}" if word.line else file
-            settings[name] = Setting(name, values if len(values) > 1 else values[0] if values else True, where)
-    return list(settings.values())
+LAUNCHER = ("--nproc_per_node", "--nproc-per-node", "--nnodes")
 
 
 def translate(settings: Sequence[Setting]) -> Translation:
@@ -72,10 +32,8 @@ def translate(settings: Sequence[Setting]) -> Translation:
     found = Translation()
     names = {setting.name for setting in settings}
     defaults = dict(DEFAULTS)
-    for argument, more in (("--num-experts", MOE_DEFAULTS), ("--fp16", FP16_DEFAULTS), ("--data-path", DATA_DEFAULTS),
-                           ("--group-query-attention", GROUPED_DEFAULTS),
-                           (_LATENT, {name: value for name, (value, _) in LATENT_DEFAULTS.items()})):  # fmt: skip
-        defaults |= more if argument in names else {}
+    for argument in names & WITH.keys():
+        defaults |= WITH[argument]
     every = Settings(settings, defaults, found)
     for name in [name for name in REQUIRED if name not in names]:
         found.leave_open(REQUIRED[name], Setting(name, "not given"), "Megatron-LM needs it")
@@ -307,7 +265,7 @@ def _data_parallel(every: Settings, tp: int, pp: int) -> None:
     found = every.found
     cp = every.move("--context-parallel-size", whole, "cp") or 1
     model_ranks, of = tp * pp * cp, "tp x pp" if cp == 1 else "tp x pp x cp"
-    per_node = [every.take(name, whole) for name in _LAUNCHER[:2]]
+    per_node = [every.take(name, whole) for name in LAUNCHER[:2]]
     nodes, here = every.take("--nnodes", whole), per_node[0] or per_node[1]
     if counted := here or nodes:
         world = (here[1] if here else 1) * (nodes[1] if nodes else 1)  # torchrun's own defaults

@@ -37,9 +37,6 @@ YARN = {  # by the arguments for frequencies under latent attention, whose defau
     "--beta-fast": "model.rope_beta_fast",
     "--beta-slow": "model.rope_beta_slow",
 }
-FP16_DEFAULTS = {"--initial-loss-scale": str(2**32)}
-GROUPED_DEFAULTS = {"--num-query-groups": "1"}
-DATA_DEFAULTS = {"--split": "969,30,1"}
 REQUIRED = {  # by the arguments without which Megatron-LM does not train, with the key that stays open
     "--num-layers": "model.layers",
     "--hidden-size": "model.hidden",
@@ -48,11 +45,17 @@ REQUIRED = {  # by the arguments without which Megatron-LM does not train, with 
     "--micro-batch-size": "micro_batch",
     "--lr": "optimizer.lr",
 }
-MOE_DEFAULTS = {
-    "--moe-router-topk": "2",
-    "--moe-router-load-balancing-type": "aux_loss",
-    "--moe-aux-loss-coeff": "0",
-    "--moe-layer-freq": "1",
+WITH: Mapping[str, Mapping[str, Any]] = {  # more defaults, by the argument that makes them count
+    "--num-experts": {
+        "--moe-router-topk": "2",
+        "--moe-router-load-balancing-type": "aux_loss",
+        "--moe-aux-loss-coeff": "0",
+        "--moe-layer-freq": "1",
+    },
+    "--fp16": {"--initial-loss-scale": str(2**32)},
+    "--data-path": {"--split": "969,30,1"},
+    "--group-query-attention": {"--num-query-groups": "1"},
+    "--multi-latent-attention": {name: value for name, (value, _) in LATENT_DEFAULTS.items()},
 }
 
 TABLE: Table = {

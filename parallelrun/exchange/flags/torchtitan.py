@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.errors import ConfigError, Problem
 from parallelrun.exchange.flags.settings import (
     Counterpart,
     Setting,
@@ -35,7 +34,7 @@ _SCHEDULES = {
     "ZBVZeroBubble": "zbv",
 }
 _SPEED, _LOGGING = "it changes speed, not what is computed", "parallelrun logs in its own form"
-_SPELLINGS = {  # of older versions, and of the Python configs
+SPELLINGS = {  # of older versions, and of the Python configs
     "training.batch_size": "training.local_batch_size",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
@@ -108,43 +107,6 @@ TABLE: Table = {
 }  # fmt: skip
 
 
-def of_toml(source: str, file: str) -> list[Setting]:
-    """The settings of a TOML file, as `section.key`. Raises ConfigError with its line if it is not TOML."""
-    try:
-        import tomllib
-    except ImportError as error:
-        what = "reading TOML needs Python 3.11"
-        raise EnvironmentProblem(Problem(what, file)) from error
-    try:
-        content = tomllib.loads(source)
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"line (\d+)", str(error))
-        raise ConfigError(Problem(f"not TOML: {error}", f"{file}:{line[1]}" if line else file)) from error
-    lines = _lines_of_toml(source)
-    return [
-        Setting(_SPELLINGS.get(name, name), value, f"{file}:{lines[name]}" if name in lines else file)
-        for name, value in _flat(content, "")
-    ]
-
-
-def _flat(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _lines_of_toml(source: str) -> dict[str, int]:
-    section, found = "", {}
-    for line, content in enumerate(source.splitlines(), 1):
-        if head := re.match(r"\s*\[+([^\]]+)\]", content):
-            section = f"{head[1].strip()}."
-        elif key := re.match(r"\s*([\w.\-]+)\s*=", content):
-            found[f"{section}{key[1]}"] = line
-    return found
-
-
 def of_python(source: str, file: str, name: str | None) -> list[Setting]:
     """The settings in the `return ...Config(...)` of the function `name`, which may be left out if there is one.
 
@@ -184,7 +146,7 @@ def _returned(function: ast.FunctionDef) -> ast.Call | None:
 
 
 def _setting(name: str, value: ast.expr, file: str) -> Setting:
-    return Setting(_SPELLINGS.get(name, name), _literal(value), f"{file}:{value.lineno}")
+    return Setting(SPELLINGS.get(name, name), _literal(value), f"{file}:{value.lineno}")
 
 
 def _literal(value: ast.expr) -> Any:
