@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 STRATEGIES = {
+    "data.naive_ddp": "parallelrun.strategies.data.naive_ddp",
     "data.ddp": "parallelrun.strategies.data.ddp",
     "data.zero1": "parallelrun.strategies.data.zero1",
     "data.zero2": "parallelrun.strategies.data.zero2",

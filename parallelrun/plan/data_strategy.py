@@ -72,6 +72,7 @@ class DataStrategy(AxisStrategy):
     takes_experts: ClassVar[bool] = False  # experts may be distributed over its ranks (ep > 1)
     takes_context: ClassVar[bool] = False  # gradients may be summed over the ranks of a sequence, too (cp > 1)
     has_servers: ClassVar[bool] = False  # some ranks are no workers
+    overlaps_backward: ClassVar[bool] = True  # gradients are exchanged while backward computes the next ones
     kept_states: ClassVar[int] = 0  # tensors of state per weight beside the optimizer's
 
     shard: int = 1

@@ -20,6 +20,7 @@ from tests.plans import tiny_config
 from tests.pool import run_ranks
 from tests.ranks.data_body import SETTING, Outcome, assemble, run, run_with_evaluation, start
 
+NAIVE = {"strategy.data.kind": "naive_ddp"}
 ZERO1 = {"strategy.data.kind": "zero1"}
 ZERO2 = {"strategy.data.kind": "zero2"}
 FSDP = {"strategy.data.kind": "fsdp"}
@@ -33,6 +34,9 @@ PIPELINE = {"pp": 2, "microbatches": 4}
 ADAGRAD = {"optimizer.name": "adagrad", "optimizer.eps": 1e-2}
 # What `test_parity.py` does not run: its cells have one bucket, two microbatches, even shards and a tied weight.
 CELLS: dict[str, dict[str, Any]] = {
+    "naive ddp, accumulation": {"dp": 4, "microbatches": 2, **NAIVE},
+    "naive ddp x pp x tp: a tied weight in two stages": {"dp": 2, "tp": 2, **PIPELINE, **NAIVE, **SEQUENCE},
+    "naive ddp, backward in two halves": {"dp": 2, **PIPELINE, **NAIVE, "strategy.pipeline.kind": "zero_bubble"},
     "ddp, accumulation": {"dp": 2, "microbatches": 4},
     "ddp, many buckets": {"dp": 4, "microbatches": 1, **SMALL_BUCKETS},
     "ddp x pp: a tied weight in two stages": {"dp": 2, **PIPELINE},
@@ -148,6 +152,28 @@ def test_bf16_gradients_are_those_of_every_other_way_bit_for_bit(norm):
     assert all(torch.equal(zero1[name], ddp[name]) and torch.equal(fsdp[name], ddp[name]) for name in ddp)
 
 
+def forget_a_parameter(training: Training) -> None:
+    finish, last = training.data.finish_gradients, training.data.parameters[-1].tensor
+
+    def finish_without_the_last() -> None:
+        own = last.grad.clone()
+        finish()
+        last.grad.copy_(own)
+
+    training.data.finish_gradients = finish_without_the_last
+
+
+def average_each_gradient(training: Training) -> None:
+    finish = training.data.finish_gradients
+
+    def finish_and_divide() -> None:
+        finish()
+        for parameter in training.data.parameters:
+            parameter.tensor.grad.div_(2)
+
+    training.data.finish_gradients = finish_and_divide
+
+
 def forget_a_bucket(training: Training) -> None:
     training.data._buckets[1]._send = lambda: type("Done", (), {"wait": lambda self: None})()
 
@@ -202,6 +228,8 @@ def _drop_all_but_the_last(reducer: Any, start: Callable[[], None]) -> None:
 
 
 BUGS = {
+    "naive ddp: the last gradient is not summed": (NAIVE, forget_a_parameter),
+    "naive ddp: gradients are averaged": (NAIVE, average_each_gradient),
     "a bucket is not reduced": ({**SMALL_BUCKETS}, forget_a_bucket),
     "microbatches overwrite": ({}, keep_only_the_last_microbatch),
     "updates stay where they are made": (ZERO1, do_not_share_updates),

@@ -104,6 +104,7 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "resnet": RESNET,
     "ddp": GPT | data("ddp"),
+    "naive ddp": GPT | data("naive_ddp"),
     "ddp bf16": GPT | data("ddp") | BF16,
     "zero1": GPT | data("zero1"),
     "zero1 bf16": GPT | data("zero1") | BF16,

@@ -45,7 +45,7 @@ def data_s(gathers: float, sums: float, forward: float, backward: float, stack: 
     gradients travel under the last microbatch's backward pass, each block's while the one before it computes, and the
     new weights of a sharded optimizer under the first forward pass.
     """
-    if not stack.data_overlap:
+    if not (stack.data_overlap and plan.data.overlaps_backward):
         return gathers + sums
     blocks = max(1.0, len(plan.spec.blocks) / plan.mesh.size("pp"))
     if not plan.data.shards_weights:

@@ -46,7 +46,7 @@ def test_the_defaults_are_what_the_documentation_says():
 
 
 SMALLEST_WORLDS = {
-    "single": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "hsdp": 4, "tp": 2, "model_parallel": 2,
+    "single": 1, "ddp": 2, "naive_ddp": 2, "zero1": 2, "fsdp": 2, "hsdp": 4, "tp": 2, "model_parallel": 2,
     "tp2d": 4, "tp25d": 8, "tp3d": 8, "gpipe": 2, "1f1b": 2, "interleaved": 2, "zero_bubble": 2, "ptdp": 4,
     "ps": 4, "ring": 2, "horovod": 2, "zero2": 2, "local_sgd": 2, "diloco": 2,
     "gshard": 2, "switch": 2, "expert_choice": 2, "dropless": 2, "aux_free": 2,

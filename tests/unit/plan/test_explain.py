@@ -44,6 +44,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "horovod": {"dp": 2, "strategy.data.kind": "horovod", "strategy.data.compression": "fp16"},
     "ps": {"dp": 3, "servers": 2, "global_batch": 12, "strategy.data.kind": "ps", "strategy.data.shard_min_kb": 0},
     "async ps": {"dp": 2, "servers": 1, "strategy.data.kind": "ps", "consistency": "async"},
+    "naive ddp": {"dp": 2, "strategy.data.kind": "naive_ddp"},
     "zero1": {"dp": 2, "strategy.data.kind": "zero1"},
     "zero2": {"dp": 2, "strategy.data.kind": "zero2", "microbatches": 2},
     "fsdp": {"dp": 2, "strategy.data.kind": "fsdp"},

@@ -232,3 +232,9 @@ def test_published_rates_of_attention():
     h100 = rates_of(composed("cluster=h100_dgx").config.cluster, "bf16")
     for seq, rate in ((512, 309e12), (16384, 370e12)):
         assert 1e12 / attention_s(1e12, seq, 128, False, replace(h100, kernel_s=0.0)) == pytest.approx(rate, rel=0.05)
+
+
+def test_what_waits_for_the_end_of_backward_hides_nothing():
+    model = ("model=llama3_8b", "dp=8", "cluster=a100_80gb", "global_batch=8", "precision=bf16")
+    ddp, naive = (predicted(*model, f"strategy={kind}").parts["data communication"] for kind in ("ddp", "naive_ddp"))
+    assert naive > 5 * ddp

@@ -1,0 +1,48 @@
+"""The plan of naive_ddp: one all-reduce per trained parameter that has copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from parallelrun.plan.data_strategy import DataStrategy
+from parallelrun.plan.expert_axes import replica_axis
+from parallelrun.plan.prediction import merge
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Collective, Equivalence, Plan
+
+from ..common.bucket_prediction import final_collectives, local_shapes, trained_parameters
+from ..common.buckets import is_summed, reduce_bytes
+from .keys import NaiveDDPConfig
+
+
+@dataclass(frozen=True)
+class NaiveDDP(DataStrategy):
+    """Every rank of dp holds its stage's complete weights, gradients and optimizer state."""
+
+    kind = "naive_ddp"
+    config_class = NaiveDDPConfig
+    takes_experts = True
+    takes_context = True
+    overlaps_backward = False
+    description = (
+        "Each rank computes the gradients of its own samples. After backward, one all-reduce per parameter sums its "
+        "gradient over the replicas, and the rank waits for each.",
+        "Li et al. 2020 (PyTorch Distributed, section 3.2.1)",
+    )
+
+    @classmethod
+    def resolve(cls, request: Request) -> NaiveDDP:
+        return cls()
+
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        trained = trained_parameters(plan, pp_rank)
+        calls = [
+            Collective(replica_axis(held.layout, plan), "all_reduce", "gradients", 1, reduce_bytes(plan) * prod(shape))
+            for held, shape in zip(trained, local_shapes(trained, coordinate, plan))
+            if is_summed(held, plan)
+        ]
+        return merge(calls) + final_collectives(pp_rank, coordinate, plan)
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        return Equivalence("exact")
