@@ -120,6 +120,17 @@ class Mixture(DatasetDefinition):
                 raise ConfigError(Problem(f"the parts of a mixture need one tokenizer: {names}", KEY))
         return found[0][1] if found else None
 
+    def sample_kinds(self, config: Config) -> tuple[str, ...]:
+        """What all parts give. Raises ConfigError if there is nothing."""
+        found = {part.label: part.definition.sample_kinds(part.config) for part in parts_of(config)}
+        shared = tuple(kind for kind in definitions.EXAMPLES if all(kind in kinds for kinds in found.values()))
+        if not shared:
+            each = " and ".join(
+                f"{label} gives {' or '.join(kinds) or 'undeclared samples'}" for label, kinds in found.items()
+            )
+            raise ConfigError(Problem(f"the parts of a mixture need samples of one kind: {each}", KEY))
+        return shared
+
     def image_shape(self, config: Config) -> tuple[int, int | None] | None:
         shapes = {part.definition.image_shape(part.config) for part in parts_of(config)}
         return shapes.pop() if len(shapes) == 1 else None

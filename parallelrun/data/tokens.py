@@ -104,11 +104,8 @@ class Documents:
     def open(self, vocab: int, fingerprint: str, config: Config, spec: ModelSpec, source: str) -> Dataset:
         """The dataset with train and val by the hash of the document, or of its pieces where documents are few.
 
-        Raises ConfigError for a model that reads no tokens; see also `require_samples`.
+        See `require_samples`.
         """
-        if spec.kind != "tokens":
-            what = f"dataset={config.dataset.name} gives tokens, and model={config.model.name} reads {spec.kind}"
-            raise ConfigError(Problem(what, "dataset", "dataset=synthetic"))
         documents = self.cut(spec.seq) if 0 < self.keys.size < FEW_DOCUMENTS else self
         is_val = held_out(documents.keys, config.dataset.val_fraction)
         train, val = (documents.choose(one) for one in (~is_val, is_val))

@@ -49,14 +49,15 @@ class RunningStatistics:
         all of them.
         """
         seen = [layer.take_statistics() for layer, _ in self._layers]
-        has_samples = any(one is not None for one in seen)
-        if not applied or not (has_samples or (seen and self._sums_in_step)):
+        if not applied or not seen or (seen[0] is None and not self._sums_in_step):
             return
         sizes = [2 * layer.weight.numel() for layer, _ in self._layers]
-        if has_samples:
-            flat = torch.cat([one.flatten() for one in seen if one is not None])
-        else:
-            flat = torch.zeros(sum(sizes), dtype=torch.float64, device=self._layers[0][0].weight.device)
+        flat = torch.cat(
+            [
+                layer.weight.new_zeros(size, dtype=torch.float64) if one is None else one.flatten()
+                for (layer, _), one, size in zip(self._layers, seen, sizes)
+            ]
+        )
         if self._sums_in_step:
             comm.all_reduce(flat, self._group, PURPOSE)
             flat /= num_active or self._group.size
