@@ -106,6 +106,13 @@ class Split(ABC):
         """The sample with training augmentation. sample_id: the global sample id, which differs in every epoch."""
         return self.sample(index)
 
+    def rest(self, part: int = 0) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """(input, target) of the tokens behind the last sample, fewer than a sample's; None if there are none.
+
+        part: of a mixture, the number of its part. Training leaves them out; a score counts them.
+        """
+        return None
+
     def document_lengths(self, index: int) -> NDArray[np.int64]:
         """The lengths of the documents that are packed into a sample, in order; what they leave is padding."""
         raise NotImplementedError(f"{type(self).__name__} packs no documents")
@@ -122,6 +129,7 @@ class Split(ABC):
 
 BYTES = "bytes"  # a token per byte
 IGNORED = -1  # as a target
+EVAL = "eval"  # the verb that scores weights, on data of any size
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,8 @@ class Dataset:
     """An opened dataset. vocab: number of token ids or classes; fingerprint: sha256 of the data.
 
     has_ignored: some targets are below 0, so valid targets must be counted before every step. tokenizer: the sha256 of
-    what made token ids of texts, where known.
+    what made token ids of texts, where known. whole: all data in their own order, undivided, to be scored; None: train,
+    then val.
     """
 
     name: str
@@ -151,6 +160,7 @@ class Dataset:
     val: Split
     has_ignored: bool = False
     tokenizer: str | None = None
+    whole: Split | None = None
 
     @property
     def record(self) -> dict[str, str | None]:
