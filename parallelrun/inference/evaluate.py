@@ -79,7 +79,9 @@ def evaluate(source: StoredModel, config: Config, split: str, limit: int | None)
         num_bytes += 0 if lengths is None else int(lengths[targets[targets >= 0]].sum())
     totals = sum(sums.values(), torch.zeros(3, dtype=torch.float64))
     if totals[2] == 0:
-        raise ConfigError(Problem(f"the split {split} of dataset {config.dataset.name} has no target", "split", "split=all"))
+        raise ConfigError(
+            Problem(f"the split {split} of dataset {config.dataset.name} has no target", "split", "split=all")
+        )
     loss = float(totals[0] / totals[2])
     is_text = spec.kind == "tokens"
     return Scores(
