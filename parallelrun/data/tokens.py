@@ -113,11 +113,13 @@ class Documents:
         if config.dataset.pack:
             shift, seed = 1 if spec.mask_token is None else 0, config.seed
             fingerprint = hashlib.sha256(f"packed/1/{seed}/{fingerprint}".encode()).hexdigest()
-            packs = [PackedDocuments(one, seq, spec.vocab, shift, seed) for one in (train, val, self)]
-            dataset = Dataset(name, vocab, fingerprint, *packs[:2], has_ignored=True, whole=packs[2])
+            packs, val_packs, whole_packs = (
+                PackedDocuments(one, seq, spec.vocab, shift, seed) for one in (train, val, self)
+            )
+            dataset = Dataset(name, vocab, fingerprint, packs, val_packs, has_ignored=True, whole=whole_packs)
         else:
-            windows = [TokenWindows(one, seq, spec.vocab) for one in (train, val, self)]
-            dataset = Dataset(name, vocab, fingerprint, *windows[:2], whole=windows[2])
+            windows, val_windows, whole = (TokenWindows(one, seq, spec.vocab) for one in (train, val, self))
+            dataset = Dataset(name, vocab, fingerprint, windows, val_windows, whole=whole)
         return require_samples(dataset, config, spec, source)
 
 

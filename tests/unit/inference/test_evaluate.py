@@ -84,11 +84,18 @@ def test_each_part_of_a_mixture_has_its_loss(there, capsys, monkeypatch):
         found = json.loads(capsys.readouterr().out)
         losses[name] = found["loss"], found["targets"]
         assert found["parts"] == {}
+        assert (
+            main(["eval", str(there / "out"), "--json", "split=all", "dataset=text", f"path={there}/{name}.txt"]) == 0
+        )
+        losses[f"all of {name}"] = json.loads(capsys.readouterr().out)["loss"]
     parts = ", ".join(f"{{name: text, path: {there}/{name}.txt, weight: {weight}}}" for name, weight in
                       (("text", 1), ("other", 3)))  # fmt: skip
     words = ["eval", str(there / "out"), "dataset=mixture", f"dataset.mixture=[{parts}]"]
     assert main([*words, "--json"]) == 0
     mixed = json.loads(capsys.readouterr().out)
+    assert main([*words, "--json", "split=all"]) == 0
+    found = json.loads(capsys.readouterr().out)["parts"]
+    assert found == pytest.approx({name: losses.pop(f"all of {name}") for name in ("text", "other")}, rel=1e-6)
     assert mixed["parts"] == pytest.approx({name: loss for name, (loss, _) in losses.items()}, rel=1e-6)
     mean = sum(loss * number for loss, number in losses.values()) / sum(number for _, number in losses.values())
     assert mixed["loss"] == pytest.approx(mean, rel=1e-6)

@@ -147,6 +147,16 @@ def test_grouped_products_and_their_gradients() -> None:
             _check(mine, theirs, (seed, grad.stride(), rows.stride(), weights.stride()))
 
 
+def test_groups_that_the_kernel_does_not_serve() -> None:
+    rows, weights = torch.ones(3, 8), torch.ones(2, 4, 8)
+    assert torch_private.has_grouped_product(rows, weights)
+    shifted = torch.ones(2 * 4 * 8 + 1)[1:].view(2, 4, 8)  # its first number is no multiple of 16 bytes
+    for other, one in ((rows, shifted), (torch.ones(25)[1:].view(3, 8), weights), (rows, torch.ones(1024, 4, 8))):
+        assert not torch_private.has_grouped_product(other, one)
+    for other, one in ((rows[:0], weights), (rows.double(), weights), (rows[:, :6], weights[..., :6])):
+        assert not torch_private.has_grouped_product(other, one)
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_products_by_onednn() -> None:
     for seed in range(20):
