@@ -93,6 +93,10 @@ def test_each_part_of_a_mixture_has_its_loss(there, capsys, monkeypatch):
     words = ["eval", str(there / "out"), "dataset=mixture", f"dataset.mixture=[{parts}]"]
     assert main([*words, "--json"]) == 0
     mixed = json.loads(capsys.readouterr().out)
+    first = losses["all of text"], 113  # samples of 8 tokens, the last of them incomplete
+    assert main([*words, "--json", "split=all", f"samples={first[1] + 3}"]) == 0
+    some = json.loads(capsys.readouterr().out)
+    assert some["samples"] == first[1] + 3 and some["parts"]["text"] == pytest.approx(first[0], rel=1e-6)
     assert main([*words, "--json", "split=all"]) == 0
     found = json.loads(capsys.readouterr().out)["parts"]
     assert found == pytest.approx({name: losses.pop(f"all of {name}") for name in ("text", "other")}, rel=1e-6)
@@ -203,6 +207,9 @@ def test_masked_tokens_behind_the_last_window_are_scored(tmp_path):
     assert source.spec.mask_token is not None
     few, more = (score(source, tmp_path, TEXT[:length]) for length in (8 * 5 + 1, 8 * 5 + 4))
     assert more.samples == few.samples + 1 and more.targets > few.targets
+    config = replace(source.config, dataset=DatasetConfig(name="text", path=str(tmp_path / "small.txt")), verb="eval")
+    inputs, targets = open_dataset(config, source.spec).whole.rest()
+    assert len(inputs) == len(targets) == 4, "the last token is an input, too"
 
 
 def test_a_file_without_a_target_is_refused(tmp_path):
