@@ -49,7 +49,8 @@ class Optimizer:
             return
         for group in self._torch.param_groups:
             group["lr"] = lr
-            assert all(p.grad is None or p.grad.is_contiguous() for p in group["params"]), "a gradient has strides"
+            strided = [p.shape for p in group["params"] if p.grad is not None and not p.grad.is_contiguous()]
+            assert not strided, f"gradients that are not contiguous: {strided}"
         if self._repeats is None or not self._repeats.step(lr, around):
             with around(None) if around else nullcontext():
                 self._torch.step()
