@@ -101,7 +101,7 @@ def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr:
     given = rule.gradients(step, [_gradients(one.parameters) for one in replicas])
     for one, gradients in zip(replicas, given, strict=True):
         for parameter in one.parameters:
-            parameter.tensor.grad = gradients[parameter.name].clone()
+            parameter.tensor.grad = gradients[parameter.name].clone(memory_format=torch.contiguous_format)
     trace.gradients.append(_merged(plan, [_gradients(one.held, "cpu") for one in replicas]))
     routed = torch.stack([one.routing.collect() for one in replicas]).sum(0)
     squares = [float(one.gradients.squared_norm()) for one in replicas]
