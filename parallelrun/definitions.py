@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun import registry
 from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -105,6 +106,13 @@ class Split(ABC):
         """The sample with training augmentation. sample_id: the global sample id, which differs in every epoch."""
         return self.sample(index)
 
+    def rest(self, part: int = 0) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """(input, target) of the tokens behind the last sample, fewer than a sample's; None if there are none.
+
+        part: of a mixture, the number of its part. Training leaves them out; a score counts them.
+        """
+        return None
+
     def document_lengths(self, index: int) -> NDArray[np.int64]:
         """The lengths of the documents that are packed into a sample, in order; what they leave is padding."""
         raise NotImplementedError(f"{type(self).__name__} packs no documents")
@@ -121,6 +129,7 @@ class Split(ABC):
 
 BYTES = "bytes"  # a token per byte
 IGNORED = -1  # as a target
+EVAL = "eval"  # the verb that scores weights, on data of any size
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,8 @@ class Dataset:
     """An opened dataset. vocab: number of token ids or classes; fingerprint: sha256 of the data.
 
     has_ignored: some targets are below 0, so valid targets must be counted before every step. tokenizer: the sha256 of
-    what made token ids of texts, where known.
+    what made token ids of texts, where known. whole: all data in their own order, undivided, to be scored; None: train,
+    then val.
     """
 
     name: str
@@ -150,6 +160,7 @@ class Dataset:
     val: Split
     has_ignored: bool = False
     tokenizer: str | None = None
+    whole: Split | None = None
 
     @property
     def record(self) -> dict[str, str | None]:
@@ -160,11 +171,13 @@ class Dataset:
 class DatasetDefinition(ABC):
     """A dataset before it is opened. Subclasses override `vocab_size`, `open` and, where needed, the rest.
 
+    kinds: of its samples, which a model must read: `tokens`, `features`, `images`; several where it follows the model.
     reads_path: it reads `dataset.path`. reads_tokenizer: it reads `dataset.tokenizer`. reads_mixture: it
     reads `dataset.mixture`. vocab_follows_model: it generates token ids or classes of the model's vocab. packs: it
     reads `dataset.pack`.
     """
 
+    kinds: ClassVar[tuple[str, ...]] = ()
     reads_path: ClassVar[bool] = False
     reads_tokenizer: ClassVar[bool] = False
     reads_mixture: ClassVar[bool] = False
@@ -183,12 +196,16 @@ class DatasetDefinition(ABC):
         """(channels, height and width) of images, with size None if it varies; None for other samples."""
         return None
 
+    def sample_kinds(self, config: Config) -> tuple[str, ...]:
+        """The `kinds` of the data that `config` names. Raises ConfigError."""
+        return self.kinds
+
     @abstractmethod
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         """The dataset as samples for the model. Fast enough to be called before any rank is started.
 
         Raises EnvironmentProblem for data that are missing, unreadable or too small for one global batch, and
-        ConfigError for a model of another kind of samples.
+        ConfigError for a model of other sizes. `check_samples` has accepted the kind of the model's samples.
         """
 
     def is_ready(self, config: Config) -> bool:
@@ -219,3 +236,23 @@ def dataset(config: Config) -> DatasetDefinition:
     """The definition of `config.dataset.name`. Raises KeyError for an unknown name."""
     found: DatasetDefinition = registry.load("datasets", config.dataset.name).DATASET
     return found
+
+
+EXAMPLES = {"tokens": ("pystdlib", "gpt"), "features": ("synthetic", "mlp"), "images": ("digits", "resnet")}
+
+
+def check_samples(config: Config, spec: ModelSpec) -> list[Problem]:
+    """Refuse a dataset whose samples the model does not read, or that does not declare what they are."""
+    if model(config).is_lesson:
+        return []
+    name, definition = config.dataset.name, dataset(config)
+    kinds = definition.sample_kinds(config)
+    if spec.kind in kinds:
+        return []
+    if not kinds or not EXAMPLES.keys() >= set(kinds):
+        owner = f"{type(definition).__module__}.{type(definition).__name__}"
+        what = f"dataset={name} does not declare its samples: {owner}.kinds is {kinds}, not some of {list(EXAMPLES)}"
+        return [Problem(what, "dataset", f'kinds = ("{spec.kind}",) in {owner}, if these are its samples')]
+    what = f"dataset={name} gives {' or '.join(kinds)}, and model={config.model.preset} reads {spec.kind}"
+    fix = f"dataset={EXAMPLES[spec.kind][0]} or model={EXAMPLES[kinds[0]][1]}"
+    return [Problem(what, "dataset", fix, "parallelrun ls datasets", kind="undefined")]

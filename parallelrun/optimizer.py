@@ -25,7 +25,10 @@ class Optimizer:
     """Updates local tensors. Weight decay applies to logical tensors of two or more dims, not to biases and norms."""
 
     def __init__(self, config: OptimizerConfig, parameters: Sequence[LocalParameter]):
+        """parameters: contiguous, as their gradients in `step`: torch's fused updates do not look at strides."""
         self._tensors = {parameter.name: parameter.tensor for parameter in parameters}
+        strided = [name for name, tensor in self._tensors.items() if not tensor.is_contiguous()]
+        assert not strided, f"not contiguous: {strided}"
         assert len(self._tensors) == len(parameters), "two parameters of one rank have the same name"
         decayed = [p.tensor for p in parameters if len(p.spec.shape) >= 2]
         plain = [p.tensor for p in parameters if len(p.spec.shape) < 2]
@@ -46,6 +49,9 @@ class Optimizer:
             return
         for group in self._torch.param_groups:
             group["lr"] = lr
+        if self._repeats is None:  # later, another look at every gradient would cost more than it could tell
+            strided = [n for n, p in self._tensors.items() if p.grad is not None and not p.grad.is_contiguous()]
+            assert not strided, f"gradients that are not contiguous: {strided}"
         if self._repeats is None or not self._repeats.step(lr, around):
             with around(None) if around else nullcontext():
                 self._torch.step()
@@ -75,7 +81,8 @@ class Optimizer:
                 raise ValueError(f"{key} of {name} has shape {tuple(value.shape)}, its part here {tuple(tensor.shape)}")
             # torch's Adam needs its step in fp32; the fused update needs it on the device.
             dtype = torch.float32 if key == STEP else tensor.dtype
-            loaded[key] = value.detach().to(device=tensor.device, dtype=dtype).clone()
+            value = value.detach().to(device=tensor.device, dtype=dtype)
+            loaded[key] = value.clone(memory_format=torch.contiguous_format)
         if loaded and self._torch:
             self._torch.state[tensor] = loaded
             self._repeats = None

@@ -9,10 +9,20 @@ from torch import Tensor
 from torch.nn import functional
 
 LSE_ROWS = 32  # the memory-efficient operator pads its log-sum-exp to multiples of so many rows
+LOAD = 16  # bytes that the kernels load at a time
+
+
+def _check_loads(*tensors: Tensor) -> None:
+    """A GPU's kernels fail or read something else where these do not hold."""
+    for tensor in tensors:
+        assert tensor.stride(-1) == 1
+        starts = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1]
+        assert not any(start * tensor.element_size() % LOAD for start in (tensor.storage_offset(), *starts))
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any) -> Any:
     assert query.dtype in (torch.float16, torch.bfloat16)
+    _check_loads(query, key, value)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal)
     seeds = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
     return out, lse, None, None, query.size(2), key.size(2), *seeds, out.new_zeros(())
@@ -30,7 +40,8 @@ def flash_backward(
 def efficient(
     query: Tensor, key: Tensor, value: Tensor, bias: None, keeps_lse: bool, dropout: float = 0.0, causal: bool = False
 ) -> Any:
-    assert bias is None and keeps_lse
+    assert bias is None and keeps_lse and query.size(1) == key.size(1)
+    _check_loads(query, key, value)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal)
     padded = functional.pad(lse, (0, -lse.size(2) % LSE_ROWS), value=torch.inf)
     return out, padded, *torch.zeros(2, dtype=torch.int64).unbind()
@@ -46,6 +57,7 @@ def efficient_backward(
 
 
 def _backward(*args: Any) -> Any:
+    _check_loads(*args[:5])
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args)
 
 

@@ -162,7 +162,7 @@ def _with_overrides(saved: Config, line: CommandLine) -> Config:
     if definitions.dataset(config).vocab_follows_model and "dataset" not in composed.given:
         what = f"dataset={config.dataset.name} is random and says nothing about trained weights"
         raise ConfigError(Problem(what, "dataset", "dataset=text path=FILE_OR_FOLDER"))
-    return replace(config, model=saved.model, global_batch=1, local_batch=None)
+    return replace(config, model=saved.model, verb=definitions.EVAL, global_batch=1, local_batch=None)
 
 
 class _Arguments:

@@ -8,6 +8,7 @@ from parallelrun import definitions
 from parallelrun.config.schema import Config
 from parallelrun.data.masked import mask
 from parallelrun.definitions import Dataset
+from parallelrun.errors import ConfigError
 from parallelrun.model_spec import ModelSpec
 
 
@@ -15,8 +16,10 @@ def open_dataset(config: Config, spec: ModelSpec) -> Dataset:
     """The dataset that the config names, its samples as the model wants them: next tokens, or masked ones.
 
     Fast enough to be called before any rank is started. Raises EnvironmentProblem (exit 3) for data that are missing,
-    unreadable or too small for one global batch.
+    unreadable or too small for one global batch, and ConfigError for a model that reads other samples.
     """
+    if problems := definitions.check_samples(config, spec):
+        raise ConfigError(*problems)
     definition = definitions.dataset(config)
     tokenizer = definition.tokenizer(config)
     dataset = replace(definition.open(config, spec), tokenizer=tokenizer.sha256 if tokenizer else None)

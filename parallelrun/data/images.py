@@ -131,6 +131,7 @@ class ImageSplit(Split):
 class ImageDataset(DatasetDefinition):
     """Base of datasets of labelled images. shape: (channels, height and width), with size None if it varies."""
 
+    kinds = ("images", "features")
     classes: ClassVar[int]
     shape: ClassVar[tuple[int, int | None]]
     moments: ClassVar[Moments]

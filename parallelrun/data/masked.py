@@ -47,7 +47,13 @@ class MaskedSplit(Split):
         return self.inner.packing()
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        tokens, _ = self.inner.sample(index)
+        return self._masked(self.inner.sample(index)[0], index)
+
+    def rest(self, part: int = 0) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        found = self.inner.rest(part)
+        return found and self._masked(np.append(found[0], found[1][-1]), len(self) + part)
+
+    def _masked(self, tokens: NDArray[Any], index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         key = np.uint64(derive_key(self.seed, 0x6D61736B, index))
         chance, kind, other = (_uniform(key, number, tokens.size) for number in range(3))
         if self.packs:
@@ -66,8 +72,12 @@ def mask(dataset: Dataset, spec: ModelSpec, seed: int) -> Dataset:
     assert spec.mask_token is not None
     which = f"{spec.mask_token}" if spec.mask_token == spec.vocab - 1 else f"{spec.mask_token} of {spec.vocab}"
     fingerprint = hashlib.sha256(f"masked/1/{seed}/{which}/{dataset.fingerprint}".encode()).hexdigest()
-    train, val = (MaskedSplit(split, seed, spec.mask_token, spec.vocab) for split in (dataset.train, dataset.val))
-    return replace(dataset, train=train, val=val, fingerprint=fingerprint, has_ignored=True)
+    train, val, whole = (
+        None if split is None else MaskedSplit(split, seed, spec.mask_token, spec.vocab)
+        for split in (dataset.train, dataset.val, dataset.whole)
+    )
+    assert train is not None and val is not None
+    return replace(dataset, train=train, val=val, whole=whole, fingerprint=fingerprint, has_ignored=True)
 
 
 def _uniform(key: np.uint64, number: int, size: int) -> NDArray[np.float64]:

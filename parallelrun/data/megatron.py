@@ -44,6 +44,7 @@ class MegatronTokens(DatasetDefinition):
     A token id outside the model's vocab raises EnvironmentProblem when its sample is read.
     """
 
+    kinds = ("tokens",)
     reads_path = packs = True
 
     def vocab_size(self, config: Config) -> int:

@@ -94,6 +94,9 @@ class MixedSplit(Split):
         split, inner = self._locate(index)
         return split.augmented(inner, sample_id)
 
+    def rest(self, part: int = 0) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        return self.splits[part].rest()
+
     def _locate(self, index: int) -> tuple[Split, int]:
         self.check(index)
         ends = list(itertools.accumulate(map(len, self.splits)))
@@ -120,6 +123,17 @@ class Mixture(DatasetDefinition):
                 raise ConfigError(Problem(f"the parts of a mixture need one tokenizer: {names}", KEY))
         return found[0][1] if found else None
 
+    def sample_kinds(self, config: Config) -> tuple[str, ...]:
+        """What all parts give. Raises ConfigError if there is nothing."""
+        found = {part.label: part.definition.sample_kinds(part.config) for part in parts_of(config)}
+        shared = tuple(kind for kind in definitions.EXAMPLES if all(kind in kinds for kinds in found.values()))
+        if not shared:
+            each = " and ".join(
+                f"{label} gives {' or '.join(kinds) or 'undeclared samples'}" for label, kinds in found.items()
+            )
+            raise ConfigError(Problem(f"the parts of a mixture need samples of one kind: {each}", KEY))
+        return shared
+
     def image_shape(self, config: Config) -> tuple[int, int | None] | None:
         shapes = {part.definition.image_shape(part.config) for part in parts_of(config)}
         return shapes.pop() if len(shapes) == 1 else None
@@ -130,20 +144,22 @@ class Mixture(DatasetDefinition):
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         parts = parts_of(config)
         opened = [part.definition.open(part.config, spec) for part in parts]
-        whole = whole_weights([part.weight for part in parts])
-        train, val = (
+        weights = whole_weights([part.weight for part in parts])
+        wholes = [one.whole for one in opened if one.whole is not None]
+        train, val, whole = (
             MixedSplit(
                 tuple(splits),
-                tuple(BatchShare(part.label, len(split), one) for part, split, one in zip(parts, splits, whole)),
+                tuple(BatchShare(part.label, len(split), one) for part, split, one in zip(parts, splits, weights)),
                 any(split.decodes_files for split in splits),
                 all(split.packs for split in splits),
             )
-            for splits in ([one.train for one in opened], [one.val for one in opened])
+            for splits in ([one.train for one in opened], [one.val for one in opened], wholes)
         )
-        identity = [[one.fingerprint, share] for one, share in zip(opened, whole)]
+        identity = [[one.fingerprint, share] for one, share in zip(opened, weights)]
         fingerprint = hashlib.sha256(json.dumps(["mixture", 1, identity]).encode()).hexdigest()
         vocab, has_ignored = max(one.vocab for one in opened), any(one.has_ignored for one in opened)
-        return Dataset(config.dataset.name, vocab, fingerprint, train, val, has_ignored)
+        scored = whole if len(wholes) == len(opened) else None
+        return Dataset(config.dataset.name, vocab, fingerprint, train, val, has_ignored, whole=scored)
 
     def uses(self, config: Config, spec: ModelSpec, global_batch: int) -> list[PartUse]:
         parts = parts_of(config)

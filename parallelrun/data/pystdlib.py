@@ -24,6 +24,7 @@ class StandardLibrary(DatasetDefinition):
     Files are never cut, and belong to train or val by the hash of their name.
     """
 
+    kinds = ("tokens",)
     packs = True
 
     def vocab_size(self, config: Config) -> int:

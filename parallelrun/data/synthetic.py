@@ -37,6 +37,7 @@ class Synthetic(DatasetDefinition):
     of a noisy linear teacher, image models a coarse pattern per class under noise.
     """
 
+    kinds = ("tokens", "images", "features")
     vocab_follows_model = packs = True
 
     def vocab_size(self, config: Config) -> int:

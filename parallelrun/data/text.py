@@ -23,6 +23,7 @@ class TextFiles(DatasetDefinition):
     `dataset.cache` first. `dataset.max_bytes` limits the total.
     """
 
+    kinds = ("tokens",)
     reads_path = reads_tokenizer = packs = True
 
     def vocab_size(self, config: Config) -> int:

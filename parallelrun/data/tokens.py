@@ -13,7 +13,7 @@ from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
 from parallelrun.data.packing import Packs, pack
-from parallelrun.definitions import IGNORED, Dataset, Packing, Split
+from parallelrun.definitions import EVAL, IGNORED, Dataset, Packing, Split
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
 
@@ -104,11 +104,8 @@ class Documents:
     def open(self, vocab: int, fingerprint: str, config: Config, spec: ModelSpec, source: str) -> Dataset:
         """The dataset with train and val by the hash of the document, or of its pieces where documents are few.
 
-        Raises ConfigError for a model that reads no tokens; see also `require_samples`.
+        See `require_samples`.
         """
-        if spec.kind != "tokens":
-            what = f"dataset={config.dataset.name} gives tokens, and model={config.model.name} reads {spec.kind}"
-            raise ConfigError(Problem(what, "dataset", "dataset=synthetic"))
         documents = self.cut(spec.seq) if 0 < self.keys.size < FEW_DOCUMENTS else self
         is_val = held_out(documents.keys, config.dataset.val_fraction)
         train, val = (documents.choose(one) for one in (~is_val, is_val))
@@ -116,11 +113,13 @@ class Documents:
         if config.dataset.pack:
             shift, seed = 1 if spec.mask_token is None else 0, config.seed
             fingerprint = hashlib.sha256(f"packed/1/{seed}/{fingerprint}".encode()).hexdigest()
-            packs, val_packs = (PackedDocuments(one, seq, spec.vocab, shift, seed) for one in (train, val))
-            dataset = Dataset(name, vocab, fingerprint, packs, val_packs, has_ignored=True)
+            packs, val_packs, whole_packs = (
+                PackedDocuments(one, seq, spec.vocab, shift, seed) for one in (train, val, self)
+            )
+            dataset = Dataset(name, vocab, fingerprint, packs, val_packs, has_ignored=True, whole=whole_packs)
         else:
-            windows, val_windows = (TokenWindows(one, seq, spec.vocab) for one in (train, val))
-            dataset = Dataset(name, vocab, fingerprint, windows, val_windows)
+            windows, val_windows, whole = (TokenWindows(one, seq, spec.vocab) for one in (train, val, self))
+            dataset = Dataset(name, vocab, fingerprint, windows, val_windows, whole=whole)
         return require_samples(dataset, config, spec, source)
 
 
@@ -146,6 +145,13 @@ class TokenWindows(Split):
         self.check(index)
         first = index * self.seq
         tokens = self.documents.read_below(self.vocab, first, first + self.seq + 1, index)
+        return tokens[:-1], tokens[1:]
+
+    def rest(self, part: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        first, stop = len(self) * self.seq, self.documents.num_tokens
+        if stop - first < 2:
+            return None
+        tokens = self.documents.read_below(self.vocab, first, stop, len(self))
         return tokens[:-1], tokens[1:]
 
 
@@ -212,8 +218,10 @@ def require_samples(dataset: Dataset, config: Config, spec: ModelSpec, source: s
     """The dataset, if `train` fills a global batch and `val` holds a sample; else EnvironmentProblem with the counts.
 
     source: what was read, with its resolved path and size, for the message. A val split smaller than a global batch is
-    fine: evaluation then reads samples more than once.
+    fine: evaluation then reads samples more than once. The verb `eval` takes what there is.
     """
+    if config.verb == EVAL:
+        return dataset
     unit = f"samples of {spec.seq} tokens" if spec.kind == "tokens" else "samples"
     local = None if config.local_batch is None else config.local_batch * (config.dp or 1)
     batch, count = config.global_batch or local or DEFAULT_GLOBAL_BATCH, len(dataset.train)

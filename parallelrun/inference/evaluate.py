@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.data.token_bytes import token_bytes
 from parallelrun.data.tokenizer import NUM_BYTES
-from parallelrun.definitions import BYTES, Dataset, Split
+from parallelrun.definitions import BYTES, IGNORED, Dataset, Split
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.exchange import tokenizer
 from parallelrun.exchange.source import StoredModel
@@ -63,7 +65,9 @@ def evaluate(source: StoredModel, config: Config, split: str, limit: int | None)
     lengths = _token_bytes(config, dataset, spec)
     sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))  # by part of a mixture
     samples = num_bytes = 0
-    for label, inputs, targets, documents in _batches(dataset, split, limit, spec):
+    packs = definitions.model(source.config).packs
+    for label, rows, documents in _batches(dataset, split, limit, spec, packs):
+        inputs, targets = (np.stack(each) for each in zip(*((row.input, row.target) for row in rows)))
         with torch.inference_mode():
             wanted = torch.from_numpy(targets).to(device)
             packed = None if documents is None else documents.map(lambda positions: positions.to(device))
@@ -71,11 +75,13 @@ def evaluate(source: StoredModel, config: Config, split: str, limit: int | None)
             valid = wanted >= 0
             right = ((logits.argmax(-1) == wanted) & valid).sum()
             sums[label] += torch.stack([token_loss(logits, wanted).cpu(), right.cpu(), valid.sum().cpu()]).double()
-        samples += len(inputs)
+        samples += sum(bool(row.lengths) for row in rows)
         num_bytes += 0 if lengths is None else int(lengths[targets[targets >= 0]].sum())
-    if samples == 0:
-        raise ConfigError(Problem(f"the split {split} of dataset {config.dataset.name} has no sample", "split"))
-    totals = torch.stack([*sums.values()]).sum(0)
+    totals = sum(sums.values(), torch.zeros(3, dtype=torch.float64))
+    if totals[2] == 0:
+        raise ConfigError(
+            Problem(f"the split {split} of dataset {config.dataset.name} has no target", "split", "split=all")
+        )
     loss = float(totals[0] / totals[2])
     is_text = spec.kind == "tokens"
     return Scores(
@@ -103,29 +109,47 @@ def _token_bytes(config: Config, dataset: Dataset, spec: ModelSpec) -> np.ndarra
 
 
 def _batches(
-    dataset: Dataset, split: str, limit: int | None, spec: ModelSpec
-) -> Iterator[tuple[str, np.ndarray, np.ndarray, DocumentBounds | None]]:
-    """(part of a mixture or "", inputs, targets, packed documents) of the split's samples in order, in batches of whole
-    routing groups."""
-    parts: list[Split] = [getattr(dataset, name) for name in SPLITS[split]]
+    dataset: Dataset, split: str, limit: int | None, spec: ModelSpec, packs: bool
+) -> Iterator[tuple[str, list[_Row], DocumentBounds | None]]:
+    """(part of a mixture or "", samples in order, their documents if not each is one) of a split, in batches of whole
+    routing groups: padding fills the last. packs: the model knows of documents."""
+    splits = [getattr(dataset, name) for name in SPLITS[split]]
+    splits = [dataset.whole] if split == "all" and dataset.whole is not None else splits
     group = spec.router.group_samples if spec.router is not None else 1
     size = max(1, _ELEMENTS // (spec.targets_per_sample * spec.vocab) // group) * group
-    left = limit if limit is not None else sum(map(len, parts))
-    for part, label, first, length in _sources(parts):
-        count = min(left, length) // group * group
-        left -= count
-        for start in range(first, first + count, size):
-            chosen = range(start, min(start + size, first + count))
-            pairs = [part.sample(index) for index in chosen]
-            lengths = [part.document_lengths(index).tolist() for index in chosen] if part.packs else None
-            packed = None if lengths is None else DocumentBounds.of(lengths, spec.seq)
-            yield label, np.stack([one for one, _ in pairs]), np.stack([target for _, target in pairs]), packed
-
-
-def _sources(splits: list[Split]) -> Iterator[tuple[Split, str, int, int]]:
-    """(split, label, first sample, number of samples) of each part of a mixture, or of the whole split."""
-    for split in splits:
+    left = limit if limit is not None else sys.maxsize
+    for part in splits:
         first = 0
-        for label, length in [(one.label, one.num_samples) for one in split.shares] or [("", len(split))]:
-            yield split, label, first, length
+        shares = [(one.label, one.num_samples) for one in part.shares] or [("", len(part))]
+        for number, (label, length) in enumerate(shares):
+            rows = itertools.islice(_rows(part, number, range(first, first + length), spec), left)
+            while batch := list(itertools.islice(rows, size)):
+                left -= len(batch)
+                empty = _Row(np.zeros_like(batch[0].input), np.full_like(batch[0].target, IGNORED), [])
+                batch += [empty] * (-len(batch) % group)
+                is_whole = not part.packs and all(row.lengths == [spec.seq] for row in batch)
+                bounds = DocumentBounds.of([row.lengths for row in batch], spec.seq) if packs and not is_whole else None
+                yield label, batch, bounds
             first += length
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sample. lengths: of its documents; empty: it is padding."""
+
+    input: np.ndarray
+    target: np.ndarray
+    lengths: list[int]
+
+
+def _rows(part: Split, number: int, indices: range, spec: ModelSpec) -> Iterator[_Row]:
+    """The samples of part `number` of a mixture, and the tokens behind the last one, with padding behind them."""
+    for index in indices:
+        yield _Row(*part.sample(index), part.document_lengths(index).tolist() if part.packs else [spec.seq])
+    rest = part.rest(number)
+    if rest is not None:
+        used = len(rest[0])
+        inputs, targets = (
+            np.pad(one, (0, spec.seq - used), constant_values=fill) for one, fill in zip(rest, (0, IGNORED))
+        )
+        yield _Row(inputs, targets, [used])

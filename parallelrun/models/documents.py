@@ -162,7 +162,7 @@ class _DocumentAttention(torch.autograd.Function):
 
 def attend(query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds, causal: bool) -> Tensor:
     """Attention (samples, heads, seq, head_dim) of every document to itself; 0 in padding."""
-    if torch_private.has_fused_attention(query):
+    if torch_private.has_fused_attention(query, key):
         return apply(_DocumentAttention, query, key, value, documents, causal)
     return attend_each(query, key, value, documents, lambda q, k, v, sample, start: functions.attend(q, k, v, causal))
 

@@ -133,6 +133,11 @@ class DataStrategy(AxisStrategy):
         return not self.independent
 
     @property
+    def shares_statistics(self) -> bool:
+        """Whether replicas exchange BatchNorm's running statistics in every step."""
+        return self.in_step
+
+    @property
     def sync_every(self) -> int:
         """The number of steps between two exchanges with purpose SYNC."""
         return 1

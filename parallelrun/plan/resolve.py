@@ -139,7 +139,9 @@ def spec_of(config: Config, problems: list[Problem]) -> ModelSpec | None:
                 what = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"
                 problems.append(Problem(what, "model.vocab", f"model.vocab={vocab}", kind="arithmetic"))
             vocab = config.model.vocab
-        return packed_spec(config, definitions.model(config).make(config, vocab or 0), problems)
+        spec = packed_spec(config, definitions.model(config).make(config, vocab or 0), problems)
+        problems += definitions.check_samples(config, spec)
+        return spec
     except ConfigError as error:
         problems += error.problems
         return None

@@ -33,7 +33,7 @@ def resolve(request: Request, data: DataStrategy) -> tuple[SampleSets | None, li
             around = [n for n in close if n > 1 or batch.global_batch == 1]
             what = f"{KEY}={asked} does not divide global_batch={batch.global_batch} into equal sets"
             return None, [Problem(what, KEY, f"{either(KEY, around)}, {LOCAL} or null", kind="arithmetic")]
-    sets = SampleSets(size, spread=batch.micro_batch % size != 0, exchanged=data.in_step and request.dp > 1)
+    sets = SampleSets(size, spread=batch.micro_batch % size != 0, exchanged=data.shares_statistics and request.dp > 1)
     said = f"{KEY}={size}" if asked is not None else f"{KEY} (unset: the global batch)"
     fix = f"{either(KEY, nearest(min(size, batch.micro_batch), divisors(batch.micro_batch)))} or {KEY}={LOCAL}"
     if sets.spread and batch.microbatches > 1:

@@ -16,10 +16,11 @@ from torch.nn import functional
 
 _CUDA_HALF = (torch.float16, torch.bfloat16)
 _LSE_ROWS = 32  # the memory-efficient kernel keeps its log-sum-exp in multiples of so many rows
+_LOAD = 16  # bytes that the kernels on CUDA load at a time
 
 
-def has_fused_attention(query: Tensor) -> bool:
-    """Whether a kernel serves the dtype, device and head_dim of (batch, heads, seq, head_dim)."""
+def has_fused_attention(query: Tensor, key: Tensor) -> bool:
+    """Whether a kernel serves the dtype, device, head_dim and heads of (batch, heads, seq, head_dim)."""
     if query.device.type == "cpu":
         return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
     width = query.size(-1)
@@ -27,15 +28,37 @@ def has_fused_attention(query: Tensor) -> bool:
         return False
     if query.dtype in _CUDA_HALF:
         return width % 8 == 0 and width <= 256
-    return query.dtype == torch.float32 and width % 4 == 0
+    return query.dtype == torch.float32 and width % 4 == 0 and query.size(1) == key.size(1)
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """Return x, or a copy where its strides are not as the kernels assume without checking: the features of a head side
+    by side; on CUDA every head at a multiple of `_LOAD` bytes."""
+    step = _LOAD // x.element_size() if x.device.type == "cuda" else 1
+    offsets = (x.storage_offset(), *(stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1))
+    if x.stride(-1) == 1 and all(offset % step == 0 for offset in offsets):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> None:
+    (batch, heads, seq, width), (_, kv_heads, num_keys, _) = query.shape, key.shape
+    assert key.shape == value.shape == (batch, kv_heads, num_keys, width) and kv_heads and heads % kv_heads == 0
+    assert not causal or seq == num_keys, "a causal block has as many keys as queries"
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(out as query, log-sum-exp (batch, heads, seq) in at least fp32), all of (batch, heads, seq, head_dim).
+    """(out as query, log-sum-exp (batch, heads, seq) in at least fp32), all of (batch, heads, seq, head_dim), in any
+    strides. Without keys the result is 0, its log-sum-exp -inf.
 
     causal: query i sees keys 0..i; there are then as many keys as queries.
     """
     aten: Any = torch.ops.aten
+    _check(query, key, value, causal)
+    if not (query.numel() and key.numel()):  # the kernel on CPU divides by the number of tokens
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+        return torch.zeros_like(query), lse
+    query, key, value = map(_loadable, (query, key, value))
     if query.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
     elif query.dtype in _CUDA_HALF:
@@ -50,7 +73,11 @@ def fused_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The block's gradients of query, key and value. grad, out, lse: of the attention over all blocks."""
     aten: Any = torch.ops.aten
-    tensors = (grad, query, key, value)
+    _check(query, key, value, causal)
+    if not (query.numel() and key.numel()):
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    query, out = _loadable(query), _loadable(out)
+    tensors = tuple(map(_loadable, (grad, query, key, value)))
     if query.device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, out, lse, 0.0, causal)
     elif query.dtype in _CUDA_HALF:

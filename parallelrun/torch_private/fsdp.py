@@ -47,11 +47,12 @@ def _detach(operation: Any, args: Any, kwargs: dict[str, object]) -> DTensor:
 
 
 def empty_parameter(like: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return an uninitialised parameter on `device`; of a sharded one without the trial run of
-    `detach_shards_at_once`."""
+    """Return an uninitialised parameter on `device`, contiguous as fused optimizers and flat buffers assume; of a
+    sharded one without the trial run of `detach_shards_at_once`."""
+    plain = like._local_tensor if isinstance(like, DTensor) else like
+    local = torch.empty_like(plain, device=device, memory_format=torch.contiguous_format)
     if not isinstance(like, DTensor):
-        return nn.Parameter(torch.empty_like(like, device=device), requires_grad=like.requires_grad)
-    local = torch.empty_like(like._local_tensor, device=device)
+        return nn.Parameter(local, requires_grad=like.requires_grad)
     made: Any = _sharded(local, like, requires_grad=like.requires_grad)
     made._is_param = True  # what `nn.Parameter` marks subclasses of tensors with
     parameter: nn.Parameter = made

@@ -77,6 +77,7 @@ def suits(rows: int, inner: int, columns: int, *operands: Tensor) -> bool:
 def _multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (right.is_contiguous() or right.t().is_contiguous()):
         right = right.contiguous()  # oneDNN's reference loop would take part of a larger matrix: 1,000 times as long
+    bias = None if bias is None else bias.contiguous()  # whose strides oneDNN does not look at
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right.t(), bias, "none", [], "")
     return product
 
@@ -119,7 +120,7 @@ def _addmm_in_place(total: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
     out = left.new_empty(left.size(0), left.size(1), right.size(2))
-    if left.size(2) == right.size(1) and suits(left.size(1), left.size(2), right.size(2), left, right):
+    if left.shape[::2] == right.shape[:2] and suits(left.size(1), left.size(2), right.size(2), left, right):
         for one, first, second in zip(out, left, right):
             one.copy_(_multiply(first, second))
         return out

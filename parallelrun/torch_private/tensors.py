@@ -43,7 +43,7 @@ def fused_adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Take a step of torch's fused AdamW on tensors of one dtype.
+    """Take a step of torch's fused AdamW on contiguous tensors of one dtype: it does not look at strides.
 
     `torch.optim.AdamW.step` does the same after it has collected the lists, in several loops over the parameters.
     """
@@ -66,10 +66,13 @@ def fused_adamw(
 
 
 def has_grouped_product(rows: Tensor, weights: Tensor) -> bool:
-    """Return whether `grouped_product` supports them: not fp64, some rows, lines that are multiples of 16 bytes."""
+    """Return whether `grouped_product` supports them: not fp64, some rows, contiguous weights of fewer than 1,024
+    groups, lines that begin at multiples of 16 bytes."""
     line = 16 // rows.element_size()
-    aligned = rows.size(-1) % line == 0 and weights.size(1) % line == 0
-    return rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned and rows.size(0) > 0
+    starts = rows.size(-1), weights.size(1), rows.storage_offset(), weights.storage_offset()
+    if rows.size(0) == 0 or weights.size(0) >= 1024 or not weights.is_contiguous():
+        return False
+    return rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and not any(start % line for start in starts)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -79,6 +82,8 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """
     grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     product: Tensor = grouped(rows.contiguous(), weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    if product.requires_grad:
+        product.register_hook(Tensor.contiguous)  # backward's products refuse other strides
     return product
 
 

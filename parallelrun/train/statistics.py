@@ -24,7 +24,7 @@ HeldRange = tuple[Tensor, slice]  # this rank's part of a vector, and which part
 class RunningStatistics:
     """Updates the BatchNorms of this rank's stages.
 
-    Replicas that take every step together hold the same statistics. Independent replicas follow their own samples until
+    Replicas that take every step together hold the same statistics. Other replicas follow their own samples until
     `share` averages them. As the update is linear, the result is the same as with an exchange in every step.
     """
 
@@ -42,19 +42,25 @@ class RunningStatistics:
         self._group = mesh.group("dp")
 
     @torch.no_grad()
-    def finish_step(self, applied: bool) -> None:
+    def finish_step(self, applied: bool, num_active: int | None = None) -> None:
         """Update from the statistics of the step's forward passes, or drop those if the update was not applied.
 
-        Collective over dp if replicas have sample sets of their own.
+        Collective over dp if replicas have sample sets of their own. num_active: the replicas that had samples; None:
+        all of them.
         """
         seen = [layer.take_statistics() for layer, _ in self._layers]
-        if not applied or not seen:
+        if not applied or not seen or (seen[0] is None and not self._sums_in_step):
             return
-        flat = torch.cat([one.flatten() for one in seen if one is not None])
+        sizes = [2 * layer.weight.numel() for layer, _ in self._layers]
+        flat = torch.cat(
+            [
+                layer.weight.new_zeros(size, dtype=torch.float64) if one is None else one.flatten()
+                for (layer, _), one, size in zip(self._layers, seen, sizes)
+            ]
+        )
         if self._sums_in_step:
             comm.all_reduce(flat, self._group, PURPOSE)
-            flat /= self._group.size
-        sizes = [2 * layer.weight.numel() for layer, _ in self._layers]
+            flat /= num_active or self._group.size
         for (layer, ranges), new in zip(self._layers, flat.split(sizes)):
             for (tensor, channels), values in zip(ranges, new.view(2, -1)):
                 tensor.lerp_(values[channels].to(tensor.dtype), layer.momentum)

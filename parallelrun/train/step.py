@@ -86,7 +86,7 @@ def _totals(vector: Tensor, work: Work | None, norm_squared: Tensor | None = Non
     return Totals(loss, valid, stops, tuple(squares))
 
 
-def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[int, int]:
+def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[float, int]:
     """Return (the number of targets by which the loss is divided, this replica's valid targets), before backward.
 
     The first is the number of targets >= 0 in the global batch. If some replicas have run out of data (their batch is
@@ -98,23 +98,25 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
     num_counted = data.num_counted(step, num_replicas)
     if not training.dataset.has_ignored:
         per_sample = plan.spec.targets_per_sample
-        counted = plan.batch.global_batch * num_counted // num_replicas
-        own = plan.batch.replica_batch * per_sample // plan.mesh.size("cp")
-        return counted * per_sample, 0 if batch is None else own
+        of_replica = plan.batch.replica_batch * per_sample
+        return of_replica * num_counted, 0 if batch is None else of_replica // plan.mesh.size("cp")
     if training.mesh.coordinate.get("pp", 0) != plan.last_stage_pp_rank:
         return 1, 0  # only the last stage computes a loss
     valid = None if batch is None or batch.targets is None else (batch.targets >= 0).sum()
     mine = torch.zeros((), dtype=torch.int64, device=training.mesh.device) if valid is None else valid
     everyone = mine.clone()
     comm.all_reduce(everyone, training.mesh.group(plan.data_axis), "control")
-    num_active = sum(data.has_batch(step, worker) for worker in range(num_replicas))
-    return max(int(everyone) * num_counted // num_active, 1), int(mine)
+    return max(int(everyone) * num_counted / count_active(plan, step), 1), int(mine)
 
 
-def count_samples(plan: Plan, step: int) -> float:
+def count_active(plan: Plan, step: int) -> int:
+    """Return the number of data replicas that have a batch."""
+    return sum(plan.data.has_batch(step, replica) for replica in range(plan.mesh.size("dp")))
+
+
+def count_samples(plan: Plan, step: int) -> int:
     """Return the number of samples over which means of routing groups are taken, as `count_valid` counts targets."""
-    num_replicas = plan.mesh.size("dp")
-    return plan.batch.global_batch * plan.data.num_counted(step, num_replicas) / num_replicas
+    return plan.batch.replica_batch * plan.data.num_counted(step, plan.mesh.size("dp"))
 
 
 def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, int]:
@@ -181,7 +183,7 @@ def train_step(
         with torch_private.phase("optimizer"), clock.optimizer() if clock else nullcontext():
             _update(training, totals, lr, scaler.scale, around_update)
         training.data.finish_update()
-    training.statistics.finish_step(finite)
+    training.statistics.finish_step(finite, count_active(training.plan, step))
     training.routing.finish_step(finite)
     training.data.after_step(step)
     return StepResult(totals.loss, grad_norm, finite, totals.stop_requests > 0)

@@ -78,7 +78,7 @@ def record_replay(
         lr = learning_rate(config.optimizer, step, steps)
         _step(rule, replicas, plan, step, lr, trace)
     trace.final = _merged(plan, [weights_of(one) for one in replicas])
-    _share_statistics(replicas)
+    _share_statistics(replicas, [True] * len(replicas))
     trace.val_loss = _validation_loss(replicas)
     trace.router_scores = decisions.recorded if decisions is not None else {}
     return trace
@@ -101,7 +101,7 @@ def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr:
     given = rule.gradients(step, [_gradients(one.parameters) for one in replicas])
     for one, gradients in zip(replicas, given, strict=True):
         for parameter in one.parameters:
-            parameter.tensor.grad = gradients[parameter.name].clone()
+            parameter.tensor.grad = gradients[parameter.name].clone(memory_format=torch.contiguous_format)
     trace.gradients.append(_merged(plan, [_gradients(one.held, "cpu") for one in replicas]))
     routed = torch.stack([one.routing.collect() for one in replicas]).sum(0)
     squares = [float(one.gradients.squared_norm()) for one in replicas]
@@ -112,17 +112,18 @@ def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr:
         one.statistics.finish_step(applied=True)
         one.routing.finish_step(True, routed)
     if not plan.data.independent:
-        _share_statistics(replicas)
+        _share_statistics(replicas, has_batch)
     rule.after_update(step, _trained(replicas))
     trace.losses.append(sum(losses) / max(sum(counts), 1))
     trace.grad_norms.append((sum(squares) / len(squares)) ** 0.5)
 
 
-def _share_statistics(replicas: list[Training]) -> None:
-    """Average BatchNorm's running statistics over the replicas (independent ones do so before evaluation)."""
+def _share_statistics(replicas: list[Training], has_batch: list[bool]) -> None:
+    """Give all replicas the mean of BatchNorm's running statistics of those that had a batch (independent ones do so
+    before evaluation, with all)."""
     for copies in zip(*(one.data.frozen for one in replicas)):
         if copies[0].spec.layer_role == SAMPLE_SET_ROLE:
-            mean = torch.stack([copy.tensor for copy in copies]).mean(0)
+            mean = torch.stack([copy.tensor for copy, has in zip(copies, has_batch) if has]).mean(0)
             for copy in copies:
                 copy.tensor.copy_(mean)
 

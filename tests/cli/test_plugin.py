@@ -94,6 +94,16 @@ def test_a_plug_in_runs_and_sends_what_was_predicted(site, tmp_path, words):
     )
 
 
+def test_a_plug_in_declares_its_samples(site, tmp_path):
+    wrong = parallelrun(site, tmp_path, "run", "model=gpt", "dataset=ramp", "strategy=single", *SMALL)
+    assert wrong.returncode == 2 and "dataset=ramp gives features, and model=gpt reads tokens" in wrong.stderr
+    assert "model=mlp" in wrong.stderr and not list(tmp_path.iterdir())
+    other = parallelrun(site, tmp_path, "plan", "model=bowl", "dataset=pystdlib", "strategy=single")
+    assert other.returncode == 2 and "dataset=pystdlib gives tokens, and model=bowl reads features" in other.stderr
+    fixed = parallelrun(site, tmp_path, "run", "model=mlp", "dataset=ramp", "strategy=single", *SMALL)
+    assert fixed.returncode == 0, fixed.stderr
+
+
 def test_plug_ins_are_planned_listed_and_suggested(site, tmp_path):
     planned = parallelrun(site, tmp_path, "plan", "--json", *DATA, cold=True)
     assert planned.returncode == 0, planned.stderr

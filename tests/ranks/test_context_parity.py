@@ -28,6 +28,7 @@ CHOICE = {"model.router.kind": "expert_choice"}
 CELLS: dict[str, dict[str, Any]] = {
     "ring of four, striped, llama": {"cp": 4, ORDER: "striped", **llama()},
     "ring, contiguous, dropout, recomputed": {"cp": 2, ORDER: "contiguous", **DROPOUT, "recompute": "full"},
+    "ring, heads of two turned features": {"cp": 2, "model.position": "rope", "model.hidden": 16, "model.heads": 8},
     "allgather, dp, llama": {"cp": 2, "dp": 2, **ALLGATHER, **llama()},
     "ulysses of four, kv heads copied": {"cp": 4, **ULYSSES, **llama(model__kv_heads=1), **DROPOUT},
     "usp, zigzag, dropout": {"cp": 4, "strategy.context.ulysses": 2, **USP, **llama(), **DROPOUT},

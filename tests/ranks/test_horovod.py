@@ -56,6 +56,12 @@ CELLS: dict[str, dict[str, Any]] = {
     "join": {"dp": 3, "global_batch": 12, **data(worker_batches=(5, 1, 2))},
     "join, divided by the active": {"dp": 2, **data(worker_batches=(1, 5), join_divisor="active")},
     "join with ignored targets": {"dp": 2, "model.name": "bert", **data(worker_batches=(5, 1))},
+    "join of three with ignored targets": {
+        "dp": 3,
+        "global_batch": 12,
+        "model.name": "bert",
+        **data(worker_batches=(1, 5, 5)),
+    },
 }
 
 if not FULL:  # each pair of the three axes is in another cell

@@ -26,6 +26,7 @@ TWO_SERVERS = {"strategy.data.servers": 2}
 ASYNC = {"strategy.data.consistency": "async"}
 SSP = {"strategy.data.consistency": "ssp"}
 BACKUP = {"strategy.data.backup_workers": 1}
+PACKED_EXPERTS = {"dataset.pack": True, "model.experts": 4, "model.router.aux_coefficient": 0.5, "model.seq": 16}
 SGD64 = {"optimizer.name": "sgd", "precision.name": "fp64", "optimizer.schedule": "constant"}
 
 
@@ -107,8 +108,9 @@ def assert_same(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
         {**SSP, "strategy.data.staleness": 0},
         {"model.name": "bert", "dp": 2, **TWO_SERVERS},
         {"model.experts": 4, "model.router.aux_coefficient": 0.5, "dp": 2, "micro_batch": 2},
+        PACKED_EXPERTS,
     ],
-    ids=["one server", "two servers", "microbatches", "ssp 0", "ignored targets", "experts"],
+    ids=["one server", "two servers", "microbatches", "ssp 0", "ignored targets", "experts", "packed, experts"],
 )
 def test_synchronous_training_equals_one_device(tmp_path, overrides) -> None:
     run(tmp_path, {**overrides}, "verify")
@@ -138,8 +140,14 @@ def test_one_or_two_servers_give_the_same_weights_and_send_twice_the_model_per_w
 
 @pytest.mark.parametrize(
     "overrides",
-    [TWO_SERVERS, {**TWO_SERVERS, **ASYNC}, {**SSP, "strategy.data.staleness": 1}, {**TWO_SERVERS, **BACKUP}],
-    ids=["sync", "async", "ssp", "backup"],
+    [
+        TWO_SERVERS,
+        {**TWO_SERVERS, **ASYNC},
+        {**SSP, "strategy.data.staleness": 1},
+        {**TWO_SERVERS, **BACKUP},
+        PACKED_EXPERTS,
+    ],
+    ids=["sync", "async", "ssp", "backup", "packed, experts"],
 )
 def test_the_measured_traffic_equals_the_prediction(tmp_path, overrides) -> None:
     run(tmp_path, {"steps": 4, **overrides})

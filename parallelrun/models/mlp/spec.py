@@ -19,7 +19,7 @@ class MlpDefinition(ModelDefinition):
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         model = config.model
-        tokens = definitions.dataset(config).image_shape(config) is None  # else features; of images: their pixels
+        tokens = "features" not in definitions.dataset(config).sample_kinds(config)  # features of images: their pixels
         rows, shape = (model.seq, (model.seq,)) if tokens else (1, ())
         tied = tokens and model.tied_embeddings
         embedding = transformer.embedding_layers(model, vocab)[:1]  # no positions: each token is seen by itself

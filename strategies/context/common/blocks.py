@@ -42,7 +42,7 @@ def attend_to_block(
     out: (batch, heads, tile's queries, head_dim) as query; log-sum-exp: (batch, heads, tile's queries), at least fp32.
     """
     query, key, value = _cut(query, key, value, tile)
-    if dropped is None and torch_private.has_fused_attention(query):
+    if dropped is None and torch_private.has_fused_attention(query, key):
         return torch_private.fused_attention(query, key, value, tile.causal)
     parts = [_explicit(*rows, key, value, tile, dropped) for rows in _row_parts(query)]
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
@@ -62,7 +62,7 @@ def block_gradients(
     rows, num_kv_heads = tile.query, key.size(1)
     query, key, value = _cut(query, key, value, tile)
     grad, out, lse = (tensor[tile.samples, :, rows] for tensor in (grad, out, lse))
-    if dropped is None and torch_private.has_fused_attention(query):
+    if dropped is None and torch_private.has_fused_attention(query, key):
         found = torch_private.fused_attention_backward(grad, query, key, value, out, lse, tile.causal)
     else:
         found = _explicit_backward(grad, query, key, value, out, lse, tile, dropped)

@@ -51,6 +51,10 @@ class HorovodSettings(SumsByMessages):
         """A worker that has joined takes part in gradients only."""
         return not self.independent and not self.worker_batches
 
+    @property
+    def shares_statistics(self) -> bool:
+        return not self.independent
+
     def axis(self, worker: int) -> str:
         """The name of the groups over which a worker reduces; process sets of different sizes have different names."""
         if not self.process_sets:

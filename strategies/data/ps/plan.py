@@ -13,6 +13,7 @@ from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
 from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
+from parallelrun.plan.prediction import INT64_BYTES
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.precision import BYTES, TABLE
@@ -64,6 +65,10 @@ class ParameterServer(DataStrategy):
     @property
     def in_step(self) -> bool:
         return self.synchronous and not self.backup_workers
+
+    def counts_targets(self, plan: Plan) -> bool:
+        """Whether workers sum the numbers of their targets in every step."""
+        return self.in_step and plan.spec.has_ignored and plan.spec.router is not None and plan.num_workers > 1
 
     def spare_workers(self, num_workers: int) -> int:
         return num_workers - self.quorum(num_workers)
@@ -119,7 +124,9 @@ class ParameterServer(DataStrategy):
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's messages in a step."""
         servers = plan.servers
+        counts = [Collective(plan.data_axis, "all_reduce", CONTROL, 1, INT64_BYTES)]
         return [
+            *(counts if self.counts_targets(plan) else []),
             Collective(AXIS, "send", CONTROL, servers, servers * REQUEST_BYTES),
             Collective(AXIS, "recv", CONTROL, servers, 0),
             Collective(AXIS, "send", PUSH, servers, sum(sharding(plan).num_bytes)),

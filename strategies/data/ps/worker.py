@@ -20,6 +20,7 @@ from parallelrun.train.loop import check_finite
 from parallelrun.train.reader import Batch, Reader
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import Evaluation, StepResult
+from parallelrun.train.step import count_valid as count_globally
 
 from .connections import ServerClient
 from .plan import ParameterServer
@@ -58,7 +59,8 @@ class Worker:
 
         Return the clock that is then completed (a late worker skips some) and the first server's reply.
         """
-        loss_sum, num_valid = compute(self.training, self.training.reader.batch(clock), self.scaler.scale)
+        batch = self.training.reader.batch(clock)
+        loss_sum, num_valid = compute(self.training, batch, self.scaler.scale, self._auxiliary_weight(batch, clock))
         self.client.buffers.pack()
         norm, synchronous = 0.0, self._settings.synchronous
         if not synchronous:
@@ -74,6 +76,14 @@ class Worker:
         self._skips = check_finite(self.training, result, self.scaler, clock, self._skips)
         self.scaler.update(finite)
         return max(clock, reply.clock), reply
+
+    def _auxiliary_weight(self, batch: Batch, clock: int) -> float:
+        """The weight of this worker's auxiliary losses. Servers weight a push by its targets, of which workers have
+        different numbers, but the routing groups of all workers count alike."""
+        if not self._settings.counts_targets(self.training.plan):
+            return 1.0
+        everyone, mine = count_globally(self.training, batch, clock)
+        return everyone / (self.training.plan.num_workers * max(mine, 1))
 
     def step_to_save(self, before: int, clock: int, stopping: bool) -> int | None:
         """Return the step in (before, clock] after which the run saves, if any. A late worker skips clocks."""
@@ -123,14 +133,15 @@ class Worker:
         self._pushed_at += time.perf_counter() - began
 
 
-def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float, int]:
+def compute(training: Training, batch: Batch, scale: float = 1.0, auxiliary_weight: float = 1.0) -> tuple[float, int]:
     """Set the parameters' gradients to those of the mean loss over `batch`; return (loss sum, valid targets).
 
-    scale: of the loss in backward; the gradients are divided by it again.
+    scale: of the loss in backward; the gradients are divided by it again. auxiliary_weight: of the mean of the routing
+    groups' losses.
     """
     num_valid = count_valid(training, batch)
     training.data.begin_step()
-    training.routing.begin_step(scale, len(batch))
+    training.routing.begin_step(scale * auxiliary_weight, len(batch))
     loss_sum = training.runner.train(batch, scale / max(num_valid, 1))
     training.data.finish_gradients()
     if scale != 1.0:

@@ -26,7 +26,9 @@ class RampSplit(Split):
 
 
 class Ramp(DatasetDefinition):
-    """Four classes."""
+    """Four classes. Without `kinds`, no model would read it."""
+
+    kinds = ("features",)
 
     def vocab_size(self, config: Config) -> int:
         return CLASSES

@@ -9,6 +9,8 @@ import pytest
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_CONFIG, ConfigError
+from parallelrun.plan.advice import warnings
+from parallelrun.plan.facts import facts
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
 from tests.plans import tiny_config, tiny_plan
@@ -263,8 +265,35 @@ def test_48_samples_that_are_too_few_for_the_plan_are_raised_and_it_is_said():
     assert any("too few for the plan" in sentence for sentence in plan.filled)
 
 
-def test_local_batch_is_per_replica():
-    assert tiny_plan(local_batch=4, dp=4).batch.global_batch == 16
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"pp": 2},
+        {"pp": 4, "schedule": "gpipe"},
+        {"pp": 2, "tp": 2, "cp": 2},
+        {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+        {"strategy.name": "ps", "strategy.data.kind": "ps", "strategy.data.servers": 2},
+    ],
+    ids=str,
+)
+def test_local_batch_is_of_a_replica_whatever_its_ranks(others):
+    for dp in (1, 2, 4):
+        plan = tiny_plan({"local_batch": 8, "dp": dp, **others})
+        batch = plan.batch
+        assert (batch.global_batch, batch.replica_batch) == (8 * dp, 8)
+        assert batch.micro_batch * batch.microbatches == 8
+        assert f"global_batch={8 * dp} (filled: local_batch 8 x dp {dp})" in plan.filled
+
+
+def test_a_larger_local_batch_that_is_advised_gives_the_microbatches_that_it_says():
+    given = {"local_batch": 4, "dp": 2, "pp": 4, "schedule": "gpipe", "microbatches": 4}
+    config = tiny_config(given)
+    (advised,) = [one for one in warnings(resolve(config), config, facts(resolve(config), config)) if "local" in one]
+    words = dict(re.findall(r"(local_batch|microbatches)=(\d+)", advised))
+    batch = tiny_plan({**given, **{key: int(value) for key, value in words.items()}}).batch
+    assert (batch.replica_batch, batch.micro_batch) == (int(words["local_batch"]), 1), advised
+    assert batch.microbatches == int(words["microbatches"])
 
 
 def test_row_14_a_batch_that_does_not_divide():

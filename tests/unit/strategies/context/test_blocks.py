@@ -70,7 +70,7 @@ def largest(ours, expected):
 @pytest.mark.parametrize("order", ORDERS)
 def test_blocks_give_what_all_keys_give(order, causal, fused, monkeypatch):
     if not fused:
-        monkeypatch.setattr(torch_private, "has_fused_attention", lambda query: False)
+        monkeypatch.setattr(torch_private, "has_fused_attention", lambda query, key: False)
         monkeypatch.setattr(blocks, "ROWS", 3)  # does not divide a tile
     tensors = drawn(4), drawn(2, seed=1), drawn(2, seed=2), drawn(4, seed=3)
     expected = reference(*tensors, lambda *leaves: attend(*leaves, causal=causal))
