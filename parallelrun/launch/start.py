@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from parallelrun import definitions, trackers
+from parallelrun import definitions, stop_signals, trackers
 from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
@@ -36,10 +36,10 @@ from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.memory_folder import check as check_memory_folder
 from parallelrun.launch.memory_folder import keep, memory_folder
 from parallelrun.launch.outcome import Outcome, conclude
-from parallelrun.launch.rank import STOP_SIGNALS, Job, RankSettings
-from parallelrun.launch.supervisor import signal_handlers
+from parallelrun.launch.rank import Job, RankSettings
 from parallelrun.plan.freeze import filled
 from parallelrun.plan.structure import Plan
+from parallelrun.stop_signals import STOP_SIGNALS
 from parallelrun.trackers.processes import following
 from parallelrun.trackers.state import carry_over
 from parallelrun.wording import counted
@@ -82,23 +82,27 @@ def start(
 
 def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
     """Run the ranks on this host to their end and write the final status. Return the exit code."""
-    status = Status(job.directory)
-    status.running()
-    try:
-        # a point of a sweep is never inline: its crash must not end the sweep, and its threads would forbid later forks
-        if job.config.restarts:
-            outcome = restarts.supervise(job, asked)
-        else:
-            outcome = _inline(job) if job.plan.world == 1 and run_root is None else supervisor.supervise(job)
-    except KeyboardInterrupt:
-        outcome = Outcome(EXIT_INTERRUPTED, note="interrupted")
-    except BaseException as error:
-        status.ended(EXIT_RUN_FAILED, f"{type(error).__name__}: {error}")
-        raise
-    if outcome.exit_code != EXIT_OK:
-        keep(job.memory, job.directory)
-    conclude(outcome, job)
-    return outcome.exit_code
+    signals: list[int] = []  # one that arrives when the ranks have ended does not keep their status from being written
+    with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
+        status = Status(job.directory)
+        status.running()
+        try:
+            # a point of a sweep is never inline: its crash must not end the sweep, nor its threads forbid later forks
+            if job.config.restarts:
+                outcome = restarts.supervise(job, asked, signals)
+            elif job.plan.world == 1 and run_root is None:
+                outcome = _inline(job, signals)
+            else:
+                outcome = supervisor.supervise(job, signals)
+        except KeyboardInterrupt:
+            outcome = _interrupted(signals, 0)
+        except BaseException as error:
+            status.ended(EXIT_RUN_FAILED, f"{type(error).__name__}: {error}")
+            raise
+        if outcome.exit_code != EXIT_OK:
+            keep(job.memory, job.directory)
+        conclude(outcome, job)
+        return outcome.exit_code
 
 
 def starting(world: int, dataset: str | None) -> str:
@@ -178,28 +182,35 @@ def _held(config: Config, plan: Plan, found: Chosen, folder: Path) -> tuple[Conf
     return replace(config, resume=str(held)), found
 
 
-def _inline(job: Job) -> Outcome:
-    """Run the worker of a single rank in this process, watched by a thread.
+def _inline(job: Job, signals: list[int]) -> Outcome:
+    """Run the worker of a single rank in this process, watched by a thread. signals: those that have arrived.
 
-    A stop signal asks the worker to stop after its step; a second one interrupts it.
+    A stop signal asks the worker to stop after its step; a second one, or SIGINT, interrupts it.
     """
     heartbeats, terminal = HeartbeatFile(1), sys.stderr
 
     def stop(number: int, _frame: object) -> None:
-        if heartbeats.stop_requested():
-            signal.signal(number, signal.SIG_DFL)
-            raise KeyboardInterrupt(signal.Signals(number).name)
+        signals.append(number)
         heartbeats.request_stop()
+        if len(signals) > 1 or number == signal.SIGINT:
+            if len(signals) > 1:
+                signal.signal(number, signal.SIG_DFL)
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
     def on_hang(cause: Failure) -> None:
         conclude(Outcome(cause.exit_code, cause), job, terminal)
 
-    with signal_handlers(STOP_SIGNALS, stop), output.copied(job.directory, 0) as log:
+    with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), stop), output.copied(job.directory, 0) as log:
         with Watchdog(heartbeats, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
-            code = rank.serve(job, RankSettings(0, 0), heartbeats)
-    outcome = Outcome(code, None, "", heartbeats.read(0).step, heartbeats.failed_save())
+            code = EXIT_INTERRUPTED if signals else rank.serve(job, RankSettings(0, 0), heartbeats)
+    step, failed_save_step = heartbeats.read(0).step, heartbeats.failed_save()
     if code == EXIT_INTERRUPTED:
-        terminated = heartbeats.stop_requested()
-        note = f"{'terminated' if terminated else 'interrupted'} at step {outcome.step}"
-        return replace(outcome, exit_code=EXIT_TERMINATED if terminated else code, note=note)
-    return replace(outcome, cause=failure.recorded(job.directory, heartbeats, 0, os.getpid()))
+        return replace(_interrupted(signals, step), failed_save_step=failed_save_step)
+    return Outcome(code, failure.recorded(job.directory, heartbeats, 0, os.getpid()), "", step, failed_save_step)
+
+
+def _interrupted(signals: Sequence[int], step: int) -> Outcome:
+    """Return the outcome of a run that the last of `signals` has ended at once."""
+    if signals and signals[-1] != signal.SIGINT:
+        return Outcome(EXIT_TERMINATED, note=f"terminated at step {step}", step=step)
+    return Outcome(EXIT_INTERRUPTED, note=f"interrupted at step {step}", step=step)
