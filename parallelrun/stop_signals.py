@@ -90,6 +90,22 @@ def handlers(numbers: Iterable[int], handler: Callable[[int, object], None]) -> 
             signal.signal(number, old)
 
 
+@contextlib.contextmanager
+def postponed() -> Iterator[None]:
+    """Handle signals at the end of the block: an exception inside the import of native code may abort the process."""
+    arrived: list[int] = []
+    before: dict[int, Handler] = {}
+    if threading.current_thread() is threading.main_thread():
+        _set((signal.SIGINT, *STOP_SIGNALS), lambda number, _: arrived.append(number), before)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+        for number in arrived:
+            signal.raise_signal(number)
+
+
 def raise_pending() -> None:
     """Raise the exception of the first signal that has come and has not ended the program."""
     if pending := pending_name():

@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Python's cyclic garbage collector is off until something starts that may run long, and at the end nothing is left
     to it: visiting all that was imported takes a seventh of the time of a plan.
     """
+    _open_closed_streams()
     if argv is not None:
         return _guarded(list(argv), ends=False)
     gc.disable()
@@ -63,12 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.freeze()
 
 
+def _open_closed_streams() -> None:
+    """Open the null device as each standard stream that the shell has closed (`2>&-`): each takes its own number, which
+    is the lowest free one, so that no other file takes it, to be written to by a rank or a library."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def _leave(codes: list[int]) -> None:
     """End the process here: taking torch apart takes half a second, and what a plan imports some hundredths of one.
     codes: the exit code, if `main` has returned one."""
     if codes:
         with contextlib.suppress(OSError, ValueError):  # Python reports them
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
+            for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(codes[0])
 

@@ -22,6 +22,7 @@ from parallelrun.launch import (
     guard,
     output,
     preflight,
+    processes,
     rank,
     reattach,
     restarts,
@@ -201,6 +202,8 @@ def _inline(job: Job, signals: list[int]) -> Outcome:
         conclude(Outcome(cause.exit_code, cause), job, terminal)
 
     with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), stop), output.copied(job.directory, 0) as log:
+        with stop_signals.postponed():
+            processes.import_all(["torch", *processes.modules(job.config, job.plan, job.worker)])
         with Watchdog(heartbeats, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
             code = EXIT_INTERRUPTED if signals else rank.serve(job, RankSettings(0, 0), heartbeats)
     step, failed_save_step = heartbeats.read(0).step, heartbeats.failed_save()

@@ -73,6 +73,16 @@ def test_a_handled_signal_is_not_raised_and_later_ones_do_not_raise_either(no_ha
     assert arrived == [signal.SIGTERM]
 
 
+def test_a_postponed_signal_is_raised_at_the_end_of_the_block(no_handlers_left):
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), stop_signals.raising():
+        with stop_signals.postponed():
+            signal.raise_signal(signal.SIGINT)
+            done.append("native code has been imported")
+        pytest.fail("the signal has been lost")
+    assert done
+
+
 def test_ignored_signals_stay_ignored(monkeypatch, no_handlers_left):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
