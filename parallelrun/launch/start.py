@@ -40,6 +40,7 @@ from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.rank import Job, RankSettings
 from parallelrun.plan.freeze import filled
 from parallelrun.plan.structure import Plan
+from parallelrun.run_records.rows import writer_of
 from parallelrun.stop_signals import STOP_SIGNALS
 from parallelrun.trackers.processes import following
 from parallelrun.trackers.state import carry_over
@@ -54,18 +55,20 @@ def start(
     run_root: Path | None = None,
     worker: str = rank.WORKER,
     created: Callable[[Path], None] | None = None,
+    repeats: bool = False,
 ) -> int:
     """Create the run directory and run `plan` to its end. Return the exit code.
 
     argv: for the manifest. overrides: for the command that resumes the run. run_root: use exactly this directory
-    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. created: is called with the run directory. Raises
+    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. created: is called with the run directory.
+    repeats: it repeats another run, so its trackers do not continue the record of the run that it resumes. Raises
     ConfigError and EnvironmentProblem before any process is started.
     """
     attached = environment.detect(os.environ)
     options = ConsoleOptions(tuple(overrides), "-v" in argv or "--verbose" in argv)
     memory, step = environment.memory_of_hosts(os.environ) if attached else (None, None)
     asked = Job(config, plan, Path(), worker, options, memory=memory, memory_step=step)
-    job = _prepare(asked, argv, attached, run_root)
+    job = _prepare(asked, argv, attached, run_root, repeats)
     if job is None:
         if attached:
             attach.abandon(attached, EXIT_OK)
@@ -111,7 +114,9 @@ def starting(world: int, dataset: str | None) -> str:
     return f"starting {counted(world, 'rank')}" + (f", loading data ({dataset})" if dataset else "")
 
 
-def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root: Path | None) -> Job | None:
+def _prepare(
+    job: Job, argv: Sequence[str], attached: Attached | None, run_root: Path | None, repeats: bool
+) -> Job | None:
     """Make all checks, then create the run directory and write what is known before the first step. Return `job` with
     the directory and the resolved `resume`; None, after a message, if the run to resume has already finished."""
     config, plan = job.config, job.plan
@@ -144,7 +149,12 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     resumed = None
     if found:
         config, found = _held(config, plan, found, folder)
-        carry_over(found.path.parents[1], folder, config.tracker.use, found.index.step)
+        resumed_run, step = found.path.parents[1], found.index.step
+        if writer := writer_of(resumed_run):
+            what = f"{resumed_run} still trains: {writer} writes it. This run trains the steps after its step {step}"
+            print(f"warning: {what} a second time, and its trackers begin a record of their own", file=sys.stderr)
+        elif not repeats:
+            carry_over(resumed_run, folder, config.tracker.use, step)
     elif config.resume == AUTO:
         print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
         config = replace(config, resume=None)
