@@ -7,9 +7,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from parallelrun import definitions, stop_signals, trackers
+from parallelrun import definitions, elapsed, stop_signals, trackers
 from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
@@ -132,7 +133,8 @@ def _prepare(
     trackers.check(config.tracker.use)
     has_dataset = not definitions.model(config).is_lesson
     print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
-    dataset = open_dataset(config, plan.spec) if has_dataset else None
+    with elapsed.shown("loading data"):
+        dataset = open_dataset(config, plan.spec) if has_dataset else None
     found = choose(config, plan) if config.verb == "run" else None
     if found and _is_finished(found, config):
         return None
@@ -211,7 +213,11 @@ def _inline(job: Job, signals: list[int]) -> Outcome:
     def on_hang(cause: Failure) -> None:
         conclude(Outcome(cause.exit_code, cause), job, terminal)
 
-    with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), stop), output.copied(job.directory, 0) as log:
+    with (
+        elapsed.shown(starting(1, None), partial(heartbeats.has_begun, 0)),
+        stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), stop),
+        output.copied(job.directory, 0) as log,
+    ):
         with stop_signals.postponed():
             processes.import_all(["torch", *processes.modules(job.config, job.plan, job.worker)])
         with Watchdog(heartbeats, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import connection
 
-from parallelrun import sequences, stop_signals
+from parallelrun import elapsed, sequences, stop_signals
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
 from parallelrun.launch import emulation, failure, hang, processes
 from parallelrun.launch.directory import Status
@@ -24,6 +24,7 @@ from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
 from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.rank import Job
 from parallelrun.stop_signals import STOP_SIGNALS
+from parallelrun.wording import counted
 
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
 TICK_S = 0.1
@@ -40,9 +41,10 @@ def supervise(job: Job, signals: list[int] | None = None) -> Outcome:
     supervisor = Supervisor(job, signals)
     with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: supervisor.arrived.append(number)):
         try:
-            processes.preload(job)
-            supervisor.start()
-            return supervisor.watch()
+            with elapsed.shown(f"starting {counted(job.plan.world, 'rank')}", supervisor.has_begun):
+                processes.preload(job)
+                supervisor.start()
+                return supervisor.watch()
         finally:
             supervisor.end_all()
 
@@ -80,6 +82,10 @@ class Supervisor:
             self._pids.append(pid)
             if hasattr(os, "pidfd_open"):  # Linux
                 self._pidfds[rank] = os.pidfd_open(pid)
+
+    def has_begun(self) -> bool:
+        """Return whether the first rank has built its model, and may print."""
+        return self._heartbeats.has_begun(0)
 
     def watch(self) -> Outcome:
         """Wait for all ranks; act on failures, hangs and signals."""
