@@ -50,3 +50,14 @@ def test_a_rank_is_reaped_with_all_that_it_has_started() -> None:
     assert processes.reap(pid, wait=True) == 0
     assert select.select([ours], [], [], 10.0)[0] and os.read(ours, 1) == b""  # closed: nobody is left
     os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [({0: 0, 1: 0}, 0), ({0: 0, 1: 4}, 4), ({0: 7, 1: 4}, 4), ({0: 75, 1: 75}, 75), ({0: 75, 1: 0}, 75)],
+)
+def test_the_exit_code_of_ranks_that_have_all_returned(tmp_path: Path, codes, code) -> None:
+    supervisor = Supervisor(Job(tiny_config(dp=2), tiny_plan(dp=2), tmp_path))
+    supervisor._codes = codes
+    assert supervisor._outcome().exit_code == code
+    supervisor.end_all()
