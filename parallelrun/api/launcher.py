@@ -14,7 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parallelrun.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ParallelrunError, Problem
+from parallelrun import stop_signals
+from parallelrun.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, ParallelrunError, Problem
 
 
 def main() -> None:
@@ -26,9 +27,12 @@ def main() -> None:
     created: list[Path] = []
     answer: dict[str, Any] = {}
     try:
-        answer["exit_code"] = _start(order, created)
+        with stop_signals.raising():
+            answer["exit_code"] = _start(order, created)
     except KeyboardInterrupt:
         answer["exit_code"] = EXIT_INTERRUPTED
+    except stop_signals.Terminated:
+        answer["exit_code"] = EXIT_TERMINATED
     except ParallelrunError as error:
         problems = [asdict(problem) for problem in error.problems]
         answer = {"exit_code": error.exit_code, "error": type(error).__name__, "problems": problems}

@@ -31,6 +31,9 @@ def place(name: str, config_dir: Path | None) -> Path:
         what = f"cluster={name} is built in, and a calibration does not replace it"
         raise ConfigError(Problem(what, "cluster", "cluster=mine"))
     folder = config_dir.expanduser() / presets.CLUSTER if config_dir else presets.own_clusters()
+    if folder.parts[0].startswith("~"):
+        what = "no folder for your own clusters: you have no home directory, and HOME is not set"
+        raise EnvironmentProblem(Problem(what, "calibrate", command="parallelrun calibrate ... --config-dir FOLDER"))
     return folder / f"{name}.yaml"
 
 

@@ -72,7 +72,9 @@ def translate(error: Exception) -> ParallelrunError | None:
             return link
     if isinstance(error, RuntimeError) and str(error) == _NO_HOME:
         return ConfigError(
-            Problem("a path begins with ~ and the name of a user without a home directory", "command line", "./~...")
+            Problem(
+                "a path begins with ~, and that user has no home directory", "command line", "./~... or the full path"
+            )
         )
     for link in chain:  # a group's YAML file in a folder of the user's own
         if (mark := getattr(link, "problem_mark", None)) is not None:

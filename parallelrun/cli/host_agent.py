@@ -28,7 +28,8 @@ from parallelrun.cli.host_ranks import Order, Ranks
 from parallelrun.cli.unanswered import RESENT, is_unanswered
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch import guard, processes, stores
-from parallelrun.launch.rank import STOP_SIGNALS, end
+from parallelrun.launch.rank import end
+from parallelrun.stop_signals import STOP_SIGNALS
 
 MARK = "\x1eparallelrun host agent: "  # before each message, among what ranks and a login shell print
 LOCAL = "local"  # argument: this is the launcher's own host

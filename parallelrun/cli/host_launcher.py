@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from parallelrun import stop_signals
 from parallelrun.checkpoint.held import Held
 from parallelrun.cli.host_agent import Hello
 from parallelrun.cli.host_connection import CLOSED, END_S, Connections, HostConnection
@@ -37,13 +38,13 @@ from parallelrun.launch.failure import ConsoleOptions
 from parallelrun.launch.host_failures import Exit, LostHost
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.peers import is_recorded
-from parallelrun.launch.rank import STOP_SIGNALS, Job
-from parallelrun.launch.supervisor import signal_handlers
+from parallelrun.launch.rank import Job
 from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.run_records import attempts
 from parallelrun.run_records.read import METRICS
 from parallelrun.run_records.rows import last_row
+from parallelrun.stop_signals import STOP_SIGNALS
 
 GRACE_S = GRACE_OF_RANKS_S + 5.0  # after a host has failed: time for the others to notice, to tell and to end
 TOLD_S = 6.0  # after a host was lost: time for the ranks, which are told, to write how the run ended
@@ -56,7 +57,7 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions) -> in
     Raises EnvironmentProblem when a host cannot be reached or has no parallelrun.
     """
     signals: list[int] = []
-    with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
+    with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
         with Connections(ssh, signals) as connections:
             used = [one for one in hosts if one.num_ranks]
             connections.open(used)

@@ -20,7 +20,7 @@ from parallelrun.launch.environment import LISTENER, NOTES, without_launchers
 from parallelrun.launch.host_failures import Exit
 from parallelrun.launch.host_notes import HostNotes
 from parallelrun.launch.peers import is_recorded
-from parallelrun.launch.rank import STOP_SIGNALS
+from parallelrun.stop_signals import STOP_SIGNALS
 
 GRACE_S = 10.0  # after a rank has failed: time for the others to notice and report it
 _TICK_S = 0.05

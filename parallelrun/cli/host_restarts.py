@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
+from parallelrun import stop_signals
 from parallelrun.checkpoint import held
 from parallelrun.cli import hosts as host_list
 from parallelrun.cli import memory_on_disk
@@ -29,14 +30,13 @@ from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import MEMORY_STEP, for_other_hosts
 from parallelrun.launch.failure import ConsoleOptions, Failure
 from parallelrun.launch.peers import is_recorded
-from parallelrun.launch.rank import STOP_SIGNALS
-from parallelrun.launch.supervisor import signal_handlers
 from parallelrun.plan import elastic
 from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.run_records import attempts
 from parallelrun.run_records.attempts import Attempt
+from parallelrun.stop_signals import STOP_SIGNALS
 from parallelrun.wording import counted
 
 RECONNECT_S = 25.0  # for a host to answer again: ssh, and the start of Python
@@ -57,7 +57,7 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, asked
         "environ": for_other_hosts(os.environ),
         "memory": asked.checkpoint.memory_every > 0,
     }
-    with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
+    with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
         with Connections(ssh, signals, prepare) as connections:
             connections.open(hosts)
             connections.must_greet([one.name for one in hosts if one.num_ranks])

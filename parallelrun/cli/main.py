@@ -10,14 +10,14 @@ import atexit
 import contextlib
 import gc
 import os
-import signal
 import sys
-import threading
+
+from parallelrun import stop_signals
+from parallelrun.stop_signals import Terminated
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Sequence
 
 EXIT_OK, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 130, 143  # as in parallelrun.errors, which is slow to import
 _TOOLS = {  # module and function of each tool: `cli.help.TOOLS` says what they do
@@ -43,11 +43,6 @@ _TOOLS = {  # module and function of each tool: `cli.help.TOOLS` says what they 
     "ls": ("cli.listing", "ls"),
     "show": ("cli.listing", "show"),
 }
-_STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class Terminated(BaseException):
-    """SIGTERM, SIGHUP or SIGUSR1 came while no other code handled it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,16 +51,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Python's cyclic garbage collector is off until something starts that may run long, and at the end nothing is left
     to it: visiting all that was imported takes a seventh of the time of a plan.
     """
+    _open_closed_streams()
     if argv is not None:
-        return _guarded(list(argv))
+        return _guarded(list(argv), ends=False)
     gc.disable()
     codes: list[int] = []
     atexit.register(_leave, codes)  # the first to be registered is the last to run
     try:
-        codes.append(_guarded(sys.argv[1:]))
+        codes.append(_guarded(sys.argv[1:], ends=True))
         return codes[0]
     finally:
         gc.freeze()
+
+
+def _open_closed_streams() -> None:
+    """Open the null device as each standard stream that the shell has closed (`2>&-`): each takes its own number, which
+    is the lowest free one, so that no other file takes it, to be written to by a rank or a library."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _leave(codes: list[int]) -> None:
@@ -73,23 +79,22 @@ def _leave(codes: list[int]) -> None:
     codes: the exit code, if `main` has returned one."""
     if codes:
         with contextlib.suppress(OSError, ValueError):  # Python reports them
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
+            for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(codes[0])
 
 
-def _guarded(words: list[str]) -> int:
+def _guarded(words: list[str], ends: bool) -> int:
     try:
-        with _stops_raise() as taken:
-            return _main(words, taken)
+        with stop_signals.raising(ends):
+            return _main(words)
     except KeyboardInterrupt:
         return _ended("interrupted", EXIT_INTERRUPTED)
     except Terminated as error:
         return _ended(f"terminated by {error}", EXIT_TERMINATED)
 
 
-def _main(words: list[str], taken: list[str]) -> int:
-    """Route `words`. taken: the signals that have come; an interrupted import may raise any exception."""
+def _main(words: list[str]) -> int:
     verbose = any(word in ("-v", "--verbose") for word in words) or os.environ.get("HYDRA_FULL_ERROR") == "1"
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -102,8 +107,7 @@ def _main(words: list[str], taken: list[str]) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1
     except Exception as error:
-        if taken:
-            raise Terminated(taken[0]) from error
+        stop_signals.raise_pending()  # an interrupted import may raise any exception
         from parallelrun.cli import errors
 
         return errors.report(errors.translate(error) or error, verbose)
@@ -139,30 +143,6 @@ def _tool(tool: str, words: list[str]) -> int:
     gc.enable()
     module, function = _TOOLS[tool]
     return getattr(import_module(f"parallelrun.{module}"), function)(words) or EXIT_OK
-
-
-@contextlib.contextmanager
-def _stops_raise() -> Iterator[list[str]]:
-    """Let SIGTERM, SIGHUP and SIGUSR1 unwind the stack once, like Ctrl-C. Ignored signals (nohup) stay ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield []
-        return
-    taken: list[str] = []
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        taken.append(signal.Signals(signum).name)
-        if len(taken) == 1:
-            raise Terminated(taken[0])
-
-    before = {number: signal.getsignal(number) for number in _STOPS if signal.getsignal(number) != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, handler)
-    try:
-        yield taken
-    finally:
-        for number, old in before.items():
-            if signal.getsignal(number) != signal.SIG_IGN:  # a rank ignores them when its exit code is known
-                signal.signal(number, old)
 
 
 def _ended(word: str, code: int) -> int:

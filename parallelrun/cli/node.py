@@ -31,9 +31,8 @@ def run(words: Sequence[str]) -> int | None:
 
 
 def _start(node: Node, words: Sequence[str]) -> int:
+    from parallelrun import stop_signals
     from parallelrun.cli.host_ranks import Order, Ranks
-    from parallelrun.launch.rank import STOP_SIGNALS
-    from parallelrun.launch.supervisor import signal_handlers
     from parallelrun.wording import counted
 
     environ = {
@@ -49,6 +48,6 @@ def _start(node: Node, words: Sequence[str]) -> int:
     def forward(number: int, _: object) -> None:
         signals.put(signal.Signals(number).name)
 
-    with signal_handlers((signal.SIGINT, *STOP_SIGNALS), forward):
+    with stop_signals.handlers((signal.SIGINT, *stop_signals.STOP_SIGNALS), forward):
         ranks = Ranks(Order(list(words), node.first_rank, node.ranks_per_node, environ), None)
         return ranks.watch(signals)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+from parallelrun import elapsed
 from parallelrun.config.compose import Composed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.launch.environment import visible_gpus
@@ -29,7 +30,8 @@ def planned(
         composed = search.with_winner(composed, world, quiet)
     if composed.config.shrink:
         return _shrunk(composed, verb, world, sweep)
-    plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus(), sweep=sweep)
+    with elapsed.shown("planning"):  # a module of the user's own may import much
+        plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus(), sweep=sweep)
     return composed, plan
 
 

@@ -35,7 +35,7 @@ def rerun(directory: Path, runs: Path, trust: bool, check: bool) -> int:
     created: list[Path] = []
     words = ["runs", "rerun", str(directory), *(["--trust"] if trust else [])]
     overrides = [str(text) for text in before.manifest.get("overrides") or []]
-    code = start(config, resolve(config), words, overrides, created=created.append)
+    code = start(config, resolve(config), words, overrides, created=created.append, repeats=True)
     if code != EXIT_OK or not created:
         return code
     (losses,) = compare([before, read(created[0])]).losses

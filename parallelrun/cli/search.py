@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from parallelrun import elapsed
 from parallelrun.cli.json_output import print_json
 from parallelrun.config.compose import Composed
 from parallelrun.errors import ConfigError, Problem
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from parallelrun.report.search import Context
 
 
+_SEARCHING = "searching plans"
+
+
 def show(composed: Composed, world: int | None, as_json: bool) -> None:
     """Search, and print the best plans. world: the number of ranks that a launcher has started. Raises ConfigError."""
     from parallelrun.plan import sizes
@@ -39,13 +43,15 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     config, gpus = composed.config, visible_gpus()
     compared = None
     if sizes.compares_sizes(config):
-        compared = sizes.compared(config, composed.given, searches.KEPT)
+        with elapsed.shown(_SEARCHING):
+            compared = sizes.compared(config, composed.given, searches.KEPT)
         found = compared[1].found
         typed = [text for text in composed.overrides if text.partition("=")[0] not in ("gpus", "world")]
         config = replace(config, world=found.world)
         composed = replace(composed, config=config, overrides=(*typed, f"gpus={found.world}"))
     else:
-        found = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus)
+        with elapsed.shown(_SEARCHING):
+            found = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus)
     context = report.Context(chosen.base_of(config), command_of(found.best[0], composed.overrides))
     useful = _goodput(composed, found.best[0])
     if as_json:
@@ -97,8 +103,9 @@ def _explain(composed: Composed, found: Search, console: Console) -> None:
     best, cluster = found.best[0], composed.config.cluster
     assert best.time is not None
     config, given = chosen.with_choice(composed.config, composed.given, best)
-    limited = limits(resolve(config, given=given, gpus=visible_gpus()), cluster, best.time)
-    elsewhere = flips(composed.config, composed.given, found)
+    with elapsed.shown(_SEARCHING):
+        limited = limits(resolve(config, given=given, gpus=visible_gpus()), cluster, best.time)
+        elsewhere = flips(composed.config, composed.given, found)
     why.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
 
 
@@ -150,7 +157,8 @@ def ranked(plan: Plan, config: Config, facts: Facts) -> Ranked | None:
     fits = cluster_cost.fits(memory, config.cluster) if config.cluster.memory_gb else "yes"
     if not config.explain and not searches.is_ranked_soon(plan, config):
         return Ranked(facts.time, fits, None, True)
-    found = searches.among_all(plan, config, facts.time, visible_gpus(), soon=not config.explain)
+    with elapsed.shown(_SEARCHING):
+        found = searches.among_all(plan, config, facts.time, visible_gpus(), soon=not config.explain)
     return Ranked(facts.time, fits, found, False)
 
 
@@ -171,14 +179,16 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None
     if ranked and found:
         opened = searches.opened(plan, config)
         best = found.best[0] if ranked.is_fastest else None
-        elsewhere = flips(opened, frozenset(), found) if best else (flips_of(plan, config, found, opened), True)
+        with elapsed.shown(_SEARCHING):
+            elsewhere = flips(opened, frozenset(), found) if best else (flips_of(plan, config, found, opened), True)
     why.show(facts.time, limited, elsewhere, (memory, config.cluster), best, console)
 
 
 def with_winner(composed: Composed, world: int | None, quiet: bool = False) -> Composed:
     """`composed` with the fastest plan in the place of a strategy that searches. Raises ConfigError."""
     config, gpus = chosen.calibrated(composed.config, composed.given), visible_gpus()
-    found = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
+    with elapsed.shown(_SEARCHING):
+        found = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
     best = found.best[0]
     assert best.time is not None
     if not quiet:

@@ -40,10 +40,13 @@ def folder() -> Path:
 def own_clusters() -> Path:
     """The folder in which `parallelrun calibrate` keeps the clusters of this user: every command line finds them.
 
-    In $PARALLELRUN_CONFIG, else $XDG_CONFIG_HOME/parallelrun, else ~/.config/parallelrun.
+    In $PARALLELRUN_CONFIG, else $XDG_CONFIG_HOME/parallelrun, else ~/.config/parallelrun. A user without a home
+    directory (a container's, whose uid has no name) has none: `~` stays in the path, which is not absolute then.
     """
     home = os.environ.get("XDG_CONFIG_HOME", "")
-    root = Path(home) if os.path.isabs(home) else Path.home() / ".config"  # the XDG base directory specification
+    root = Path(
+        home if os.path.isabs(home) else os.path.expanduser("~/.config")
+    )  # the XDG base directory specification
     return Path(os.environ.get("PARALLELRUN_CONFIG") or root / "parallelrun") / CLUSTER
 
 

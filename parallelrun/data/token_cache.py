@@ -60,8 +60,15 @@ def cached_tokens(files: Sequence[DocumentFile], identity: str, config: Config) 
 
 def cache_folder(config: Config) -> Path:
     """The folder of the cached token files."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(config.dataset.cache or Path(base, "parallelrun", "tokens")).expanduser().absolute()
+    if config.dataset.cache:
+        return Path(config.dataset.cache).expanduser().absolute()
+    base = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if base.startswith("~"):
+        what = (
+            f"no folder for the cached tokens: the user of uid {os.getuid()} has no home directory, and HOME is not set"
+        )
+        raise EnvironmentProblem(Problem(what, "dataset.cache", command="dataset.cache=FOLDER"))
+    return Path(base, "parallelrun", "tokens").absolute()
 
 
 def _write(prefix: Path, files: list[DocumentFile], settings: DatasetConfig) -> None:

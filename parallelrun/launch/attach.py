@@ -50,13 +50,14 @@ from parallelrun.launch.live import GatheredStatus, LiveFile
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.peers import Peers, is_recorded
 from parallelrun.launch.processes import start_time
-from parallelrun.launch.rank import STOP_SIGNALS, Job
+from parallelrun.launch.rank import Job
 from parallelrun.launch.reach import LAUNCHER_LOST, Reach
 from parallelrun.launch.rendezvous import Member
 from parallelrun.plan.freeze import digest, load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.records import write_json
 from parallelrun.run_records import attempts
+from parallelrun.stop_signals import STOP_SIGNALS, raise_pending
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -200,6 +201,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     heartbeats = HeartbeatFile(1, first_rank=attached.rank)
     faulthandler.unregister(signal.SIGUSR1)  # Slurm may send it to every rank; a closed terminal sends SIGHUP
     rank.take_signals(heartbeats, [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN])
+    raise_pending()
     peers = Peers.of(attached.rank, job.directory, members)
     notes = HostNotes.inherited(os.environ)
     lost_host = Reach(attached.rank, members).lost_host if notes is None else lambda: notes.lost

@@ -38,11 +38,15 @@ def guarded(act: Callable[[], object], meanwhile: Callable[[], object] | None = 
         yield
         return
     parent = os.pidfd_open(os.getpid())
+    masked = signal.pthread_sigmask(
+        signal.SIG_BLOCK, signal.valid_signals()
+    )  # a signal must not leave the guard behind
     guard = os.fork()
     if not guard:
         _wait_and(act, parent, meanwhile)
-    os.close(parent)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        os.close(parent)
         yield
     finally:
         os.kill(guard, signal.SIGKILL)

@@ -76,6 +76,10 @@ class HeartbeatFile:
         slot = self._slots[rank]
         return Heartbeat(slot.time_ns, slot.step, slot.phase.decode(errors="replace"))
 
+    def has_begun(self, rank: int) -> bool:
+        """Return whether `rank` has imported its modules and built its model."""
+        return self.read(rank).phase not in ("start", "build")
+
     def set_pace(self, rank: int, pace: Pace) -> None:
         """Record how `rank` fares."""
         self._slots[rank].pace[:] = astuple(pace)

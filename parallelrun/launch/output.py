@@ -79,9 +79,7 @@ class Screen(Output):
 def guarded() -> Iterator[None]:
     """Make `sys.stdout` an Output. At the end, raise EnvironmentProblem if writing failed, except to a closed pipe."""
     before = sys.stdout
-    # if the shell closed it (`>&-`), this file takes the lowest free number, so that nothing else becomes stdout
-    stream = before if before is not None else open(os.devnull, "w")  # noqa: SIM115
-    output = Output(stream)
+    output = Output(before)
     sys.stdout = cast(TextIO, output)
     try:
         yield
@@ -90,7 +88,7 @@ def guarded() -> Iterator[None]:
         sys.stdout = before
         if output.error is not None:  # Python flushes the stream's buffer at exit: let that succeed
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
-                os.dup2(null.fileno(), stream.fileno())
+                os.dup2(null.fileno(), before.fileno())
     if output.error is not None and not isinstance(output.error, (BrokenPipeError, ConnectionResetError)):
         what = f"standard output cannot be written to: {output.error.strerror or output.error}"
         raise EnvironmentProblem(Problem(what, "standard output"))

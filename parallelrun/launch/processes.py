@@ -35,6 +35,10 @@ _PRELOADED = ("numpy.random", "torch.distributed", "parallelrun.checkpoint", "pa
               "parallelrun.torch_private:import_profiler")  # fmt: skip
 
 
+# jemalloc prepares its own thread for a fork. pyarrow has it, which Optuna imports with pandas
+_SAFE_THREADS = ("jemalloc_bg_thd", "")
+
+
 def preload(job: Job) -> None:
     """Import the modules of the ranks once in the launcher, if the ranks are forked."""
     import_all(modules(job.config, job.plan, job.worker))
@@ -104,8 +108,16 @@ def _may_fork(plan: Plan) -> bool:
 
 
 def num_threads() -> int:
-    """Return the number of threads of this process, native ones included (Linux)."""
-    return len(os.listdir("/proc/self/task"))
+    """Return the number of threads of this process, native ones included (Linux), without those that a fork is safe
+    with."""
+    return sum(_comm(thread) not in _SAFE_THREADS for thread in os.listdir("/proc/self/task"))
+
+
+def _comm(thread: str) -> str:
+    """Return the name of a thread of this process; that of a thread that has just ended is empty."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+    return ""
 
 
 def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:

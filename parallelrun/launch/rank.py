@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 WORKER = "parallelrun.launch.worker:run"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announces preemption by SIGTERM or SIGUSR1
 
 
 @dataclass(frozen=True)

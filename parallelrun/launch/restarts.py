@@ -7,7 +7,6 @@ forked from this process, which has imported torch already. `restart_policy` dec
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch import failure, restart_policy, supervisor
 from parallelrun.launch.outcome import Outcome
-from parallelrun.launch.rank import STOP_SIGNALS, Job
+from parallelrun.launch.rank import Job
 from parallelrun.launch.restart_policy import Decision
 from parallelrun.plan import elastic
 from parallelrun.plan.freeze import freeze, load_frozen
@@ -54,27 +53,25 @@ def notes(config: Config, only_once: str = "") -> list[str]:
     return [f"restarts={most} without checkpoint.every: after a failure the run begins again with its first step"]
 
 
-def supervise(job: Job, asked: Config) -> Outcome:
+def supervise(job: Job, asked: Config, signals: list[int]) -> Outcome:
     """Run the job's ranks to their end, again after failures. None of their processes outlives this call.
 
-    asked: the user's configuration, from which an elastic run resolves a smaller plan. The outcome is that of the last
-    attempt.
+    asked: the user's configuration, from which an elastic run resolves a smaller plan. signals: those that have
+    arrived; the caller adds those that arrive between attempts. The outcome is that of the last attempt.
     """
-    signals: list[int] = []
     history = [attempt_of(job, 1)]
-    with supervisor.signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
-        while True:
-            attempts.write(job.directory, history)
-            outcome = supervisor.supervise(job, signals)
-            history[-1] = ended(attempts.read(job.directory) or history, outcome, job.directory)
-            attempts.write(job.directory, history)
-            if outcome.exit_code == EXIT_OK or signals:
-                return outcome
-            decision = restart_policy.decide(history, job.config.restarts)
-            if not decision.restart:
-                return stopped(outcome, decision, job.config.restarts)
-            plan, job = job.plan, prepared(job, asked, history, decision)
-            announce(outcome, plan, history, job, job.config.restarts + 1)
+    while True:
+        attempts.write(job.directory, history)
+        outcome = supervisor.supervise(job, signals)
+        history[-1] = ended(attempts.read(job.directory) or history, outcome, job.directory)
+        attempts.write(job.directory, history)
+        if outcome.exit_code == EXIT_OK or signals:
+            return outcome
+        decision = restart_policy.decide(history, job.config.restarts)
+        if not decision.restart:
+            return stopped(outcome, decision, job.config.restarts)
+        plan, job = job.plan, prepared(job, asked, history, decision)
+        announce(outcome, plan, history, job, job.config.restarts + 1)
 
 
 def attempt_of(job: Job, number: int) -> Attempt:

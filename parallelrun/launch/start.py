@@ -7,9 +7,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from parallelrun import definitions, trackers
+from parallelrun import definitions, elapsed, stop_signals, trackers
 from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
@@ -22,6 +23,7 @@ from parallelrun.launch import (
     guard,
     output,
     preflight,
+    processes,
     rank,
     reattach,
     restarts,
@@ -36,10 +38,11 @@ from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.memory_folder import check as check_memory_folder
 from parallelrun.launch.memory_folder import keep, memory_folder
 from parallelrun.launch.outcome import Outcome, conclude
-from parallelrun.launch.rank import STOP_SIGNALS, Job, RankSettings
-from parallelrun.launch.supervisor import signal_handlers
+from parallelrun.launch.rank import Job, RankSettings
 from parallelrun.plan.freeze import filled
 from parallelrun.plan.structure import Plan
+from parallelrun.run_records.rows import writer_of
+from parallelrun.stop_signals import STOP_SIGNALS
 from parallelrun.trackers.processes import following
 from parallelrun.trackers.state import carry_over
 from parallelrun.wording import counted
@@ -53,18 +56,20 @@ def start(
     run_root: Path | None = None,
     worker: str = rank.WORKER,
     created: Callable[[Path], None] | None = None,
+    repeats: bool = False,
 ) -> int:
     """Create the run directory and run `plan` to its end. Return the exit code.
 
     argv: for the manifest. overrides: for the command that resumes the run. run_root: use exactly this directory
-    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. created: is called with the run directory. Raises
+    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. created: is called with the run directory.
+    repeats: it repeats another run, so its trackers do not continue the record of the run that it resumes. Raises
     ConfigError and EnvironmentProblem before any process is started.
     """
     attached = environment.detect(os.environ)
     options = ConsoleOptions(tuple(overrides), "-v" in argv or "--verbose" in argv)
     memory, step = environment.memory_of_hosts(os.environ) if attached else (None, None)
     asked = Job(config, plan, Path(), worker, options, memory=memory, memory_step=step)
-    job = _prepare(asked, argv, attached, run_root)
+    job = _prepare(asked, argv, attached, run_root, repeats)
     if job is None:
         if attached:
             attach.abandon(attached, EXIT_OK)
@@ -82,23 +87,27 @@ def start(
 
 def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
     """Run the ranks on this host to their end and write the final status. Return the exit code."""
-    status = Status(job.directory)
-    status.running()
-    try:
-        # a point of a sweep is never inline: its crash must not end the sweep, and its threads would forbid later forks
-        if job.config.restarts:
-            outcome = restarts.supervise(job, asked)
-        else:
-            outcome = _inline(job) if job.plan.world == 1 and run_root is None else supervisor.supervise(job)
-    except KeyboardInterrupt:
-        outcome = Outcome(EXIT_INTERRUPTED, note="interrupted")
-    except BaseException as error:
-        status.ended(EXIT_RUN_FAILED, f"{type(error).__name__}: {error}")
-        raise
-    if outcome.exit_code != EXIT_OK:
-        keep(job.memory, job.directory)
-    conclude(outcome, job)
-    return outcome.exit_code
+    signals: list[int] = []  # one that arrives when the ranks have ended does not keep their status from being written
+    with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
+        status = Status(job.directory)
+        status.running()
+        try:
+            # a point of a sweep is never inline: its crash must not end the sweep, nor its threads forbid later forks
+            if job.config.restarts:
+                outcome = restarts.supervise(job, asked, signals)
+            elif job.plan.world == 1 and run_root is None:
+                outcome = _inline(job, signals)
+            else:
+                outcome = supervisor.supervise(job, signals)
+        except KeyboardInterrupt:
+            outcome = _interrupted(signals, 0)
+        except BaseException as error:
+            status.ended(EXIT_RUN_FAILED, f"{type(error).__name__}: {error}")
+            raise
+        if outcome.exit_code != EXIT_OK:
+            keep(job.memory, job.directory)
+        conclude(outcome, job)
+        return outcome.exit_code
 
 
 def starting(world: int, dataset: str | None) -> str:
@@ -106,7 +115,9 @@ def starting(world: int, dataset: str | None) -> str:
     return f"starting {counted(world, 'rank')}" + (f", loading data ({dataset})" if dataset else "")
 
 
-def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root: Path | None) -> Job | None:
+def _prepare(
+    job: Job, argv: Sequence[str], attached: Attached | None, run_root: Path | None, repeats: bool
+) -> Job | None:
     """Make all checks, then create the run directory and write what is known before the first step. Return `job` with
     the directory and the resolved `resume`; None, after a message, if the run to resume has already finished."""
     config, plan = job.config, job.plan
@@ -122,7 +133,8 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     trackers.check(config.tracker.use)
     has_dataset = not definitions.model(config).is_lesson
     print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
-    dataset = open_dataset(config, plan.spec) if has_dataset else None
+    with elapsed.shown("loading data"):
+        dataset = open_dataset(config, plan.spec) if has_dataset else None
     found = choose(config, plan) if config.verb == "run" else None
     if found and _is_finished(found, config):
         return None
@@ -139,7 +151,12 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     resumed = None
     if found:
         config, found = _held(config, plan, found, folder)
-        carry_over(found.path.parents[1], folder, config.tracker.use, found.index.step)
+        resumed_run, step = found.path.parents[1], found.index.step
+        if writer := writer_of(resumed_run):
+            what = f"{resumed_run} still trains: {writer} writes it. This run trains the steps after its step {step}"
+            print(f"warning: {what} a second time, and its trackers begin a record of their own", file=sys.stderr)
+        elif not repeats:
+            carry_over(resumed_run, folder, config.tracker.use, step)
     elif config.resume == AUTO:
         print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
         config = replace(config, resume=None)
@@ -178,28 +195,41 @@ def _held(config: Config, plan: Plan, found: Chosen, folder: Path) -> tuple[Conf
     return replace(config, resume=str(held)), found
 
 
-def _inline(job: Job) -> Outcome:
-    """Run the worker of a single rank in this process, watched by a thread.
+def _inline(job: Job, signals: list[int]) -> Outcome:
+    """Run the worker of a single rank in this process, watched by a thread. signals: those that have arrived.
 
-    A stop signal asks the worker to stop after its step; a second one interrupts it.
+    A stop signal asks the worker to stop after its step; a second one, or SIGINT, interrupts it.
     """
     heartbeats, terminal = HeartbeatFile(1), sys.stderr
 
     def stop(number: int, _frame: object) -> None:
-        if heartbeats.stop_requested():
-            signal.signal(number, signal.SIG_DFL)
-            raise KeyboardInterrupt(signal.Signals(number).name)
+        signals.append(number)
         heartbeats.request_stop()
+        if len(signals) > 1 or number == signal.SIGINT:
+            if len(signals) > 1:
+                signal.signal(number, signal.SIG_DFL)
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
     def on_hang(cause: Failure) -> None:
         conclude(Outcome(cause.exit_code, cause), job, terminal)
 
-    with signal_handlers(STOP_SIGNALS, stop), output.copied(job.directory, 0) as log:
+    with (
+        elapsed.shown(starting(1, None), partial(heartbeats.has_begun, 0)),
+        stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), stop),
+        output.copied(job.directory, 0) as log,
+    ):
+        with stop_signals.postponed():
+            processes.import_all(["torch", *processes.modules(job.config, job.plan, job.worker)])
         with Watchdog(heartbeats, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
-            code = rank.serve(job, RankSettings(0, 0), heartbeats)
-    outcome = Outcome(code, None, "", heartbeats.read(0).step, heartbeats.failed_save())
+            code = EXIT_INTERRUPTED if signals else rank.serve(job, RankSettings(0, 0), heartbeats)
+    step, failed_save_step = heartbeats.read(0).step, heartbeats.failed_save()
     if code == EXIT_INTERRUPTED:
-        terminated = heartbeats.stop_requested()
-        note = f"{'terminated' if terminated else 'interrupted'} at step {outcome.step}"
-        return replace(outcome, exit_code=EXIT_TERMINATED if terminated else code, note=note)
-    return replace(outcome, cause=failure.recorded(job.directory, heartbeats, 0, os.getpid()))
+        return replace(_interrupted(signals, step), failed_save_step=failed_save_step)
+    return Outcome(code, failure.recorded(job.directory, heartbeats, 0, os.getpid()), "", step, failed_save_step)
+
+
+def _interrupted(signals: Sequence[int], step: int) -> Outcome:
+    """Return the outcome of a run that the last of `signals` has ended at once."""
+    if signals and signals[-1] != signal.SIGINT:
+        return Outcome(EXIT_TERMINATED, note=f"terminated at step {step}", step=step)
+    return Outcome(EXIT_INTERRUPTED, note=f"interrupted at step {step}", step=step)

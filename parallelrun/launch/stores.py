@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parallelrun import stop_signals
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
 from parallelrun.launch import interfaces, store_server
 from parallelrun.launch.environment import LISTENER, TOKEN, Attached
@@ -40,7 +41,8 @@ def connect(attached: Attached, timeout_s: float = CONNECT_S) -> Store:
 
     Raises EnvironmentProblem if the address, the ports or the interface cannot be used, or rank 0 does not come.
     """
-    from torch.distributed.distributed_c10d import PrefixStore
+    with stop_signals.postponed():  # torch is imported
+        from torch.distributed.distributed_c10d import PrefixStore
 
     if what := interfaces.missing(os.environ):
         raise EnvironmentProblem(Problem(what, "GLOO_SOCKET_IFNAME", command="unset GLOO_SOCKET_IFNAME"))

@@ -10,21 +10,21 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing import connection
 
-from parallelrun import sequences
+from parallelrun import elapsed, sequences, stop_signals
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
 from parallelrun.launch import emulation, failure, hang, processes
 from parallelrun.launch.directory import Status
 from parallelrun.launch.failure import GRACE_S, Failure
 from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
 from parallelrun.launch.outcome import Outcome
-from parallelrun.launch.rank import STOP_SIGNALS, Job
+from parallelrun.launch.rank import Job
+from parallelrun.stop_signals import STOP_SIGNALS
+from parallelrun.wording import counted
 
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
 TICK_S = 0.1
@@ -39,29 +39,14 @@ def supervise(job: Job, signals: list[int] | None = None) -> Outcome:
     signals: those that arrived before; gets those that arrive.
     """
     supervisor = Supervisor(job, signals)
-    with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: supervisor.arrived.append(number)):
+    with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: supervisor.arrived.append(number)):
         try:
-            processes.preload(job)
-            supervisor.start()
-            return supervisor.watch()
+            with elapsed.shown(f"starting {counted(job.plan.world, 'rank')}", supervisor.has_begun):
+                processes.preload(job)
+                supervisor.start()
+                return supervisor.watch()
         finally:
             supervisor.end_all()
-
-
-@contextlib.contextmanager
-def signal_handlers(numbers: Iterable[int], handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Handle signals by `handler` for a while, except those that nohup or a shell has set to be ignored.
-
-    Only the main thread has handlers; parallel Hydra launchers run jobs in other threads.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    before = {n: signal.signal(n, handler) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 class Supervisor:
@@ -97,6 +82,10 @@ class Supervisor:
             self._pids.append(pid)
             if hasattr(os, "pidfd_open"):  # Linux
                 self._pidfds[rank] = os.pidfd_open(pid)
+
+    def has_begun(self) -> bool:
+        """Return whether the first rank has built its model, and may print."""
+        return self._heartbeats.has_begun(0)
 
     def watch(self) -> Outcome:
         """Wait for all ranks; act on failures, hangs and signals."""

@@ -20,6 +20,7 @@ from parallelrun.run_records.read import METRICS, RESULTS, flatten, read_object,
 RUNNING, DIED, SILENT, BROKEN, STARTING, EMPTY = "running", "died", "silent", "broken", "starting", "no run"
 STATES = ("done", "failed", "preempted", "interrupted", RUNNING, DIED, SILENT, BROKEN, STARTING)
 YOUNG_S = 3600.0  # a directory without status.json is that of a run that is about to start
+RECENT_S = 60.0  # since status.json was written, within which a process on another host counts as alive
 SLACK_S = 120.0  # beyond timeout_s: for ranks that start, and for the clocks of other hosts
 _TIMEOUT_S = 300.0  # the default of timeout_s
 _TAIL = 8192  # bytes of metrics.jsonl, in which its last row is
@@ -79,6 +80,20 @@ def read_row(directory: Path) -> RunRow:
         results = last_row(directory / METRICS)
         step = results.get("step", step)
     return RunRow(directory, state, step if isinstance(step, int) else 0, what, results)
+
+
+def writer_of(directory: Path) -> str:
+    """Return which process on which host still trains the run in a directory; empty if it seems to have ended.
+
+    Of a process on another host only its news are known: status.json is written every few seconds.
+    """
+    if read_row(directory).state != RUNNING:
+        return ""
+    status = read_object(directory / STATUS)
+    pid, host = status.get("pid"), status.get("host")
+    if host != socket.gethostname() and age_s(directory, status) > RECENT_S:
+        return ""
+    return f"process {pid} on {host}"
 
 
 def last_row(path: Path) -> dict[str, Any]:

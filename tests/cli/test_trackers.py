@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,32 @@ def test_trackers_are_listed_and_misspelt_ones_refused_before_anything_starts(si
         refused = run_to_end(word, cwd=tmp_path, site=site)
         assert refused.returncode == 2 and f"did you mean: {near}" in refused.stderr, refused.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_rerun_of_a_resumed_run_has_a_record_of_its_own(site, tmp_path):
+    words = (*SMALL, "strategy=single", "steps=3", "tracker=diary")
+    assert run_to_end(*words, cwd=tmp_path, site=site).returncode == 0
+    assert run_to_end("resume=latest", "steps=5", cwd=tmp_path, site=site).returncode == 0
+    [(directory, lines)] = diaries(tmp_path).items()
+    again = run_to_end("runs", "rerun", "latest", "--check", cwd=tmp_path, site=site)
+    assert again.returncode == 0 and "bitwise equal in 2 common steps" in again.stdout, again.stderr
+    records = diaries(tmp_path)
+    assert records.pop(directory) == lines
+    [repeated] = records.values()
+    assert [line["step"] for line in repeated if "step" in line] == [4, 5]
+
+
+def test_resuming_a_run_that_still_trains_says_which_process_writes_it(site, tmp_path):
+    words = (*SMALL, "strategy=single", "steps=3", "tracker=diary")
+    assert run_to_end(*words, cwd=tmp_path, site=site).returncode == 0
+    [(directory, lines)] = diaries(tmp_path).items()
+    file = Path(directory, "status.json")
+    status = json.loads(file.read_text())
+    assert "still trains" not in run_to_end("resume=latest", "steps=4", cwd=tmp_path, site=site).stderr
+    lines = diaries(tmp_path)[directory]
+    file.write_text(json.dumps({**status, "state": "running", "pid": os.getpid()}))
+    second = run_to_end(f"resume={directory}", "steps=5", *SMALL, "tracker=diary", cwd=tmp_path, site=site)
+    assert second.returncode == 0, second.stderr
+    assert f"warning: {directory} still trains: process {os.getpid()} on {status['host']} writes it" in second.stderr
+    records = diaries(tmp_path)
+    assert records.pop(directory) == lines and len(records) == 1

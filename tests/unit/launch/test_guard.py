@@ -174,3 +174,18 @@ def test_a_guard_kills_the_stopped_ranks_of_its_host_once_the_run_is_recorded(tm
         too_late.cancel()
         stopped.kill()
         stopped.communicate()
+
+
+def test_a_guard_waits_while_a_rank_lives_and_may_still_tell_why(tmp_path):
+    """A rank that the launcher's death has not ended yet, and one that goes before the guard's patience begins."""
+    pid = os.fork()
+    if not pid:
+        time.sleep(1.0)
+        os._exit(0)
+    reaper = threading.Thread(target=os.waitpid, args=(pid, 0))
+    reaper.start()
+    run = a_run(tmp_path, here(pid), {"pid": 1, "host": "another"})
+    guard.conclude_abandoned(run, guard.LAUNCHER_GONE, patience_s=0.3)
+    alive = reaper.is_alive()
+    reaper.join()
+    assert not alive and state(run)["state"] == "failed"

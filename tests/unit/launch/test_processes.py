@@ -49,6 +49,25 @@ def test_a_launcher_with_threads_that_do_not_survive_a_fork_execs_its_ranks(code
     assert done.stdout.split() == ["True", method, "exec"], done.stderr
 
 
+NATIVE = """
+import os, threading
+from pathlib import Path
+from parallelrun.launch.processes import method_for
+from tests.plans import tiny_plan
+thread = threading.Thread(target=threading.Event().wait, daemon=True)
+thread.start()
+for name in ("jemalloc_bg_thd", "arrow-worker"):
+    Path(f"/proc/self/task/{thread.native_id}/comm").write_text(name)
+    print(method_for(tiny_plan(dp=2)))
+"""
+
+
+def test_the_thread_of_jemalloc_which_pyarrow_and_so_optuna_starts_does_not_forbid_a_fork():
+    """Each trial of a search would import torch once a rank otherwise."""
+    done = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.split() == ["fork", "exec"], done.stderr
+
+
 SCHEDULED = """
 import os
 from parallelrun.launch import processes
