@@ -18,6 +18,7 @@ from parallelrun.launch.rank import Job
 from parallelrun.plan.freeze import freeze
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json, write_text
+from parallelrun.stop_signals import Terminated
 
 
 class TaskFailed(EnvironmentProblem):
@@ -47,7 +48,8 @@ def run_task(root: Path, config: Config, plan: Plan, worker: str, asked: Mapping
     """Run `worker` (`module:function`) on every rank; return the directory that the ranks have written to.
 
     root: where that directory is made. asked: what the ranks read from `asked.json` there. Raises TaskFailed if a
-    rank fails, EnvironmentProblem if it explains why or the ranks end otherwise, KeyboardInterrupt after a signal.
+    rank fails, EnvironmentProblem if it explains why or the ranks end otherwise; after a signal KeyboardInterrupt, or
+    Terminated if it asked to stop.
     """
     folder = directory.create(root, worker.rpartition(":")[2])
     write_text(folder / "config.yaml", freeze(config, plan))
@@ -60,7 +62,9 @@ def run_task(root: Path, config: Config, plan: Plan, worker: str, asked: Mapping
         if outcome.cause.problems:  # the log tells no more
             raise EnvironmentProblem(what)
         raise TaskFailed(what, log_path(folder, rank))
-    if outcome.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+    if outcome.exit_code == EXIT_TERMINATED:
+        raise Terminated("SIGTERM")
+    if outcome.exit_code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if outcome.exit_code != EXIT_OK:
         raise EnvironmentProblem(f"the ranks ended with exit code {outcome.exit_code}")

@@ -117,7 +117,7 @@ def _between(devices: int, per_host: int) -> Iterator[int]:
     for of_four in (5, 6, 7):
         for whole in (devices // 2, devices):
             count, rest = divmod(whole * of_four, 4)
-            if not rest and (count < per_host or count % per_host == 0):
+            if count and not rest and (count < per_host or count % per_host == 0):
                 yield count
 
 

@@ -11,6 +11,7 @@ from parallelrun.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_RANK_DIED,
+    EXIT_TERMINATED,
     EnvironmentProblem,
     Problem,
 )
@@ -20,6 +21,7 @@ from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.output import log_path
 from parallelrun.launch.task import TaskFailed, run_task, task_root
 from parallelrun.plan.resolve import resolve
+from parallelrun.stop_signals import Terminated
 
 
 @pytest.fixture
@@ -53,7 +55,11 @@ EXPLAINED = Outcome(EXIT_ENVIRONMENT, Failure(0, "no memory", EXIT_ENVIRONMENT, 
 
 @pytest.mark.parametrize(
     "outcome, error",
-    [(Outcome(EXIT_INTERRUPTED), KeyboardInterrupt), (EXPLAINED, EnvironmentProblem)],
+    [
+        (Outcome(EXIT_INTERRUPTED), KeyboardInterrupt),
+        (Outcome(EXIT_TERMINATED), Terminated),
+        (EXPLAINED, EnvironmentProblem),
+    ],
 )
 def test_nothing_is_left_where_no_log_is_needed(run, tmp_path, outcome, error):
     with pytest.raises(error):

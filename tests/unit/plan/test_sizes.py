@@ -32,6 +32,12 @@ def test_the_training_follows_from_the_best_plan():
     assert not sizes.compares_sizes(found.config), "a number of devices was asked for"
 
 
+def test_where_one_device_is_cheapest_no_smaller_size_is_tried():
+    found = composed("model=gpt", "cluster=h100_dgx", "objective=cost", "gpus=2", "tokens=1e9")
+    every, best = sizes.compared(found.config, found.given, 1)
+    assert best.devices == 1 and [one.devices for one in every] == [1, 2]
+
+
 def test_the_fewest_devices_that_are_fast_enough():
     every, _ = compared("objective=gpus", "days=99", "gpus=16")
     assert [one.devices for one in every] == [1], "one device is enough"
