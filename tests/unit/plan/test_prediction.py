@@ -17,6 +17,7 @@ from parallelrun.plan.structure import Collective, Memory
 from parallelrun.plan.traffic import traffic_of
 from tests.matrix import FULL
 from tests.plans import tiny_plan
+from tests.unit.config.test_presets import plan as planned
 
 PLANS = [
     {"pp": 2, "dp": 3, "tp": 2, "strategy.data.kind": "zero1", "model.vocab": 35, "global_batch": 12},
@@ -293,6 +294,16 @@ def test_a_group_that_leaves_a_host_uses_the_ports_of_all_its_ranks_there(overri
     mesh_dims = not stays_in_node(plan, cluster, axis)
     assert rate_gb_s(plan, cluster, axis, True) == (10.0 if mesh_dims else 100.0), "a message uses one port"
     assert rate_gb_s(plan, replace(cluster, inter_gb_s=90.0), axis, False) <= 100.0, "never above the rate inside"
+
+
+def test_ranks_that_send_data_of_their_own_have_one_port_each():
+    """All-to-alls of 4 ranks on 2 hosts, where sums use both ports of a host."""
+    plan = planned("model=moe_gpt", "strategy=dropless", "dp=4", "ep=4")
+    cluster = ClusterConfig(gpus_per_node=2, intra_gb_s=100.0, inter_gb_s=10.0)
+    rows = {row.operation: row for row in traffic_of(plan)[1] if row.wire_bytes and row.axis in ("ep", "dp")}
+    for operation, rate in (("all_to_all", 10e9), ("all_reduce", 20e9)):
+        cost = cluster_cost.cost(plan, cluster, (rows[operation],), 1.0)
+        assert cost.communication_s == pytest.approx(rows[operation].wire_bytes / rate), operation
 
 
 @pytest.mark.parametrize("per_node", [3, 4, 6, 8])
