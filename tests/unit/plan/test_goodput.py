@@ -81,6 +81,9 @@ def test_the_formulas_of_young_and_daly():
     assert young_s(1800.0, 1.0) == 60.0
     assert daly_s(1e9, 1.0) == pytest.approx(young_s(1e9, 1.0), rel=1e-4), "where checkpoints are cheap"
     assert daly_s(100.0, 200.0) == daly_s(100.0, 900.0) == 100.0
+    # Daly's equation 37 holds up to a checkpoint of twice the mean time between failures: sqrt(2 x 150 x 100), which is
+    # 173.205, times 1 + sqrt(0.75) / 3 + 0.75 / 9, less 150.
+    assert daly_s(100.0, 150.0) == pytest.approx(87.639, abs=1e-3)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -141,6 +144,8 @@ def test_a_checkpoint_has_weights_and_optimizer_state_once():
     assert checkpoint_bytes(tiny_plan({"dp": 2, "optimizer.name": "sgd"})) == 4 * plan.spec.num_parameters
     replicas = tiny_plan({"dp": 2, "strategy.name": "local_sgd", "strategy.data.kind": "local_sgd"})
     assert checkpoint_bytes(replicas) == 3 * checkpoint_bytes(plan), "the mean, and each of two replicas"
+    diloco = tiny_plan({"dp": 2, "strategy.name": "diloco", "strategy.data.kind": "diloco"})
+    assert checkpoint_bytes(diloco) == (3 * 3 + 2) * 4 * plan.spec.num_parameters, "shared weights, outer momentum"
 
 
 OVERRIDES = ("model=gpt3_175b", "strategy=ptdp", "tp=8", "pp=8", "dp=16", "precision=bf16", "cluster=a100_dgx")
