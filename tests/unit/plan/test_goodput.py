@@ -23,7 +23,7 @@ from parallelrun.plan.goodput import (
     spare_nodes,
     young_s,
 )
-from parallelrun.plan.prediction import checkpoint_bytes
+from parallelrun.plan.prediction import checkpoint_bytes, copied_bytes
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.training import goodput_text, training_s
 from tests.plans import tiny_config, tiny_plan
@@ -146,6 +146,21 @@ def test_a_checkpoint_has_weights_and_optimizer_state_once():
     assert checkpoint_bytes(replicas) == 3 * checkpoint_bytes(plan), "the mean, and each of two replicas"
     diloco = tiny_plan({"dp": 2, "strategy.name": "diloco", "strategy.data.kind": "diloco"})
     assert checkpoint_bytes(diloco) == (3 * 3 + 2) * 4 * plan.spec.num_parameters, "shared weights, outer momentum"
+
+
+@pytest.mark.parametrize(
+    ("keys", "hosts", "copies"),
+    [
+        ({}, 1, 0), ({"checkpoint.every": 2, "checkpoint.asynchronous": True}, 1, 1),
+        ({"checkpoint.memory_every": 2}, 1, 1 + 2), ({"checkpoint.memory_every": 2}, 2, 1 + 2 * 2),
+        ({"checkpoint.memory_every": 20}, 2, 0),
+    ],
+)  # fmt: skip
+def test_copies_of_checkpoints_in_hosts_memory(keys, hosts, copies):
+    """The writer's own; the newest checkpoint and the next one, on several hosts each of them twice."""
+    config = tiny_config({"dp": 4, "steps": 10, "checkpoint.every": 0, "cluster.gpus_per_node": 4 // hosts, **keys})
+    plan = tiny_plan(dp=4)
+    assert copied_bytes(config, plan) == copies * checkpoint_bytes(plan)
 
 
 OVERRIDES = ("model=gpt3_175b", "strategy=ptdp", "tp=8", "pp=8", "dp=16", "precision=bf16", "cluster=a100_dgx")
