@@ -148,6 +148,14 @@ def test_a_checkpoint_has_weights_and_optimizer_state_once():
     assert checkpoint_bytes(diloco) == (3 * 3 + 2) * 4 * plan.spec.num_parameters, "shared weights, outer momentum"
 
 
+def test_a_started_node_counts_and_every_restart_reads_the_checkpoint():
+    """12 ranks on hosts of 8; a checkpoint of so many bytes is read in 2 s, beside the 30 s that the user gives."""
+    plan = tiny_plan(dp=12, global_batch=24)
+    keys = {"verb": "plan", "cluster.gpus_per_node": 8, "mtbf_gpu_hours": 1e4, "restart_s": 30.0}
+    found = goodput(plan, tiny_config({**keys, "checkpoint_gb_s": checkpoint_bytes(plan) / 2e9}), 0.1)
+    assert found.nodes == 2 and found.save_s == pytest.approx(2.0) and found.restart_s == pytest.approx(32.0)
+
+
 @pytest.mark.parametrize(
     ("keys", "hosts", "copies"),
     [
