@@ -194,6 +194,12 @@ def test_diloco_keeps_two_more_tensors_a_weight():
     assert outer.optimizer == plain.optimizer + 2 * plain.weights and plain.optimizer == 2 * plain.weights
 
 
+def test_two_neighbouring_buckets_are_averaged_at_a_time():
+    """Each weight alone in its bucket: both of an MLP of 16 x 64 follow each other."""
+    plan = tiny_plan({"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.bucket_mb": 0, "model.bias": False})
+    assert plan.data.ending_bytes(0, plan.mesh.coordinate(0), plan) == 2 * 16 * 64 * 4
+
+
 def test_weights_kept_gathered_are_counted():
     overrides = {"dp": 2, "strategy.data.kind": "fsdp", "model.layers": 16}
     let_go = prediction.memory(tiny_plan(overrides), 0)
