@@ -194,6 +194,14 @@ def test_diloco_keeps_two_more_tensors_a_weight():
     assert outer.optimizer == plain.optimizer + 2 * plain.weights and plain.optimizer == 2 * plain.weights
 
 
+def test_the_busiest_rank_is_that_of_the_mean_over_steps():
+    """The first and the last of three stages hold most weights, which travel rarely; the middle one sends both ways."""
+    words = {"pp": 3, "dp": 2, "strategy.data.kind": "local_sgd", "model.vocab": 4096, "model.tied_embeddings": False}
+    busiest = {every: traffic_of(tiny_plan({**words, "strategy.data.sync_every": every}))[0] for every in (1, 1000)}
+    plan = tiny_plan(words)
+    assert plan.mesh.coordinate(busiest[1])["pp"] != 1 and plan.mesh.coordinate(busiest[1000])["pp"] == 1
+
+
 def test_two_neighbouring_buckets_are_averaged_at_a_time():
     """Each weight alone in its bucket: both of an MLP of 16 x 64 follow each other."""
     plan = tiny_plan({"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.bucket_mb": 0, "model.bias": False})
@@ -257,8 +265,9 @@ def test_compute_takes_the_peak_of_the_dtype_that_computes():
 
 
 def test_time_comes_from_the_cluster_s_rates_alone():
-    plan = tiny_plan(dp=2)
+    plan = tiny_plan({"dp": 2, "strategy.data.bucket_mb": 0})
     _, rows = traffic_of(plan)
+    assert max(row.calls for row in rows) > 10, "a bucket for each weight"
     makespan = simulate.of_plan(plan).makespan
     cluster = ClusterConfig(peak_tflops=1e-6, intra_gb_s=1e-3, latency_us=1000.0, gpus_per_node=2)
     cost = cluster_cost.cost(plan, cluster, rows, makespan)
