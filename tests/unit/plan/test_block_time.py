@@ -68,3 +68,8 @@ def test_a_rank_with_half_of_the_experts_computes_as_much_and_rounds_half_of_the
         for name, seconds in whole.items():
             saved = rounding_s(block, "expert") / 2 if name == blocks.MEMORY_BOUND else 0.0
             assert half[name] + saved == pytest.approx(seconds, rel=1e-9), name
+
+
+def test_scores_multiply_queries_and_values_each_by_their_own_width():
+    """DeepSeek-V2-Lite: 16 heads, whose queries have 128 + 64 features and whose values have 128."""
+    assert planned("model=deepseek_v2_lite", "strategy=single").spec.attention_features == 16 * (128 + 64) + 16 * 128
