@@ -14,7 +14,7 @@ from parallelrun.plan.structure import EMBEDDING, WORLD, Memory, Plan
 from parallelrun.plan.traffic import TrafficRow
 from parallelrun.wording import gib
 
-POINT_TO_POINT = ("send", "recv")
+POINT_TO_POINT = ("send", "recv", "all_to_all")  # each rank sends data that no other one has
 DAY = 86400.0  # seconds
 # The part of a GPU's peak rate that full training runs reach, with recomputation counted as work: the median of the ten
 # models of 1.7 B to 1 T parameters in table 1 of Narayanan et al. (SC21), which reach 43 % to 52 % of an A100's peak.

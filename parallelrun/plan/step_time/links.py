@@ -44,35 +44,32 @@ def bytes_s(row: Collective, size: int, in_node: int, rates: Rates) -> float:
 
     In steps: the ranks on a node exchange parts, then each sends its part between nodes through a port of its own (or
     all-to-all: as much as the other nodes' ranks need), and both steps run half beside each other (ml-engineering:
-    "between the larger and the sum"). Never slower than a ring through all ranks at the rate of a node's ports. A port
-    is slower the more nodes the network connects, by `cluster.congestion`.
+    "between the larger and the sum"). Never slower than a ring through all ranks at the rate of a node's ports, which
+    carry the same data for all of its ranks, but those of an all-to-all for each rank its own. A port is slower the
+    more nodes the network connects, by `cluster.congestion`.
     """
     assert rates.inter_bytes_s is not None
     nodes = size // in_node
     inside_rate, port = intra_bytes_s(row, rates), rates.inter_bytes_s * pow(nodes, -rates.congestion)
-    flat = prediction.wire_bytes(row, size) / min(inside_rate, in_node * port)
+    ports = port if row.operation == "all_to_all" else in_node * port
+    flat = prediction.wire_bytes(row, size) / min(inside_rate, ports)
     if in_node == 1 or nodes * in_node != size:
         return flat
     inside_s = prediction.wire_bytes(row, in_node) / inside_rate
-    between_s = prediction.wire_bytes(row, nodes) / (in_node * port)
-    if row.operation == "all_to_all":
-        between_s = between_s * in_node
+    between_s = prediction.wire_bytes(row, nodes) / ports
     return min(flat, max(inside_s, between_s) + SERIAL * min(inside_s, between_s))
 
 
 def latency_s(operation: str, size: int, in_node: int, rates: Rates) -> float:
     """Seconds that a collective of `size` ranks takes however little it sends, `in_node` of them on each node.
 
-    Around a ring, data pass every rank, and an all-reduce goes around twice. A ring has as many links between nodes as
-    there are nodes. A piece of data passes all links but one, and the slowest piece passes all of those between nodes,
-    if any link is inside a node. NCCL sums small tensors over a tree of nodes instead, up and down (its cost model:
-    nccl/src/graph/tuning.cc).
+    NCCL sums small tensors over a tree of nodes, up and down, with a chain in each node (its cost model:
+    nccl/src/graph/tuning.cc). Else data pass every rank around a ring, which has as many links between nodes as there
+    are nodes. A piece of data passes all links but one, and the slowest piece passes all of those between nodes, if any
+    link is inside a node.
     """
     nodes = max(1, size // max(1, in_node))
-    rounds = 2 if operation == "all_reduce" else 1
+    if operation == "all_reduce":
+        return rates.collective_s + 2 * (ceil(log2(nodes)) * rates.message_s + (in_node - 1) * rates.hop_s)
     between = nodes if nodes > 1 and in_node > 1 else nodes - 1
-    ring = rounds * (between * rates.message_s + (size - 1 - between) * rates.hop_s)
-    if operation != "all_reduce":
-        return rates.collective_s + ring
-    tree = rounds * (ceil(log2(nodes)) * rates.message_s + (in_node - 1) * rates.hop_s)
-    return rates.collective_s + min(ring, tree)
+    return rates.collective_s + between * rates.message_s + (size - 1 - between) * rates.hop_s

@@ -41,18 +41,21 @@ def data_s(gathers: float, sums: float, forward: float, backward: float, stack: 
     """Seconds of the data strategy's communication that neither backward nor forward hides.
 
     gathers, sums: of weights and of gradients in a step. forward, backward: seconds in which a rank computes one
-    microbatch. Sharded weights (FSDP) travel in every microbatch, each block's while the one before computes. Else
-    gradients travel under the last microbatch's backward pass, each block's while the one before it computes, and the
-    new weights of a sharded optimizer under the first forward pass.
+    microbatch. Gradients travel under the last microbatch's backward pass, each block's while the one before it
+    computes, or under every one where all of them reduce; the new weights of a sharded optimizer under the first
+    forward pass. Sharded weights (FSDP) do so too, or in both passes of every microbatch where they are gathered again.
     """
     if not (stack.data_overlap and plan.data.overlaps_backward):
         return gathers + sums
     blocks = max(1.0, len(plan.spec.blocks) / plan.mesh.size("pp"))
     if not plan.data.shards_weights:
         late = exposed_s(gathers, forward, blocks) if stack.gather_overlap else gathers
-        return exposed_s(sums, backward, blocks) + late
-    count = plan.batch.microbatches
-    again = plan.data.exchange_form(plan).gathers_again
-    in_forward = gathers / 2 if again else gathers
-    in_backward = gathers - in_forward + sums
-    return exposed_s(in_forward, count * forward, blocks) + exposed_s(in_backward, count * backward, blocks)
+        return exposed_s(sums, plan.data.num_exchanges(plan) * backward, blocks) + late
+    form, count = plan.data.exchange_form(plan), plan.batch.microbatches
+    reducing = 1 if form.scatters_once else count  # backward passes
+    if not form.gathers_again:
+        return exposed_s(gathers, forward, blocks) + exposed_s(sums, reducing * backward, blocks)
+    each = gathers / 2 / count
+    rest = exposed_s((count - reducing) * each, (count - reducing) * backward, blocks)
+    in_reducing = exposed_s(reducing * each + sums, reducing * backward, blocks)
+    return exposed_s(gathers / 2, count * forward, blocks) + rest + in_reducing

@@ -93,6 +93,18 @@ def calibration(clock=WALL):
     return calibrated(truth(clock)[0], "mine")
 
 
+def test_rates_of_a_machine_are_bytes_that_are_read_written_and_sent(monkeypatch):
+    """A copy reads and writes; of 4 ranks, each sends 2 x 3/4 of what is summed, and 3/4 of what is gathered."""
+    monkeypatch.setattr(devices.Clock, "sample", lambda self, body, calls=None: Sample(1.0, 2.0))
+    assert devices.copies(devices.Clock(torch.device("cpu"))) == {WALL: 2 * 2**24, CPU: 2**24}
+    exchanges = [TimedExchange(name, 10**6, 4, Sample(1e-3, 2e-3)) for name in ("all_reduce", "all_gather", "send")]
+    measured = replace(EMPTY, exchanges=tuple(exchanges), memory_bytes=80e9)
+    assert constants.fastest_exchange(measured) == pytest.approx(1.5e9)
+    assert constants.fastest_exchange(replace(measured, clock=CPU)) == pytest.approx(0.75e9)
+    base = constants.base(measured, "mine")
+    assert (base.intra_gb_s, base.memory_gb, base.memory_gb_s) == pytest.approx((1.5, 80.0, 20.0)), "GB, not GiB"
+
+
 @pytest.mark.parametrize("clock", [WALL, CPU])
 def test_constants_that_are_known_are_found_again(clock):
     machine, found = truth(clock)[1], calibration(clock)

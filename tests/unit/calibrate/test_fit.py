@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import exp, log, sqrt
+
 import pytest
 
 from parallelrun.calibrate.fit import Constant, fit
@@ -46,3 +48,16 @@ def test_what_nothing_depends_on_keeps_its_start_and_nothing_leaves_its_bounds()
 
 def test_a_time_that_is_not_positive_is_no_reason_to_fail():
     assert found(predict(TRUE), predicted=lambda values: [0.0] * len(SIZES)).values == pytest.approx((1.0, 1.0))
+
+
+def test_the_fit_is_where_the_loss_is_least():
+    """Of two measurements that contradict each other: against a table of the loss, in steps of a ten-thousandth."""
+    measured, expected, constant = [1.0, 3.0], [0.05, 0.4], Constant("each", 2.0, 0.01, 100.0, factor=1.5)
+
+    def loss(value):
+        residuals = [log(value / one) / error for one, error in zip(measured, expected)]
+        return sum(sqrt(1 + one**2) - 1 for one in residuals) + 0.5 * (log(value / 2.0) / log(1.5)) ** 2
+
+    least = min((exp(step / 10_000) for step in range(-2000, 12_000)), key=loss)
+    result = fit([constant], lambda values: [values[0], values[0]], measured, expected)
+    assert result.values[0] == pytest.approx(least, rel=1e-3)

@@ -9,7 +9,7 @@ import pytest
 from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.plan import simulate
 from parallelrun.plan.pipeline_schedule import Action
-from parallelrun.plan.step_time import blocks, cores, spread
+from parallelrun.plan.step_time import blocks, cores, host, servers, spread
 from parallelrun.plan.step_time.rates import rates_of
 from parallelrun.plan.step_time.stack import SoftwareStack
 from parallelrun.plan.step_time.step import step_time, why_unknown
@@ -28,6 +28,8 @@ def parts(plan: Plan, cluster: ClusterConfig = HOST) -> dict[str, float]:
     assert found is not None, why_unknown(plan, cluster)
     assert sum(found.parts.values()) == pytest.approx(found.step_s, rel=1e-12)
     assert 0 < found.mfu < 1
+    tokens = plan.batch.global_batch * max(1, plan.spec.seq)  # servers are ranks too
+    assert found.tokens_per_s_per_gpu * plan.world * found.step_s == pytest.approx(tokens)
     return dict(found.parts)
 
 
@@ -93,6 +95,13 @@ def test_a_schedule_of_many_actions_gets_a_bound(monkeypatch):
     assert cores.makespan(plan, HOST, times, 8.0) == pytest.approx(8.0)
 
 
+def test_gradients_are_copied_into_buffers_and_out_of_them():
+    plan = planned(*SMALL, "strategy=ddp", "dp=2")
+    rates = rates_of(HOST, "fp32")
+    copied = 2 * 4 * plan.spec.num_parameters / rates.memory_bytes_s
+    assert host.around_data_s(plan, rates) == pytest.approx(copied)
+
+
 PS = (*SMALL, "strategy=ps")
 
 
@@ -121,6 +130,14 @@ def test_a_server_that_cannot_keep_up_holds_its_workers_back():
         parts(planned(*PS, f"dp={n}", "consistency=async", "servers=1", "local_batch=1"), slow) for n in (1, 16)
     )
     assert crowded[spread.DATA] > 4 * lone[spread.DATA]
+
+
+@pytest.mark.parametrize(("consistency", "updates"), [("sync", 1), ("async", 16)])
+def test_a_server_makes_an_update_for_each_push_unless_its_workers_are_in_step(consistency, updates):
+    plan = planned(*PS, "dp=16", f"consistency={consistency}", "servers=1", "local_batch=1")
+    rates = replace(rates_of(HOST, "fp32"), intra_bytes_s=1e18, collective_s=0.0, hop_s=0.0)
+    waiting, update = servers.exchange(plan, HOST, rates, 0.0)
+    assert update > 0 and waiting + update == pytest.approx(updates * update, rel=1e-3)
 
 
 def test_servers_beside_several_gpus_have_no_known_rate():

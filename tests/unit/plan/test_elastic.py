@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from parallelrun.errors import ConfigError
+from parallelrun.plan import elastic
 from parallelrun.plan.elastic import fitting
 from parallelrun.plan.freeze import filled
 from parallelrun.plan.resolve import resolve
-from tests.plans import tiny_config
+from tests.plans import tiny_config, tiny_plan
 
 
 def shrunk(most, exact=False, **overrides):
@@ -78,3 +79,10 @@ def test_all_mistakes_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
         resolve(tiny_config(restarts=-1, elastic=True, min_world=9))
     assert {problem.where for problem in caught.value.problems} >= {"restarts", "min_world"}
+
+
+def test_experts_stay_spread_over_the_ranks_of_a_sequence():
+    """Half of the ranks are gone: two replicas of two ranks of a sequence still hold a fourth of the experts each."""
+    plan = tiny_plan({"model.experts": 8, "dp": 4, "cp": 2, "ep": 4, "global_batch": 8})
+    first = next(elastic._candidates(plan, 4, 1, False))
+    assert (first["dp"], first["cp"], first["ep"]) == (2, 2, 4)

@@ -81,6 +81,11 @@ class TestDegrees:
         assert plan.mesh.size("dp") == 6
         assert "2 of 8 GPUs stay idle: 3 does not divide 8" in plan.warnings
 
+    def test_experts_on_the_ranks_of_a_sequence_need_fewer_replicas(self):
+        """ep=4 on 7 GPUs: on two ranks of a sequence in each of two replicas."""
+        keys = {"model.experts": 4, "dp": None, "cp": 2, "ep": 4, "global_batch": 12, "device": "cuda"}
+        assert resolve(tiny_config(keys), gpus=7).degrees == {"pp": 1, "dp": 2, "cp": 2, "tp": 1, "ep": 4}
+
     @pytest.mark.parametrize(("dp", "experts", "ep"), [(4, 8, 4), (6, 8, 2), (16, 8, 8), (3, 8, 1), (8, 6, 2)])
     def test_a_preset_fills_the_largest_that_divides_both(self, dp, experts, ep):
         plan = tiny_plan(preset("gshard", **{"dp": dp, "model.experts": experts, "global_batch": 2 * dp}))

@@ -77,6 +77,7 @@ def test_only_open_axes_are_filled(given, filled):
         ({"model.layers": 3, "model.heads": 4}, (4, 2, 2)),
         ({"cluster.gpus_per_node": 4}, (4, 4, 1)),
         ({"cluster.nodes": 8}, (2, 8, 1)),
+        ({"cluster.gpus_per_node": 6}, (2, 8, 1)),  # of groups of 4, the second would be on two hosts
         # eight replicas of one sample each have no sample for a second microbatch, and 1F1B needs one a stage
         ({"global_batch": 2, "model.heads": 4}, (4, 2, 2)),
     ],

@@ -23,7 +23,7 @@ from parallelrun.plan.goodput import (
     spare_nodes,
     young_s,
 )
-from parallelrun.plan.prediction import checkpoint_bytes
+from parallelrun.plan.prediction import checkpoint_bytes, copied_bytes
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.training import goodput_text, training_s
 from tests.plans import tiny_config, tiny_plan
@@ -81,6 +81,9 @@ def test_the_formulas_of_young_and_daly():
     assert young_s(1800.0, 1.0) == 60.0
     assert daly_s(1e9, 1.0) == pytest.approx(young_s(1e9, 1.0), rel=1e-4), "where checkpoints are cheap"
     assert daly_s(100.0, 200.0) == daly_s(100.0, 900.0) == 100.0
+    # Daly's equation 37 holds up to a checkpoint of twice the mean time between failures: sqrt(2 x 150 x 100), which is
+    # 173.205, times 1 + sqrt(0.75) / 3 + 0.75 / 9, less 150.
+    assert daly_s(100.0, 150.0) == pytest.approx(87.639, abs=1e-3)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -141,6 +144,31 @@ def test_a_checkpoint_has_weights_and_optimizer_state_once():
     assert checkpoint_bytes(tiny_plan({"dp": 2, "optimizer.name": "sgd"})) == 4 * plan.spec.num_parameters
     replicas = tiny_plan({"dp": 2, "strategy.name": "local_sgd", "strategy.data.kind": "local_sgd"})
     assert checkpoint_bytes(replicas) == 3 * checkpoint_bytes(plan), "the mean, and each of two replicas"
+    diloco = tiny_plan({"dp": 2, "strategy.name": "diloco", "strategy.data.kind": "diloco"})
+    assert checkpoint_bytes(diloco) == (3 * 3 + 2) * 4 * plan.spec.num_parameters, "shared weights, outer momentum"
+
+
+def test_a_started_node_counts_and_every_restart_reads_the_checkpoint():
+    """12 ranks on hosts of 8; a checkpoint of so many bytes is read in 2 s, beside the 30 s that the user gives."""
+    plan = tiny_plan(dp=12, global_batch=24)
+    keys = {"verb": "plan", "cluster.gpus_per_node": 8, "mtbf_gpu_hours": 1e4, "restart_s": 30.0}
+    found = goodput(plan, tiny_config({**keys, "checkpoint_gb_s": checkpoint_bytes(plan) / 2e9}), 0.1)
+    assert found.nodes == 2 and found.save_s == pytest.approx(2.0) and found.restart_s == pytest.approx(32.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "hosts", "copies"),
+    [
+        ({}, 1, 0), ({"checkpoint.every": 2, "checkpoint.asynchronous": True}, 1, 1),
+        ({"checkpoint.memory_every": 2}, 1, 1 + 2), ({"checkpoint.memory_every": 2}, 2, 1 + 2 * 2),
+        ({"checkpoint.memory_every": 20}, 2, 0),
+    ],
+)  # fmt: skip
+def test_copies_of_checkpoints_in_hosts_memory(keys, hosts, copies):
+    """The writer's own; the newest checkpoint and the next one, on several hosts each of them twice."""
+    config = tiny_config({"dp": 4, "steps": 10, "checkpoint.every": 0, "cluster.gpus_per_node": 4 // hosts, **keys})
+    plan = tiny_plan(dp=4)
+    assert copied_bytes(config, plan) == copies * checkpoint_bytes(plan)
 
 
 OVERRIDES = ("model=gpt3_175b", "strategy=ptdp", "tp=8", "pp=8", "dp=16", "precision=bf16", "cluster=a100_dgx")

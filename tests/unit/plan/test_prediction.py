@@ -17,6 +17,7 @@ from parallelrun.plan.structure import Collective, Memory
 from parallelrun.plan.traffic import traffic_of
 from tests.matrix import FULL
 from tests.plans import tiny_plan
+from tests.unit.config.test_presets import plan as planned
 
 PLANS = [
     {"pp": 2, "dp": 3, "tp": 2, "strategy.data.kind": "zero1", "model.vocab": 35, "global_batch": 12},
@@ -193,6 +194,20 @@ def test_diloco_keeps_two_more_tensors_a_weight():
     assert outer.optimizer == plain.optimizer + 2 * plain.weights and plain.optimizer == 2 * plain.weights
 
 
+def test_the_busiest_rank_is_that_of_the_mean_over_steps():
+    """The first and the last of three stages hold most weights, which travel rarely; the middle one sends both ways."""
+    words = {"pp": 3, "dp": 2, "strategy.data.kind": "local_sgd", "model.vocab": 4096, "model.tied_embeddings": False}
+    busiest = {every: traffic_of(tiny_plan({**words, "strategy.data.sync_every": every}))[0] for every in (1, 1000)}
+    plan = tiny_plan(words)
+    assert plan.mesh.coordinate(busiest[1])["pp"] != 1 and plan.mesh.coordinate(busiest[1000])["pp"] == 1
+
+
+def test_two_neighbouring_buckets_are_averaged_at_a_time():
+    """Each weight alone in its bucket: both of an MLP of 16 x 64 follow each other."""
+    plan = tiny_plan({"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.bucket_mb": 0, "model.bias": False})
+    assert plan.data.ending_bytes(0, plan.mesh.coordinate(0), plan) == 2 * 16 * 64 * 4
+
+
 def test_weights_kept_gathered_are_counted():
     overrides = {"dp": 2, "strategy.data.kind": "fsdp", "model.layers": 16}
     let_go = prediction.memory(tiny_plan(overrides), 0)
@@ -250,8 +265,9 @@ def test_compute_takes_the_peak_of_the_dtype_that_computes():
 
 
 def test_time_comes_from_the_cluster_s_rates_alone():
-    plan = tiny_plan(dp=2)
+    plan = tiny_plan({"dp": 2, "strategy.data.bucket_mb": 0})
     _, rows = traffic_of(plan)
+    assert max(row.calls for row in rows) > 10, "a bucket for each weight"
     makespan = simulate.of_plan(plan).makespan
     cluster = ClusterConfig(peak_tflops=1e-6, intra_gb_s=1e-3, latency_us=1000.0, gpus_per_node=2)
     cost = cluster_cost.cost(plan, cluster, rows, makespan)
@@ -293,6 +309,16 @@ def test_a_group_that_leaves_a_host_uses_the_ports_of_all_its_ranks_there(overri
     mesh_dims = not stays_in_node(plan, cluster, axis)
     assert rate_gb_s(plan, cluster, axis, True) == (10.0 if mesh_dims else 100.0), "a message uses one port"
     assert rate_gb_s(plan, replace(cluster, inter_gb_s=90.0), axis, False) <= 100.0, "never above the rate inside"
+
+
+def test_ranks_that_send_data_of_their_own_have_one_port_each():
+    """All-to-alls of 4 ranks on 2 hosts, where sums use both ports of a host."""
+    plan = planned("model=moe_gpt", "strategy=dropless", "dp=4", "ep=4")
+    cluster = ClusterConfig(gpus_per_node=2, intra_gb_s=100.0, inter_gb_s=10.0)
+    rows = {row.operation: row for row in traffic_of(plan)[1] if row.wire_bytes and row.axis in ("ep", "dp")}
+    for operation, rate in (("all_to_all", 10e9), ("all_reduce", 20e9)):
+        cost = cluster_cost.cost(plan, cluster, (rows[operation],), 1.0)
+        assert cost.communication_s == pytest.approx(rows[operation].wire_bytes / rate), operation
 
 
 @pytest.mark.parametrize("per_node", [3, 4, 6, 8])

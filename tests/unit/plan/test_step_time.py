@@ -120,6 +120,27 @@ def test_a_group_across_nodes_uses_the_ports_of_all_its_ranks_on_a_node():
     assert whole == pytest.approx(inside + between / 2 + latency)
 
 
+@pytest.mark.parametrize(
+    ("operation", "rate", "ports"),  # rate: of a link inside a node; ports: of a node that carry a rank's data
+    [("all_gather", 0.9, 8), ("reduce_scatter", 0.9, 8), ("all_to_all", 1.0, 1)],
+)
+@pytest.mark.parametrize("inter", [0.2, 5.0])
+def test_what_a_tensor_parallel_group_of_two_nodes_takes(operation, rate, ports, inter):
+    """The faster of two ways: a ring; or 7/8 inside a node, and half between the two, half of the shorter beside.
+
+    A ring of 16 has 14 links inside nodes, of which a piece of data skips one, and 2 between nodes.
+    """
+    plan, row = planned(*LARGE, "tp=16"), Collective("tp", operation, "", 3, 10**9)
+    rates = replace(RATES, inter_bytes_s=inter * RATES.inter_bytes_s)
+    link, port = rate * rates.intra_bytes_s / 10**9, ports * rates.inter_bytes_s / 10**9
+    within, across, ring = 7 / 8 / link, 1 / 2 / port, 15 / 16 / min(link, port)
+    latency = 3 * (rates.collective_s + 2 * rates.message_s + 13 * rates.hop_s)
+    expected = min(ring, max(within, across) + min(within, across) / 2)
+    assert collective_s(row, plan, CLUSTER, rates) == pytest.approx(expected + latency)
+    alone = within + 3 * (rates.collective_s + 7 * rates.hop_s)
+    assert collective_s(row, planned(*LARGE, "tp=8"), CLUSTER, rates) == pytest.approx(alone), "one node"
+
+
 def test_gradients_travel_under_the_backward_pass():
     hidden, apart = (predicted(*PLANS["ddp"], data_overlap=overlapped) for overlapped in (True, False))
     assert hidden.parts[spread.DATA] < apart.parts[spread.DATA]

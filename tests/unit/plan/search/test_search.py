@@ -154,3 +154,12 @@ def test_no_bound_exceeds_what_it_bounds(name):
             assert row.least_s <= least_s({}, plan, config.cluster) * (1 + ROUNDING) <= exact * (1 + 1e-9)
     assert closest > 0.4
     assert name != NAMES[-1] or {found.survey.bounds.fullest(row.group)[0] for row in found.survey.rows} != {0}
+
+
+@pytest.mark.parametrize(("per_node", "given", "degrees"), [
+    (1, (), [1, 2, 4, 8]), (2, (), [1, 2, 4, 8, 16]), (8, (), [1, 2, 4, 8, 16, 32]), (1, ("tp=32",), [32]),
+])  # fmt: skip
+def test_a_tensor_parallel_group_is_on_at_most_eight_hosts_unless_it_is_asked_for(per_node, given, degrees):
+    found = composed("model=gpt3_13b", "cluster=a100_dgx", f"cluster.gpus_per_node={per_node}", *given)
+    space = Space(found.config, found.given, 32)
+    assert sorted({tp for _, _, _, tp in space.degrees(engine._spec(space))}) == degrees

@@ -11,6 +11,8 @@ from parallelrun.plan import peak, prediction
 from parallelrun.plan.document import context, document
 from parallelrun.plan.simulate import stage_flops
 from parallelrun.plan.step_time.blocks import ATTENTION, CONTEXT
+from parallelrun.plan.step_time.links import collective_s
+from parallelrun.plan.step_time.rates import rates_of
 from parallelrun.plan.step_time.step import blocks_of
 from tests.plans import tiny_config, tiny_plan
 
@@ -49,6 +51,19 @@ def test_a_ring_sends_under_attention_and_the_others_wait():
     assert plan.context.exposed_s(4.0, 4.0, plan) > 1  # a fourth of attention is left when the last block comes
     ring, gathered = time_of(cp=4), time_of(**{"cp": 4, KIND: "allgather"})
     assert 0 < ring.forward[CONTEXT] < gathered.forward[CONTEXT]
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "allgather"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_all_predicted_messages_of_a_block_take_their_time(kind, recompute):
+    """Those of the second forward pass, too. Neither kind sends under attention."""
+    words = {"cp": 4, KIND: kind, "recompute": recompute}
+    found, plan = time_of(**words), tiny_plan({**LONG, **CLUSTER, **words, "device": "cuda"})
+    cluster = tiny_config({**LONG, **CLUSTER}).cluster
+    rows = plan.context.collectives(plan.spec.blocks[1:2], plan)
+    seconds = sum(collective_s(row, plan, cluster, rates_of(cluster, "bf16")) for row in rows)
+    passes = found.forward, found.backward, found.again
+    assert sum(parts.get(CONTEXT, 0.0) for parts in passes) == pytest.approx(seconds / plan.batch.microbatches)
 
 
 def test_blocks_of_other_orders_and_degrees_have_times_of_their_own():

@@ -181,3 +181,9 @@ def test_a_tensor_rank_without_rows_of_the_vocabulary_is_refused():
     assert problem.kind == "not_built" and "strategy.data.kind=zero1" in problem.suggestion
     assert tiny_plan({**empty, "strategy.data.kind": "zero1"})
     assert tiny_plan({**empty, "model.vocab": 7, "dataset.vocab": 7}), "two, two, two and one"
+
+
+def test_a_step_of_one_microbatch_ends_with_its_part_of_all_gradients():
+    plan = tiny_plan({"dp": 2, "strategy.data.kind": "fsdp", "micro_batch": 4})
+    assert plan.batch.microbatches == 1
+    assert plan.data.ending_bytes(0, plan.mesh.coordinate(0), plan) == 4 * plan.spec.num_parameters // 2

@@ -375,3 +375,10 @@ def test_hosts_of_a_file_in_the_ways_of_horovod_openmpi_and_deepspeed(tmp_path):
 )
 def test_what_combining_an_update_of_adasum_takes(lengths, size, sent, stored, expected):
     assert halving.update_bytes(lengths, size, 0, sent, stored) == expected
+
+
+def test_the_largest_update_of_adasum_is_what_a_step_s_end_needs():
+    """Of 1,024 weights: themselves, the half that the partner gives, and both parts of it in fp64 for dot products."""
+    plan = tiny_plan({"dp": 2, **HOROVOD, **data(reduction="adasum", bucket_mb=0)})
+    assert max(one.numel for one in plan.spec.parameters.values()) == 1024
+    assert plan.data.ending_bytes(0, plan.mesh.coordinate(0), plan) == 4 * 1024 + 4 * 512 + 2 * 8 * 512
