@@ -34,6 +34,7 @@ _PLUGINS = {  # the packages of Hydra's own plug-ins (https://hydra.cc/docs/plug
     "colorlog": "hydra-colorlog",
 }
 _NO_LIST = re.compile(r"Invalid value assigned: (\w+) is not a ListConfig, list or tuple\.")
+_CALL = re.compile(r"Error in call to target '([\w.]+(?:Launcher|Sweeper))'.*unexpected keyword argument '(\w+)'")
 _DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)")
 
 
@@ -145,6 +146,8 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
     of_hydra = [text for text, link in zip(texts, chain) if _is_of_hydra(link) and "$VALUE" not in text]
     first, cause = texts[0], of_hydra[-1] if of_hydra else texts[-1]
     key = _full_key(chain)
+    if (call := _CALL.search(f"{first} {cause}")) is not None:
+        return ConfigError(_plugin_key(call[1], call[2]))
     unset = re.search(r"Environment variable '([^']+)' not found", cause)
     if unset:
         what = f"the environment variable {unset[1]} is not set"
@@ -156,12 +159,24 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
     unknown = re.search(r"Key '([^']+)'|Could not override '([^']+)'", f"{cause} {first}")
     if unknown and ("not in" in cause or "Could not override" in first):
         name = key or unknown[1] or unknown[2]
-        suggestion = ", ".join(nearest_keys(name))
+        suggestion = f"+{name}=..." if name.startswith("hydra.") else ", ".join(nearest_keys(name))
         return ConfigError(Problem(f"{name}: no such key", "configuration", suggestion, "parallelrun --help"))
     known = known_keys().get(key.partition("[")[0])
     cause = _NO_LIST.sub(r"one of its items is of type \1 and must be a list", cause)
     what = cause if "merging override" not in first else f"{first.replace('Error merging override ', '')}: {cause}"
     return ConfigError(Problem(what, key or "configuration", example(known) if known else ""))
+
+
+def _plugin_key(path: str, wrong: str) -> Problem:
+    """The problem with a key that Hydra's launcher or sweeper `path` does not take."""
+    from importlib import import_module
+    from inspect import signature
+
+    module, _, name = path.rpartition(".")
+    legal = [key for key in signature(getattr(import_module(module), name).__init__).parameters if key != "self"]
+    section = "hydra.launcher" if name.endswith("Launcher") else "hydra.sweeper"
+    what = f"{section}.{wrong}: no such key; {section} has {', '.join(legal) or 'no keys'}"
+    return Problem(what, f"{section}.{wrong}", " or ".join(f"{section}.{key}=..." for key in nearest(wrong, legal)))
 
 
 def _full_key(chain: list[BaseException]) -> str:
