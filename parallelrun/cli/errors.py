@@ -14,10 +14,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from parallelrun import reserve
+from parallelrun import reserve, user_code
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, example, known_keys, nearest, nearest_keys
 from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain
+from parallelrun.registry import PlugInFailed
 
 _SHOWN = 20
 _NO_HOME = "Could not determine home directory."  # raised by Path.expanduser
@@ -71,6 +72,10 @@ def translate(error: Exception) -> ParallelrunError | None:
     for link in chain:
         if isinstance(link, ParallelrunError):
             return link
+        if isinstance(link, PlugInFailed):
+            assert link.__cause__ is not None
+            where = " <- ".join(reversed(user_code.frames(link.__cause__)))
+            return EnvironmentProblem(Problem(f"{link}: {user_code.reason(link.__cause__)}", where or "plug-in"))
     if isinstance(error, RuntimeError) and str(error) == _NO_HOME:
         return ConfigError(
             Problem("a path begins with ~ and the name of a user without a home directory", "command line", "./~...")

@@ -136,7 +136,7 @@ def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
     try:
         out = block(x)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
-        what = f"block {name} fails on an input of shape {tuple(x.shape)}: {type(error).__name__}: {error}"
+        what = f"block {name} fails on an input of shape {tuple(x.shape)}: {user_code.reason(error)}"
         raise ConfigError(Problem(what, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
     if not isinstance(out, Tensor):
         what = f"block {name} gives {with_article(type(out).__name__)}; a block maps one tensor to one tensor"

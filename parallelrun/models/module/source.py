@@ -69,8 +69,7 @@ def _from_file(path: Path) -> Any:
 def _failed(what: str, error: BaseException) -> ConfigError:
     """The error that the user's code has raised, with its own lines in the traceback, the innermost first."""
     frames = " <- ".join(reversed(user_code.frames(error)))
-    said = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    return ConfigError(Problem(f"{what}: {said}", frames or "model.source"))
+    return ConfigError(Problem(f"{what}: {user_code.reason(error)}", frames or "model.source"))
 
 
 def build(config: Config, vocab: int) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallelrun import user_code
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
 from parallelrun.mesh import build_mesh
@@ -299,6 +300,19 @@ def raises(vocab):
 """
 
 
+HIDDEN = """try:
+    import json.nosuch
+except ImportError as error:
+    raise RuntimeError("Failed to import the model:") from error
+"""
+OF_A_LIBRARY = """import library
+try:
+    library.load()
+except ValueError:
+    raise RuntimeError("no model")
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "function", "what", "where"),
     [
@@ -306,11 +320,22 @@ def raises(vocab):
         (BROKEN, "raises", "KeyError: 'no such layer'", 'net.py:20 in raises: raise KeyError("no such layer")'),
         ("def build(:\n", "build", "SyntaxError", "net.py:1: def build("),
         ("import nosuchpackage\n", "build", "No module named 'nosuchpackage'", "net.py:1 in <module>: import nosuch"),
+        (
+            HIDDEN,
+            "build",
+            ", because of ModuleNotFoundError: No module named 'json.nosuch'",
+            "net.py:2 in <module>: im",
+        ),
+        (OF_A_LIBRARY, "build", "RuntimeError: no model, because of ValueError: not here (", "net.py:3 in <module>"),
     ],
 )
 def test_an_exception_in_the_users_file_is_told_with_its_lines(tmp_path, monkeypatch, text, function, what, where):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(text)
+    (tmp_path / "lib" / "site-packages").mkdir(parents=True)
+    (tmp_path / "lib" / "site-packages" / "library.py").write_text('def load():\n    raise ValueError("not here")\n')
+    monkeypatch.syspath_prepend(tmp_path / "lib" / "site-packages")
+    user_code._others.cache_clear()
     config = tiny_config(**overrides(**{"model.source": f"./net.py:{function}"}))
     with pytest.raises(ConfigError) as raised:
         spec.MODEL.make(config, 256)
