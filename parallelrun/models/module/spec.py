@@ -23,7 +23,7 @@ def named(source: str | None) -> tuple[str, str]:
         raise ConfigError(Problem(what, "model.source"))
     if not path.endswith(".py") and not _has_package(path.partition(".")[0]):
         what = f"model.source={source}: No module named {path.partition('.')[0]!r}"
-        raise ConfigError(Problem(what, "model.source", "model.source=./net.py:build, for a file"))
+        raise ConfigError(Problem(what, "model.source", "model.source=./net.py:build"))
     return path, name
 
 
