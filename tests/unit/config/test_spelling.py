@@ -94,6 +94,7 @@ def test_typos_of_the_values_of_choices():
         ("recompute=ful", "recompute=full"),
         ("num_attention_heads=4", "model.heads=4"),
         ("zzzzzzzz=1", None),
+        ("recompte=some", "recompute=..."),
     ],
 )
 def test_what_is_suggested(words, suggestion, capsys):
