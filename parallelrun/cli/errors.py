@@ -69,6 +69,8 @@ def translate(error: Exception) -> ParallelrunError | None:
     chain = cause_chain(error)
     if isinstance(error, OSError) and error.errno in reserve.NO_ROOM:
         return EnvironmentProblem(Problem(f"no room to write: {error}", str(error.filename or "the disk")))
+    if isinstance(error, (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)) and error.filename:
+        return EnvironmentProblem(Problem(f"{error.strerror}: {error.filename}", str(error.filename)))
     for link in chain:
         if isinstance(link, ParallelrunError):
             return link

@@ -187,3 +187,9 @@ def test_what_is_wrong_is_named_with_what_is_legal(words, key, legal, capsys):
 def test_open_keys_of_hydra_take_a_plus(capsys):
     assert "did you mean: +hydra.job.env_set.X=..." in said("plan hydra.job.env_set.X=1", capsys)
     assert main(["plan", "+hydra.job_logging.root.level=INFO", "strategy=single"]) == 0
+
+
+def test_a_sweep_s_directory_that_is_a_file_is_named(tmp_path, capsys):
+    (tmp_path / "empty").write_text("")
+    assert main(["-m", "strategy=single,ddp", "dp=1", f"sweep.directory={tmp_path}/empty"]) == 3
+    assert f"error: File exists: {tmp_path}/empty" in capsys.readouterr().err
