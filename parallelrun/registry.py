@@ -59,6 +59,10 @@ BUILT_IN = {
 }
 
 
+class PlugInFailed(ImportError):
+    """The module of a plug-in raised the exception that is the cause of this one."""
+
+
 def names(kind: str) -> dict[str, str]:
     """Every known name of `kind` (a key of `BUILT_IN`) with its import path, plug-ins included."""
     return {**_plug_ins(kind), **BUILT_IN[kind]}
@@ -95,8 +99,15 @@ def _may_have_plug_ins() -> bool:
 
 
 def load(kind: str, name: str, submodule: str = "") -> ModuleType:
-    """Import the module of `name`, or its submodule (`plan`, `runtime`, `spec`, `network`). Raises KeyError."""
-    return import_module(path(kind, name, submodule))
+    """Import the module of `name`, or its submodule (`plan`, `runtime`, `spec`, `network`). Raises KeyError, and
+    PlugInFailed where a plug-in cannot be imported."""
+    target = path(kind, name, submodule)
+    try:
+        return import_module(target)
+    except Exception as error:
+        if not is_plug_in(kind, name):
+            raise
+        raise PlugInFailed(f"the plug-in {name} of parallelrun.{kind} ({target}) cannot be imported") from error
 
 
 def path(kind: str, name: str, submodule: str = "") -> str:

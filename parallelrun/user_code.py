@@ -31,6 +31,36 @@ def frames(error: BaseException) -> list[str]:
     return found if len(found) <= MOST_FRAMES else [*found[:2], "...", *found[3 - MOST_FRAMES :]]
 
 
+def reason(error: BaseException) -> str:
+    """What `error` says, and what its first cause says, with the line that raised it, unless that is a user's:
+    libraries such as transformers raise errors of their own that hide why an import fails."""
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        seen.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    first = seen[-1]
+    said = _said(error)
+    if str(first) in said:
+        return said
+    frames = traceback.extract_tb(first.__traceback__)
+    places = [frame for frame in frames if not frame.filename.startswith("<") and "importlib" not in frame.filename]
+    is_shown = not places or _is_users(places[-1].filename)
+    place = "" if is_shown else f" ({places[-1].filename}:{places[-1].lineno}: {places[-1].line})"
+    return f"{said.rstrip(': ')}, because of {_said(first)}{place}"
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def absence(package: str, error: ImportError) -> str:
+    """`the package NAME, which is not installed`, or why importing it fails."""
+    if getattr(error, "name", None) == package and isinstance(error, ModuleNotFoundError):
+        return f"the package {package}, which is not installed"
+    return f"the package {package}, which cannot be imported: {reason(error)}"
+
+
 def of_stack(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[str, ...]:
     """Return the frames of a stack in the user's files and in ours, innermost first, without those that communicate.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
+from parallelrun import spelling
 from parallelrun.errors import Problem
 
 DETAILS = ("ranks", "stages", "schedule", "traffic", "data_axis", "layouts")  # sections of the `plan` screen
@@ -18,7 +18,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """The closest three of `known`, or all of them if none is close."""
     known = list(known)
-    return get_close_matches(str(name).lower(), known, n=3, cutoff=0.5) or known
+    return spelling.closest(str(name), known)[:3] or known
 
 
 def one_of(key: str, value: str, known: Iterable[str], command: str = "") -> list[Problem]:

@@ -175,8 +175,12 @@ def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
         return [Problem(f"{word}: a file needs recipe= before it", COMMAND_LINE, f"recipe={word}")]
     close = nearest(word, [*VERBS, *TOOLS], 2) if word is argv[0] else []
     if not close:
-        close = [f"{key}=..." for key in nearest_keys(word)]
-        close += [f"{group}={word}" for group in GROUPS if word in presets.options(group)]
+        close = [f"{group}={word}" for group in GROUPS if word in presets.options(group)]
+        close += [
+            f"{key.name}={word}" for key in known_keys().values() if word in key.choices and not key.is_of_presets
+        ]
+        close += ["resume=latest"] if word == "latest" else []
+        close = close or [f"{key}=..." for key in nearest_keys(word)]
     what = f"{word}: neither a verb nor key=value"
     return [Problem(what, COMMAND_LINE, " or ".join(close[:3]), "parallelrun --help")]
 

@@ -14,10 +14,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from parallelrun import reserve
+from parallelrun import reserve, user_code
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, example, known_keys, nearest, nearest_keys
 from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain
+from parallelrun.registry import PlugInFailed
 
 _SHOWN = 20
 _NO_HOME = "Could not determine home directory."  # raised by Path.expanduser
@@ -34,6 +35,7 @@ _PLUGINS = {  # the packages of Hydra's own plug-ins (https://hydra.cc/docs/plug
     "colorlog": "hydra-colorlog",
 }
 _NO_LIST = re.compile(r"Invalid value assigned: (\w+) is not a ListConfig, list or tuple\.")
+_CALL = re.compile(r"Error in call to target '([\w.]+(?:Launcher|Sweeper))'.*unexpected keyword argument '(\w+)'")
 _DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)")
 
 
@@ -67,9 +69,15 @@ def translate(error: Exception) -> ParallelrunError | None:
     chain = cause_chain(error)
     if isinstance(error, OSError) and error.errno in reserve.NO_ROOM:
         return EnvironmentProblem(Problem(f"no room to write: {error}", str(error.filename or "the disk")))
+    if isinstance(error, (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)) and error.filename:
+        return EnvironmentProblem(Problem(f"{error.strerror}: {error.filename}", str(error.filename)))
     for link in chain:
         if isinstance(link, ParallelrunError):
             return link
+        if isinstance(link, PlugInFailed):
+            assert link.__cause__ is not None
+            where = " <- ".join(reversed(user_code.frames(link.__cause__)))
+            return EnvironmentProblem(Problem(f"{link}: {user_code.reason(link.__cause__)}", where or "plug-in"))
     if isinstance(error, RuntimeError) and str(error) == _NO_HOME:
         return ConfigError(
             Problem(
@@ -147,6 +155,8 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
     of_hydra = [text for text, link in zip(texts, chain) if _is_of_hydra(link) and "$VALUE" not in text]
     first, cause = texts[0], of_hydra[-1] if of_hydra else texts[-1]
     key = _full_key(chain)
+    if (call := _CALL.search(f"{first} {cause}")) is not None:
+        return ConfigError(_plugin_key(call[1], call[2]))
     unset = re.search(r"Environment variable '([^']+)' not found", cause)
     if unset:
         what = f"the environment variable {unset[1]} is not set"
@@ -158,12 +168,24 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
     unknown = re.search(r"Key '([^']+)'|Could not override '([^']+)'", f"{cause} {first}")
     if unknown and ("not in" in cause or "Could not override" in first):
         name = key or unknown[1] or unknown[2]
-        suggestion = ", ".join(nearest_keys(name))
+        suggestion = f"+{name}=..." if name.startswith("hydra.") else ", ".join(nearest_keys(name))
         return ConfigError(Problem(f"{name}: no such key", "configuration", suggestion, "parallelrun --help"))
     known = known_keys().get(key.partition("[")[0])
     cause = _NO_LIST.sub(r"one of its items is of type \1 and must be a list", cause)
     what = cause if "merging override" not in first else f"{first.replace('Error merging override ', '')}: {cause}"
     return ConfigError(Problem(what, key or "configuration", example(known) if known else ""))
+
+
+def _plugin_key(path: str, wrong: str) -> Problem:
+    """The problem with a key that Hydra's launcher or sweeper `path` does not take."""
+    from importlib import import_module
+    from inspect import signature
+
+    module, _, name = path.rpartition(".")
+    legal = [key for key in signature(getattr(import_module(module), name).__init__).parameters if key != "self"]
+    section = "hydra.launcher" if name.endswith("Launcher") else "hydra.sweeper"
+    what = f"{section}.{wrong}: no such key; {section} has {', '.join(legal) or 'no keys'}"
+    return Problem(what, f"{section}.{wrong}", " or ".join(f"{section}.{key}=..." for key in nearest(wrong, legal)))
 
 
 def _full_key(chain: list[BaseException]) -> str:

@@ -70,6 +70,9 @@ class Prepared:
 
 def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trust: bool) -> Prepared:
     """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
+    unknown = [hydra_settings.unknown_key(override.key) for override in overrides if override.is_hydra]
+    if problems := [problem for problem in unknown if problem]:
+        raise ConfigError(*problems)
     points = sweeps.num_points(overrides)
     source.register()
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, is_dataclass
+from difflib import get_close_matches
+from typing import Any, cast, get_type_hints
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -102,6 +104,26 @@ def _hydra_settings(overrides: list[str]) -> dict[str, Any]:
     settings = cast(dict[str, Any], OmegaConf.to_container(node, resolve=False))
     settings["job"].pop("override_dirname")
     return {key: value for key, value in settings.items() if key not in ("overrides", "runtime")}
+
+
+def unknown_key(key: str) -> Problem | None:
+    """The problem with an override of Hydra's own configuration that it does not have, which it would take with `++`.
+
+    What launchers, sweepers and loggers hold is not known here: each has keys of its own.
+    """
+    node: Any = HydraConf
+    names = key.replace("/", ".").split(".")
+    for depth, name in enumerate(names[1:], 1):
+        if not is_dataclass(node):
+            return None
+        types = get_type_hints(node)
+        legal = [*types, *(("env", "output") if depth == 1 else ())]
+        if name not in legal:
+            where = ".".join(names[:depth])
+            fixes = " or ".join(f"{where}.{other}=..." for other in get_close_matches(name, legal))
+            return Problem(f"{key}: no such key; {where} has {', '.join(legal)}", key, fixes)
+        node = types.get(name)
+    return None
 
 
 def _has_own_primary(argv: Sequence[str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 
+from parallelrun import spelling
 from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import complete_class, completed
 
@@ -52,7 +52,45 @@ _ELSEWHERE = {
     "output_dir": "runs",
     "grad_clip": "optimizer.clip",
     "activation_checkpointing": "recompute",
+    "gradient_checkpointing": "recompute",
+    "name_or_path": "model.from_hf",
+    "model_name_or_path": "model.from_hf",
+    "pretrained_model_name_or_path": "model.from_hf",
+    "hf_path": "model.from_hf",
+    "per_device_train_batch_size": "local_batch",
+    "train_batch_size": "global_batch",
+    "global_batch_size": "global_batch",
+    "gradient_accumulation_steps": "microbatches",
+    "train_iters": "steps",
+    "max_train_steps": "steps",
+    "num_train_epochs": "steps",
+    "max_grad_norm": "optimizer.clip",
+    "gradient_clip_val": "optimizer.clip",
+    "num_attention_heads": "model.heads",
+    "num_hidden_layers": "model.layers",
+    "num_query_groups": "model.kv_heads",
+    "num_key_value_heads": "model.kv_heads",
+    "intermediate_size": "model.ffn",
+    "ffn_hidden_size": "model.ffn",
+    "max_position_embeddings": "model.seq",
+    "vocab_size": "model.vocab",
+    "tensor_model_parallel_size": "tp",
+    "tensor_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_parallel_size": "ep",
+    "save_interval": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "eval_interval": "eval.every",
+    "eval_steps": "eval.every",
+    "resume_from_checkpoint": "resume",
+    "save_total_limit": "checkpoint.keep",
+    "run_name": "name",
+    "data_path": "dataset.path",
+    "dtype": "precision",
+    "nodes": "cluster.nodes",
 }
+_WRAPPERS = ("train", "training", "trainer", "args", "config", "cfg", "run")  # sections that other tools have
 
 
 @dataclass(frozen=True)
@@ -136,21 +174,26 @@ def in_mapping(name: str) -> bool:
 
 
 def nearest(word: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Return the names closest to `word`, best first: an equal last part (`lr` of `optimizer.lr`), then a name that
-    continues the word (`h100_80gb` for `h100`), then similar spelling."""
+    """Return the names closest to `word`: those that are spelled alike, else those that continue it (`h100_80gb` for
+    `h100`)."""
     names = list(names)
-    last_part = [name for name in names if name.rpartition(".")[2] == word.rpartition(".")[2] and name != word]
-    similar = difflib.get_close_matches(word, names, n=count, cutoff=0.6)
-    by_last_part = difflib.get_close_matches(word, [name.rpartition(".")[2] for name in names], n=count, cutoff=0.75)
-    similar += [name for name in names if name.rpartition(".")[2] in by_last_part]
-    prefixed = [name for name in names if len(word) > 1 and name.startswith((f"{word}_", f"{word}."))]
     longer = [name for name in names if len(word) > 1 and name.startswith(word)]
-    return list(dict.fromkeys(last_part + prefixed + similar + longer))[:count]
+    return (spelling.closest(word, names) or sorted(longer, key=len))[:count]
 
 
 def nearest_keys(word: str, count: int = 3) -> list[str]:
-    """The keys and groups closest to `word`, without the keys that only presets set."""
-    typed = [key.name for key in known_keys().values() if not key.is_of_presets]
-    found = nearest(word, [*typed, *GROUPS], count)
-    elsewhere = [word] if word in _ELSEWHERE else nearest(word, _ELSEWHERE, 1)
-    return list(dict.fromkeys([_ELSEWHERE[name] for name in elsewhere] + found))[:count]
+    """The keys and groups closest to `word`, without the keys that only presets set: that of another tool's name, one
+    that is spelled alike, one whose last part is (`lr`, or `model.lr`), or one that continues the word."""
+    typed = [key.name for key in known_keys().values() if not key.is_of_presets] + list(GROUPS)
+    section, _, last = word.rpartition(".")
+    elsewhere = _ELSEWHERE.get(word) or _ELSEWHERE.get(last)
+    if elsewhere:
+        return [elsewhere]
+    by_last: dict[str, list[str]] = {}
+    for name in typed:
+        by_last.setdefault(name.rpartition(".")[2], []).append(name)
+    same = by_last.get(last, []) if not section or section in sections() or section in _WRAPPERS else []
+    alike = spelling.closest(word, dict.fromkeys(typed if section else [*typed, *by_last]))
+    spelled = [name for name in alike if name in typed] or [name for part in alike for name in by_last[part]]
+    borrowed = [_ELSEWHERE[name] for name in spelling.closest(word, _ELSEWHERE)]
+    return list(dict.fromkeys(same or spelled or borrowed or nearest(word, typed, count)))[:count]

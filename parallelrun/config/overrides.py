@@ -24,7 +24,7 @@ from parallelrun.config.keys import (
     nearest_keys,
     sections,
 )
-from parallelrun.config.values import BOOLEANS, trap
+from parallelrun.config.values import BOOLEANS, trap, within
 from parallelrun.errors import Problem
 
 _OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<key>[^=\s@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?$", re.DOTALL)
@@ -121,7 +121,11 @@ def _accepts(key: str, value: str) -> bool:
         return value in presets.options(key)
     if key not in known_keys() or key in MAPPINGS:
         return False
-    return not check(Override(f"{key}={value}", "", key, "", value, False), "")
+    known = known_keys()[key]
+    if known.choices and value not in known.choices:
+        return False
+    is_within = known.kind not in ("int", "float") or within(known, value)
+    return is_within and not check(Override(f"{key}={value}", "", key, "", value, False), "")
 
 
 def split(value: str) -> list[str]:

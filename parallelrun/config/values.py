@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import reduce
+from math import ceil, floor
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -114,8 +115,19 @@ def _number(key: Key, text: str, where: str) -> Problem | None:
     if not abs(number) <= _LARGEST:
         return Problem(f"{shape}: out of range for a whole number", where, example(key))
     if number != int(number):
-        return Problem(f"{shape}: must be a whole number", where, example(key))
+        around = [f"{key.name}={near}" for near in (floor(number), ceil(number)) if within(key, str(near))]
+        return Problem(f"{shape}: must be a whole number", where, " or ".join(around) or example(key))
     return Problem(f"{shape}: must be a whole number; write {int(number)}", where, f"{key.name}={int(number)}")
+
+
+def within(key: Key, text: str) -> bool:
+    """Whether `text` is a number within the bounds of `key`."""
+    try:
+        number = float(text)
+    except ValueError:
+        return False
+    low = (key.least is None or number >= key.least) and (key.above is None or number > key.above)
+    return low and (key.most is None or number <= key.most) and (key.below is None or number < key.below)
 
 
 def _boolean(key: Key, text: str, where: str) -> Problem | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from parallelrun.data.files import list_files
 from parallelrun.errors import ConfigError, DataError, EnvironmentProblem, Problem
+from parallelrun.user_code import absence
 
 TEXT_PIECE = 2**22  # bytes of a text file that are encoded at once: it is cut after the last line that fits
 ROWS_AT_ONCE = 256  # of parquet and arrow
@@ -267,6 +268,6 @@ def _pyarrow(file: DocumentFile) -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
-        what = f"{file.path} needs the package pyarrow, which is not installed"
+        what = f"{file.path} needs {absence('pyarrow', error)}"
         raise EnvironmentProblem(Problem(what, "dataset.path", command="pip install 'parallelrun[data]'")) from error
     return pyarrow

@@ -16,6 +16,7 @@ from typing import Any
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.definitions import BYTES, TextTokens
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.user_code import absence
 
 NUM_BYTES = 256  # token ids of text read as bytes
 FILE = "tokenizer.json"
@@ -131,7 +132,7 @@ def _opened(load: Callable[[Any], Any], name: Any, where: str) -> Any:
     try:
         from tokenizers import Tokenizer as Loader  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        what = f"tokenizer {name} needs the package tokenizers, which is not installed"
+        what = f"tokenizer {name} needs {absence('tokenizers', error)}"
         raise EnvironmentProblem(Problem(what, where, command=INSTALL)) from error
     try:
         return load(Loader)

@@ -129,16 +129,19 @@ def gpu_of_rank(local_rank: int) -> Gpu:
 
 def _check_gpus(needed: int) -> int:
     """Return the memory of the smallest visible GPU in bytes. Raises EnvironmentProblem if there are too few GPUs."""
-    import torch
-
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = [item.strip() for item in (visible or "").split(",") if item.strip()]
     shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     if len(set(listed)) < len(listed):
         raise EnvironmentProblem(Problem(f"CUDA_VISIBLE_DEVICES={visible!r} names a GPU twice", "CUDA_VISIBLE_DEVICES"))
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if "torch" not in sys.modules and version("torch").endswith("+cpu"):
+        found, is_cuda = 0, False  # known without importing torch, which takes a second
+    else:
+        import torch
+
+        found, is_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0, bool(torch.version.cuda)
     if found == 0:
-        built = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA, so without NCCL"
+        built = "" if is_cuda else f"; torch {version('torch')} is built without CUDA, so without NCCL"
         raise EnvironmentProblem(Problem(f"device=cuda, and 0 GPUs are visible{shown}{built}", "device", "device=cpu"))
     if found < needed:
         what = f"the plan puts {needed} ranks on this host, one GPU each, and {found} are visible{shown}"

@@ -131,6 +131,10 @@ def _prepare(
     notes = preflight.check(config, plan, attached) + restarts.notes(config, only_once)
     notes += check_memory_folder(config, plan, attached)
     trackers.check(config.tracker.use)
+    if config.init.weights is not None and config.resume is None:
+        from parallelrun.exchange import paths
+
+        paths.check_paths(config.init.weights, "init.from")
     has_dataset = not definitions.model(config).is_lesson
     print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
     with elapsed.shown("loading data"):

@@ -15,6 +15,7 @@ from parallelrun.model_spec.backward import BlockBackward
 from parallelrun.model_spec.parameters import Initialiser, ParameterSpec, weight_and_bias
 from parallelrun.model_spec.router import RouterSpec
 
+MEASURED = "block"  # kind of the blocks of a user's module, whose FLOPs and saved elements are measured
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
 
 
@@ -57,11 +58,12 @@ class Pair:
 class BlockSpec:
     """One block, which a pipeline stage never divides.
 
-    kind: `embedding`, `transformer`, `head`, or a model's own kind. forward_flops: for one sample. saved_elements:
-    activation elements saved for backward per sample; None for transformer blocks, for which the tensor strategy
-    computes them. input_shape: of one sample, if it differs from block to block (images); None: the model's
-    boundary_shape. backward: where the model describes it. saves_after_sum: of a user's module, whether backward needs
-    a tensor that forward computes after its last row-parallel layer or embedding; None: its layers tell.
+    kind: `embedding`, `transformer`, `head`, or a model's own kind. forward_flops: for one sample. convolution_flops,
+    attention_flops: the parts of them in convolutions and, of a user's module, in products of activations with each
+    other. saved_elements: activation elements saved for backward per sample; None for transformer blocks, for which the
+    tensor strategy computes them. input_shape: of one sample, if it differs from block to block (images); None: the
+    model's boundary_shape. backward: where the model describes it. saves_after_sum: of a user's module, whether
+    backward needs a tensor that forward computes after its last row-parallel layer or embedding; None: its layers tell.
     """
 
     name: str
@@ -72,6 +74,8 @@ class BlockSpec:
     input_shape: tuple[int, ...] | None = None
     backward: BlockBackward | None = None
     saves_after_sum: bool | None = None
+    convolution_flops: float = 0.0
+    attention_flops: float = 0.0
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -170,8 +174,7 @@ class ModelSpec:
 
     @cached_property
     def has_convolutions(self) -> bool:
-        """Whether there are layers whose weights are more than matrices."""
-        return any(len(parameter.shape) > 3 for parameter in self.parameters.values())
+        return any(block.convolution_flops for block in self.blocks)
 
     def block(self, name: str) -> BlockSpec:
         """The block of that name. Raises KeyError."""
@@ -243,7 +246,8 @@ def _block_key(block: BlockSpec, tied: set[str]) -> object:
     layers = tuple((_key(x), tuple((p.frozen, p.layer_role) for p in x.parameters)) for x in block.layers)
     is_tied = any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers)
     name = block.name if is_tied else ""
-    return block.kind, name, block.forward_flops, block.saved_elements, block.saves_after_sum, block.input_shape, layers
+    flops = block.forward_flops, block.convolution_flops, block.attention_flops
+    return block.kind, name, flops, block.saved_elements, block.saves_after_sum, block.input_shape, layers
 
 
 def _key(layer: LayerSpec) -> object:

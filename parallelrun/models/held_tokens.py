@@ -41,5 +41,5 @@ ALL = HeldTokens()
 def hold(network: nn.Module, held: HeldTokens) -> None:
     """Let every layer that depends on the positions of its tokens know which they are."""
     for module in network.modules():
-        if hasattr(module, "held"):
+        if isinstance(getattr(module, "held", None), HeldTokens):
             module.__dict__["held"] = held

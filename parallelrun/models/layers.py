@@ -209,6 +209,11 @@ class Activation(TensorModule):
         return activate(self.kind, *parts)
 
 
+def role_of(module: nn.Module) -> str:
+    """The module's layer role; empty for a user's own module, whose attributes may have the same names."""
+    return module.layer_role if isinstance(module, (RoleLayer, Activation)) else ""
+
+
 class VocabHead(RoleLayer):
     """x (..., hidden) -> logits (..., vocab). `weight` (vocab, hidden) is the embedding's Parameter when tied; `bias`
     (vocab) may be None."""

@@ -19,7 +19,7 @@ from parallelrun.model_spec import ModelSpec
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, recompute, rounding
 from parallelrun.models.documents import DocumentBounds
-from parallelrun.models.layers import TokenLoss
+from parallelrun.models.layers import RoleLayer, TokenLoss
 from parallelrun.precision import Precision
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -114,7 +114,7 @@ class Network(nn.Module):
 def compile_blocks(network: Network, backend: str = "inductor") -> None:
     """torch.compile every block in place: names stay, equal blocks share one compilation."""
     for module in network.modules():
-        for name in getattr(module, "uncompiled", ()):  # of `RoleLayer`
+        for name in module.uncompiled if isinstance(module, RoleLayer) else ():
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
     shared_memory.keep_out_of_graphs()
     torch_private.spare_guard_timing()

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, rounding
 from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.layers import role_of
 
 if TYPE_CHECKING:
     from parallelrun.models.network import Network
@@ -47,7 +48,7 @@ def _is_cheap(module: nn.Module) -> bool:
     whose own backward needs its output."""
     if getattr(module, "kind", "") == "relu":
         return False
-    return getattr(module, "layer_role", "") in CHEAP_ROLES and not getattr(module, "communicates", False)
+    return role_of(module) in CHEAP_ROLES and not getattr(module, "communicates", False)
 
 
 def run(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate, islice, pairwise
 
+from parallelrun import spelling
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import BlockSpec, ModelSpec
-from parallelrun.wording import closest, divisors
+from parallelrun.wording import divisors
 
 
 def partition(costs: list[float], num_stages: int) -> list[int]:
@@ -134,16 +135,18 @@ def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) ->
     names = [block.name for block in blocks]
     unknown = [name for name in split if name not in names]
     if unknown:
-        nearest = [name if name in names else closest(name, names)[0] for name in split]
+        nearest = [name if name in names else (*spelling.closest(name, names), "")[0] for name in split]
         what = f"the model has no block {' and no block '.join(map(repr, unknown))}"
-        return Problem(what, where, f"{where}=[{','.join(nearest)}]")
+        is_legal = set(nearest) <= set(names) and isinstance(_manual(blocks, nearest, num_stages), list)
+        return Problem(what, where, f"{where}=[{','.join(nearest)}]" if is_legal else f"leave {where} out")
     if len(split) != num_stages - 1:
         what = f"{num_stages} stages need {num_stages - 1} cuts, and {len(split)} are given"
         return Problem(what, where, f"leave {where} out", kind="arithmetic")
     starts = [0, *(names.index(name) for name in split), len(blocks)]
     sizes = [later - earlier for earlier, later in pairwise(starts)]
     if min(sizes) <= 0:
-        ordered = ",".join(sorted(set(split) - {names[0]}, key=names.index))
+        ordered = sorted(set(split) - {names[0]}, key=names.index)
+        fix = f"{where}=[{','.join(ordered)}]" if len(ordered) == len(split) else f"leave {where} out"
         what = f"the cuts {','.join(split)} are not in model order, so a stage would be empty"
-        return Problem(what, where, f"{where}=[{ordered}]", kind="arithmetic")
+        return Problem(what, where, fix, kind="arithmetic")
     return sizes

@@ -12,6 +12,7 @@ from parallelrun.plan import chosen
 from parallelrun.plan.cluster_cost import DAY
 from parallelrun.plan.search.result import Search
 from parallelrun.plan.search.search import MOST_COUNTED, search
+from parallelrun.wording import one_of
 
 TIME, COST, FEWEST = OBJECTIVES
 HOUR = 3600.0
@@ -53,6 +54,8 @@ def training_of(config: Config, found: Search) -> TrainingCost | None:
 def compares_sizes(config: Config) -> bool:
     """Return whether the objective asks for a number of devices. Raises ConfigError for what it lacks."""
     objective = config.objective or TIME
+    if problems := one_of("objective", objective, OBJECTIVES):
+        raise ConfigError(*problems)
     if config.days is not None and config.tokens is None:
         raise ConfigError(Problem(f"days={config.days:g} bounds a training of unknown length", "days", "tokens=300e9"))
     if objective == TIME and config.days is None:

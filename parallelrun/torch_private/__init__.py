@@ -16,6 +16,7 @@ from parallelrun.torch_private.groups import (
     num_collectives,
     process_groups,
 )
+from parallelrun.torch_private.measuring import fused_on_meta
 from parallelrun.torch_private.observers import (
     current_dispatch_modes,
     dispatch_modes,

@@ -20,6 +20,7 @@ from tests.matrix import FULL as FULL_RUN
 from tests.peak_bytes import PeakBytes
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
+from tests.unit import user_net
 
 BOUND = 0.03
 GPT: dict[str, Any] = {
@@ -45,6 +46,11 @@ RESNET: dict[str, Any] = {
 ALEXNET, VGG = RESNET | {"model.name": "alexnet"}, RESNET | {"model.name": "vgg"}
 SMALL_RESNET = vision.RESNET | {"model.width": 16, "micro_batch": 8}
 LOCAL = {"model.norm_samples": "local", "micro_batch": 4}
+MODULE = {key: value for key, value in GPT.items() if key not in ("model.layers", "model.heads", "model.ffn")} | {
+    "model.name": "module", "model.source": f"{user_net.__file__}:build", "model.blocks": ["embed", "layers.*", "head"],
+    "model.arguments": {"head_dim": 16, "depth": 4},
+}  # fmt: skip
+ROLES = {"model.roles": {"layers.*.[qkv]": "column_parallel", "layers.*.out": "row_parallel"}}
 FEW = GPT | {"global_batch": 2, "micro_batch": 1, "model.seq": 16, "recompute": "full"}
 FP64, FP16, BF16 = ({"precision.name": name} for name in ("fp64", "fp16", "bf16"))
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
@@ -93,6 +99,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "moe": MOE,
     "bert": BERT,
     "mlp": MLP,
+    "module": MODULE,
+    "module bf16": MODULE | BF16,
+    "module roles": MODULE | ROLES,
+    "module dropout": MODULE | {"model.arguments": {"head_dim": 16, "depth": 4, "dropout": 0.1}},
     # A small model and batch: the peak lies where backward has the gradient of a large weight in bf16 and in fp32.
     "gradient of the largest weight": MLP
     | BF16

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from parallelrun import registry
+from parallelrun.cli import errors
 
 
 class Point:
@@ -72,3 +73,20 @@ def test_an_archive_or_a_finder_on_the_path_may_hold_plug_ins(tmp_path, monkeypa
     (tmp_path / "theirs.zip").write_bytes(b"")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "theirs.zip")])
     assert registry._may_have_plug_ins()
+
+
+def test_why_a_plug_in_cannot_be_imported_is_told(installed, monkeypatch, tmp_path):
+    (tmp_path / "their_package.py").write_text("import json\nimport nosuch_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Point, "value", "their_package")
+    with pytest.raises(registry.PlugInFailed) as raised:
+        registry.load("strategies", "data.theirs")
+    told = errors.translate(raised.value)
+    assert told is not None and told.exit_code == 3
+    (problem,) = told.problems
+    assert problem.what == (
+        "the plug-in data.theirs of parallelrun.strategies (their_package) cannot be imported: "
+        "ModuleNotFoundError: No module named 'nosuch_library'"
+    )
+    assert problem.where == "their_package.py:2 in <module>: import nosuch_library"

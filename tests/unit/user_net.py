@@ -42,10 +42,10 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, vocab: int, hidden: int, seq: int, depth: int, dropout: float, tied: bool):
+    def __init__(self, vocab: int, hidden: int, seq: int, depth: int, dropout: float, tied: bool, head_dim: int = 4):
         super().__init__()
         self.embed = Embed(vocab, hidden, seq)
-        self.layers = nn.ModuleList(Layer(hidden, 4, dropout) for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(hidden, head_dim, dropout) for _ in range(depth))
         self.head = nn.Linear(hidden, vocab, bias=False)
         if tied:
             self.head.weight = self.embed.tokens.weight
@@ -58,10 +58,11 @@ class Net(nn.Module):
 
 
 def build(
-    vocab: int, seq: int, hidden: int, depth: int = 2, dropout: float = 0.0, tied: bool = False, frozen: str = ""
-) -> nn.Module:
+    vocab: int, seq: int, hidden: int, depth: int = 2, dropout: float = 0.0, tied: bool = False, frozen: str = "",
+    head_dim: int = 4,
+) -> nn.Module:  # fmt: skip
     """frozen: patterns of parameter names, with `|` between them."""
-    net = Net(vocab, hidden, seq, depth, dropout, tied)
+    net = Net(vocab, hidden, seq, depth, dropout, tied, head_dim)
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in frozen.split("|")))
     return net
@@ -133,3 +134,24 @@ def build_images(vocab: int, channels: int = 4) -> nn.Module:
     )  # fmt: skip
     net.sample_shape = (2, 8, 8)  # type: ignore[assignment]
     return net
+
+
+class Patches(nn.Module):
+    """An image classifier whose attributes are called as some of ours are, and mean something else."""
+
+    sample_shape = (3, 16, 16)
+
+    def __init__(self, vocab: int, hidden: int):
+        super().__init__()
+        self.conv_proj = nn.Conv2d(3, hidden, 4, 4)
+        self.layers = nn.Sequential(Layer(hidden, 4, 0.0), Layer(hidden, 4, 0.0))
+        self.heads = nn.Sequential(nn.Linear(hidden, vocab))
+        self.layer_role, self.held, self.kind, self.uncompiled = "row_parallel", 3, "relu", 7
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.conv_proj(images).flatten(2).transpose(1, 2)
+        return self.heads(self.layers(x).mean(1))
+
+
+def build_patches(vocab: int, hidden: int) -> nn.Module:
+    return Patches(vocab, hidden)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -12,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallelrun import user_code
+from parallelrun import torch_private, user_code
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem, with_article
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.model_spec import MEASURED, BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.models import layers
-from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import network, slices, source
+from parallelrun.models.module.measuring import flops_of, saved_tensors
 from parallelrun.plan.load import tensor_strategy
+from parallelrun.precision import BYTES, TABLE
 from parallelrun.registry import has
 
 OWN = Initialiser("own")
@@ -40,7 +38,7 @@ def read_spec(config: Config, vocab: int) -> ModelSpec:
     module.eval()
     names = network.block_names(module, patterns, where) if patterns else [""]
     kind, shape = _samples(config, module)
-    blocks, boundary, output = _measure(module, names, kind, shape)
+    blocks, boundary, output = _measure(module, names, kind, shape, BYTES[TABLE[config.precision.name].compute])
     if len(output) < 2 or output[-1] < vocab:
         what = f"{where} gives shape {output} for one sample; logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
         raise ConfigError(Problem(what, "model.source", "take vocab as an argument of the function", kind="arithmetic"))
@@ -51,7 +49,7 @@ def read_spec(config: Config, vocab: int) -> ModelSpec:
     if _asks_for_slices(config) and kind == "tokens" and is_small:
         slices.check(config, vocab, shape[0])
     norms = (part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm))
-    heads = getattr(module, "heads", 0)
+    heads = _number(module, "heads")
     return ModelSpec(
         name=config.model.preset,
         kind=kind,
@@ -61,8 +59,8 @@ def read_spec(config: Config, vocab: int) -> ModelSpec:
         targets_per_sample=prod(output[1:-1]),
         vocab=output[-1],
         hidden=boundary[-1],
-        heads=int(heads),
-        kv_heads=int(getattr(module, "kv_heads", heads)),
+        heads=heads,
+        kv_heads=_number(module, "kv_heads") or heads,
         seq=shape[0] if kind == "tokens" else 0,
         norm=next(norms, "layernorm"),  # decides the norms' traffic under a grid; the first where they differ
         tied=_tied(module),
@@ -77,30 +75,53 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
     """(kind, shape of one sample): token ids for a module that embeds, else images if it has 3 dims, else features."""
     if any(isinstance(part, (nn.Embedding, layers.TokenEmbedding)) for part in module.modules()):
         return "tokens", (config.model.seq,)
-    shape: Any = getattr(module, "sample_shape", (config.model.hidden,))
-    return "images" if len(shape) == 3 else "features", tuple(int(size) for size in shape)
+    shape = _attribute(module, "sample_shape")
+    if shape is None or callable(shape):  # a method of that name is no size
+        return "features", (config.model.hidden,)
+    if not isinstance(shape, (tuple, list)) or not shape or not all(type(size) is int and size > 0 for size in shape):
+        what = f"sample_shape={shape!r} of {config.model.source} is no shape of a sample, such as (3, 32, 32)"
+        raise ConfigError(Problem(what, "model.source", "sample_shape = (channels, height, width), or (features,)"))
+    return "images" if len(shape) == 3 else "features", tuple(shape)
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """The value of an attribute of the user's module; None if it has none, or reading it fails."""
+    try:
+        return getattr(module, name, None)
+    except Exception:  # a property of the user's may raise anything
+        return None
+
+
+def _number(module: nn.Module, name: str) -> int:
+    """An attribute that is a positive whole number; 0 if it is none: the user may call anything `heads`."""
+    value = _attribute(module, name)
+    return value if type(value) is int and value > 0 else 0
 
 
 def _measure(
-    module: nn.Module, names: list[str], kind: str, shape: Sizes
+    module: nn.Module, names: list[str], kind: str, shape: Sizes, width: int
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
-    """(blocks with FLOPs and saved elements, boundary shape, output shape) from one sample on the meta device."""
-    x = network.inputs(kind, shape, 1, "meta")
+    """(blocks with FLOPs and saved elements of `width` bytes, boundary shape, output shape) from one sample on meta."""
+    x = batch = network.inputs(kind, shape, 1, "meta")
     network.let_gradients_through(module)  # plans that need it keep the most activations
     listed: set[int] = set()
     blocks, boundaries = [], []
     for name in names:
         block = module.get_submodule(name)
-        with FlopCounterMode(display=False) as counter, _saved_tensors(block) as saved:
+        with FlopCounterMode(display=False) as counter, saved_tensors(block) as saved, torch_private.fused_on_meta():
             x = _call(name or "module", block, x)
         found = tuple(_layers(module, name, listed))
-        inside = {id(parameter) for parameter in block.parameters()}
-        elements = sum(one.numel() for one in saved.tensors.values() if not one.is_leaf and id(one) not in inside)
-        flops = float(counter.get_total_flops())
-        blocks.append(BlockSpec(_full(name), "block", found, flops, float(elements), saves_after_sum=saved.after_sum))
+        elements = saved.elements((batch, *block.parameters(), *block.buffers())) + saved.masks / width
+        blocks.append(
+            BlockSpec(
+                _full(name), MEASURED, found, float(counter.get_total_flops()), elements,
+                saves_after_sum=saved.after_sum, convolution_flops=flops_of(counter, "conv"),
+                attention_flops=flops_of(counter, "bmm", "attention"),
+            )
+        )  # fmt: skip
         boundaries.append(tuple(x.shape[1:]))
     for name, given in zip(names[:-1], boundaries):
-        if given != boundaries[0]:
+        if given != boundaries[0] or not given:
             first = f"block {names[0]} gives {boundaries[0]}"
             raise _undefined(f"block {name} gives {given} per sample, {first}: stages pass one shape")
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in listed]
@@ -110,44 +131,12 @@ def _measure(
     return tuple(blocks), boundaries[0], tuple(x.shape)
 
 
-@dataclass
-class _Saved:
-    """What autograd saves in a block's forward. tensors: by id, kept alive, so that no two share an id; after_sum: some
-    are saved after the block's last layer whose result ranks sum, such as the mask of a dropout."""
-
-    tensors: dict[int, Tensor] = field(default_factory=dict)
-    after_sum: bool = False
-
-    def pack(self, one: Tensor) -> Tensor:
-        self.after_sum = True
-        return self.tensors.setdefault(id(one), one)
-
-    def called(self, part: nn.Module, *_: object) -> None:
-        """Forward hook of every module of the block, which is in eval mode: its dropouts save no mask."""
-        if getattr(part, "layer_role", "") in ("row_parallel", "embedding"):
-            self.after_sum = False
-        elif isinstance(part, HashDropout) and part.rate > 0:
-            self.after_sum = True
-
-
-@contextmanager
-def _saved_tensors(block: nn.Module) -> Iterator[_Saved]:
-    saved = _Saved()
-    hooks = [part.register_forward_hook(saved.called) for part in block.modules()]
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
-            yield saved
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
     """block(x). Raises ConfigError naming the block."""
     try:
         out = block(x)
-    except Exception as error:  # the user's code may raise anything
-        what = f"block {name} fails on an input of shape {tuple(x.shape)}: {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
+        what = f"block {name} fails on an input of shape {tuple(x.shape)}: {user_code.reason(error)}"
         raise ConfigError(Problem(what, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
     if not isinstance(out, Tensor):
         what = f"block {name} gives {with_article(type(out).__name__)}; a block maps one tensor to one tensor"
@@ -162,7 +151,7 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
     first = _first_names(module)
     for inner, part in module.get_submodule(block).named_modules():
         name = _full(".".join(filter(None, (block, inner))))
-        role = getattr(part, "layer_role", "")
+        role = layers.role_of(part)
         parameters, tied = [], None
         for key, parameter in part.named_parameters(recurse=False):
             if id(parameter) in listed:
@@ -200,9 +189,9 @@ def _check_chain(config: Config, vocab: int, names: list[str], kind: str, shape:
     with torch.device("cpu"), torch.no_grad():
         module = source.build(config, vocab).eval()
         x = network.inputs(kind, shape, 2, "cpu")
-        expected, chained = module(x), x
+        expected, chained = _call("module", module, x), x
         for name in names:
-            chained = module.get_submodule(name)(chained)
+            chained = _call(name, module.get_submodule(name), chained)
     if expected.shape != chained.shape or not torch.allclose(expected, chained, rtol=1e-4, atol=1e-5):
         what = f"the blocks {', '.join(names)}, one after the other, do not compute what {config.model.source} computes"
         raise _undefined(what, "every module of forward, in order")
@@ -234,7 +223,7 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
             return  # does not divide: the tensor strategy refuses it, with the nearest legal degrees
     try:
         found = network.dropout_shapes(module, inputs)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
         split = f"with its column_parallel and row_parallel layers split by tp={tp}"
         what = f"{split}, {config.model.source} fails at or after {entered[-1]}: {error}"
         fix = (
@@ -253,7 +242,7 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
 
 def _split(part: nn.Module, tp: int) -> bool:
     """Cut the weights of a column- or row-parallel layer on meta to a tp-th; False if they do not divide."""
-    dim = {"column_parallel": 0, "row_parallel": 1}.get(getattr(part, "layer_role", ""))
+    dim = {"column_parallel": 0, "row_parallel": 1}.get(layers.role_of(part))
     for key, parameter in list(part.named_parameters(recurse=False)):
         if dim is None or parameter.dim() <= dim:
             continue

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.models import layers
 from parallelrun.models.module import source
 
 KEY = "strategy.tensor.sequence_parallel"
@@ -33,14 +34,13 @@ def check(config: Config, vocab: int, seq: int) -> None:
     size = seq // num_slices
     with torch.no_grad():
         sliced = _SlicedModule(module)
-        expected = sliced.run(tokens)
-        for start in range(0, seq, size):
-            try:
-                found = sliced.run(tokens, slice(start, start + size))
-            except Exception as error:  # the user's code may raise anything
-                raise _refused(config, f"at {sliced.entered or 'its beginning'}: {error}") from error
-            if not _equal(found, expected):
-                raise _refused(config, "behind its last role layer, which should be the head")
+        try:
+            expected = sliced.run(tokens)
+            parts = [sliced.run(tokens, slice(start, start + size)) for start in range(0, seq, size)]
+        except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
+            raise _refused(config, f"at {sliced.entered or 'its beginning'}: {error}") from error
+    if not all(_equal(part, expected) for part in parts):
+        raise _refused(config, "behind its last role layer, which should be the head")
 
 
 def _refused(config: Config, where: str) -> ConfigError:
@@ -81,7 +81,7 @@ class _SlicedModule:
     def _enter(self, name: str, layer: nn.Module, given: tuple[Any, ...]) -> Tensor | None:
         """Gather the layer's input, if its role says so. Raises ValueError naming the layer if the input differs."""
         self.entered = name
-        role = getattr(layer, "layer_role", "")
+        role = layers.role_of(layer)
         if role not in GATHERS + SCATTERS:
             return None
         if self._part is None:
@@ -95,7 +95,7 @@ class _SlicedModule:
 
     def _leave(self, layer: Any, given: tuple[Any, ...], out: Tensor) -> Tensor | None:
         """Scatter the layer's output, if its role says so."""
-        role = getattr(layer, "layer_role", "")
+        role = layers.role_of(layer)
         if self._part is None:
             return None
         if role == "position_embedding":

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,7 +39,7 @@ def load(source: str | None) -> Callable[..., nn.Module]:
     path, name = named(source)
     try:
         module = _from_file(Path(path).expanduser()) if path.endswith(".py") else importlib.import_module(path)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
         raise _failed(f"model.source={source}", error) from error
     function: Callable[..., nn.Module] | None = getattr(module, name, None)
     if not callable(function):
@@ -66,11 +66,10 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def _failed(what: str, error: Exception) -> ConfigError:
+def _failed(what: str, error: BaseException) -> ConfigError:
     """The error that the user's code has raised, with its own lines in the traceback, the innermost first."""
     frames = " <- ".join(reversed(user_code.frames(error)))
-    said = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    return ConfigError(Problem(f"{what}: {said}", frames or "model.source"))
+    return ConfigError(Problem(f"{what}: {user_code.reason(error)}", frames or "model.source"))
 
 
 def build(config: Config, vocab: int) -> nn.Module:
@@ -81,13 +80,16 @@ def build(config: Config, vocab: int) -> nn.Module:
     """
     make, model = load(config.model.source), config.model
     offered = {"vocab": vocab, "seq": model.seq, "hidden": model.hidden, "layers": model.layers, "heads": model.heads}
-    named = inspect.signature(make).parameters
+    try:
+        named: Collection[str] = inspect.signature(make).parameters
+    except (TypeError, ValueError):  # of some functions that are written in C
+        named = ()
     arguments = {key: value for key, value in offered.items() if key in named} | dict(model.arguments)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         try:
             module = make(**arguments)
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
             raise _failed(f"{model.source} fails", error) from error
     if not isinstance(module, nn.Module):
         what = f"{model.source} gave {with_article(type(module).__name__)}, not an nn.Module"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
 from parallelrun.config.schema import Config
 from parallelrun.definitions import ModelDefinition
 from parallelrun.errors import ConfigError, Problem
@@ -14,7 +18,19 @@ def named(source: str | None) -> tuple[str, str]:
     if not colon:
         what = f"model.source={source}: it must name a function that builds an nn.Module"
         raise ConfigError(Problem(what, "model.source", "model.source=./net.py:build"))
+    if path.endswith(".py") and not Path(path).expanduser().is_file():
+        what = f"model.source={source}: there is no file {Path(path).expanduser().absolute()}"
+        raise ConfigError(Problem(what, "model.source"))
+    if not path.endswith(".py") and not _has_package(path.partition(".")[0]):
+        what = f"model.source={source}: No module named {path.partition('.')[0]!r}"
+        raise ConfigError(Problem(what, "model.source", "model.source=./net.py:build"))
     return path, name
+
+
+def _has_package(name: str) -> bool:
+    with suppress(ImportError, ValueError):
+        return find_spec(name) is not None
+    return False
 
 
 class UserModuleDefinition(ModelDefinition):

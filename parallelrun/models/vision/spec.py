@@ -46,7 +46,9 @@ class ClassifierDefinition(ModelDefinition):
             read = (x.in_features for x in layers if x.layer_role in ("column_parallel", "linear"))
             features = next(read, features)
             flops = sum(operation.flops(shape_in) for operation, shape_in in steps)
-            specs.append(BlockSpec(block.name, block.kind, layers, flops, kept, before, backward))
+            slid = sum(op.flops(shape_in) for op, shape_in in steps if isinstance(op, ops.ConvolutionOp))
+            spec = BlockSpec(block.name, block.kind, layers, flops, kept, before, backward, convolution_flops=slid)
+            specs.append(spec)
             before = block.out(before)
         assert before == (vocab,), f"{preset} gives {before}"
         return ModelSpec(

@@ -50,7 +50,7 @@ def block_time(
     if block.kind == "transformer":
         _add_attention(forward, backward, block, plan, rates, stack)
     else:
-        _add_convolutions(forward, backward, block, plan, cluster, rates)
+        _add_others(forward, backward, block, plan, cluster, rates)
     _add_streaming(forward, backward, shapes, block, plan, rates, stack)
     time = BlockTime(forward, backward, _recomputed(shapes, block, forward, plan, rates, stack))
     calls = [0.0, 0.0]
@@ -166,6 +166,11 @@ def _dense_layers(block: BlockSpec, plan: Plan) -> Iterator[tuple[LayerSpec, Pro
             yield layer, product
 
 
+def _dense_flops(block: BlockSpec, plan: Plan) -> float:
+    """FLOPs in forward of one microbatch in the layers that multiply, over all tp ranks."""
+    return sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
+
+
 def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
     """Yield the shape of every matrix product that a rank computes in forward."""
     for layer, product in _dense_layers(block, plan):
@@ -198,24 +203,30 @@ def _add_attention(
     if plan.context:
         slowest = plan.context.imbalance(plan)
         forward[ATTENTION], backward[ATTENTION] = slowest * forward[ATTENTION], slowest * backward[ATTENTION]
-    dense = sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
-    of_experts = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("cp") - dense - flops
+    of_experts = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("cp") - _dense_flops(block, plan) - flops
     if of_experts > 1e-3 * flops:
         seconds = of_experts / tp / (rates.peak_flops * rates.product_efficiency * OF_GROUPED)
         forward[PRODUCTS] += seconds
         backward[PRODUCTS] += 2 * seconds
 
 
-def _add_convolutions(
+def _add_others(
     forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates
 ) -> None:
-    """Add the time of a block's FLOPs outside dense matrix products (convolutions)."""
-    dense = sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
-    left = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("cp") - dense
-    if left > 1e-3 * dense:
-        seconds = other_blocks.convolution_s(left, cluster, rates)
-        forward[PRODUCTS] += seconds
-        backward[PRODUCTS] += 2 * seconds
+    """Add the FLOPs of a block outside the layers with known shapes: convolutions, attention, of which each tp rank
+    that has some of the heads computes an equal share, and other products of a user's module."""
+    samples, dense = plan.batch.micro_batch / plan.mesh.size("cp"), _dense_flops(block, plan)
+    left = samples * (block.forward_flops - block.convolution_flops - block.attention_flops) - dense
+    products = left / rates.product_efficiency if left > 1e-3 * dense else 0.0
+    if block.convolution_flops:
+        assert cluster.convolution_efficiency, "cluster.convolution_efficiency is not given"
+        products += samples * block.convolution_flops / cluster.convolution_efficiency
+    forward[PRODUCTS] += products / rates.peak_flops
+    backward[PRODUCTS] += 2 * products / rates.peak_flops
+    if block.attention_flops:
+        tp = plan.mesh.size("tp") if any(layer.layer_role == "row_parallel" for layer in block.layers) else 1
+        seconds = samples * block.attention_flops / tp / (rates.peak_flops * rates.attention_efficiency)
+        forward[ATTENTION], backward[ATTENTION] = seconds, BACKWARD_OF_ATTENTION * seconds
 
 
 def _add_streaming(

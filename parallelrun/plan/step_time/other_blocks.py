@@ -14,12 +14,6 @@ from parallelrun.precision import BYTES
 FORWARD_PASSES, BACKWARD_PASSES = 3, 5
 
 
-def convolution_s(flops: float, cluster: ClusterConfig, rates: Rates) -> float:
-    """Seconds of convolutions of so many FLOPs. The cluster must give their rate."""
-    assert cluster.convolution_efficiency or not flops, "cluster.convolution_efficiency is not given"
-    return flops / (rates.peak_flops * (cluster.convolution_efficiency or 1.0))
-
-
 def streaming(block: BlockSpec, plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds (forward, backward) of the simple kernels of one microbatch of a block."""
     kept = (block.saved_elements or 0.0) * plan.batch.micro_batch * BYTES[plan.precision.compute]
@@ -27,15 +21,10 @@ def streaming(block: BlockSpec, plan: Plan, rates: Rates) -> tuple[float, float]
     return streaming_s(FORWARD_PASSES * kept, kernels, rates), streaming_s(BACKWARD_PASSES * kept, 2 * kernels, rates)
 
 
-def has_convolutions(plan: Plan) -> bool:
-    """Whether the model has layers whose weights are more than matrices."""
-    return plan.spec.has_convolutions
-
-
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     """Return why the time of this kind of model is unknown; empty if it is not."""
     if not plan.spec.forward_flops:
         return "the model does not say its FLOPs"
-    if has_convolutions(plan) and not cluster.convolution_efficiency:
+    if plan.spec.has_convolutions and not cluster.convolution_efficiency:
         return "the model has convolutions, and cluster.convolution_efficiency is not given"
     return ""

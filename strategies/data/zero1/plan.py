@@ -60,4 +60,4 @@ class ZeRO1(ZeRO):
         if not plan.pipeline.splits_backward:
             return sum(received)
         taken = [found.sent_bytes(number, padded=False) for number in range(len(found.axes))]
-        return max(0, *accumulate(more - less for more, less in zip(received, taken)))
+        return max((0, *accumulate(more - less for more, less in zip(received, taken))))

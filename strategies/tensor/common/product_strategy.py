@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
+from parallelrun.model_spec import MEASURED, SAMPLE_SET_ROLE, BlockSpec, LayerSpec
 from parallelrun.model_spec.backward import BackwardStep
 from parallelrun.plan.parameters import block_dtypes, element_bytes
 from parallelrun.plan.structure import Plan, once
@@ -86,16 +86,15 @@ class ProductStrategy(ProductTraffic):
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return the bytes on the rank that saves most. Full recomputation saves a block's input: of the first block
-        of images the batch, which is counted anyway. A model may give its own figure."""
-        in_full = plan.recompute == "full" and block.is_recomputed
-        if in_full and plan.spec.kind == "images" and block.name == plan.spec.blocks[0].name:
-            return 0
-        if _says_itself(block, plan) and (in_full or block.backward is None):
-            elements = prod(block.input_shape) if in_full and block.input_shape else block.saved_elements or 0
-            return round(elements * plan.batch.micro_batch * BYTES[plan.precision.compute])
-        if in_full:
-            return _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
-        return sum(one.kept for one in self.layer_backwards(block, plan))
+        of images or of a user's module the batch, which is counted anyway."""
+        if plan.recompute != "full" or not block.is_recomputed:
+            return sum(one.kept for one in self.layer_backwards(block, plan))
+        loss = sum(one.kept for one in self._measured_loss(block, plan))
+        if (plan.spec.kind == "images" or block.kind == MEASURED) and block.name == plan.spec.blocks[0].name:
+            return loss
+        if block.input_shape:
+            return prod(block.input_shape) * plan.batch.micro_batch * BYTES[plan.precision.compute]
+        return loss + _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
 
     def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """The loss comes behind the last layer of the model."""
@@ -109,10 +108,16 @@ class ProductStrategy(ProductTraffic):
             return tuple(self._step_backward(step, layers.get(step.layer), plan) for step in block.backward.steps)
         if _says_itself(block, plan):
             elements = (block.saved_elements or 0) * plan.batch.micro_batch
-            return (LayerBackward(kept=round(elements * BYTES[plan.precision.compute])),)
+            kept = LayerBackward(kept=round(elements * BYTES[plan.precision.compute]))
+            return (kept, *self._measured_loss(block, plan))
         in_order = expert_memory.as_computed(block.layers)
         found = [one for layer in in_order for one in self._layer_backward(layer, block, plan)]
         return (*found, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
+
+    def _measured_loss(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
+        """The loss after a user's module, whose measurement does not contain it."""
+        is_last = block.name == plan.spec.blocks[-1].name
+        return (self._loss_backward(plan),) if block.kind == MEASURED and is_last else ()
 
     def _layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """A column layer's second part is what reads its outputs: attention or an activation."""
@@ -255,8 +260,11 @@ class ProductStrategy(ProductTraffic):
 
 
 def _says_itself(block: BlockSpec, plan: Plan) -> bool:
-    """Whether the model says what a block saves (`saved_elements`): of images, and where no layer has a role."""
-    return plan.spec.kind == "images" or all(layer.layer_role in ("", SAMPLE_SET_ROLE) for layer in block.layers)
+    """Whether the model says what a block saves (`saved_elements`): of images, and of a user's module that is not
+    split, which was measured: a role of some layers tells nothing of the others."""
+    is_measured = block.kind == MEASURED and plan.mesh.size("tp") == 1
+    roles = ("", "dropout", SAMPLE_SET_ROLE)
+    return plan.spec.kind == "images" or is_measured or all(layer.layer_role in roles for layer in block.layers)
 
 
 def _bytes(layout: ActivationLayout, features: int, plan: Plan) -> int:

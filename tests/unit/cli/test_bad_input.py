@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -53,7 +55,7 @@ def test_an_option_of_the_users_own_folder_is_no_mistake(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        ("tp=x", "tp=1"), ("steps=1.5", "steps=60"), ("compile=2", "compile=true or compile=false"),
+        ("tp=x", "tp=1"), ("steps=1.5", "steps=1 or steps=2"), ("compile=2", "compile=true or compile=false"),
         ("optimizer.lr=null", "optimizer.lr=0.003"), ("device=[cpu]", "device=auto"), ("seed=1e400", "seed=1234"),
         ("model.roles=null", "model.roles={}"), ("global_batch=99999999999", "global_batch=1048576"),
     ],
@@ -140,3 +142,54 @@ def test_help_for_a_word_that_is_no_verb_says_so(capsys):
     assert "error: bensh: neither a verb nor key=value\n" in (found := said("bensh --help", capsys))
     assert "did you mean: bench\n" in found
     assert main(["model=gpt", "--help"]) == 0
+
+
+_NO_TORCH = (
+    "import sys; from parallelrun.cli.main import main; code = main(sys.argv[1:]); "
+    "print('torch' in sys.modules); sys.exit(code)"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "what"),
+    [
+        ("strategy=ddp dp=2 init.from=/nosuch", 4, "no such checkpoint: /nosuch"),
+        ("strategy=ddp dp=2 model=module model.source=./nosuch.py:f", 2, "there is no file "),
+        ("strategy=ddp dp=2 model=module model.source=nosuch.net:f", 2, "No module named 'nosuch'"),
+        ("strategy=ddp dp=2 device=cuda", 3, "device=cuda, and 0 GPUs are visible"),
+    ],
+)
+def test_a_refusal_that_computes_nothing_does_not_import_torch(words, code, what, tmp_path):
+    if "cuda" in words and not version("torch").endswith("+cpu"):
+        pytest.skip("this torch may see GPUs")
+    command = [sys.executable, "-c", _NO_TORCH, *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (code, "False\n"), done.stderr
+    assert what in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "legal"),
+    [
+        ("plan ++hydra.nosuch=1", "hydra.nosuch", "run, sweep, "),
+        ("plan hydra.run.dirr=x", "hydra.run.dirr", "hydra.run has dir\n"),
+        ("plan hydra/lancher=basic", "hydra/lancher", "launcher, "),
+        ("plan -m ++hydra.sweeper.nosuch=1 dp=1,2", "hydra.sweeper.nosuch", "max_batch_size, params"),
+        ("plan objective=speed cluster=h100_dgx", "objective", "one of time, cost, gpus\n"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_legal(words, key, legal, capsys):
+    text = said(words, capsys)
+    assert text.startswith(f"error: {key}") and f"  where: {key}\n" in text
+    assert legal in text.splitlines(keepends=True)[0], text
+
+
+def test_open_keys_of_hydra_take_a_plus(capsys):
+    assert "did you mean: +hydra.job.env_set.X=..." in said("plan hydra.job.env_set.X=1", capsys)
+    assert main(["plan", "+hydra.job_logging.root.level=INFO", "strategy=single"]) == 0
+
+
+def test_a_sweep_s_directory_that_is_a_file_is_named(tmp_path, capsys):
+    (tmp_path / "empty").write_text("")
+    assert main(["-m", "strategy=single,ddp", "dp=1", f"sweep.directory={tmp_path}/empty"]) == 3
+    assert f"error: File exists: {tmp_path}/empty" in capsys.readouterr().err

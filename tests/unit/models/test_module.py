@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from parallelrun import user_code
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
 from parallelrun.mesh import build_mesh
-from parallelrun.models import dropout, initialise
+from parallelrun.models import dropout, initialise, recompute
+from parallelrun.models.held_tokens import HeldTokens, hold
 from parallelrun.models.module import network, source, spec
-from parallelrun.models.network import Network
+from parallelrun.models.network import Network, compile_blocks
 from parallelrun.precision import TABLE
 from parallelrun.train.build import build
 from parallelrun.train.schedules import LossScaler
@@ -298,6 +300,19 @@ def raises(vocab):
 """
 
 
+HIDDEN = """try:
+    import json.nosuch
+except ImportError as error:
+    raise RuntimeError("Failed to import the model:") from error
+"""
+OF_A_LIBRARY = """import library
+try:
+    library.load()
+except ValueError:
+    raise RuntimeError("no model")
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "function", "what", "where"),
     [
@@ -305,13 +320,81 @@ def raises(vocab):
         (BROKEN, "raises", "KeyError: 'no such layer'", 'net.py:20 in raises: raise KeyError("no such layer")'),
         ("def build(:\n", "build", "SyntaxError", "net.py:1: def build("),
         ("import nosuchpackage\n", "build", "No module named 'nosuchpackage'", "net.py:1 in <module>: import nosuch"),
+        (
+            HIDDEN,
+            "build",
+            ", because of ModuleNotFoundError: No module named 'json.nosuch'",
+            "net.py:2 in <module>: im",
+        ),
+        (OF_A_LIBRARY, "build", "RuntimeError: no model, because of ValueError: not here (", "net.py:3 in <module>"),
     ],
 )
 def test_an_exception_in_the_users_file_is_told_with_its_lines(tmp_path, monkeypatch, text, function, what, where):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(text)
+    (tmp_path / "lib" / "site-packages").mkdir(parents=True)
+    (tmp_path / "lib" / "site-packages" / "library.py").write_text('def load():\n    raise ValueError("not here")\n')
+    monkeypatch.syspath_prepend(tmp_path / "lib" / "site-packages")
+    user_code._others.cache_clear()
     config = tiny_config(**overrides(**{"model.source": f"./net.py:{function}"}))
     with pytest.raises(ConfigError) as raised:
         spec.MODEL.make(config, 256)
     (problem,) = raised.value.problems
     assert what in problem.what and problem.where.startswith(where)
+
+
+def test_attributes_of_the_users_are_not_taken_for_ours() -> None:
+    given = config(model__source=f"{FILE}:build_patches", dataset__name="digits", recompute="selective")
+    made = spec.MODEL.make(given, 10)
+    assert (made.kind, made.sample_shape, made.heads, made.kv_heads) == ("images", (3, 16, 16), 0, 0)
+    assert {layer.layer_role for layer in made.layers()} == {"", "dropout"}
+    net = network.build(given, made, TABLE["fp32"])
+    recompute.apply(net, "selective")
+    hold(net, HeldTokens())
+    compile_blocks(net, "eager")
+    assert net.module.held == 3
+
+
+@pytest.mark.parametrize("value", ["3", "(3, 'x', 8)", "()", "(3, -8, 8)", "[2.0]"])
+def test_a_sample_shape_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
+    text = "from torch import nn\n\ndef build(vocab):\n    net = nn.Linear(64, vocab)\n"
+    (tmp_path / "net.py").write_text(f"{text}    net.sample_shape = {value}\n    return net\n")
+    with pytest.raises(ConfigError, match=r"is no shape of a sample, such as \(3, 32, 32\)"):
+        spec.MODEL.make(config(model__source=f"{tmp_path}/net.py:build"), 10)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise SystemExit(3)", "fails: SystemExit: 3"),
+        ("return nn.Flatten", "gave a type, not an nn.Module"),
+    ],
+)
+def test_a_function_that_exits_is_an_error_of_the_users(tmp_path: Path, body: str, said: str) -> None:
+    (tmp_path / "net.py").write_text(f"from torch import nn\n\ndef build(vocab):\n    {body}\n")
+    with pytest.raises(ConfigError) as raised:
+        spec.MODEL.make(config(model__source=f"{tmp_path}/net.py:build"), 10)
+    assert said in raised.value.problems[0].what
+
+
+def test_a_block_saves_what_training_saves() -> None:
+    """A dropout mask is a byte, of fp32 a quarter of an element; eval mode, in which blocks are measured, has none."""
+    sizes = {"model__blocks": BLOCKS, "model__hidden": 16, "model__seq": 8}
+    storages = {}
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        storages[id(saved.untyped_storage())] = saved.untyped_storage()
+        return saved
+
+    block = original(config(**sizes)).layers[0].train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        block(torch.zeros(1, 8, 16, requires_grad=True) * 1.0)
+    weights = {id(parameter.untyped_storage()) for parameter in block.parameters()}
+    saved = sum(storage.nbytes() for key, storage in storages.items() if key not in weights) / 4
+    rates = (0.0, 0.5)
+    without, dropped = (
+        spec.MODEL.make(config(**sizes, model__arguments={"dropout": rate}), 32).blocks[1].saved_elements
+        for rate in rates
+    )
+    assert without == pytest.approx(saved, rel=0.1)  # the log-sum-exp of a GPU's kernel is padded
+    assert dropped == without + 2 * 8 * 16 / 4
