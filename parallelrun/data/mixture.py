@@ -29,6 +29,7 @@ from parallelrun.data.shares import counts_after, whole_weights
 from parallelrun.definitions import BatchShare, Dataset, DatasetDefinition, Packing, PartUse, Split, TextTokens
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
+from parallelrun.wording import counted
 
 KEY = "dataset.mixture"
 
@@ -119,6 +120,14 @@ class Mixture(DatasetDefinition):
                 names = " and ".join(f"{one} by {of.path or of.sha256}" for one, of in (found[0], (label, made)))
                 raise ConfigError(Problem(f"the parts of a mixture need one tokenizer: {names}", KEY))
         return found[0][1] if found else None
+
+    def settings(self, config: Config) -> dict[str, Any]:
+        parts = parts_of(config)
+        settings: dict[str, Any] = {"dataset.name": config.dataset.name, KEY: counted(len(parts), "part")}
+        for number, (part, weight) in enumerate(zip(parts, whole_weights([part.weight for part in parts]))):
+            of_part = {**part.definition.settings(part.config), "dataset.weight": weight}
+            settings |= {key.replace("dataset", f"{KEY}[{number}]", 1): value for key, value in of_part.items()}
+        return settings
 
     def image_shape(self, config: Config) -> tuple[int, int | None] | None:
         shapes = {part.definition.image_shape(part.config) for part in parts_of(config)}

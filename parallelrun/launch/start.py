@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallelrun import definitions, trackers
-from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
+from parallelrun.checkpoint.data import check_data, resumed_from
+from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_TERMINATED
@@ -126,6 +127,8 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     found = choose(config, plan) if config.verb == "run" else None
     if found and _is_finished(found, config):
         return None
+    if found and dataset:
+        check_data(found.index.extra, dataset, config, found.path)
     notes += definitions.dataset(config).notes(config, plan.spec, dataset) if dataset else []
     if config.init.weights is not None and found is None:  # the ranks would find the same problems, one by one
         from parallelrun.exchange import source
@@ -144,7 +147,7 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
         print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
         config = replace(config, resume=None)
     if found and dataset:
-        resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
+        resumed, warning = resumed_from(found.path, found.index.extra, found.index.step, dataset)
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
     directory.describe(folder, config, plan, argv, job.options.overrides, resumed)
