@@ -14,10 +14,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from parallelrun import reserve
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, example, known_keys, nearest, nearest_keys
-from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain
+from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain, full_disk
 
 _SHOWN = 20
 _NO_HOME = "Could not determine home directory."  # raised by Path.expanduser
@@ -65,9 +64,10 @@ def translate(error: Exception) -> ParallelrunError | None:
     Compares names and attributes instead of isinstance: importing Hydra takes a quarter of a second.
     """
     chain = cause_chain(error)
-    if isinstance(error, OSError) and error.errno in reserve.NO_ROOM:
-        return EnvironmentProblem(Problem(f"no room to write: {error}", str(error.filename or "the disk")))
+    room = full_disk(error)
     for link in chain:
+        if link is room:
+            return EnvironmentProblem(Problem(f"no room to write: {room}", str(room.filename or "the disk")))
         if isinstance(link, ParallelrunError):
             return link
     if isinstance(error, RuntimeError) and str(error) == _NO_HOME:
