@@ -92,7 +92,12 @@ def _safetensors(source: StoredModel, out: Path, dtype: torch.dtype | None, shar
 
 def _torch(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     state = {one.key: _converted(one.make(), dtype) for one in _stored(source, _own_pieces(source), {})}
-    torch.save(state, out / TORCH_FILE)
+    with (out / TORCH_FILE).open("xb") as stream:
+        try:
+            torch.save(state, stream)
+        except RuntimeError as error:  # torch's words for a failed write
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    sync(out / TORCH_FILE)
     write_bytes(out / CONFIG_FILE, freeze(source.config).encode())
 
 

@@ -133,7 +133,8 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     if config.init.weights is not None and found is None:  # the ranks would find the same problems, one by one
         from parallelrun.exchange import source
 
-        source.initial_weights(replace(config, resume=None), plan.spec)
+        if weights := source.initial_weights(replace(config, resume=None), plan.spec):
+            weights.verify()
         notes += source.notes_on_initial(config)
     for note in [*notes, *preflight.disk_shortage(config, plan, run_root or Path(config.runs))]:
         print(f"note: {note}", file=sys.stderr)
