@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from parallelrun.checkpoint.files import write_bytes
+from parallelrun.checkpoint.files import sync, write_bytes
 from parallelrun.checkpoint.index import INDEX_FILE
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
@@ -78,9 +78,15 @@ def write_others(source: StoredModel, out: Path, for_transformers: bool) -> None
     directory of our own also the base's config.json, under another name."""
     for name, path in _others(source).items():
         if _is_kept(path):
-            shutil.copyfile(path, out / name)
+            copy(path, out / name)
     if not for_transformers and (base := base_config(source)):
         write_bytes(out / BASE_CONFIG, json.dumps(base, indent=2).encode())
+
+
+def copy(path: Path, target: Path) -> None:
+    """Copy a file, and wait until it is on the disk."""
+    shutil.copyfile(path, target)
+    sync(target)
 
 
 def left_out(source: StoredModel) -> list[str]:

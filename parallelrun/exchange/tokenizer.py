@@ -4,7 +4,6 @@ with foreign weights."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +96,7 @@ def write(source: StoredModel, out: Path) -> None:
     if generation or any(one is not None for one in special.values()):
         _write_json(out / GENERATION, {**generation, **special})
     for name, path in found.items():
-        shutil.copyfile(path, out / name)
+        origin.copy(path, out / name)
     if set(found) == {FILE}:  # transformers asks for the second one
         _write_json(out / "tokenizer_config.json", _config_file(source.spec.seq))
     if not found and is_bytes(source):
