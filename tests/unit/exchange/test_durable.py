@@ -39,7 +39,7 @@ def check(operations: list[tuple[str, str]], target: Path) -> None:
     before = [path for operation, path in operations[:place] if operation == "sync"]
     names = {Path(path).name for path in before}
     assert {path.name for path in target.iterdir()} <= names
-    assert before[-1].startswith(str(target.parent / f".{target.name}.")), "the names in the directory come last"
+    assert Path(before[-1]).parent == target.parent, "the names in the directory come last"
     assert ("sync", str(target.parent)) in operations[place:]
 
 
