@@ -9,7 +9,8 @@ points of `parallelrun.registry`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -128,6 +129,8 @@ class Split(ABC):
 
 
 BYTES = "bytes"  # a token per byte
+# Keys of `dataset` that say where the data are, how they are read, or what another record has the sha256 of.
+_NO_SETTINGS = frozenset({"description", "path", "cache", "num_workers", "tokenizer", "mixture"})
 IGNORED = -1  # as a target
 EVAL = "eval"  # the verb that scores weights, on data of any size
 
@@ -150,7 +153,7 @@ class Dataset:
 
     has_ignored: some targets are below 0, so valid targets must be counted before every step. tokenizer: the sha256 of
     what made token ids of texts, where known. whole: all data in their own order, undivided, to be scored; None: train,
-    then val.
+    then val. settings: by key, everything that decides which sample comes when, beside the data and the global batch.
     """
 
     name: str
@@ -161,11 +164,13 @@ class Dataset:
     has_ignored: bool = False
     tokenizer: str | None = None
     whole: Split | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def record(self) -> dict[str, str | None]:
+    def record(self) -> dict[str, Any]:
         """The dataset's entry in a checkpoint."""
-        return {"name": self.name, "fingerprint": self.fingerprint, "tokenizer": self.tokenizer}
+        names = {"name": self.name, "fingerprint": self.fingerprint, "tokenizer": self.tokenizer}
+        return {**names, "settings": dict(self.settings)}
 
 
 class DatasetDefinition(ABC):
@@ -191,6 +196,14 @@ class DatasetDefinition(ABC):
     def tokenizer(self, config: Config) -> TextTokens | None:
         """Return the tokenizer; None if the data are not text or it is unknown. Raises ConfigError."""
         return None
+
+    def settings(self, config: Config) -> dict[str, Any]:
+        """Return the keys of `dataset` that decide which samples there are and in which order, with plain values.
+
+        A change of one of them is refused on resuming. Override this to add what else decides, by a name of its own.
+        """
+        keys = vars(config.dataset).items()
+        return {f"dataset.{key}": value for key, value in keys if key not in _NO_SETTINGS}
 
     def image_shape(self, config: Config) -> tuple[int, int | None] | None:
         """(channels, height and width) of images, with size None if it varies; None for other samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 TYPE_CHECKING = False
@@ -143,12 +144,31 @@ class RunFailed(ParallelrunError):
 
 
 def cause_chain(error: BaseException | None) -> list[BaseException]:
-    """Return `error` and the exceptions that led to it, the first cause last."""
+    """Return `error` and the exceptions that led to it, the first cause last; of a group, those that it holds too."""
     chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
+    waiting = [error]
+    while waiting:
+        link = waiting.pop(0)
+        if link is not None and not any(link is known for known in chain):
+            chain.append(link)
+            waiting += [link.__cause__ or link.__context__, *_held_by(link)]
     return chain
+
+
+def _held_by(error: BaseException) -> list[BaseException]:
+    """Return the exceptions of an ExceptionGroup, or of the ranks of torch's CheckpointException."""
+    failures = getattr(error, "failures", None)  # by rank: (exception, its stack)
+    if isinstance(failures, dict):
+        held = [one[0] if isinstance(one, tuple) and one else one for one in failures.values()]
+    else:
+        held = list(getattr(error, "exceptions", ()))
+    return [one for one in held if isinstance(one, BaseException)]
+
+
+def full_disk(error: BaseException) -> OSError | None:
+    """Return the error of a disk or quota without room, if it is `error` or has led to it."""
+    rooms = (link for link in cause_chain(error) if isinstance(link, OSError))
+    return next((link for link in rooms if link.errno in (errno.ENOSPC, errno.EDQUOT)), None)
 
 
 def with_article(name: str) -> str:

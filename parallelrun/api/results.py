@@ -163,6 +163,7 @@ class Run:
         from parallelrun.inference.model import loaded
 
         source = open_source(self.checkpoint, "run", self.trust)
+        source.weights.verify()
         return loaded(source, source.config, source.spec, on=self.device)
 
     def _refuse_code(self) -> None:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from safetensors import SafetensorError
 
-from parallelrun.checkpoint.together import RanksFailed, words
+from parallelrun.checkpoint.together import RanksFailed, disk_error, words
 from parallelrun.errors import CheckpointError, ParallelrunError, PeerFailed, Problem, SaveFailed
 
 
@@ -39,7 +39,7 @@ def _raise_for_user(error: RanksFailed, what: str, rank: int, saving: bool) -> N
     if len(failures) > 1:
         said += f" (and {len(failures) - 1} more ranks)"
     told: ParallelrunError | None = cause if isinstance(cause, ParallelrunError) else None
-    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError):
+    if disk_error(cause):
         untouched = Problem(f"{said}; earlier checkpoints are untouched", where="runs")
         told = SaveFailed(untouched) if saving else CheckpointError(Problem(said, where="resume"))
     elif isinstance(cause, SafetensorError) and not saving:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun import definitions
+from parallelrun.checkpoint.data import check_tokenizer
 from parallelrun.checkpoint.files import sync
 from parallelrun.checkpoint.find import (
     FOLDER,
@@ -195,7 +195,7 @@ def choose(config: Config, plan: Plan) -> Chosen | None:
             path = resolve_resume(config.resume, config.runs)
         try:
             index = _check(path, plan)
-            _check_tokenizer(index.extra, config, path)
+            check_tokenizer(index.extra, config, path)
             return Chosen(path, index)
         except CheckpointError:
             if path.exists() or attempt == TRIES - 1:
@@ -211,15 +211,6 @@ def _check(path: Path, plan: Plan) -> Index:
         check_header(index, path, name)
     check_global_batch(index.extra, plan, path)
     return index
-
-
-def _check_tokenizer(extra: Mapping[str, Any], config: Config, path: Path) -> None:
-    """Raise CheckpointError if the token ids of the checkpoint stand for other texts than those of this run's data."""
-    before = (extra.get("dataset") or {}).get("tokenizer")
-    now = definitions.dataset(config).tokenizer(config)
-    if before is not None and now is not None and before != now.sha256:
-        what = f"{path} was trained with the tokenizer of sha256 {before}; this run's {now.path or ''} has {now.sha256}"
-        raise CheckpointError(Problem(what, where="dataset.tokenizer", suggestion="the tokenizer of that run"))
 
 
 def check_global_batch(extra: Mapping[str, Any], plan: Plan, path: Path) -> None:
@@ -273,28 +264,3 @@ def keep_on_disk(run_directory: Path, memory: Path) -> Path | None:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return folder / found.name
-
-
-def resumed_from(chosen: Chosen, dataset: str, fingerprint: str) -> tuple[dict[str, Any], str | None]:
-    """Return facts on the checkpoint for the manifest, and a warning if it was trained on other data.
-
-    dataset, fingerprint: name and sha256 of the data of this run. Other data is allowed (fine-tuning), but the samples
-    and their order are then those of the new data.
-    """
-    path, index = chosen.path, chosen.index
-    before = index.extra.get("dataset") or {"name": None, "fingerprint": None}
-    changed = before["fingerprint"] is not None and before["fingerprint"] != fingerprint
-    facts = {
-        "checkpoint": str(path),
-        "step": index.step,
-        "dataset": before["name"],
-        "dataset_sha256": before["fingerprint"],
-        "dataset_changed": changed,
-    }
-    if not changed:
-        return facts, None
-    return facts, (
-        f"THE DATA SET HAS CHANGED since {path} was saved: it was trained on {before['name']}, "
-        f"sha256 {before['fingerprint']}; this run reads {dataset}, sha256 {fingerprint}. Training goes on with other "
-        "samples than the uninterrupted run would have seen"
-    )

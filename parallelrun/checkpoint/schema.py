@@ -56,6 +56,10 @@ _REMEMBERED_BYTES = 2**20  # of an index: it takes some ten times the memory whe
 _NEEDED = ("step", "global_batch", "scaler")  # fields of `extra` without which training cannot resume
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCALE = Leaf("a positive number", lambda value: type(value) in (int, float) and isfinite(value) and value > 0)
+_PLAIN = Leaf(
+    "a plain value",
+    lambda value: value is None or printable.holds(value) or (type(value) in (bool, int, float) and isfinite(value)),
+)
 _FILE = Leaf(
     "[size, sha256]",
     lambda value: (
@@ -85,7 +89,12 @@ _INDEX: Form = {
         "samples?": count,
         "global_batch?": positive,
         "seed?": integer,
-        "dataset?": {"name": printable, "fingerprint": optional(printable), "tokenizer?": optional(printable)},
+        "dataset?": {
+            "name": printable,
+            "fingerprint": optional(printable),
+            "tokenizer?": optional(printable),
+            "settings?": {"*": _PLAIN},
+        },
         "scaler?": {"scale": _SCALE, "applied_in_a_row": count},
         "kept?": [printable],
         "clocks?": [count],

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from parallelrun import errors, torch_private
 from parallelrun.checkpoint.planners import PartLoadPlanner, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from parallelrun.errors import ParallelrunError, Problem
+from parallelrun.errors import ParallelrunError, Problem, full_disk
 
 
 class RanksFailed(Exception):
@@ -169,6 +169,13 @@ def words(cause: BaseException) -> str:
     return f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
 
 
+def disk_error(cause: BaseException) -> OSError | None:
+    """Return the failed operation on a file that `cause` is; of a full disk also if another exception wraps it."""
+    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError):
+        return cause
+    return full_disk(cause)
+
+
 class _Told(Exception):
     """An exception of another rank, in its words."""
 
@@ -179,8 +186,8 @@ def _described(cause: BaseException) -> dict[str, Any]:
     if isinstance(cause, ParallelrunError):
         problems = [vars(problem) for problem in cause.problems]
         found |= {"error": type(cause).__name__, "problems": problems, "exit_code": cause.exit_code}
-    elif isinstance(cause, OSError) and cause.errno is not None:
-        found["os"] = [cause.errno, cause.strerror, cause.filename and str(cause.filename)]
+    elif (error := cause if isinstance(cause, OSError) else full_disk(cause)) and error.errno is not None:
+        found["os"] = [error.errno, error.strerror, error.filename and str(error.filename)]
     elif isinstance(cause, SafetensorError):
         found["safetensors"] = str(cause)
     elif isinstance(cause, (KeyboardInterrupt, SystemExit)):

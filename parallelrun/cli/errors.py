@@ -14,10 +14,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from parallelrun import reserve, user_code
+from parallelrun import user_code
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, example, known_keys, nearest, nearest_keys
-from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain
+from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain, full_disk
 from parallelrun.registry import PlugInFailed
 
 _SHOWN = 20
@@ -67,11 +67,12 @@ def translate(error: Exception) -> ParallelrunError | None:
     Compares names and attributes instead of isinstance: importing Hydra takes a quarter of a second.
     """
     chain = cause_chain(error)
-    if isinstance(error, OSError) and error.errno in reserve.NO_ROOM:
-        return EnvironmentProblem(Problem(f"no room to write: {error}", str(error.filename or "the disk")))
+    room = full_disk(error)
     if isinstance(error, (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)) and error.filename:
         return EnvironmentProblem(Problem(f"{error.strerror}: {error.filename}", str(error.filename)))
     for link in chain:
+        if link is room:
+            return EnvironmentProblem(Problem(f"no room to write: {room}", str(room.filename or "the disk")))
         if isinstance(link, ParallelrunError):
             return link
         if isinstance(link, PlugInFailed):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallelrun.errors import EXIT_OK, Problem
 from parallelrun.exchange.paths import check_paths
 from parallelrun.run_records import find
+
+if TYPE_CHECKING:
+    from parallelrun.exchange.source import StoredModel
 
 _FORMATS = {  # checked before torch is imported
     "hf": "a directory that transformers loads: config.json, safetensors, tokenizer",
@@ -39,6 +43,7 @@ def export(words: list[str]) -> int:
     source = open_source(run, "run")
     dtype = getattr(torch, _DTYPES[asked.dtype]) if asked.dtype else None
     writer.export(source, Path(asked.out), asked.format, dtype, int(asked.shard_gb * 1e9))
+    _print_left_out(source)
     print(f"written: {asked.out} ({source.spec.num_parameters:,} parameters of {source.path})")
     return EXIT_OK
 
@@ -56,6 +61,14 @@ def import_weights(words: list[str]) -> int:
 
     source = open_source(asked.directory, "directory")
     write_checkpoint(source, Path(asked.to))
+    _print_left_out(source)
     print(f"written: {asked.to} ({source.spec.num_parameters:,} parameters, model {source.spec.name})")
     print(f"train from it with: model.from_hf={asked.directory} init.from={asked.to}", file=sys.stderr)
     return EXIT_OK
+
+
+def _print_left_out(source: StoredModel) -> None:
+    from parallelrun.exchange.origin import left_out
+
+    for text in left_out(source):
+        print(f"note: {text}", file=sys.stderr)

@@ -72,6 +72,7 @@ def generate(words: list[str]) -> int:
     from parallelrun.inference.text import collected
 
     source = open_source(path, "run")
+    source.weights.verify()
     codec = Codec(source) if given is None else None
     prompt = given if given is not None else codec.encode(text or "") if codec else []
     check_causal(source)
@@ -125,6 +126,7 @@ def evaluate(words: list[str]) -> int:
     from parallelrun.inference.evaluate import evaluate as score
 
     source = open_source(path, "run")
+    source.weights.verify()
     config = _with_overrides(source.config, line)
     scores = score(source, config, split, limit)
     fields = {"source": str(source.path), "split": split, **asdict(scores)}

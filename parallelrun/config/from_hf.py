@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Set
 from dataclasses import fields, replace
+from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
 from parallelrun import registry
 from parallelrun.config.model_schema import ModelConfig, RouterConfig
+from parallelrun.config.stored_tensors import differ
 from parallelrun.errors import ConfigError, Problem
 
 CONFIG_FILE = "config.json"
@@ -66,11 +69,24 @@ def filled(model: ModelConfig, given: Set[str] = frozenset()) -> ModelConfig:
         return model
     name, family, content, file = family_at(model.from_hf)
     values = {"name": name, "preset": family.model_type, **family.model_values(content, str(file))}
+    if values.get("tied_embeddings") and family.copies and "model.tied_embeddings" not in given:
+        values["tied_embeddings"] = not _is_untied(family, file)
     routing = values.pop("router", None)
     asked = {key.partition(".")[2] for key in given if key.startswith("model.")}
     router = replace(RouterConfig(), **{**(routing or {}), **_kept(model.router, asked, "router.")})
     values |= {"router": router, "own_router": routing is not None, "from_hf": str(file)}
     return replace(ModelConfig(), **{**values, **_kept(model, asked - {"from_hf"}, "")})
+
+
+@lru_cache(maxsize=64)  # the warning is printed once, and the tensors are read once
+def _is_untied(family: Any, file: Path) -> bool:
+    """Whether the output layer, which config.json ties to the embedding, has values of its own; if so, warn."""
+    copy, original = family.copies[0]
+    if not differ(file.parent, copy, family.spellings(original)):
+        return False
+    said = f"{file} says tie_word_embeddings, but {copy} differs from {original}"
+    print(f"warning: {said}: they are not tied (model.tied_embeddings=false)", file=sys.stderr)
+    return True
 
 
 def _kept(section: Any, asked: Set[str], prefix: str) -> dict[str, Any]:

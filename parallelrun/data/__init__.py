@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from parallelrun import definitions
 from parallelrun.config.schema import Config
@@ -22,5 +23,14 @@ def open_dataset(config: Config, spec: ModelSpec) -> Dataset:
         raise ConfigError(*problems)
     definition = definitions.dataset(config)
     tokenizer = definition.tokenizer(config)
-    dataset = replace(definition.open(config, spec), tokenizer=tokenizer.sha256 if tokenizer else None)
+    settings = {"seed": config.seed, **_of_model(spec), **definition.settings(config)}
+    identity = tokenizer.sha256 if tokenizer else None
+    dataset = replace(definition.open(config, spec), tokenizer=identity, settings=settings)
     return dataset if spec.mask_token is None else mask(dataset, spec, config.seed)
+
+
+def _of_model(spec: ModelSpec) -> dict[str, Any]:
+    """The keys of the model that decide what a sample is."""
+    if spec.kind == "images":
+        return {"model.image": spec.sample_shape[-1]}
+    return {"model.seq": spec.seq, "model.mask_token": spec.mask_token} if spec.kind == "tokens" else {}

@@ -196,6 +196,9 @@ def write_indexed(
                 beside(prefix, ".idx").name: sha256_of(idx_part),
             }
             note_part.write_bytes(note(*counts, digests))
+        for part in filter(Path.exists, parts):  # before they get their names
+            with part.open("rb") as stream:
+                os.fsync(stream.fileno())
         for suffix in (".idx", ".json"):  # of an older pair, which the new tokens do not belong to
             beside(prefix, suffix).unlink(missing_ok=True)
         for suffix, part in zip(suffixes, parts):

@@ -29,6 +29,7 @@ from parallelrun.data.shares import counts_after, whole_weights
 from parallelrun.definitions import BatchShare, Dataset, DatasetDefinition, Packing, PartUse, Split, TextTokens
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
+from parallelrun.wording import counted
 
 KEY = "dataset.mixture"
 
@@ -133,6 +134,14 @@ class Mixture(DatasetDefinition):
             )
             raise ConfigError(Problem(f"the parts of a mixture need samples of one kind: {each}", KEY))
         return shared
+
+    def settings(self, config: Config) -> dict[str, Any]:
+        parts = parts_of(config)
+        settings: dict[str, Any] = {"dataset.name": config.dataset.name, KEY: counted(len(parts), "part")}
+        for number, (part, weight) in enumerate(zip(parts, whole_weights([part.weight for part in parts]))):
+            of_part = {**part.definition.settings(part.config), "dataset.weight": weight}
+            settings |= {key.replace("dataset", f"{KEY}[{number}]", 1): value for key, value in of_part.items()}
+        return settings
 
     def image_shape(self, config: Config) -> tuple[int, int | None] | None:
         shapes = {part.definition.image_shape(part.config) for part in parts_of(config)}

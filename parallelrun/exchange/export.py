@@ -24,9 +24,10 @@ from parallelrun.checkpoint.index import DTYPES
 from parallelrun.checkpoint.resume import CONFIG_FILE
 from parallelrun.checkpoint.storage import dtype_name, tensor_bytes
 from parallelrun.config.from_hf import CONFIG_FILE as THEIR_CONFIG
+from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.exchange import paths, tokenizer
-from parallelrun.exchange.paths import SHARD_INDEX, SINGLE_FILE
+from parallelrun.exchange.origin import GENERATION, NOT_KEPT, base_config, write_others
 from parallelrun.exchange.source import StoredModel
 from parallelrun.exchange.weights import stored_shapes
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece, family_for
@@ -34,6 +35,7 @@ from parallelrun.plan.freeze import freeze
 from parallelrun.precision import BYTES
 
 TORCH_FILE = "model.pt"
+_LENGTH = "max_position_embeddings"
 METADATA = {"format": "pt"}  # transformers refuses a file without it
 
 
@@ -65,26 +67,37 @@ def _hugging_face(source: StoredModel, out: Path, dtype: torch.dtype | None, sha
     kind = _write_shards(out, stored, dtype, shard_bytes)
     _write_json(out / THEIR_CONFIG, their_config(source, family, kind))
     tokenizer.write(source, out)
-    if not (out / tokenizer.GENERATION).exists():
-        _write_json(out / tokenizer.GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
+    write_others(source, out, for_transformers=True)
+    if not (out / GENERATION).exists():
+        _write_json(out / GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
 
 
 def their_config(source: StoredModel, family: Family, dtype: str) -> dict[str, Any]:
-    """config.json for transformers."""
+    """config.json for transformers: the fields of the one from which the model comes, with those that we know anew."""
+    base = {key: value for key, value in base_config(source, family.model_type).items() if key not in NOT_KEPT}
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     special = tokenizer.special_ids(source)
-    return {**names, **family.fields(source.config, source.spec), **special, "dtype": dtype, "torch_dtype": dtype}
+    fields = family.fields(source.config, source.spec)
+    if source.config.model.position == "rope":  # a training on shorter samples does not shorten the context
+        fields[_LENGTH] = max(fields[_LENGTH], base.get(_LENGTH) or 0)
+    return {**base, **names, **fields, **special, "dtype": dtype, "torch_dtype": dtype}
 
 
 def _safetensors(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     _write_shards(out, list(_stored(source, _own_pieces(source), {})), dtype, shard_bytes)
     write_bytes(out / CONFIG_FILE, freeze(source.config).encode())
     tokenizer.write(source, out)
+    write_others(source, out, for_transformers=False)
 
 
 def _torch(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     state = {one.key: _converted(one.make(), dtype) for one in _stored(source, _own_pieces(source), {})}
-    torch.save(state, out / TORCH_FILE)
+    with (out / TORCH_FILE).open("xb") as stream:
+        try:
+            torch.save(state, stream)
+        except RuntimeError as error:  # torch's words for a failed write
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    sync(out / TORCH_FILE)
     write_bytes(out / CONFIG_FILE, freeze(source.config).encode())
 
 

@@ -21,6 +21,7 @@ from parallelrun.checkpoint.resume import CONFIG_FILE
 from parallelrun.checkpoint.storage import tensor_bytes
 from parallelrun.exchange import tokenizer
 from parallelrun.exchange.export import written_aside
+from parallelrun.exchange.origin import write_others
 from parallelrun.exchange.source import StoredModel
 from parallelrun.plan.freeze import freeze
 
@@ -49,3 +50,4 @@ def write_checkpoint(source: StoredModel, out: Path) -> None:
         write_bytes(aside / INDEX_FILE, encode(index))
         write_bytes(aside / CONFIG_FILE, freeze(replace(source.config, model=model)).encode())
         tokenizer.write(source, aside)
+        write_others(source, aside, for_transformers=False)

@@ -12,9 +12,8 @@ from parallelrun.checkpoint.find import open_complete
 from parallelrun.checkpoint.index import INDEX_FILE, Index
 from parallelrun.checkpoint.resume import resolve_resume
 from parallelrun.config import from_hf
+from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 from parallelrun.errors import CheckpointError, ConfigError, EnvironmentProblem, ParallelrunError, Problem
-
-SINGLE_FILE, SHARD_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def check_paths(

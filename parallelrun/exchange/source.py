@@ -82,10 +82,12 @@ def notes_on_initial(config: Config) -> list[str]:
         return []
     folder = absolute(config.init.weights)
     with suppress(ConfigError, CheckpointError):
-        theirs = open_source(folder, "init.from").config.model
+        source = open_source(folder, "init.from")
+        theirs, unread = source.config.model, source.weights.unread
         pairs = [(key, getattr(config.model, key), getattr(theirs, key)) for key in FUNCTION_KEYS]
         changed = [f"model.{key}={ours} (there {other})" for key, ours, other in pairs if ours != other]
-        return [f"init.from: this run does not compute what {folder} does: {', '.join(changed)}"] if changed else []
+        notes = [f"init.from: this run does not compute what {folder} does: {', '.join(changed)}"] if changed else []
+        return notes + ([f"init.from: not read from {folder}: {', '.join(unread)}"] if unread else [])
     return []
 
 

@@ -4,7 +4,6 @@ with foreign weights."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +16,11 @@ from parallelrun.config.schema import Config
 from parallelrun.data.tokenizer import END_OF_TEXT, FILE, NUM_BYTES, find_tokenizer, open_tokenizer
 from parallelrun.definitions import BYTES
 from parallelrun.errors import CheckpointError, ConfigError, Problem
+from parallelrun.exchange import origin
+from parallelrun.exchange.origin import GENERATION
 from parallelrun.exchange.source import StoredModel
 from parallelrun.exchange.weights import CheckpointWeights
 
-FILES = (
-    FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "vocab.txt",
-)  # fmt: skip
-GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MASK = "[MASK]"
 
@@ -41,12 +37,11 @@ def files_of(source: StoredModel) -> dict[str, Path]:
     if made and made.path:
         _check_unchanged(source, made.path)
         return {**(_files_in(made.path.parent) if made.path.name == FILE else {}), FILE: made.path}
-    started = source.config.init.weights
-    return _files_in(Path(started).expanduser()) if started else {}
+    return next(filter(None, map(_files_in, origin.directories(source))), {})
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in FILES if (folder / name).is_file()}
+    return {name: folder / name for name in origin.TOKENIZER if (folder / name).is_file()}
 
 
 def _check_unchanged(source: StoredModel, path: Path) -> None:
@@ -60,25 +55,13 @@ def _check_unchanged(source: StoredModel, path: Path) -> None:
 
 
 def special_ids(source: StoredModel) -> dict[str, Any]:
-    """The ids of special tokens that the model's directory names, or the one whose weights its run started from; None
-    where there are none, as for bytes. Raises ConfigError for a file that is no JSON."""
-    started = source.config.init.weights
-    for folder in (source.path, *([Path(started).expanduser()] if started else [])):
-        for name in (GENERATION, from_hf.CONFIG_FILE):
-            content = _object_in(folder / name)
-            if found := {key: content[key] for key in SPECIAL_IDS if content.get(key) is not None}:
-                return {**dict.fromkeys(SPECIAL_IDS), **found}
+    """The ids of special tokens that the directory of the model names, or one from which it comes; None where there are
+    none, as for bytes. Raises ConfigError for a file that is no JSON."""
+    for folder in origin.directories(source):
+        contents = [origin.json_object(folder / name) for name in (origin.BASE_CONFIG, from_hf.CONFIG_FILE, GENERATION)]
+        if ids := {key: one[key] for one in contents for key in SPECIAL_IDS if one.get(key) is not None}:
+            return {**dict.fromkeys(SPECIAL_IDS), **ids}
     return dict.fromkeys(SPECIAL_IDS)
-
-
-def _object_in(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(Problem(f"{file} is not JSON: {error}", str(file))) from error
-    return content if isinstance(content, dict) else {}
 
 
 def is_bytes(source: StoredModel) -> bool:
@@ -107,12 +90,13 @@ def _was_bytes(source: StoredModel) -> bool:
 
 
 def write(source: StoredModel, out: Path) -> None:
-    """Write the tokenizer's files, if the model has a tokenizer, and the ids of special tokens, if there are any."""
+    """Write the tokenizer's files, if the model has a tokenizer, and the settings of generation, if there are any."""
     found, special = files_of(source), special_ids(source)
-    if any(one is not None for one in special.values()):
-        _write_json(out / GENERATION, special)
+    generation = next(filter(None, (origin.json_object(one / GENERATION) for one in origin.directories(source))), {})
+    if generation or any(one is not None for one in special.values()):
+        _write_json(out / GENERATION, {**generation, **special})
     for name, path in found.items():
-        shutil.copyfile(path, out / name)
+        origin.copy(path, out / name)
     if set(found) == {FILE}:  # transformers asks for the second one
         _write_json(out / "tokenizer_config.json", _config_file(source.spec.seq))
     if not found and is_bytes(source):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,16 +14,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallelrun.checkpoint.index import Index, verify_file, weight_key
-from parallelrun.checkpoint.schema import check_header, read_header
+from parallelrun.checkpoint.schema import check_header
+from parallelrun.config.stored_tensors import differ
 from parallelrun.errors import CheckpointError, Problem
-from parallelrun.exchange.paths import SHARD_INDEX, SINGLE_FILE
+from parallelrun.exchange.files import damaged, files_of_keys, read_entries
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece
 
 Ranges = Sequence[tuple[int, int]]  # [start, stop) of every dim
 _SHOWN = 5
+_NOT_LEARNED = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias|embeddings\.position_ids)")
 _NUMBERS = ("F64", "F32", "F16", "BF16")
-_MAX_INDEX_BYTES = 2**28
 
 
 class Weights(ABC):
@@ -45,6 +45,11 @@ class Weights(ABC):
     def verify(self) -> None:
         """Raise CheckpointError if a file is not what was written, where a sum of its bytes is known."""
         return None
+
+    @property
+    def unread(self) -> list[str]:
+        """The keys of stored tensors with values of their own that the model does not have."""
+        return []
 
     def whole(self, name: str, shape: Sequence[int]) -> Tensor:
         """A complete logical tensor of that shape."""
@@ -122,7 +127,7 @@ class FileWeights(Weights):
         for piece in pieces:
             self._pieces.setdefault(piece.parameter, []).append(piece)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in spec.parameters.items()}
-        self._file_of = _files_of_keys(path)
+        self._file_of = files_of_keys(path)
 
     @cached_property
     def _headers(self) -> dict[str, tuple[int, ...]]:
@@ -134,7 +139,7 @@ class FileWeights(Weights):
         """Shape and dtype of every stored tensor, by its key. Raises CheckpointError."""
         found: dict[str, dict[str, Any]] = {}
         for file in sorted(set(self._file_of.values())):
-            for key, entry in _header(file).items():
+            for key, entry in read_entries(file).items():
                 if self._file_of.get(key) == file:
                     found[key] = entry
         if lost := sorted(self._file_of.keys() - found.keys()):
@@ -193,7 +198,25 @@ class FileWeights(Weights):
         for key, constant in self._constants.items():
             if constant.added_to and key in stored:
                 needed[key] = (max(1, stored[key][0]), *constant.shape[1:])
-        return _differences(stored, needed, ours) or self._wrong_constants()
+        return _differences(stored, needed, ours) or self._wrong_constants() or self._wrong_copies(wanted)
+
+    @property
+    def unread(self) -> list[str]:
+        known = {self._spelled(piece.key) for pieces in self._pieces.values() for piece in pieces}
+        known |= {self._spelled(key) for key in self._constants} | {copy for copy, _ in self._copies}
+        return [key for key in self._file_of if key not in known and not _NOT_LEARNED.fullmatch(key)]
+
+    @property
+    def _copies(self) -> tuple[tuple[str, str], ...]:
+        return self._family.copies if self._family else ()
+
+    def _wrong_copies(self, wanted: Mapping[str, Any]) -> list[str]:
+        """Messages about tensors that are not read, because a file should hold them twice, but have other values."""
+        return [
+            f"{copy} differs from {self._spelled(original)}, and the model has one tensor for both"
+            for copy, original in self._copies
+            if copy not in wanted and differ(self.path, copy, (self._spelled(original),))
+        ]
 
     def _wrong_constants(self) -> list[str]:
         found = []
@@ -243,44 +266,3 @@ def _differences(
     missing = [f"{named(key)} {list(shape)} is not there" for key, shape in wanted.items() if key not in stored]
     unknown = [f"{key} {list(shape)} is not in the model" for key, shape in stored.items() if key not in wanted]
     return [*shapes, *missing, *unknown]
-
-
-def damaged(path: Path, what: str) -> CheckpointError:
-    """The error for a file that is not what its name says."""
-    return CheckpointError(Problem(f"{path} is damaged: {what}"))
-
-
-def _files_of_keys(path: Path) -> dict[str, Path]:
-    """The safetensors file of every key of a directory: one file, or shards with an index. Raises CheckpointError."""
-    index = path / SHARD_INDEX
-    if not index.is_file():
-        file = path / SINGLE_FILE
-        return dict.fromkeys(_header(file), file)
-    try:
-        if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise ValueError(f"it has more than {_MAX_INDEX_BYTES} bytes")
-        found = json.loads(index.read_bytes())["weight_map"]
-        names = dict(found)
-        if wrong := [one for one in names.values() if not isinstance(one, str) or one != os.path.basename(one)]:
-            raise ValueError(f"{wrong[0]!r:.100} is no file of the same directory")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(index, f"it is no index of safetensors files ({error})") from error
-    return {key: path / name for key, name in names.items()}
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The checked header of a safetensors file, without its metadata. Raises CheckpointError."""
-    try:
-        header, num_bytes = read_header(file)
-        entries = {key: entry for key, entry in header.items() if key != "__metadata__"}
-        for key, entry in entries.items():
-            shape, (start, stop) = entry["shape"], entry["data_offsets"]
-            if any(type(size) is not int or size < 0 for size in shape) or not 0 <= start <= stop <= num_bytes:
-                raise ValueError(f"{key} has the shape {shape} at bytes {start} to {stop} of {num_bytes}")
-        return entries
-    except FileNotFoundError as error:
-        raise CheckpointError(Problem(f"there is no {file}")) from error
-    except OSError as error:
-        raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(file, f"it is no safetensors file ({error})") from error

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun import reserve, sequences, user_code
-from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, ParallelrunError, Problem, cause_chain
+from parallelrun.errors import (
+    EXIT_HANG,
+    EXIT_RANK_DIED,
+    EnvironmentProblem,
+    ParallelrunError,
+    Problem,
+    cause_chain,
+    full_disk,
+)
 from parallelrun.launch import position, stall
 from parallelrun.launch.heartbeat import Heartbeat, HeartbeatFile
 from parallelrun.launch.position import Position
@@ -97,8 +105,8 @@ def of_exception(error: BaseException, rank: int, time_ns: int, single_rank: boo
         order = LOST_PEER if error.of_another_rank else CAUSE
         return Failure(rank, str(error), error.exit_code, time_ns, order, problems=error.problems, traceback=text)
     chain = cause_chain(error)
-    if any(isinstance(e, OSError) and e.errno in reserve.NO_ROOM for e in chain):
-        return Failure(rank, f"no room to write: {error}", EnvironmentProblem.exit_code, time_ns, traceback=text)
+    if room := full_disk(error):
+        return Failure(rank, f"no room to write: {room}", EnvironmentProblem.exit_code, time_ns, traceback=text)
     if any(_OPEN_FILES.search(str(e)) for e in chain):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         problem = Problem(

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from parallelrun import definitions, elapsed, stop_signals, trackers
-from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
+from parallelrun.checkpoint.data import check_data, resumed_from
+from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_TERMINATED
@@ -142,11 +143,14 @@ def _prepare(
     found = choose(config, plan) if config.verb == "run" else None
     if found and _is_finished(found, config):
         return None
+    if found and dataset:
+        check_data(found.index.extra, dataset, config, found.path)
     notes += definitions.dataset(config).notes(config, plan.spec, dataset) if dataset else []
     if config.init.weights is not None and found is None:  # the ranks would find the same problems, one by one
         from parallelrun.exchange import source
 
-        source.initial_weights(replace(config, resume=None), plan.spec)
+        if weights := source.initial_weights(replace(config, resume=None), plan.spec):
+            weights.verify()
         notes += source.notes_on_initial(config)
     for note in [*notes, *preflight.disk_shortage(config, plan, run_root or Path(config.runs))]:
         print(f"note: {note}", file=sys.stderr)
@@ -165,7 +169,7 @@ def _prepare(
         print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
         config = replace(config, resume=None)
     if found and dataset:
-        resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
+        resumed, warning = resumed_from(found.path, found.index.extra, found.index.step, dataset)
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
     directory.describe(folder, config, plan, argv, job.options.overrides, resumed)

@@ -87,13 +87,16 @@ class Family(ABC):
     """One class of transformers.
 
     model_type, architecture: its names in config.json. prefix: of most keys, which files of the bare model leave out.
-    skipped: keys of such files that hold nothing to be learned.
+    skipped: keys of such files that hold nothing to be learned. copies: (copy, original) keys of tensors that a file
+    may hold twice. The first copy is the output layer of a class with the option `tie_word_embeddings`: as
+    transformers does, one that differs from its original is not tied to it.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     prefix: ClassVar[str] = "model."
     skipped: ClassVar[str] = r".*\.rotary_emb\.inv_freq"
+    copies: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @abstractmethod
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:

@@ -11,12 +11,13 @@ from typing import Any
 
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.background import BackgroundWriter
+from parallelrun.checkpoint.data import check_data, data_changes
 from parallelrun.checkpoint.find import FOLDER, keep_last
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.checkpoint.resume import check_global_batch, keeps_last_state, resolve_resume
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
-from parallelrun.errors import SaveFailed
+from parallelrun.errors import EXIT_ENVIRONMENT, SaveFailed
 from parallelrun.plan.structure import WORLD
 from parallelrun.train.build import Training
 from parallelrun.train.memory_checkpoints import MemoryCheckpoints
@@ -155,7 +156,7 @@ class Checkpoints:
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of summary.json about saving and resuming."""
-        before, now = self._resumed.get("dataset"), self._training.dataset.fingerprint
+        before = self._resumed.get("dataset")
         return {
             **self.times.facts(),
             "memory_saves": self._memory.num_saved,
@@ -163,7 +164,7 @@ class Checkpoints:
             "failed_save_step": self._failed_steps[-1] if self._failed_steps else None,
             "resumed_step": self._resumed.get("step"),
             "resumed_dataset_sha256": before["fingerprint"] if before else None,
-            "dataset_changed": before["fingerprint"] != now if before else None,
+            "dataset_changed": bool(data_changes(self._resumed, self._training.dataset)) if before else None,
         }
 
 
@@ -243,5 +244,8 @@ def load(training: Training, scaler: LossScaler, memory: MemoryCheckpoints | Non
     training.data.finish_update()  # zero1: gather the loaded shards into the weights
     training.data.after_load(extra.get("kept", ()))
     check_global_batch(extra, plan, path)
+    # The launcher has compared them, so data that differ now have changed during the run. The checkpoint is good: a
+    # restart would set it aside after exit code 4.
+    check_data(extra, training.dataset, config, path, EXIT_ENVIRONMENT)
     scaler.load_state(extra["scaler"])
     return extra

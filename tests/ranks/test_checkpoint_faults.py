@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -17,11 +18,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.find import complete_steps, keep_last
-from parallelrun.errors import CheckpointError, EnvironmentProblem
+from parallelrun.errors import CheckpointError, EnvironmentProblem, SaveFailed
 from parallelrun.plan.structure import WORLD
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
 from tests.matrix import FULL
@@ -208,6 +210,32 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_costs_nothing(tmp_path, run_
     assert complete(tmp_path, plan) == [1, 3]
 
 
+def save_wrapped(folder, how):
+    """Rank 1's disk is full, which a library tells in an exception of its own."""
+    plan, mesh = build({**SMALL, "dp": 2, "strategy.data.kind": "zero1"})
+    save(folder, 1, plan, mesh)
+
+    def full(*arguments):
+        error = RuntimeError("the file could not be written")
+        cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank_00001.safetensors")
+        raise error from cause if how == "from" else CheckpointException("write", {1: (cause, None)})
+
+    try:
+        with mock.patch("parallelrun.checkpoint.storage.write_safetensors", full) if mesh.rank else nullcontext():
+            save(folder, 2, plan, mesh)
+    except SaveFailed as error:
+        return error.exit_code, str(error), error.of_another_rank
+    return None
+
+
+@pytest.mark.parametrize("how", ["from", "torch"])
+def test_a_full_disk_inside_another_exception_is_a_failed_save_on_all_ranks(tmp_path, run_ranks, how):
+    for rank, (code, text, is_of_another) in enumerate(run_ranks(2, save_wrapped, tmp_path, how)):
+        assert code == 3 and "step 2 could not be written" in text and is_of_another == (rank == 0)
+        assert ("the file could not be written" if rank else "No space left on device") in text
+    assert sorted(os.listdir(tmp_path)) == ["step_1"]
+
+
 def load_damaged(folder, overrides):
     """Try every damaged copy; returns per copy (exit code, text, whether weights and state stayed as they were)."""
     plan, mesh = build({**SMALL, **overrides})
@@ -275,6 +303,25 @@ def test_damage_is_refused_on_all_ranks_before_any_weight_is_touched(tmp_path, r
         assert "rank_00001.safetensors is damaged: its sha256 is" in results["flip_last_bit"][1]
         assert "bytes, expected" in results["truncate"][1] and "is missing" in results["delete"][1]
         assert "index.json is damaged" in results["flip_index"][1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_each_file_is_checked_however_many_ranks_read(tmp_path, run_ranks, num_ranks):
+    """A checkpoint of four files, each damaged in turn, is refused on fewer ranks than files too."""
+    run_ranks(4, save_good, tmp_path / "good", {"dp": 4, "strategy.data.kind": "zero1"})
+    good, damaged = tmp_path / "good" / "step_1", tmp_path / "damaged"
+    files = sorted(path.name for path in good.glob("rank_*"))
+    assert len(files) == 4
+    for name in files:
+        shutil.copytree(good, damaged / name)
+        content = bytearray((good / name).read_bytes())
+        content[-1] ^= 1
+        (damaged / name / name).write_bytes(content)
+    changes = {"dp": num_ranks, "global_batch": 12, "strategy.data.kind": "zero1"}
+    for results, wrong in run_ranks(num_ranks, load_damaged, damaged, changes):
+        assert sorted(results) == files and wrong == []
+        for name, (code, text, untouched) in results.items():
+            assert code == 4 and untouched and f"{name} is damaged: its sha256 is" in text
 
 
 def load_wrong(path, overrides):

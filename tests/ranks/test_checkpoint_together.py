@@ -15,6 +15,9 @@ FULL_DISK = OSError(errno.ENOSPC, "No space left on device", "step_3")
 TORN = CheckpointError(Problem("rank_1.safetensors is torn", "step_3", command="parallelrun resume=step_2"))
 
 
+WRAPPED = "wrapped"  # an exception loses its cause on the way to another process
+
+
 def facts(error: BaseException) -> tuple[Any, ...]:
     return (
         type(error),
@@ -23,9 +26,12 @@ def facts(error: BaseException) -> tuple[Any, ...]:
     )
 
 
-def agree(failing: int | str | None, error: BaseException) -> Any:
+def agree(failing: int | str | None, error: BaseException | str) -> Any:
     """What each rank's `agree` returns or raises, if one rank's part, or the decision, raises `error`."""
     rank = dist.get_rank()
+    if isinstance(error, str):
+        error = RuntimeError("cannot write")
+        error.__cause__ = FULL_DISK
 
     def do() -> list[int]:
         if failing == rank:
@@ -57,3 +63,12 @@ def test_all_ranks_are_told_who_has_failed_and_why(run_ranks, failing, error):
             assert found[culprit] == facts(error)
         else:
             assert found[culprit][1] == "ValueError: odd", "the words of the rank that has raised it"
+
+
+@pytest.mark.parametrize("failing", [0, 1, "decide"])
+def test_a_full_disk_inside_another_exception_is_told_as_one(run_ranks, failing):
+    culprit = 0 if failing == "decide" else failing
+    for rank, found in enumerate(run_ranks(2, agree, failing, WRAPPED)):
+        assert found[culprit][0] is (RuntimeError if rank == culprit else OSError)
+        if rank != culprit:
+            assert found[culprit][-2:] == (errno.ENOSPC, "step_3")

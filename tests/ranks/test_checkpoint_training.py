@@ -9,7 +9,7 @@ from parallelrun.checkpoint import store
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.config.schema import PrecisionConfig
 from parallelrun.context import WorkerContext
-from parallelrun.errors import EXIT_PREEMPTED
+from parallelrun.errors import EXIT_PREEMPTED, CheckpointError
 from parallelrun.mesh import build_mesh
 from parallelrun.train import checkpointing, loop
 from parallelrun.train.build import build
@@ -186,3 +186,43 @@ def test_another_global_batch_is_refused(tmp_path, run_ranks):
     run_ranks(1, train, tmp_path, ONE, None)
     with pytest.raises(Exception, match=r"global_batch=4, but .* was trained with 8"):
         run_ranks(1, train, tmp_path / "again", {"global_batch": 4}, tmp_path)
+
+
+def scale_that_goes_on(folder):
+    """Save with a loss scale of fp16 that has changed; the state that a resumed run begins with."""
+    training = build(tiny_config(BASE), tiny_plan(BASE), torch.device("cpu"))
+    scaler = LossScaler(PrecisionConfig(loss_scale=64.0), scaled=True)
+    for applied in (False, True, True):
+        scaler.update(applied)
+    checkpointing.save(training, scaler, 2, folder)
+    resumed = {**BASE, "resume": str(folder / "checkpoints" / "step_2")}
+    training = build(tiny_config(resumed), tiny_plan(resumed), torch.device("cpu"))
+    after = LossScaler(PrecisionConfig(), scaled=True)
+    checkpointing.load(training, after)
+    return scaler.state(), after.state()
+
+
+def test_the_loss_scale_goes_on(tmp_path, run_ranks):
+    ((before, after),) = run_ranks(1, scale_that_goes_on, tmp_path)
+    assert before == after == {"scale": 32.0, "applied_in_a_row": 2}
+
+
+def load_other_data(folder, changes):
+    """Load a checkpoint in a rank whose data have changed since the launcher compared them."""
+    training = build(tiny_config(BASE), tiny_plan(BASE), torch.device("cpu"))
+    checkpointing.save(training, LossScaler(PrecisionConfig(), scaled=False), 2, folder)
+    changes = {**BASE, **changes, "resume": str(folder / "checkpoints" / "step_2")}
+    training = build(tiny_config(changes), tiny_plan(changes), torch.device("cpu"))
+    try:
+        return checkpointing.load(training, LossScaler(PrecisionConfig(), scaled=False))["step"]
+    except CheckpointError as error:
+        return error.exit_code, error.problems[0].where
+
+
+@pytest.mark.parametrize(
+    "changes, ended",
+    [({}, 2), ({"seed": 99}, (3, "seed")), ({"seed": 99, "checkpoint.change_data": True}, 2), ({"steps": 99}, 2)],
+)
+def test_a_rank_refuses_other_data_with_a_code_that_blames_no_checkpoint(tmp_path, run_ranks, changes, ended):
+    """After exit code 4 a restart would set the checkpoint aside."""
+    assert run_ranks(1, load_other_data, tmp_path, changes) == [ended]

@@ -23,6 +23,10 @@ class Bert(Family):
 
     model_type, architecture, prefix = "bert", "BertForMaskedLM", "bert."
     skipped = r"(bert\.)?(pooler|embeddings\.position_ids|cls\.seq_relationship).*|cls\.predictions\.decoder\..*"
+    copies = (
+        ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    )
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         allowed = {"bias": (True,), "norm_bias": (None, True), "kv_heads": (None, config.model.heads)}
@@ -82,6 +86,11 @@ class Bert(Family):
         yield from both("head.norm", "cls.predictions.transform.LayerNorm")
         if config.model.head_bias:
             yield Piece("head.head.bias", "cls.predictions.bias")
+
+    def spellings(self, key: str) -> tuple[str, ...]:
+        """Files of before 2019, such as the published ones, have TensorFlow's names of the norms' parameters."""
+        older = key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        return tuple(dict.fromkeys((*super().spellings(key), *super().spellings(older))))
 
     def constants(self, config: Config, spec: ModelSpec) -> dict[str, FixedTensor]:
         types = FixedTensor((1, config.model.hidden), 0.0, added_to="embedding.position.weight")

@@ -21,6 +21,7 @@ class Gpt2(Family):
 
     model_type, architecture, prefix = "gpt2", "GPT2LMHeadModel", "transformer."
     skipped = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"
+    copies = (("lm_head.weight", "transformer.wte.weight"),)
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
@@ -88,6 +89,7 @@ class Llama(Family):
 
     model_type, architecture = "llama", "LlamaForCausalLM"
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
+    copies = (("lm_head.weight", "model.embed_tokens.weight"),)
     default_eps, default_theta, default_seq = 1e-6, 10000.0, 2048
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parallelrun import registry
+from parallelrun.checkpoint.data import check_data
 from parallelrun.checkpoint.index import check_model
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner
 from parallelrun.checkpoint.resume import check_global_batch, resolve_resume
@@ -21,6 +22,8 @@ from parallelrun.checkpoint.storage import SafetensorsReader
 from parallelrun.checkpoint.store import parts_to_load, parts_to_save, read_parts
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
+from parallelrun.definitions import Dataset
+from parallelrun.errors import EXIT_ENVIRONMENT
 from parallelrun.exchange.source import initial_weights
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
@@ -103,14 +106,14 @@ class ShardStore:
             "samples": step * plan.batch.global_batch,
             "global_batch": plan.batch.global_batch,
             "seed": config.seed,
-            "dataset": self._dataset,
+            "dataset": self._dataset.record,
             "scaler": LossScaler(config.precision, plan.precision.scaled).state(),
             "clocks": [clocks[worker] for worker in sorted(clocks)],
         }
 
     @cached_property
-    def _dataset(self) -> dict[str, Any]:
-        return open_dataset(self._config, self._plan.spec).record
+    def _dataset(self) -> Dataset:
+        return open_dataset(self._config, self._plan.spec)
 
     def load(self) -> dict[int, int]:
         """Load `config.resume`, if given; return the clock from which each worker goes on. Raises CheckpointError.
@@ -131,6 +134,7 @@ class ShardStore:
                 self.optimizer.load_state(name, state)
         extra = dict(reader.index.extra)
         check_global_batch(extra, plan, path)
+        check_data(extra, self._dataset, config, path, EXIT_ENVIRONMENT)
         step, clocks = int(extra["step"]), extra.get("clocks", [])
         if ParameterServer.of(plan).synchronous:
             self.version = step

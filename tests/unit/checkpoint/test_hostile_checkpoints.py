@@ -29,6 +29,7 @@ from tests.plans import tiny_config, tiny_plan
 
 DATA = "rank_00000.safetensors"
 SMALL = {"model.layers": 1}
+DATASET = {"name": "text", "fingerprint": "a" * 64}
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
 CHANGES_THE_DISK = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 RUNS_CODE = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pickle.find_class", "exec")
@@ -167,6 +168,9 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "scaler is a number": field("extra", "scaler", value=7),
     "a dataset of numbers": field("extra", "dataset", value={"name": 3, "fingerprint": 4}),
     "a dataset without a name": field("extra", "dataset", value={"fingerprint": "a"}),
+    "settings of data that are a list": field("extra", "dataset", value={**DATASET, "settings": [1]}),
+    "a setting of data that is a list": field("extra", "dataset", value={**DATASET, "settings": {"seed": [1]}}),
+    "an escape as a setting of data": field("extra", "dataset", value={**DATASET, "settings": {"a": ESCAPE}}),
     "an escape as dataset": field("extra", "dataset", value={"name": ESCAPE, "fingerprint": "a" * 64}),
     "kept is text": field("extra", "kept", value="outer"),
     "global_batch is a list": field("extra", "global_batch", value=[8]),

@@ -202,3 +202,11 @@ def test_what_only_the_memory_has_is_copied_to_the_disk(tmp_path):
     assert find.recover(run, memory) == saved and resume.keep_on_disk(run, memory) is None  # the disk has it
     (written(memory / "step_6", plan) / "index.json").unlink()
     assert find.recover(run, memory) == saved and os.listdir(run / "checkpoints") == ["step_3"]
+
+
+@pytest.mark.parametrize("in_memory, on_disk, newest", [(9, 3, 9), (3, 9, 9), (10, 9, 10)])
+def test_a_run_goes_on_from_the_newest_state_on_the_disk_or_in_memory(in_memory, on_disk, newest, tmp_path):
+    memory, plan = tmp_path / "memory", tiny_plan(SMALL)
+    for folder, step in ((memory, in_memory), (tmp_path / "run" / "checkpoints", on_disk)):
+        written(folder / f"step_{step}", plan)
+    assert find.recover(tmp_path / "run", memory).name == f"step_{newest}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.planner import LoadPlan
 
+from parallelrun.checkpoint.files import Entry, write_safetensors
 from parallelrun.checkpoint.planners import LocalPart, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from parallelrun.errors import CheckpointError
@@ -110,3 +113,23 @@ def test_a_save_tells_the_coordinator_what_is_written_and_the_others_nothing_tha
     plans, metadata = planner.create_global_plan([gathered])
     assert len(metadata.state_dict_metadata) == 100
     assert plans[0].items == [] and planner.finish_plan(plans[0]).items == local.items
+
+
+@pytest.mark.parametrize("num_bytes", [0, 15, 16, 17, 100])
+def test_the_sha256_is_that_of_the_whole_file(num_bytes, tmp_path, monkeypatch):
+    """A tensor is written and hashed in blocks."""
+    monkeypatch.setattr("parallelrun.checkpoint.files.BLOCK", 16)
+    path, content = tmp_path / "a", memoryview(bytes(range(num_bytes)))
+    size, sha256 = write_safetensors(path, [Entry("w", "U8", (num_bytes,), num_bytes)], [content])
+    assert (size, sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert path.read_bytes().endswith(bytes(range(num_bytes)))
+
+
+def test_ranks_that_see_different_checkpoints_load_none(tmp_path):
+    """As on hosts that do not share the file system."""
+    save(tmp_path)
+    reader = SafetensorsReader(tmp_path / "step_1")
+    plans = [LoadPlan([], storage_data=digest) for digest in ("a", "a", "b")]
+    assert reader.prepare_global_plan(plans[:2]) == plans[:2]
+    with pytest.raises(CheckpointError, match="ranks see different checkpoints under"):
+        reader.prepare_global_plan(plans)

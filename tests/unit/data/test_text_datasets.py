@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from parallelrun.config.schema import Config
-from parallelrun.data import open_dataset, pystdlib, synthetic, text
+from parallelrun.data import files, open_dataset, pystdlib, synthetic, text
 from parallelrun.data.tokens import Documents, TokenWindows, held_out
 from parallelrun.errors import ConfigError, EnvironmentProblem
 from parallelrun.model_spec import ModelSpec
@@ -301,3 +301,13 @@ class TestSynthetic:
 def test_a_val_fraction_that_leaves_a_split_empty_is_refused(tmp_path, fraction):
     with pytest.raises(ConfigError, match="must lie between 0 and 1"):
         open_dataset(config(path=write(tmp_path / "a.txt", 4000), val_fraction=fraction), spec())
+
+
+@pytest.mark.parametrize("at, size", [(0, 3_000_000), (-1, 3_000_000), (0, 1000), (-1, 1000), (500, 1000)])
+def test_a_change_at_either_end_of_a_large_file_or_anywhere_in_a_small_one_is_another_hash(at, size, monkeypatch):
+    monkeypatch.setattr(files, "FULL_HASH_BYTES", 2**20)
+    content = np.zeros(size, np.uint8)
+    before = files.digest_array(content)
+    assert files.digest_array(content.copy()) == before != files.digest_array(content[:-1])
+    content[at] = 1
+    assert files.digest_array(content) != before

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallelrun.checkpoint.resume import _check_tokenizer
+from parallelrun.checkpoint.data import check_tokenizer
 from parallelrun.cli.main import main
 from parallelrun.config.model_schema import DatasetConfig
 from parallelrun.config.schema import Config
@@ -239,7 +239,7 @@ def test_a_large_file_is_tokenized_in_bounded_memory(tmp_path):
 class TestResume:
     def check(self, before, words):
         extra = {"dataset": {"name": "text", "fingerprint": None, **before}}
-        _check_tokenizer(extra, config("x", "y", tokenizer=str(words)), Path("step_1"))
+        check_tokenizer(extra, config("x", "y", tokenizer=str(words)), Path("step_1"))
 
     def test_another_tokenizer_is_refused(self, words):
         with pytest.raises(CheckpointError, match="step_1 was trained with the tokenizer of sha256 abc") as caught:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from math import prod
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from parallelrun.checkpoint.index import Index, StoredPart, StoredTensor
 from parallelrun.cli.main import main
 from parallelrun.exchange.export import export
 from parallelrun.exchange.imported import write_checkpoint
 from parallelrun.exchange.source import open_source
-from parallelrun.exchange.weights import Weights
+from parallelrun.exchange.weights import CheckpointWeights, Weights
 from tests.exchange import make
 
 PARTS = [
@@ -56,3 +60,36 @@ def test_a_run_that_cannot_start_from_the_weights_starts_no_rank(tmp_path, monke
     assert main([*words[1:], "model=gpt"]) == 2
     assert "did you mean: model.from_hf=" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 3000, 10**9])
+def test_a_file_is_closed_before_it_would_be_too_large_and_the_index_counts_bytes(shard_bytes, tmp_path):
+    export(make("LlamaForCausalLM"), tmp_path / "out", "hf", None, shard_bytes)
+    shards = [load_file(path) for path in sorted((tmp_path / "out").glob("*.safetensors"))]
+    sizes = [sum(one.nbytes for one in shard.values()) for shard in shards]
+    assert all(size <= shard_bytes or len(shard) == 1 for size, shard in zip(sizes, shards))
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    assert index.exists() == (len(shards) > 1)
+    if index.exists():
+        content = json.loads(index.read_text())
+        assert content["metadata"]["total_size"] == sum(sizes)
+        assert set(content["weight_map"]) == {key for shard in shards for key in shard}
+
+
+def test_a_part_is_read_from_the_pieces_of_several_files(tmp_path):
+    whole = torch.arange(24.0).reshape(6, 4)
+    boxes = {"rank_00000.safetensors": ((0, 0), (4, 4)), "rank_00001.safetensors": ((4, 0), (2, 4))}
+    for name, ((row, column), (rows, columns)) in boxes.items():
+        save_file({"model/w": whole[row : row + rows, column : column + columns].clone()}, tmp_path / name)
+    stored = StoredTensor("float32", (6, 4), tuple(StoredPart(*box, name) for name, box in boxes.items()))
+    files = {name: ((tmp_path / name).stat().st_size, "0" * 64) for name in boxes}
+    weights = CheckpointWeights(tmp_path, Index(1, "sgd", {}, {}, {"model/w": stored}, files))
+    for ranges in (((0, 6), (0, 4)), ((3, 5), (1, 3)), ((4, 6), (0, 4)), ((5, 6), (3, 4)), ((0, 2), (2, 4))):
+        assert torch.equal(weights.read("w", ranges), whole[tuple(slice(*pair) for pair in ranges)])
+
+
+def test_an_import_records_the_vocabulary(tmp_path):
+    source = make("LlamaForCausalLM")
+    unnamed = replace(source, config=replace(source.config, model=replace(source.config.model, vocab=None)))
+    write_checkpoint(unnamed, tmp_path / "out")
+    assert open_source(tmp_path / "out", "run").config.model.vocab == source.spec.vocab

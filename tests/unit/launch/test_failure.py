@@ -6,8 +6,10 @@ import errno
 import signal
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
-from parallelrun.errors import CheckpointError, NumericsError, Problem
+from parallelrun.cli.errors import translate
+from parallelrun.errors import CheckpointError, ConfigError, NumericsError, Problem
 from parallelrun.launch import failure
 from parallelrun.launch.failure import ConsoleOptions, Failure, message, of_exception, of_exit, root_cause
 from tests.plans import tiny_plan
@@ -125,6 +127,51 @@ def test_a_full_disk_is_the_machine_s_fault():
     said = of_exception(full, 0, 1)
     assert (said.exit_code, said.order) == (3, 0) and "no room to write" in said.what and "summary.json" in said.what
     assert of_exception(OSError(errno.EACCES, "Permission denied"), 0, 1).exit_code == 6
+
+
+class Several(Exception):
+    """As Python's ExceptionGroup, which 3.10 does not have."""
+
+    def __init__(self, exceptions):
+        self.exceptions = exceptions
+
+
+def wrapped(how: str) -> BaseException:
+    """A full disk inside another exception, as libraries raise it."""
+    full = OSError(errno.EDQUOT, "Disk quota exceeded", "model.pt")
+    try:
+        try:
+            if how == "handled":
+                raise full
+            raise RuntimeError("cannot write") from full
+        except Exception as error:
+            if how == "of torch's ranks":
+                raise CheckpointException("write", {1: (error, None)}) from None
+            if how == "in a group":
+                raise Several([ValueError("odd"), error]) from None
+            raise ValueError("not saved") from None if how == "handled" else error
+    except BaseException as error:
+        return error  # torch's is no Exception
+
+
+@pytest.mark.parametrize("how", ["raised from it", "handled", "of torch's ranks", "in a group"])
+def test_a_full_disk_inside_another_exception_is_the_machine_s_fault_too(how):
+    found = of_exception(wrapped(how), 0, 1)
+    assert found.exit_code == 3 and found.what == "no room to write: [Errno 122] Disk quota exceeded: 'model.pt'"
+
+
+@pytest.mark.parametrize("how", ["raised from it", "handled", "of torch's ranks", "in a group"])
+def test_before_a_run_too(how):
+    told = translate(wrapped(how))
+    assert told is not None and told.exit_code == 3 and told.problems[0].where == "model.pt"
+
+
+def test_the_outer_error_for_the_user_wins():
+    told = ConfigError(Problem("told already"))
+    told.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    outer = RuntimeError("outer")
+    outer.__cause__ = told
+    assert translate(outer) is told
 
 
 def test_an_exception_in_a_users_own_file_names_the_lines_of_that_file(tmp_path, monkeypatch):
