@@ -347,7 +347,7 @@ def test_two_ways_of_saying_the_batch():
 def test_row_45_numbers_out_of_range_name_the_key_and_a_legal_value(key, value):
     problem = only_problem({key: value})
     assert problem.where == key
-    suggested = re.fullmatch(rf"{re.escape(key)}=(\S+)(, .*)?", problem.suggestion)
+    suggested = re.fullmatch(rf"{re.escape(key)}=(\S+)(( or |, ).*)?", problem.suggestion)
     assert suggested, problem.suggestion
 
 
