@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelrun.cli.host_memory import AgentMemory
 from parallelrun.cli.host_ranks import Order, Ranks
 from parallelrun.cli.unanswered import RESENT, is_unanswered
 from parallelrun.errors import EXIT_OK
@@ -72,13 +71,11 @@ def addresses(environ: Mapping[str, str]) -> tuple[str, str]:
 class Agent:
     """What the launcher asks for, each as a JSON object with one key, and what the agent tells.
 
-    prepare: `{modules, environ, memory}`: what ranks will need, and whether they keep checkpoints in memory; keep: the
-    step and the index of the one from which they go on, or nothing; copy: the step of one and a directory on the disk
-    for its files, answered by `copied`; resent: how often the kernel sends the same data again until the launcher's
-    host counts as lost; listen: an address, answered by `listening`; start: an `Order`, answered by `started`; signal:
-    its name, for the ranks; lost: the `LostHost` that makes the ranks end. Then `run` tells the run directory, `exit`
-    how a rank ended that has failed, `held` which checkpoints this host's memory holds, and `ended` the code of the
-    host when all ranks have ended; `alive` needs no answer.
+    prepare: `{modules, environ}`: what ranks will need; resent: how often the kernel sends the same data again until
+    the launcher's host counts as lost; listen: an address, answered by `listening`; start: an `Order`, answered by
+    `started`; signal: its name, for the ranks; lost: the `LostHost` that makes the ranks end. Then `run` tells the run
+    directory, `exit` how a rank ended that has failed, and `ended` the code of the host when all ranks have ended;
+    `alive` needs no answer.
     """
 
     def __init__(self, is_local: bool):
@@ -90,7 +87,6 @@ class Agent:
         self._listener: socket.socket | None = None
         self._ranks: Ranks | None = None
         self._told_run: Path | None = None
-        self._memory = AgentMemory()
 
     def tell(self, what: str, content: Any) -> None:
         """Send a message to the launcher, if there still is one."""
@@ -99,10 +95,6 @@ class Agent:
 
     def serve(self) -> None:
         """Obey until the launcher hangs up or cannot be reached; then kill the ranks."""
-        with self._memory:
-            self._serve()
-
-    def _serve(self) -> None:
         next_beat, patience_s = 0.0, _HUNG_UP_S
         while not self._hung_up:
             if time.monotonic() >= next_beat:
@@ -133,19 +125,13 @@ class Agent:
 
     def _obey(self, what: str, content: Any) -> None:
         if what == "prepare":
-            self._memory.open(content["memory"])
             prepare(content["modules"], content["environ"])
         elif what == "resent":
             self._resent = content
-        elif what == "keep":
-            self._memory.keep(content)
-        elif what == "copy":
-            self.tell("copied", self._memory.copy(*content))
         elif what == "listen":
             self.tell("listening", self._listen(content))
         elif what == "start":
             order = Order(**content)
-            order.environ.update(self._memory.variables())
             self._ranks = Ranks(order, self._listener, lambda one: self.tell("exit", asdict(one)))
             self._listener = self._told_run = None
             self.tell("started", None)
@@ -170,7 +156,6 @@ class Agent:
             code = self._ranks.exit_code()
             self._ranks.notes.close()
             self._ranks = None
-            self.tell("held", self._memory.held())
             self.tell("ended", code)
 
 

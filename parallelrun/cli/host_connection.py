@@ -22,7 +22,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, TextIO
 
-from parallelrun.checkpoint.held import Held
 from parallelrun.cli.host_agent import BEAT_S, LOCAL, MARK, Hello
 from parallelrun.cli.hosts import HostRanks, SshOptions
 from parallelrun.cli.unanswered import RESENT_SOON, sockets_of, unanswered
@@ -48,8 +47,7 @@ class HostConnection:
     hello: the greeting of the agent, once it has come; complaints: stderr of ssh and the login shell before that;
     messages: gets `(connection, what, content)` for each message of the agent after its greeting; is_cut: it was ended
     because the host had not acknowledged what was sent; why: we have ended it; is_closed: it has ended; silence: beats
-    of the launcher since the agent was heard, None while it has no ranks: it beats between its tasks only; held: the
-    checkpoints in the host's memory, by step.
+    of the launcher since the agent was heard, None while it has no ranks: it beats between its tasks only.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class HostConnection:
         self.is_cut = self.is_closed = False
         self.why = ""
         self.silence: int | None = None
-        self.held: dict[int, Held] = {}
         self._messages, self._ssh = messages, ssh
         self._sockets: frozenset[int] | None = None
         try:

@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun.checkpoint.held import Held
 from parallelrun.cli.host_agent import Hello
 from parallelrun.cli.host_connection import CLOSED, END_S, Connections, HostConnection
 from parallelrun.cli.host_ranks import GRACE_S as GRACE_OF_RANKS_S
@@ -190,8 +189,6 @@ class HostLauncher:
             agent.silence = 0
         elif what == "run":
             self.directory = Path(content)
-        elif what == "held":
-            agent.held = {int(step): Held(**one) for step, one in content.items()}
         elif what == "ended":
             agent.silence = None
             self._ended(agent.name, content)

@@ -16,9 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from parallelrun.checkpoint import held
 from parallelrun.cli import hosts as host_list
-from parallelrun.cli import memory_on_disk
 from parallelrun.cli.host_connection import Connections
 from parallelrun.cli.host_launcher import HostLauncher
 from parallelrun.cli.hosts import HostRanks, SshOptions
@@ -26,7 +24,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch import failure, host_failures, processes, reattach
 from parallelrun.launch.directory import Status
-from parallelrun.launch.environment import MEMORY_STEP, for_other_hosts
+from parallelrun.launch.environment import for_other_hosts
 from parallelrun.launch.failure import ConsoleOptions, Failure
 from parallelrun.launch.peers import is_recorded
 from parallelrun.launch.rank import STOP_SIGNALS
@@ -55,7 +53,6 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, asked
     prepare = {
         "modules": [*modules, *(_RANK_MODULES if modules else ())],
         "environ": for_other_hosts(os.environ),
-        "memory": asked.checkpoint.memory_every > 0,
     }
     with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
         with Connections(ssh, signals, prepare) as connections:
@@ -71,17 +68,13 @@ class _Attempts:
         self._hosts, self._words, self._asked, self._connections = hosts, words, asked, connections
         self._left = tuple(hosts)  # those of the next attempt
         self._name = secrets.token_hex(8)
-        self._memory_step = 0  # of the checkpoint in the memory of the hosts
 
     def run(self) -> int:
         for number in count():
             variables = reattach.variables(self._name, self._asked.restarts, number)
-            variables[MEMORY_STEP] = str(self._memory_step)
             launcher = HostLauncher(self._left, self._words, self._connections, variables, judges=True)
             code = launcher.run()
             if code == EXIT_OK or self._connections.signals:
-                if code != EXIT_OK:
-                    self._keep_on_disk(number)
                 break
             found = self._after(number, code, launcher)
             if found is not None:
@@ -101,8 +94,6 @@ class _Attempts:
         outcome, history, decision = reattach.judged(directory, self._asked.restarts, hosts_of_ranks, seen)
         last = history[-1]
         is_last = not decision.restart or number >= self._asked.restarts
-        if is_last:
-            self._keep_on_disk(number)
         if seen is not None and not told:
             self._tell(seen, directory, last, decision.restart)
         if is_last:
@@ -113,39 +104,14 @@ class _Attempts:
         slots = self._slots_left(without)
         self._left = _placed(self._asked, directory, last, slots)
         if not self._left:
-            self._keep_on_disk(number)
             why = _too_few(self._asked, last.world, slots, self._hosts)
             Status(directory, last.step).ended(code, f"{last.error}; {why}", last.rank)
             print(f"  not restarted: {why}", file=sys.stderr, flush=True)
             return code
-        of_memory = last.checkpoint is not None and not Path(last.checkpoint).is_relative_to(directory)
-        if self._asked.checkpoint.memory_every:
-            self._keep(is_bad=decision.bad_checkpoint and of_memory)
         Status(directory, last.step).running(last.step)
         noticed = launcher.noticed or ended
         attempts.mark(directory, noticed=noticed, ended=ended, hosts=time.time())
         return None
-
-    def _keep_on_disk(self, number: int) -> None:
-        """As the run ends: save what only the hosts' memory has."""
-        variables = reattach.variables(self._name, self._asked.restarts, number + 1)
-        directory = reattach.earlier(Path(self._asked.runs).expanduser(), variables)
-        if directory is not None and self._asked.checkpoint.memory_every:
-            memory_on_disk.keep_on_disk(self._connections, directory)
-
-    def _keep(self, is_bad: bool) -> None:
-        """Choose the newest checkpoint of which the next ranks' hosts have all files in memory. is_bad: none, because
-        the last one could not be loaded."""
-        agents = [self._connections.by_name[one.name] for one in self._left if one.num_ranks]
-        found = held.newest([agent.held for agent in agents]) if not is_bad else None
-        if found is None and any(agent.held for agent in agents):
-            why = "is damaged" if is_bad else "has lost files with a host"
-            print(
-                f"warning: the checkpoint in memory {why}: the run goes on from the disk", file=sys.stderr, flush=True
-            )
-        self._memory_step = found[0] if found else 0
-        for agent in agents:
-            agent.send("keep", found)
 
     def _tell(self, seen: Failure, directory: Path, last: Attempt, restarts: bool) -> None:
         """Print why the ranks failed, and how to go on by hand if the run does not."""

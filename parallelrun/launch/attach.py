@@ -100,7 +100,6 @@ def _lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
         "directory": str(job.directory),
         "worker": job.worker,
         "attempt": job.attempt,
-        "memory": os.fspath(job.memory) if job.memory else "",  # each host has a folder of its own
         "source": job.config.model.source,
         "num_gpus": job.plan.num_workers if job.plan.device == "cuda" else 0,  # the first ranks use one each
         "options": asdict(job.options),  # any rank may print how to resume
@@ -156,11 +155,8 @@ def follow(argv: Sequence[str]) -> int:
             Status(directory).ended(EXIT_HANG, "rank 0 exited before the run began", 0)
         return int(go["failed"]) if go else EXIT_HANG
     config = load_frozen(run["config"])
-    memory, step = environment.memory_of_hosts(os.environ)
-    if memory and run["memory"] and config.resume and Path(config.resume).parent == Path(run["memory"]):
-        config = replace(config, resume=os.fspath(memory / Path(config.resume).name))
     options = ConsoleOptions(**run["options"])
-    job = Job(config, resolve(config), directory, run["worker"], options, run["attempt"], memory, step)
+    job = Job(config, resolve(config), directory, run["worker"], options, run["attempt"])
     return _serve(attached, job, store, [Member(**fields) for fields in go["members"]])
 
 

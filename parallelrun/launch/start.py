@@ -33,8 +33,6 @@ from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
-from parallelrun.launch.memory_folder import check as check_memory_folder
-from parallelrun.launch.memory_folder import keep, memory_folder
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.rank import STOP_SIGNALS, Job, RankSettings
 from parallelrun.launch.supervisor import signal_handlers
@@ -62,9 +60,7 @@ def start(
     """
     attached = environment.detect(os.environ)
     options = ConsoleOptions(tuple(overrides), "-v" in argv or "--verbose" in argv)
-    memory, step = environment.memory_of_hosts(os.environ) if attached else (None, None)
-    asked = Job(config, plan, Path(), worker, options, memory=memory, memory_step=step)
-    job = _prepare(asked, argv, attached, run_root)
+    job = _prepare(Job(config, plan, Path(), worker, options), argv, attached, run_root)
     if job is None:
         if attached:
             attach.abandon(attached, EXIT_OK)
@@ -75,9 +71,8 @@ def start(
     with following(job.directory, names, job.config.tracker.timeout_s):
         if attached:
             return attach.lead(attached, job, argv)
-        keeps = job.config.checkpoint.memory_every > 0
-        with guard.status_of(job.directory, guard.LAUNCHER_GONE), memory_folder(keeps) as memory:
-            return _launch(replace(job, memory=memory), config, run_root)
+        with guard.status_of(job.directory, guard.LAUNCHER_GONE):
+            return _launch(job, config, run_root)
 
 
 def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
@@ -95,8 +90,6 @@ def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
     except BaseException as error:
         status.ended(EXIT_RUN_FAILED, f"{type(error).__name__}: {error}")
         raise
-    if outcome.exit_code != EXIT_OK:
-        keep(job.memory, job.directory)
     conclude(outcome, job)
     return outcome.exit_code
 
@@ -118,7 +111,6 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     name = directory.name_of(config, plan)
     only_once = attached.source if attached and not reattach.most_restarts(os.environ) else ""
     notes = preflight.check(config, plan, attached) + restarts.notes(config, only_once)
-    notes += check_memory_folder(config, plan, attached)
     trackers.check(config.tracker.use)
     has_dataset = not definitions.model(config).is_lesson
     print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
