@@ -18,9 +18,6 @@ from pathlib import Path
 from parallelrun.errors import EnvironmentProblem, Problem
 
 TOKEN = "PARALLELRUN_TOKEN"  # a secret of the run, which a rank must know to join a rendezvous over a network
-LISTENER = "PARALLELRUN_LISTENER"  # the descriptor of a listening socket that rank 0 inherits for the rendezvous
-JUDGED = "PARALLELRUN_JUDGED"  # set by a launcher that sees all ranks exit, and says itself why the run failed
-NOTES = "PARALLELRUN_NOTES"  # the descriptor of what a rank and our agent on its host tell each other
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_ADDR|MASTER_PORT"
