@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallelrun import shared_memory
+from parallelrun.comm import waiting
 from parallelrun.shared_memory import collectives
 from parallelrun.shared_memory.joining import SEVERAL_HOSTS
 from tests.overlapping_groups import out_of_order
@@ -39,6 +40,18 @@ def test_what_carries_a_group_depends_on_the_hosts_of_its_ranks() -> None:
     assert run_ranks(3, on_hosts, ("a", "b", "b"))[1:] == [("gloo", "shm", 30.0, SEVERAL_HOSTS)] * 2
     assert run_ranks(3, on_hosts, ("", "", ""))[1:] == [("shm", "shm", 30.0, "")] * 2
     assert run_ranks(3, on_hosts, ("a", "b", "c"))[1:] == [("gloo", "gloo", 30.0, SEVERAL_HOSTS)] * 2
+
+
+def issued(hosts: str) -> int:
+    group = over(hosts)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=group)
+    return waiting.num_issued()[group.group_name]
+
+
+def test_the_collectives_of_a_group_over_hosts_are_counted() -> None:
+    """By them a stall is explained. torch counts those of its built-in backends only."""
+    assert run_ranks(2, issued, "ab") == [3, 3]
 
 
 def out_of_order_on(hosts: str, seed: int) -> None:
