@@ -58,7 +58,7 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, asked
     with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
         for number in count():
             try:
-                with Attempt(used, ssh, signals) as attempt:
+                with SshAttempt(used, ssh, signals) as attempt:
                     attempt.start(words, reattach.variables(job, most, number))
                     code = attempt.watch()
             except EnvironmentProblem as problem:
@@ -87,7 +87,7 @@ def _code_if_final(asked: Config, variables: Mapping[str, str], code: int, notic
     return None
 
 
-class Attempt:
+class SshAttempt:
     """One start of the ranks over several hosts. No process of it outlives the context.
 
     noticed: when the first host has failed, in seconds since the epoch.
@@ -99,7 +99,7 @@ class Attempt:
         self.noticed = 0.0
         self._agents = [SshConnection(host, ssh) for host in hosts]
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> SshAttempt:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from parallelrun.cli import host_ranks, hosts, ssh, ssh_connection
-from parallelrun.cli.ssh import Attempt
+from parallelrun.cli.ssh import SshAttempt
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.launch import reattach
 from parallelrun.launch.environment import for_other_hosts
@@ -74,7 +74,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def agents(monkeypatch, clock) -> dict[str, Agent]:
-    """The connections that an Attempt makes, by host."""
+    """The connections that an SshAttempt makes, by host."""
     made: dict[str, Agent] = {}
 
     def connect(host: hosts.HostRanks, _: object) -> Agent:
@@ -100,7 +100,7 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
 
 def test_every_host_starts_its_own_ranks_of_one_world(agents, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    Attempt(hosts.read("5", "a:3,b:2"), SSH, []).start(["steps=1"], {"MORE": "x"})
+    SshAttempt(hosts.read("5", "a:3,b:2"), SSH, []).start(["steps=1"], {"MORE": "x"})
     first, second = (json.loads(agent.sent[0][0]) for agent in agents.values())
     assert [(one["words"], one["first_rank"], one["num_ranks"]) for one in (first, second)] == [
         (["steps=1"], 0, 3),
@@ -148,7 +148,7 @@ def test_rank_0_listens_on_an_address_that_the_others_reach(names, addresses, ex
 
 
 def test_a_host_that_does_not_answer_is_waited_for_a_minute(agents, clock):
-    attempt = Attempt(TWO, SSH, [])
+    attempt = SshAttempt(TWO, SSH, [])
     agents["b"].addresses = None
     began = clock.now
     with pytest.raises(EnvironmentProblem, match="b does not answer"):
@@ -156,14 +156,14 @@ def test_a_host_that_does_not_answer_is_waited_for_a_minute(agents, clock):
     assert clock.now - began == pytest.approx(60, abs=0.5)
     with pytest.raises(KeyboardInterrupt):
         signals = [signal.SIGINT]
-        Attempt(TWO, SSH, signals).start([], {})
+        SshAttempt(TWO, SSH, signals).start([], {})
 
 
 @pytest.mark.parametrize(("status", "code"), [(5, 5), (255, 6), (-9, 6)])
 def test_after_a_host_has_failed_the_others_have_fifteen_seconds_and_the_run_has_its_code(
     agents, clock, capsys, status, code
 ):
-    attempt = Attempt(TWO, SSH, [])
+    attempt = SshAttempt(TWO, SSH, [])
     began, agents["b"].status = clock.now, status
     assert attempt.watch() == code
     assert agents["a"].hung_up[0] - began == pytest.approx(15, abs=0.5)
@@ -171,14 +171,14 @@ def test_after_a_host_has_failed_the_others_have_fifteen_seconds_and_the_run_has
 
 
 def test_an_agent_that_does_not_end_is_killed_after_five_more_seconds(agents, clock):
-    attempt = Attempt(TWO, SSH, [])
+    attempt = SshAttempt(TWO, SSH, [])
     began, agents["b"].status, agents["a"].is_stopped = clock.now, 6, True
     assert attempt.watch() == 6
     assert agents["a"].killed[0] - began == pytest.approx(20, abs=0.5)
 
 
 def test_ctrl_c_reaches_every_host_at_once_and_ends_them_after_five_seconds(agents, clock):
-    attempt, began = Attempt(TWO, SSH, [signal.SIGINT]), clock.now
+    attempt, began = SshAttempt(TWO, SSH, [signal.SIGINT]), clock.now
     assert attempt.watch() == 130
     for agent in agents.values():
         ((line, when),) = agent.sent
@@ -187,7 +187,7 @@ def test_ctrl_c_reaches_every_host_at_once_and_ends_them_after_five_seconds(agen
 
 
 def test_a_second_signal_ends_all_hosts_at_once(agents, clock):
-    attempt, began = Attempt(TWO, SSH, [signal.SIGTERM, signal.SIGTERM]), clock.now
+    attempt, began = SshAttempt(TWO, SSH, [signal.SIGTERM, signal.SIGTERM]), clock.now
     assert attempt.watch() == 143
     assert all(agent.hung_up[0] - began < 0.5 for agent in agents.values())
 
@@ -205,7 +205,7 @@ def test_a_second_signal_ends_all_hosts_at_once(agents, clock):
     ],
 )
 def test_one_exit_code_tells_how_the_run_ended_on_all_hosts(agents, codes, signals, expected):
-    attempt = Attempt(TWO, SSH, signals)
+    attempt = SshAttempt(TWO, SSH, signals)
     attempt._codes = codes
     assert attempt._exit_code() == expected
 
@@ -226,7 +226,7 @@ def test_ranks_are_started_again_while_the_rules_of_a_restart_allow_it(
 ):
     counts: list[str] = []
 
-    class Starts(Attempt):
+    class Starts(SshAttempt):
         noticed = 1.0
 
         def start(self, words, more):
@@ -238,7 +238,7 @@ def test_ranks_are_started_again_while_the_rules_of_a_restart_allow_it(
             return codes.pop(0)
 
     monkeypatch.setattr(ssh, "SshConnection", lambda host, _: SimpleNamespace(hang_up=int, end=float))
-    monkeypatch.setattr(ssh, "Attempt", Starts)
+    monkeypatch.setattr(ssh, "SshAttempt", Starts)
     monkeypatch.setattr(reattach, "earlier", lambda runs, environ: tmp_path if decisions[0] else None)
     monkeypatch.setattr(reattach, "judged", lambda directory, most: (None, None, decisions.pop(0)))
     asked = replace(tiny_config(dp=2), restarts=2, runs=str(tmp_path))
