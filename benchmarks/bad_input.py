@@ -31,7 +31,7 @@ from parallelrun.cli.main import main
 SECOND, HANG_S = 1.0, 60
 STARTS = (
     "parallelrun.launch.start._launch", "parallelrun.launch.attach.lead", "parallelrun.launch.attach.follow",
-    "parallelrun.cli.host_launcher.run", "parallelrun.cli.host_restarts.run", "parallelrun.cli.doctor.examine",
+    "parallelrun.cli.ssh.run", "parallelrun.cli.doctor.examine",
     "parallelrun.cli.calibrate._calibrate",
 )  # fmt: skip
 

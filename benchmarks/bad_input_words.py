@@ -62,7 +62,7 @@ PRESETS = ((), ("strategy=fsdp", "dp=2"), ("strategy=tp2d", "tp=4"), ("strategy=
 ENVIRON = {
     "PARALLELRUN_CONFIG": ("folder", "binary", "\u00fc", "/dev/zero", "list.yaml", "broken.yaml", "/proc/self/mem"),
     "PARALLELRUN_RECIPES": ("nosuch", "binary", ":::", "folder:nosuch", "/proc/self/mem", "recipes_bad"),
-    "PARALLELRUN_TOKEN": ("", "x", "\u00fc" * 9), "PARALLELRUN_LISTENER": ("x", "-1", "99999"),
+    "PARALLELRUN_TOKEN": ("", "x", "\u00fc" * 9),
     "PARALLELRUN_SIMULATED_HOST": ("x",),
     "TF_CONFIG": ("{", "[]", "3", "{}", '{"cluster": 3}', '{"cluster": {"ps": 3, "worker": []}, "task": 4}',
                   '{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": -1}}',

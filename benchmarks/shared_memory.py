@@ -3,8 +3,6 @@
     python -m benchmarks.shared_memory                                    # collectives at 2 and 4 ranks, steps at 2
     python -m benchmarks.shared_memory --case all_reduce --pairs 30 --ranks 2
 
-    python -m benchmarks.shared_memory --case all_reduce --ranks 4 --hosts 2 --name ""    # over pretended hosts
-
 Both sides run in the same processes and alternate: one group uses shared memory, the other gloo. Steps are those of
 `benchmarks.native`'s mixed size, by our strategies. Sizes of collectives are the bytes of the full-size buffer.
 """
@@ -27,7 +25,6 @@ from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, wr
 from benchmarks.plain_gpt import SIZES
 from parallelrun import shared_memory
 from parallelrun.plan.resolve import resolve
-from parallelrun.shared_memory.hosts import HOST_VARIABLE
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
@@ -84,11 +81,10 @@ COLLECTIVES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], None]] = {
 _REPEATED = {"4K": 20, "256K": 10, "16M": 1}  # calls that are timed together
 
 
-def _collective(name: str, size: str, hosts: int, pairs: int, warmup: int) -> dict[str, Any]:
+def _collective(name: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
     """One rank: the same call over both groups."""
-    os.environ[HOST_VARIABLE] = str(dist.get_rank() * hosts // dist.get_world_size())
     shared, gloo = dist.new_group(backend=shared_memory.register()), dist.new_group(backend="gloo")
-    assert shared_memory.carrier(shared) == ("shm" if hosts == 1 else "shm+gloo")
+    assert shared_memory.carrier(shared) == "shm"
     tensor = torch.zeros(BYTES[size] // 4)  # zeros: summed again and again, other numbers would overflow
     parts = torch.zeros(dist.get_world_size(), tensor.numel() // dist.get_world_size())
 
@@ -166,7 +162,7 @@ def _stepper(name: str) -> Callable[[], float]:
 
 
 def main() -> None:
-    arguments = read_arguments(__doc__, "shared_memory", (*COLLECTIVES, *STEPS), BYTES, ranks="2,4", hosts="1")
+    arguments = read_arguments(__doc__, "shared_memory", (*COLLECTIVES, *STEPS), BYTES, ranks="2,4")
     rows = []
     print(f"{'case':32}{'shm ms':>9}{'gloo ms':>11}{'ratio':>8}{'95 %':>12}{'A/A':>7}")
     for case in arguments.case.split(","):
@@ -177,9 +173,7 @@ def main() -> None:
                 if case in STEPS:
                     result = _steps(case, arguments.pairs, arguments.warmup)
                 else:
-                    result = on_ranks(
-                        world, _collective, case, size, int(arguments.hosts), arguments.pairs, arguments.warmup
-                    )
+                    result = on_ranks(world, _collective, case, size, arguments.pairs, arguments.warmup)
                 row = {"case": f"{case}, {world} ranks", "ranks": world, "size": size, **result}
                 row |= summarise(result["times"], None)
                 interval = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
@@ -194,7 +188,6 @@ def main() -> None:
                 rows.append(row)
     if arguments.name:
         command = f"python -m benchmarks.shared_memory --case {arguments.case} --ranks {arguments.ranks}"
-        command += f" --hosts {arguments.hosts}"
         print("written to", write(arguments.name, {"command": f"{command} --pairs {arguments.pairs}"}, rows))
 
 

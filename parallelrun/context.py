@@ -55,7 +55,6 @@ class WorkerContext:
     rank_died(rank): report that `rank` has died and the run continues without it. Exactly one other rank calls this.
     report_pace(pace): report how the rank fares, for `top` and the supervisor.
     console_owner: whether this rank writes to the terminal (rank 0 only); other ranks write to their logs.
-    memory: a folder in the memory of the host, for checkpoints from which the launcher may restart the ranks.
     prepared: what `prepare` of the worker's module has made before the ranks were forked; None if it was not called.
     """
 
@@ -70,5 +69,4 @@ class WorkerContext:
     console_owner: bool
     rank_died: Callable[[int], None] = lambda rank: None
     report_pace: Callable[[Pace], None] = lambda pace: None
-    memory: Path | None = None
     prepared: Any = None

@@ -28,7 +28,6 @@ from parallelrun.models.network import compile_blocks
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.shared_memory.hosts import HOST_VARIABLE
 from parallelrun.train import build as train_build
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler
@@ -166,12 +165,12 @@ def _cell(
 def _move_to(hosts: str) -> None:
     """Make the process group of the world anew, with the ranks on pretended hosts."""
     rank, world, store = dist.get_rank(), dist.get_world_size(), torch_private.default_store()
-    os.environ[HOST_VARIABLE] = hosts[rank]
+    os.environ[shared_memory.HOST_VARIABLE] = hosts[rank]
     dist.destroy_process_group()
     dist.init_process_group(
         shared_memory.BACKEND, store=dist.PrefixStore("on hosts", store), rank=rank, world_size=world
     )
-    assert shared_memory.carrier(dist.group.WORLD) == "shm+gloo"
+    assert shared_memory.carrier(dist.group.WORLD) == "gloo"
 
 
 @contextmanager

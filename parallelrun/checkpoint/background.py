@@ -33,7 +33,6 @@ from parallelrun.mesh import Group
 from parallelrun.plan.structure import Plan
 
 _ALIGNMENT = 64
-Write = Callable[[Sequence[LocalPart], dist.ProcessGroup | None], None]
 
 
 class HostMemory:
@@ -109,19 +108,6 @@ class BackgroundWriter:
     ) -> None:
         """Copy the parts, write `directory/step_<step>`, and delete all but the newest `keep`, beside training.
 
-        Collective over the group, as `start_with`.
-        """
-        alone = len(self._ranks) == 1
-
-        def write(copies: Sequence[LocalPart], group: dist.ProcessGroup | None) -> None:
-            write_parts(directory, step, copies, extra, self._plan, self._index, alone, group)
-            keep_last(directory, keep, self._index)
-
-        self.start_with(parts, write)
-
-    def start_with(self, parts: Sequence[LocalPart], write: Write) -> None:
-        """Copy the parts, and call `write` with the copies and the group of the messages, beside training.
-
         Collective over the group. The save before it must have been collected. The tensors must not change
         until `wait_for_copies` has returned.
         """
@@ -138,7 +124,8 @@ class BackgroundWriter:
                 copies = self._memory.copy(parts, after)
             finally:
                 copied.set_result(None)
-            write(copies, self._group)
+            write_parts(directory, step, copies, extra, self._plan, self._index, len(self._ranks) == 1, self._group)
+            keep_last(directory, keep, self._index)
             self.seconds = time.perf_counter() - began
 
         self._copied = copied
@@ -151,13 +138,12 @@ class BackgroundWriter:
             self._copied.result()
             self._copied = None
 
-    def join(self) -> dist.ProcessGroup | None:
-        """Return the group of the messages, None for a single rank; create it, if there is none yet. Collective."""
+    def join(self) -> None:
+        """Create the group of the messages, if several ranks have none yet. Collective."""
         if self._group is None and len(self._ranks) > 1:
             self._group = dist.new_group(
                 list(self._ranks), backend="gloo", timeout=self._timeout, use_local_synchronization=True
             )
-        return self._group
 
     @property
     def is_pending(self) -> bool:

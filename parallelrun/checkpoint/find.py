@@ -80,18 +80,6 @@ def latest(directory: Path) -> Path | None:
     return next(reversed(complete_steps(directory).values()), None)
 
 
-def recover(run_directory: Path, memory: Path | None, held: int | None = None) -> Path | None:
-    """Return the newest complete checkpoint of a run, on its disk or in the folder `memory` of its host, or None.
-
-    held: the step of which several hosts have all files together, 0 for none; None if there is one host.
-    """
-    of_memory = complete_steps(memory) if memory is not None and held is None else {}
-    if memory is not None and held:
-        of_memory = {held: memory / step_name(held)}
-    found = of_memory | complete_steps(run_directory)  # of one step, the one on the disk lasts longer
-    return found[max(found)] if found else None
-
-
 def keep_last(directory: Path, keep: int, rank: int) -> None:
     """Delete all but the newest `keep` complete checkpoints, and the remains of crashed saves.
 

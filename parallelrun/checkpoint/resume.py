@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.checkpoint.data import check_tokenizer
-from parallelrun.checkpoint.files import sync
 from parallelrun.checkpoint.find import (
     FOLDER,
     STEP,
@@ -19,7 +18,6 @@ from parallelrun.checkpoint.find import (
     complete_steps,
     latest,
     open_complete,
-    recover,
     refuse_pickle,
     step_name,
 )
@@ -242,25 +240,3 @@ def hold(chosen: Chosen, run_directory: Path) -> Path | None:
         shutil.rmtree(aside, ignore_errors=True)
         return path
     return folder / step_name(index.step)
-
-
-def keep_on_disk(run_directory: Path, memory: Path) -> Path | None:
-    """Copy the newest checkpoint of the folder `memory` into a run's directory, if the disk has none as new.
-
-    Return its path; None if there was nothing to copy. Raises OSError.
-    """
-    found = recover(run_directory, memory)
-    if found is None or found.parent != memory:
-        return None
-    folder = run_directory / FOLDER
-    aside = folder / f".{found.name}.tmp-{secrets.token_hex(4)}"
-    try:
-        shutil.copytree(found, aside)
-        for file in (*aside.iterdir(), aside):
-            sync(file)
-        os.rename(aside, folder / found.name)
-        sync(folder)
-    except OSError:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    return folder / found.name

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,6 @@ from parallelrun.checkpoint.index import (
 )
 from parallelrun.checkpoint.schema import check_header, read_index
 from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
-
-
-def rank_file(rank: int) -> str:
-    """The name of the file that a rank writes."""
-    return f"rank_{rank:05d}.safetensors"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -88,7 +83,7 @@ class SafetensorsWriter(StorageWriter):
         self._aside = self.directory / f".{self.target.name}.tmp-{secrets.token_hex(4)}"
         self._aside.mkdir(parents=True)
         return [
-            replace(plan, storage_data=f"{self._aside.name}/{rank_file(rank)}")  # ranks may have own directories
+            replace(plan, storage_data=f"{self._aside.name}/rank_{rank:05d}.safetensors")
             for rank, plan in enumerate(plans)
         ]
 
@@ -112,14 +107,14 @@ class SafetensorsWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: write the index, then rename. Only the rename makes the checkpoint visible."""
         assert self._aside is not None, "finish before prepare_global_plan"
-        index = self.complete_index(metadata, results)
+        index = self._complete_index(metadata, results)
         if wrong := missing_files(index, self._aside):
             raise EnvironmentProblem(
                 Problem(f"{wrong[0]}: checkpoints must be on a file system that all hosts share", where="runs")
             )
-        self.publish(self._aside, encode(index))
+        self._publish(self._aside, encode(index))
 
-    def complete_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> Index:
+    def _complete_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> Index:
         """Return the index of what all ranks have written."""
         part_file: dict[MetadataIndex, str] = {}
         files: dict[str, tuple[int, str]] = {}
@@ -128,7 +123,7 @@ class SafetensorsWriter(StorageWriter):
             part_file[result.index] = name
         return replace(self._index, tensors=_stored_tensors(metadata, part_file), files=dict(sorted(files.items())))
 
-    def publish(self, aside: Path, index: bytes) -> None:
+    def _publish(self, aside: Path, index: bytes) -> None:
         """Write the index, and make the checkpoint visible. Raises OSError."""
         write_bytes(aside / INDEX_FILE, index)
         sync(aside)
@@ -154,12 +149,9 @@ class SafetensorsWriter(StorageWriter):
 class SafetensorsReader(StorageReader):
     """Reads a checkpoint. The sha256 of each file is checked by one rank before any rank reads a tensor."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], rank: int = 0, world: int = 1, checks: Sequence[str] | None = None
-    ):
-        """checks: the files that this rank checks, of those that are here; by default its share of all files."""
+    def __init__(self, path: str | os.PathLike[str], rank: int = 0, world: int = 1):
         self.path = Path(os.path.abspath(path))
-        self._rank, self._world, self._checks = rank, world, checks
+        self._rank, self._world = rank, world
         self._index: Index | None = None
         self._failure: CheckpointError | None = None
         self._file_of: dict[MetadataIndex, str] = {}
@@ -198,8 +190,7 @@ class SafetensorsReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify this rank's share of the files. DCP reads no tensor until all ranks have returned."""
-        own = sorted(self.index.files)[self._rank :: self._world]
-        for name in own if self._checks is None else self._checks:
+        for name in sorted(self.index.files)[self._rank :: self._world]:
             verify_file(self.index, self.path, name)
             check_header(self.index, self.path, name)
         return replace(plan, storage_data=self.index.digest)

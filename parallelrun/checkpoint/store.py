@@ -100,22 +100,14 @@ def write_parts(
     rank: of this process in the group. For what it raises, see `checkpoint.explain`.
     """
     writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
+    planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
+    what = f"the checkpoint of step {step} could not be written to {writer.directory}"
     try:
-        write_with(writer, parts, plan, rank, group, alone)
+        with explained(what, rank, saving=True):
+            together.save(writer, planner, group, alone)
     finally:
         writer.discard()
     return writer.target
-
-
-def write_with(
-    writer: SafetensorsWriter, parts: Sequence[LocalPart], plan: Plan, rank: int,
-    group: dist.ProcessGroup | None, alone: bool,
-) -> None:  # fmt: skip
-    """Write one rank's parts by a storage writer: see `write_parts`."""
-    planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
-    what = f"the checkpoint of step {writer.step} could not be written to {writer.directory}"
-    with explained(what, rank, saving=True):
-        together.save(writer, planner, group, alone)
 
 
 def read_parts(reader: SafetensorsReader, planner: PartLoadPlanner, rank: int, alone: bool) -> None:
@@ -131,16 +123,14 @@ def load(
     plan: Plan,
     mesh: Mesh,
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
-    checks: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Fill the parameters and the optimizer's state from a checkpoint saved under any plan; return its `extra`.
 
     Collective. The caller must then call `DataRuntime.finish_update`. Each rank reads only the ranges it holds; tensors
     of `kept` that are not in the checkpoint stay unchanged. If it is damaged (size, sha256), incomplete, pickle, or of
-    another model or optimizer, all ranks raise CheckpointError before any weight is changed. checks: the files that
-    this rank checks, if not all hosts have all files.
+    another model or optimizer, all ranks raise CheckpointError before any weight is changed.
     """
-    reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks, checks)
+    reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks)
     states: list[tuple[LocalParameter, dict[str, Tensor]]] = []
 
     def wanted() -> Iterator[LocalPart]:

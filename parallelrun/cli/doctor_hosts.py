@@ -50,10 +50,10 @@ def main(words: Sequence[str]) -> int:
         problems.append(Problem(what, "command line", command=command))
     if problems:
         raise ConfigError(*problems)
-    from parallelrun.cli import host_launcher
+    from parallelrun.cli import ssh as over_ssh
 
     one_each = [replace(one, first_rank=number, num_ranks=1) for number, one in enumerate(found)]
-    return host_launcher.run(one_each, ["doctor", FLAG], ssh)
+    return over_ssh.run(one_each, ["doctor", FLAG], ssh)
 
 
 def _measure(attached: Attached) -> int:

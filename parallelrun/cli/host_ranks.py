@@ -6,20 +6,16 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
 from parallelrun.errors import EXIT_OK, EXIT_RANK_DIED
-from parallelrun.launch import failure, processes
-from parallelrun.launch.environment import LISTENER, NOTES, without_launchers
-from parallelrun.launch.host_failures import Exit
-from parallelrun.launch.host_notes import HostNotes
-from parallelrun.launch.peers import is_recorded
+from parallelrun.launch import processes
+from parallelrun.launch.environment import without_launchers
 from parallelrun.stop_signals import STOP_SIGNALS
 
 GRACE_S = 10.0  # after a rank has failed: time for the others to notice and report it
@@ -28,7 +24,7 @@ _TICK_S = 0.05
 
 @dataclass(frozen=True)
 class Order:
-    """The ranks that an agent must start, each as `parallelrun <words>` with the variables `environ`: the launcher's,
+    """The ranks that a host must start, each as `parallelrun <words>` with the variables `environ`: the launcher's,
     and those of torchrun that the ranks of a host share."""
 
     words: list[str]
@@ -38,47 +34,35 @@ class Order:
 
 
 class Ranks:
-    """The ranks of this host, started by the constructor. torch has not been used yet, so a fork is safe.
+    """The ranks of this host, started by the constructor. torch has not been used yet, so a fork is safe. The kernel
+    kills them when this process ends, in whatever way."""
 
-    told: gets the end of each rank that has failed; without it nobody looks at `notes`, and the ranks get none.
-    """
-
-    def __init__(self, order: Order, listener: socket.socket | None, told: Callable[[Exit], None] | None = None):
-        self.notes = HostNotes()
-        if told is not None:
-            order.environ[NOTES] = str(self.notes.descriptor)
-        start = [partial(_run, order, local_rank, listener) for local_rank in range(order.num_ranks)]
-        self._memory_kills = processes.oom_kills()
+    def __init__(self, order: Order):
+        start = [partial(_run, order, local_rank) for local_rank in range(order.num_ranks)]
         self._pids = {order.first_rank + i: processes.fork(run) for i, run in enumerate(start)}  # while they live
         self._codes: dict[int, int] = {}  # rank -> exit code, in the order in which they ended
         self._ended_by_us = False
         self._deadline = float("inf")
-        self._told = told
-        if listener is not None:
-            listener.close()
 
     def watch(self, signals: SimpleQueue[str]) -> int:
         """Wait for all ranks and forward the signals. Return the exit code of this host."""
         while not self.have_ended():
             with contextlib.suppress(queue.Empty):
-                self.send(signal.Signals[signals.get(timeout=_TICK_S)])
+                self._send(signal.Signals[signals.get(timeout=_TICK_S)])
         return self.exit_code()
 
     def have_ended(self) -> bool:
-        """Look after the ranks; return whether all have ended. GRACE_S after the first has failed they are killed, or
-        soon after a rank has recorded how the run ended."""
+        """Look after the ranks; return whether all have ended. GRACE_S after the first has failed they are killed."""
         self._reap()
         if self._pids and any(code != EXIT_OK for code in self._codes.values()):
-            told = self.notes.run is not None and is_recorded(self.notes.run)
-            grace_s = failure.GRACE_S if told else GRACE_S
-            self._deadline = min(self._deadline, time.monotonic() + grace_s)
+            self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
         if self._pids and time.monotonic() > self._deadline:
-            self.send(signal.SIGKILL)
+            self._ended_by_us = True
+            self._send(signal.SIGKILL)
         return not self._pids
 
-    def send(self, number: int) -> None:
+    def _send(self, number: int) -> None:
         """Send a signal to all ranks that live."""
-        self._ended_by_us |= number == signal.SIGKILL
         for pid in self._pids.values():
             processes.kill(pid, number)
 
@@ -89,8 +73,6 @@ class Ranks:
                 del self._pids[rank]
             if code is not None and not (self._ended_by_us and code == -signal.SIGKILL):
                 self._codes[rank] = code
-                if code != EXIT_OK and self._told is not None:
-                    self._told(Exit(rank, code, processes.oom_kills() > self._memory_kills))
 
     def exit_code(self) -> int:
         """The code of rank 0, which knows the cause; else that of the rank that failed first."""
@@ -100,7 +82,7 @@ class Ranks:
         return codes[0] if codes[0] > 0 else EXIT_RANK_DIED
 
 
-def _run(order: Order, local_rank: int, listener: socket.socket | None) -> int:
+def _run(order: Order, local_rank: int) -> int:
     """As the process of one rank: run the program with torchrun's variables."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -108,12 +90,7 @@ def _run(order: Order, local_rank: int, listener: socket.socket | None) -> int:
     processes.unblock_signals()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    descriptor = None
-    if listener is not None and order.first_rank + local_rank == 0:
-        descriptor = listener.detach()
-    elif listener is not None:
-        listener.close()
-    environ = variables(order, local_rank, os.environ, descriptor)
+    environ = variables(order, local_rank, os.environ)
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = ["parallelrun", *order.words]
@@ -122,12 +99,10 @@ def _run(order: Order, local_rank: int, listener: socket.socket | None) -> int:
     return program(order.words)
 
 
-def variables(order: Order, local_rank: int, host: Mapping[str, str], listener: int | None) -> dict[str, str]:
+def variables(order: Order, local_rank: int, host: Mapping[str, str]) -> dict[str, str]:
     """The environment of a rank: this host's, overridden by the order's, and torchrun's variables for the rank."""
-    found = {**without_launchers(host), **order.environ}
+    merged = {**without_launchers(host), **order.environ}
     paths = [path for environ in (order.environ, host) for path in environ.get("PATH", "").split(os.pathsep) if path]
-    found["PATH"] = os.pathsep.join(dict.fromkeys(paths))
-    found.update(RANK=str(order.first_rank + local_rank), LOCAL_RANK=str(local_rank))
-    if listener is not None:
-        found[LISTENER] = str(listener)
-    return found
+    merged["PATH"] = os.pathsep.join(dict.fromkeys(paths))
+    merged.update(RANK=str(order.first_rank + local_rank), LOCAL_RANK=str(local_rank))
+    return merged

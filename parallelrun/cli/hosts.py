@@ -1,4 +1,4 @@
-"""horovodrun's `-np N -H h1:4,h2:4` or `--hostfile FILE`: the ranks of each host, which `cli/host_launcher.py` starts.
+"""horovodrun's `-np N -H h1:4,h2:4` or `--hostfile FILE`: the ranks of each host, which `cli/ssh.py` starts.
 No torch.
 
 Slots are filled in the order in which hosts are listed; remaining slots stay idle.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,12 +48,11 @@ class SshOptions:
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of the host `name`: `num_ranks` ranks from `first_rank` on; none on a spare host. slots: the most."""
+    """The ranks of the host `name`: `num_ranks` ranks from `first_rank` on."""
 
     name: str
     first_rank: int
     num_ranks: int
-    slots: int
 
     @property
     def is_here(self) -> bool:
@@ -88,15 +87,10 @@ def read(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> t
     if asked > available:
         what = f"Requested more processes ({asked}) than there are available slots ({available})"
         raise ConfigError(Problem(what, f"-H {hosts}", f"-np {available}"))
-    return placed({name: asked if count is None else count for name, count in slots.items()}, asked)
-
-
-def placed(slots: Mapping[str, int], num_ranks: int) -> tuple[HostRanks, ...]:
-    """Fill the slots of the hosts, in their order, with so many ranks."""
     out, first = [], 0
     for name, count in slots.items():
-        here = min(num_ranks - first, count)
-        out.append(HostRanks(name, first, here, count))
+        here = min(asked - first, asked if count is None else count)
+        out.append(HostRanks(name, first, here))
         first += here
     return tuple(out)
 

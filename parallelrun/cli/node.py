@@ -49,5 +49,5 @@ def _start(node: Node, words: Sequence[str]) -> int:
         signals.put(signal.Signals(number).name)
 
     with stop_signals.handlers((signal.SIGINT, *stop_signals.STOP_SIGNALS), forward):
-        ranks = Ranks(Order(list(words), node.first_rank, node.ranks_per_node, environ), None)
+        ranks = Ranks(Order(list(words), node.first_rank, node.ranks_per_node, environ))
         return ranks.watch(signals)

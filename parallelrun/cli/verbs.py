@@ -72,13 +72,9 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     gc.enable()
     workdir.check(composed.changes_directory, attached)
     if hosts.has_others(line.host_ranks) and attached is None:
-        if composed.config.restarts and line.verb == "run":
-            from parallelrun.cli import host_restarts
+        from parallelrun.cli import ssh
 
-            return host_restarts.run(line.host_ranks, words, line.ssh, composed.config, plan)
-        from parallelrun.cli import host_launcher
-
-        return host_launcher.run(line.host_ranks, words, line.ssh)
+        return ssh.run(line.host_ranks, words, line.ssh, composed.config if line.verb == "run" else None)
     from parallelrun.launch.start import start
 
     created: list[Path] = []

@@ -85,8 +85,8 @@ def _issue(
 
 
 def backend_of(mesh: Mesh) -> str | None:
-    """Return what carries the collectives of the mesh: shm, shm+gloo (several hosts), gloo, or the backend that torch
-    names for the device, which is nccl for CUDA; None for a single rank."""
+    """Return what carries the collectives of all ranks: shm, gloo (several hosts), or the backend that torch names for
+    the device, which is nccl for CUDA; None for a single rank."""
     process_group = mesh.group(WORLD).process_group
     if process_group is None:
         return None

@@ -148,7 +148,6 @@ class CheckpointConfig:
     every: int = key(0, "steps between checkpoints; 0: none (a preempted run is still saved)", least=0)
     keep: int = key(2, "checkpoints that are kept", least=1)
     last: bool | None = key(None, "save after the last step; null: yes, except in a sweep")
-    memory_every: int = key(0, "steps between checkpoints in memory, from which `restarts` goes on; 0: none", least=0)
     change_data: bool = key(False, "resume although the data or their settings have changed since the checkpoint")
     asynchronous: bool = key(True, "copy to host memory and write beside training; the last save waits for the disk")
 

@@ -41,11 +41,10 @@ from parallelrun.launch import (
     stores,
 )
 from parallelrun.launch.directory import Status
-from parallelrun.launch.environment import JUDGED, Attached
-from parallelrun.launch.failure import GRACE_S, TIMED_OUT, ConsoleOptions, Failure
+from parallelrun.launch.environment import Attached
+from parallelrun.launch.failure import GRACE_S, LOST_PEER, TIMED_OUT, ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
-from parallelrun.launch.host_notes import HostNotes
 from parallelrun.launch.live import GatheredStatus, LiveFile
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.peers import Peers, is_recorded
@@ -84,10 +83,6 @@ def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
     argv: this process's command line, which must be that of the other ranks, too. Missing or disagreeing ranks are
     reported here and to the other ranks; nothing is raised.
     """
-    notes = HostNotes.inherited(os.environ)
-    if notes is not None:  # the agent on this host outlives the ranks
-        notes.set_run(job.directory)
-        return _lead(attached, job, argv)
     with guard.status_of(job.directory, guard.RANKS_GONE):
         return _lead(attached, job, argv)
 
@@ -101,7 +96,6 @@ def _lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
         "directory": str(job.directory),
         "worker": job.worker,
         "attempt": job.attempt,
-        "memory": os.fspath(job.memory) if job.memory else "",  # each host has a folder of its own
         "source": job.config.model.source,
         "num_gpus": job.plan.num_workers if job.plan.device == "cuda" else 0,  # the first ranks use one each
         "options": asdict(job.options),  # any rank may print how to resume
@@ -148,8 +142,6 @@ def follow(argv: Sequence[str]) -> int:
         store.add("exit codes read", 1)
         return int(run["failed"])
     directory = Path(run["directory"])
-    if (notes := HostNotes.inherited(os.environ)) is not None:
-        notes.set_run(directory)
     rendezvous.put(store, f"joined/{attached.rank}", _member(attached, run, argv))
     go = rendezvous.get(store, "go", rendezvous.JOIN_S + 30)
     if go is None or "failed" in go:
@@ -157,11 +149,8 @@ def follow(argv: Sequence[str]) -> int:
             Status(directory).ended(EXIT_HANG, "rank 0 exited before the run began", 0)
         return int(go["failed"]) if go else EXIT_HANG
     config = load_frozen(run["config"])
-    memory, step = environment.memory_of_hosts(os.environ)
-    if memory and run["memory"] and config.resume and Path(config.resume).parent == Path(run["memory"]):
-        config = replace(config, resume=os.fspath(memory / Path(config.resume).name))
     options = ConsoleOptions(**run["options"])
-    job = Job(config, resolve(config), directory, run["worker"], options, run["attempt"], memory, step)
+    job = Job(config, resolve(config), directory, run["worker"], options, run["attempt"])
     return _serve(attached, job, store, [Member(**fields) for fields in go["members"]])
 
 
@@ -203,8 +192,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     rank.take_signals(heartbeats, [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN])
     raise_pending()
     peers = Peers.of(attached.rank, job.directory, members)
-    notes = HostNotes.inherited(os.environ)
-    lost_host = Reach(attached.rank, members).lost_host if notes is None else lambda: notes.lost
+    lost_host = Reach(attached.rank, members).lost_host
     told = partial(reach.told, lost_host, reach.launcher(attached, os.environ), heartbeats, attached.rank)
     report = _reporter(attached, job, terminal, peers, told, heartbeats)
     status: GatheredStatus | LiveFile = LiveFile(job.directory, attached.rank, attached.world)
@@ -216,7 +204,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     settings = rank.RankSettings(attached.rank, attached.local_rank, threads=threads)
     on_told = partial(_conclude_told, attached, job, terminal, peers, report)
     with (
-        guard.of_stopped_ranks(peers) if notes is None else contextlib.nullcontext(),
+        guard.of_stopped_ranks(peers),
         Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, told, on_told),
     ):
         code = rank.serve(job, settings, heartbeats, lambda: store)
@@ -266,8 +254,6 @@ def _reporter(
     """
 
     def report(own: Failure) -> int:
-        if os.environ.get(JUDGED) and own.exit_code != EXIT_HANG:  # it has written its failure
-            return own.exit_code
         history = attempts.read(job.directory)
         if history and history[-1].number > job.attempt:  # this host was cut off, and the run goes on without it
             return own.exit_code
@@ -282,6 +268,9 @@ def _reporter(
                 print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)
             with contextlib.suppress(OSError):  # a full disk
                 failure.write(job.directory, own)
+        if own.order == LOST_PEER and job.plan.device == "cpu":
+            reach.hang_up()  # else a rank that waits for this one notices nothing until it exits, and so on
+        if attached.rank:
             if not peers.must_report(own, asked):
                 return own.exit_code
         elif own.order:

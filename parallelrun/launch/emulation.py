@@ -23,7 +23,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.structure import Plan
-from parallelrun.shared_memory.hosts import HOST_VARIABLE
+from parallelrun.shared_memory import HOST_VARIABLE
 from parallelrun.wording import counted
 
 INTERFACE, _BRIDGE, _NAME = "eth0", "bridge", "host{}"

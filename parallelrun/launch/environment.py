@@ -18,11 +18,6 @@ from pathlib import Path
 from parallelrun.errors import EnvironmentProblem, Problem
 
 TOKEN = "PARALLELRUN_TOKEN"  # a secret of the run, which a rank must know to join a rendezvous over a network
-LISTENER = "PARALLELRUN_LISTENER"  # the descriptor of a listening socket that rank 0 inherits for the rendezvous
-JUDGED = "PARALLELRUN_JUDGED"  # set by a launcher that sees all ranks exit, and says itself why the run failed
-NOTES = "PARALLELRUN_NOTES"  # the descriptor of what a rank and our agent on its host tell each other
-MEMORY = "PARALLELRUN_MEMORY"  # this host's folder for checkpoints in memory, which outlives its ranks
-MEMORY_STEP = "PARALLELRUN_MEMORY_STEP"  # the checkpoint of which the hosts have all files together; 0 for none
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_ADDR|MASTER_PORT"
@@ -75,13 +70,6 @@ def detect(environ: Mapping[str, str]) -> Attached | None:
     if environ.get("PMI_RANK") or environ.get("PMI_SIZE"):
         return _mpirun(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", None)
     return None
-
-
-def memory_of_hosts(environ: Mapping[str, str]) -> tuple[Path | None, int | None]:
-    """Return this host's folder for checkpoints in memory, and the step of the one in the memory of all hosts."""
-    if not environ.get(MEMORY):
-        return None, None
-    return Path(environ[MEMORY]), int(environ.get(MEMORY_STEP) or 0)
 
 
 def for_rank(environ: Mapping[str, str], rank: int, world: int, threads: int) -> dict[str, str]:

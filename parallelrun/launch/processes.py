@@ -210,7 +210,6 @@ def _exec(
         "parent": os.getpid(),
         "heartbeats": heartbeats.descriptor,
         "store": file.path,
-        "memory": os.fspath(job.memory) if job.memory else None,
     }
     environment = for_rank(os.environ, rank, world, settings.threads)
     environment |= hosts.variables(rank) if hosts else {}

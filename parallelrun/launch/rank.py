@@ -44,9 +44,7 @@ WORKER = "parallelrun.launch.worker:run"
 @dataclass(frozen=True)
 class Job:
     """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; options: how to
-    talk to the user; attempt: from 1, higher after a restart; memory: a folder for checkpoints in the host's memory;
-    memory_step: the newest one of which several hosts have all files together, 0 for none; None on one host; prepared:
-    see `WorkerContext`."""
+    talk to the user; attempt: from 1, higher after a restart; prepared: see `WorkerContext`."""
 
     config: Config
     plan: Plan
@@ -54,8 +52,6 @@ class Job:
     worker: str = WORKER
     options: ConsoleOptions = field(default_factory=ConsoleOptions)
     attempt: int = 1
-    memory: Path | None = None
-    memory_step: int | None = None
     prepared: Any = None
 
     @property
@@ -126,7 +122,6 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
         console_owner=rank == 0,
         rank_died=partial(_leave_for, store, world),
         report_pace=partial(heartbeats.set_pace, rank),
-        memory=job.memory,
         prepared=job.prepared,
     )
     code: int = find_worker(job.worker)(job.config, job.plan, context)
@@ -257,7 +252,6 @@ def main(
     parent: int,
     heartbeats: int,
     store: str,
-    memory: str | None,
 ) -> NoReturn:
     """Run an exec'd rank. heartbeats: an inherited descriptor; store: the path of the store's file."""
     leave_with_parent(parent)
@@ -269,7 +263,7 @@ def main(
     from parallelrun.plan.resolve import resolve
 
     config = load_frozen(Path(config_file).read_text())
-    job = Job(config, resolve(config), Path(folder), worker, memory=Path(memory) if memory else None)
+    job = Job(config, resolve(config), Path(folder), worker)
     if job.plan.world != world:
         what = f"{config_file} describes {job.plan.world} ranks, but the launcher started {world}"
         raise EnvironmentProblem(Problem(what, "config.yaml"))

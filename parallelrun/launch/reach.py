@@ -11,18 +11,33 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from parallelrun.errors import EXIT_RANK_DIED
+from parallelrun.errors import EXIT_RANK_DIED, Problem
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.heartbeat import HeartbeatFile
-from parallelrun.launch.host_failures import LostHost
 from parallelrun.launch.rendezvous import Member
 
 RESENT = 5  # times in vain: after some 7 s
 LAUNCHER_LOST = "lost its launcher, which was killed"
 MPIRUN_S = 20.0  # until mpirun has noticed a cut itself, by the parameters that docs/cluster.md names
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 100}  # of a connection without data: s, s, times
+
+
+@dataclass(frozen=True)
+class LostHost:
+    """A host that does not answer. ranks: its ranks as a text."""
+
+    name: str
+    first_rank: int
+    ranks: str
+
+    @property
+    def failure(self) -> Failure:
+        """The failure of the host's first rank; the message is about the host."""
+        what = f"the connection to host {self.name} ({self.ranks}) was lost: it does not answer"
+        return Failure(self.first_rank, what, EXIT_RANK_DIED, problems=(Problem(what),), host=self.name)
 
 
 class Reach:
@@ -49,7 +64,7 @@ class Reach:
         lost = min(here, there, key=lambda side: (len(side), side[0].rank == 0))
         ranks = [one.rank for one in lost if one.host == lost[0].host]
         text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        return LostHost(lost[0].host, ranks[0], text, "it does not answer")
+        return LostHost(lost[0].host, ranks[0], text)
 
     def _found(self) -> dict[str, int]:
         """Return a connection of this process to each host, which the kernel probes."""
@@ -69,6 +84,21 @@ class Reach:
             if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
                 return self._host_of.get(one.getpeername()[0].removeprefix("::ffff:").partition("%")[0])
         return None
+
+
+def hang_up() -> None:
+    """Leave all groups at once: ranks that wait for this one, which has failed, notice it before it exits."""
+    from parallelrun import shared_memory, torch_private
+
+    for group, _ in torch_private.process_groups():
+        if shared_memory.is_ours(group):
+            group.abort()
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), _borrowed(int(name)) as one:
+                if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                    one.getpeername()  # raises if it only listens
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 def told(

@@ -1,15 +1,15 @@
-"""Runs whose ranks are started again: by torchrun (`--max-restarts`, or other nodes), or by us over several hosts.
+"""Runs whose ranks are started again: by torchrun (`--max-restarts`, or other nodes), or by us over ssh.
 
-torchrun ends all ranks and starts new ones; how often is its own business. Our launcher over several hosts does the
-same, with torchrun's variables (`cli/host_restarts.py`). Rank 0 of the new ones finds the run that the same launcher
-has started before, and goes on with its plan, or with one for the ranks that came back. Torch-free.
+torchrun ends all ranks and starts new ones; how often is its own business. `cli/ssh.py` does the same, with torchrun's
+variables. Rank 0 of the new ones finds the run that the same launcher has started before, and goes on with its plan, or
+with one for the ranks that came back. Torch-free.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from parallelrun.launch import failure, restart_policy, restarts
 from parallelrun.launch.directory import Status
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.outcome import Outcome
-from parallelrun.launch.peers import is_recorded
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.rank import Job
 from parallelrun.launch.restart_policy import Decision
@@ -110,24 +109,15 @@ def continued(job: Job, directory: Path) -> Job:
     return after
 
 
-def judged(
-    directory: Path, most: int | None = None, hosts: Sequence[str] = (), seen: Failure | None = None
-) -> tuple[Outcome, list[Attempt], Decision]:
+def judged(directory: Path, most: int | None = None) -> tuple[Outcome, list[Attempt], Decision]:
     """Return how the last attempt of a run ended, all attempts, and what follows; record it. Its ranks have ended.
 
-    most: how often the run may be restarted; None if its launcher counts. hosts: of each rank, if they are known. seen:
-    the cause as the launcher has seen it, which counts unless the ranks have recorded one.
+    most: how often the run may be restarted; None if its launcher counts.
     """
     history = attempts.read(directory)
-    if seen is None or is_recorded(directory):
-        outcome = _outcome(directory, history[-1])
-    else:
-        outcome = Outcome(seen.exit_code, seen)
+    outcome = _outcome(directory, history[-1])
     if history[-1].ended is None:
-        last = restarts.ended(history, outcome, directory)
-        if hosts and last.rank is not None:
-            last = replace(last, host=hosts[last.rank])
-        history[-1] = last
+        history[-1] = restarts.ended(history, outcome, directory)
         attempts.write(directory, history)
     decision = restart_policy.decide(history, len(history) if most is None else most)
     if not decision.restart:

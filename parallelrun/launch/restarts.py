@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from parallelrun.checkpoint.find import STEP, complete_steps, recover
+from parallelrun.checkpoint.find import STEP, complete_steps, latest
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch import failure, restart_policy, supervisor
@@ -48,7 +48,7 @@ def notes(config: Config, only_once: str = "") -> list[str]:
     if most and only_once:
         others = _INSTEAD.get(only_once, "our own launcher does (-H for several hosts)")
         return [f"restarts={most}: {only_once} does not start ranks again: {others}; resume=auto goes on in a new job"]
-    if not most or config.checkpoint.every or config.checkpoint.memory_every:
+    if not most or config.checkpoint.every:
         return []
     return [f"restarts={most} without checkpoint.every: after a failure the run begins again with its first step"]
 
@@ -115,7 +115,7 @@ def prepared(job: Job, asked: Config | None, history: list[Attempt], decision: D
     last = history[-1]
     if decision.bad_checkpoint and last.checkpoint:
         _set_aside(Path(last.checkpoint))
-    found = recover(job.directory, job.memory, job.memory_step)
+    found = latest(job.directory)
     # a run that has resumed another one never begins from nothing, even if that one's checkpoint could not be linked
     resume = os.fspath(found) if found else history[0].checkpoint
     config, plan = replace(job.config, resume=resume), job.plan
@@ -182,8 +182,6 @@ def announce(outcome: Outcome, plan: Plan, history: Sequence[Attempt], job: Job,
     before, now = history[-2], history[-1]
     lines = failure.headline(outcome.cause, plan) if outcome.cause else []
     start = f"the checkpoint of step {now.resumed_step}" if now.checkpoint else "step 0: nothing was saved"
-    if now.checkpoint and Path(now.checkpoint).parent == job.memory:
-        start += " in memory"
     again = f"; {counted(before.step - now.resumed_step, 'step')} again" if before.step > now.resumed_step else ""
     why = "" if outcome.cause else f" ({before.error})"
     lines.append(f"attempt {before.number} of {most} has failed{why}; attempt {now.number} goes on from {start}{again}")

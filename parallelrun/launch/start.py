@@ -36,8 +36,6 @@ from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
-from parallelrun.launch.memory_folder import check as check_memory_folder
-from parallelrun.launch.memory_folder import keep, memory_folder
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.rank import Job, RankSettings
 from parallelrun.plan.freeze import filled
@@ -68,9 +66,7 @@ def start(
     """
     attached = environment.detect(os.environ)
     options = ConsoleOptions(tuple(overrides), "-v" in argv or "--verbose" in argv)
-    memory, step = environment.memory_of_hosts(os.environ) if attached else (None, None)
-    asked = Job(config, plan, Path(), worker, options, memory=memory, memory_step=step)
-    job = _prepare(asked, argv, attached, run_root, repeats)
+    job = _prepare(Job(config, plan, Path(), worker, options), argv, attached, run_root, repeats)
     if job is None:
         if attached:
             attach.abandon(attached, EXIT_OK)
@@ -81,9 +77,8 @@ def start(
     with following(job.directory, names, job.config.tracker.timeout_s):
         if attached:
             return attach.lead(attached, job, argv)
-        keeps = job.config.checkpoint.memory_every > 0
-        with guard.status_of(job.directory, guard.LAUNCHER_GONE), memory_folder(keeps) as memory:
-            return _launch(replace(job, memory=memory), config, run_root)
+        with guard.status_of(job.directory, guard.LAUNCHER_GONE):
+            return _launch(job, config, run_root)
 
 
 def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
@@ -105,8 +100,6 @@ def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
         except BaseException as error:
             status.ended(EXIT_RUN_FAILED, f"{type(error).__name__}: {error}")
             raise
-        if outcome.exit_code != EXIT_OK:
-            keep(job.memory, job.directory)
         conclude(outcome, job)
         return outcome.exit_code
 
@@ -130,7 +123,6 @@ def _prepare(
     name = directory.name_of(config, plan)
     only_once = attached.source if attached and not reattach.most_restarts(os.environ) else ""
     notes = preflight.check(config, plan, attached) + restarts.notes(config, only_once)
-    notes += check_memory_folder(config, plan, attached)
     trackers.check(config.tracker.use)
     if config.init.weights is not None and config.resume is None:
         from parallelrun.exchange import paths

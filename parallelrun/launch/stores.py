@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from parallelrun import stop_signals
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
 from parallelrun.launch import interfaces, store_server
-from parallelrun.launch.environment import LISTENER, TOKEN, Attached
+from parallelrun.launch.environment import TOKEN, Attached
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.store_file import file_store
 from parallelrun.records import write_text
@@ -105,20 +105,13 @@ def exposure(address: str, port: int, token: str) -> str:
     return f"{what} (set {TOKEN} to a secret, the same on all ranks)"
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on exactly this address. Port 0: on a free port."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server((str(address[0]), int(address[1])), family=family, backlog=4096)
-
-
 def _listen(host: str, port: int) -> socket.socket:
-    """Return the socket that our launcher has opened on this host, else one at this address and the first free port."""
-    if descriptor := os.environ.pop(LISTENER, ""):  # removed, so that child processes do not use it
-        return socket.socket(fileno=int(descriptor))
+    """Return a socket that listens on exactly this address, at the first free port."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     problem: OSError | None = None
     for one in range(port, min(port + NUM_PORTS, 65536)):
         try:
-            return listen(host, one)
+            return socket.create_server((str(address[0]), one), family=family, backlog=4096)
         except OSError as error:
             problem = problem or error
     assert problem is not None

@@ -57,7 +57,7 @@ def _shares(plan: Plan, axis: str, per_node: int) -> Collection[int]:
 
 
 def backend_of_axis(plan: Plan, config: Config, axis: str) -> str:
-    """Return what would carry the collectives of `axis`: nccl, shm, shm+gloo (several hosts) or gloo.
+    """Return what would carry the collectives of `axis`: nccl, shm or gloo.
 
     Assumes that the ranks of a host can map each other's memory; `parallelrun doctor` tests it.
     """
@@ -66,17 +66,7 @@ def backend_of_axis(plan: Plan, config: Config, axis: str) -> str:
     if config.backend == "gloo":
         return "gloo"
     cluster = replace(config.cluster, gpus_per_node=ranks_per_node(config.cluster, plan.world))
-    if stays_in_node(plan, cluster, axis):
-        return "shm"
-    return "gloo" if _most_ranks_in_node(plan, cluster, axis) == 1 else "shm+gloo"
-
-
-def _most_ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
-    """The number of ranks of the first group of `axis` that share a host, in the host with the most of them."""
-    per_node = cluster.gpus_per_node or plan.world
-    if axis == WORLD:
-        return min(per_node, plan.world)
-    return max(_shares(plan, axis, per_node))
+    return "shm" if stays_in_node(plan, cluster, axis) else "gloo"
 
 
 def mesh_dims(plan: Plan, axis: str) -> set[str]:

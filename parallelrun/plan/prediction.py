@@ -15,7 +15,7 @@ from parallelrun.config.cluster_schema import ClusterConfig
 from parallelrun.config.schema import Config
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan import device_memory, hosts, peak, routing, sample_sets
+from parallelrun.plan import device_memory, peak, routing, sample_sets
 from parallelrun.plan.parameters import distinct_parameters, element_bytes
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, once
 from parallelrun.precision import BYTES
@@ -183,16 +183,9 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 
 def copied_bytes(config: Config, plan: Plan) -> int:
-    """Bytes of host memory, over all ranks, of checkpoints that are written beside training or kept in memory.
-
-    A writer works on copies; beside its own, `checkpoint.memory_every` has the newest checkpoint and the next one, on
-    several hosts each of them twice.
-    """
+    """Bytes of host memory, over all ranks, of the copies from which a checkpoint is written beside training."""
     asked = config.checkpoint
-    beside = asked.asynchronous and 0 < asked.every < config.steps
-    in_memory = 5 if hosts.ranks_per_node(config.cluster, plan.world) < plan.world else 3
-    copies = beside + (in_memory if 0 < asked.memory_every < config.steps else 0)
-    return copies * checkpoint_bytes(plan)
+    return checkpoint_bytes(plan) if asked.asynchronous and 0 < asked.every < config.steps else 0
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:

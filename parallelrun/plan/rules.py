@@ -109,9 +109,6 @@ def _elastic(config: Config) -> list[Problem]:
     if config.elastic and config.restarts == 0:
         what = "elastic=true changes the plan at a restart, and restarts=0 allows none"
         problems.append(Problem(what, "elastic", "restarts=3", kind="contradiction"))
-    if config.checkpoint.memory_every and config.restarts == 0:
-        what = "checkpoints in memory are for restarts, and restarts=0 allows none"
-        problems.append(Problem(what, "checkpoint.memory_every", "restarts=3", kind="contradiction"))
     if config.min_world is not None and not config.elastic:
         what = f"min_world={config.min_world} is for elastic=true only: other runs keep their ranks"
         problems.append(Problem(what, "min_world", "elastic=true", kind="unread"))

@@ -26,7 +26,6 @@ MOST_LINES = 40  # of the summary
 BACKENDS = {
     "nccl": "nccl",
     "shm": "shared memory",
-    "shm+gloo": "shared memory inside a host, gloo between hosts",
     "gloo": "gloo",
 }
 FITS_STYLE = {"yes": "bold green", "no": "bold red"}

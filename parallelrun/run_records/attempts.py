@@ -111,7 +111,6 @@ def parts(before: Attempt, after: Attempt) -> dict[str, float]:
     never came. Ranks on one host have fewer parts."""
     times = {
         "ending the ranks": before.marks.get("ended"),
-        "finding the hosts": before.marks.get("hosts"),
         "starting ranks": after.began,
         "joining": after.marks.get("joined"),
         "process group": after.marks.get("connected"),

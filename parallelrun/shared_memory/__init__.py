@@ -10,8 +10,7 @@ arena. It completes while its process waits (`engine`), which advances all outst
 are in rank order, and equal on every rank. A process that waits for several others is woken by the last (`channel`).
 Where ranks share cores, the last one also computes the sum of a small all-reduce, which the others copy.
 
-A group over several hosts does so within each host, and uses gloo between them (`hierarchical`). A group whose ranks
-cannot map each other's memory uses gloo alone (`joining`). `carrier` tells them apart.
+A group whose ranks are on several hosts, or cannot map each other's memory, uses gloo (`joining`).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BACKEND = "shm"
+HOST_VARIABLE = "PARALLELRUN_SIMULATED_HOST"  # ranks of a simulated host; tests and `emulate=true` set it
 
 
 def register() -> str:
@@ -36,18 +36,14 @@ def register() -> str:
 
 
 def is_ours(process_group: Any) -> bool:
-    """Return whether the operations of a process group are those of this package, whatever carries them."""
+    """Return whether the operations of a process group are those of this package."""
     from parallelrun.shared_memory.group import SharedMemoryGroup
 
     return isinstance(process_group, SharedMemoryGroup)
 
 
 def carrier(process_group: Any) -> str:
-    """Return what carries the collectives of a process group on CPU: shm, shm+gloo (several hosts) or gloo."""
-    from parallelrun.shared_memory.hierarchical_group import HierarchicalGroup
-
-    if isinstance(process_group, HierarchicalGroup):
-        return "gloo" if process_group.is_over_gloo_only else f"{BACKEND}+gloo"
+    """Return what carries the collectives of a process group on CPU: shm or gloo."""
     return BACKEND if is_ours(process_group) else "gloo"
 
 
@@ -89,7 +85,7 @@ def finish(timeout_s: float = 60.0) -> None:
 
 
 def refusal(process_group: Any) -> str:
-    """Return why a process group of this backend uses gloo alone; empty if it does not."""
+    """Return why a process group of this backend uses gloo; empty if it does not."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     from parallelrun.shared_memory.joining import REFUSED

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from parallelrun.shared_memory.engine import Engine
-from parallelrun.shared_memory.gloo_messages import GlooMessage
 from parallelrun.shared_memory.messages import Message, MessageChannel
 
 
@@ -22,7 +21,7 @@ class Awaited(NamedTuple):
 def awaited_in(engine: Engine, collectives: Any, messages: MessageChannel) -> Awaited | None:
     """Return what a thread waits for in the group that issues `collectives` and `messages`; None if none does."""
     for operation in tuple(engine.awaited):
-        if isinstance(operation, (Message, GlooMessage)):
+        if isinstance(operation, Message):
             if messages.holds(operation):
                 peers = None if operation.peer is None else (operation.peer,)
                 return Awaited("send" if operation.is_send else "recv", operation.num_bytes, 0, peers)

@@ -32,12 +32,11 @@ COLLECTIVE_WORDS = _RING + _SLOTS * _SLOT_WORDS
 class CollectiveChannel:
     """The collectives of one group in one process. Every method is called under the engine's lock.
 
-    rank: the number of this process among `members`. numbers: what errors call the members, if not so.
+    rank: the number of this process among `members`.
     """
 
-    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int, numbers: Sequence[int] | None = None):
+    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int):
         self._engine, self._members, self._rank = engine, members, rank
-        self._numbers = range(len(members)) if numbers is None else numbers
         self._me = members[rank]
         self.base = self._me.base
         self._arena = engine.process.arena
@@ -161,8 +160,8 @@ class CollectiveChannel:
             words, at = member.words, member.base + slot
             if words[at] != kind or words[at + 1] != num_bytes:
                 theirs = f"{name_of(words[at])} of {words[at + 1]} bytes"
-                raise RuntimeError(f"[shared memory] rank {self._numbers[self._rank]} of the group issued "
-                                   f"{collective}, rank {self._numbers[number]} {theirs}")  # fmt: skip
+                raise RuntimeError(f"[shared memory] rank {self._rank} of the group issued "
+                                   f"{collective}, rank {number} {theirs}")  # fmt: skip
             offsets[number] = words[at + 2]
         return offsets
 

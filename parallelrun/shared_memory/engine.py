@@ -1,7 +1,8 @@
 """Waiting: every wait of a process advances all its outstanding operations, in the thread that waits.
 
 A waiter tries again for a moment if there is a core for each rank of the host, then sleeps until a peer rings or ends.
-Of several waiting threads one sleeps for all.
+Of several waiting threads one sleeps for all. A wait in a group of gloo advances nothing here, so a process with such a
+group has a thread that does, while peers need it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from parallelrun.shared_memory.process import ANY, LocalProcess, Peer
 _SPIN_S = 5e-5  # about as long as it takes to be woken
 SAFETY_S = 0.25  # a process looks this often itself, though it is always woken
 STALLED_S = 0.02  # and this often where nobody wakes it
+_BACKGROUND_S = 1e-3  # and this often while it may be waiting for gloo
 
 
 class PendingOperation(Protocol):
@@ -67,6 +69,7 @@ class Engine:
         self._sleeping = False
         self.awaited: list[PendingOperation] = []  # by each thread that waits
         self.num_cores = len(os.sched_getaffinity(0))
+        self._owes: threading.Event | None = None  # set: for the thread of `advance_in_background`
 
     def submit(self, queue: OperationQueue) -> None:
         """Advance a queue that has a new operation; remember it while operations are left."""
@@ -74,8 +77,27 @@ class Engine:
             self.process.sleep_for(ANY)
         if queue.advance():
             self._active[queue] = None
+            if self._owes is not None:
+                self._owes.set()
         else:
             self._active.pop(queue, None)
+
+    def advance_in_background(self) -> None:
+        """From now on, also advance operations that peers need while no thread waits for any."""
+        if self._owes is None:
+            self._owes = threading.Event()
+            threading.Thread(target=self._advance_for_peers, args=(self._owes,), daemon=True).start()
+
+    def _advance_for_peers(self, owes: threading.Event) -> None:
+        while owes.wait():
+            owes.clear()
+            is_owing = True
+            while is_owing:
+                time.sleep(_BACKGROUND_S)
+                with self.mutex:
+                    if not self.awaited:  # else the thread that waits advances them
+                        self.progress()
+                    is_owing = self.is_owing()
 
     def progress(self) -> None:
         """Do what can be done without waiting, for all operations."""

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from parallelrun import torch_private
 from parallelrun.shared_memory.awaited import Awaited, awaited_in
-from parallelrun.shared_memory.chains import ChainQueue
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
-from parallelrun.shared_memory.hierarchical import HierarchicalCollectives
 from parallelrun.shared_memory.messages import MessageChannel
 from parallelrun.shared_memory.named_group import NamedGroup, Place, observed
 from parallelrun.shared_memory.reductions import reduction_of
@@ -30,22 +28,21 @@ _LEAVE_S = 10.0  # a group that is destroyed waits so long for operations that i
 class SharedMemoryGroup(NamedGroup):
     """A group of ranks of one host. Its methods are those of torch.distributed's groups on CPU tensors.
 
-    make: the collectives as `queue` issues them. messages: between the ranks of this host.
+    make: the collectives that `channel` issues.
     """
 
     def __init__(
         self,
         place: Place,
         engine: Engine,
-        make: Collectives | HierarchicalCollectives,
-        queue: CollectiveChannel | ChainQueue,
+        make: Collectives,
+        channel: CollectiveChannel,
         messages: MessageChannel,
     ):
         super().__init__(place.store, place.rank, place.size)
         self._engine, self._size, self._number = engine, place.size, place.rank
         self._timeout_s = place.timeout.total_seconds()
-        self._make: Any = make  # both have the same methods
-        self._collectives: Any = queue
+        self._make, self._collectives = make, channel
         self._messages = messages
         self._open = True
         self._coalesced: list[SharedMemoryWork] | None = None
@@ -71,7 +68,7 @@ class SharedMemoryGroup(NamedGroup):
     @property
     def num_issued(self) -> int:
         """Return how many collectives this member has issued."""
-        return int(self._collectives.num_issued)
+        return self._collectives.num_issued
 
     def awaited(self) -> Awaited | None:
         """Return what a thread of this process waits for in this group; None if none does."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from parallelrun.shared_memory import HOST_VARIABLE
 from parallelrun.shared_memory.arena import ALIGNMENT, Arena, MappedMemory, store_before_load
-from parallelrun.shared_memory.hosts import HOST_VARIABLE
 
 # Word of an arena, what its process sleeps for: ANY; collectives of the group whose block of words begins at this word;
 # messages of the process with minus this pid; AWAKE.
@@ -62,11 +61,6 @@ class LocalProcess:
 
     def wake(self, reason: int) -> None:
         """Do nothing: whoever calls it is awake."""
-
-    def ring(self) -> None:
-        """Wake this process from another of its threads, if it sleeps."""
-        with contextlib.suppress(BlockingIOError):  # woken already
-            os.write(self._bell_to_me, b"\0")
 
     def endpoint(self) -> dict[str, Any]:
         """Return what a peer needs to reach this process."""

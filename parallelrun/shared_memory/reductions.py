@@ -70,41 +70,5 @@ class Reduction:
         if self._is_mean and len(sources) > 1:
             output.div_(len(sources))
 
-    def is_plain_sum(self, dtype: torch.dtype) -> bool:
-        """Return whether partial results are sums in `dtype`, fp32 or fp64."""
-        return self._combine is torch.add and dtype in (torch.float32, torch.float64)
-
-    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of a reduction over some ranks of a group."""
-        return torch.float32 if self._in_fp32 else dtype
-
-    def partial(self, output: Tensor, sources: Sequence[Tensor]) -> None:
-        """Set `output`, of `partial_dtype` and no source, to a reduction that is neither rounded nor divided."""
-        self._accumulate(output, sources)
-
-    def total(self, output: Tensor, partials: Sequence[Tensor], num_sources: int) -> None:
-        """Set `output`, none of several `partials`, to their reduction in their order; means are over `num_sources`.
-
-        16-bit sums are rounded here, once.
-        """
-        exact = output if output.dtype == partials[0].dtype else torch.empty_like(partials[0])
-        self._accumulate(exact, partials)
-        if self._is_mean:
-            exact.div_(num_sources)
-        if exact is not output:
-            output.copy_(exact)
-
-    def _accumulate(self, output: Tensor, sources: Sequence[Tensor]) -> None:
-        if output.dtype == torch.bool:
-            output, sources = output.view(torch.uint8), [one.view(torch.uint8) for one in sources]
-        if len(sources) > 1 and sources[0].dtype == output.dtype:
-            self._combine(sources[0], sources[1], out=output)
-            rest = sources[2:]
-        else:
-            output.copy_(sources[0])
-            rest = sources[1:]
-        for source in rest:
-            self._combine(output, source, out=output)
-
 
 _reduction = cache(Reduction)

@@ -52,20 +52,3 @@ def split(flat: Tensor, num_parts: int) -> list[Tensor]:
     each = aligned(-(-flat.numel() // num_parts) * item) // item
     starts = [min(number * each, flat.numel()) for number in range(num_parts + 1)]
     return [flat[first:last] for first, last in pairwise(starts)]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, which share its memory."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the bytes of contiguous tensors that follow each other in memory as one tensor, None if they do not."""
-    found = [one for one in tensors if one.numel()]
-    for one, following in pairwise(found):
-        same = one.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
-        if not same or one.data_ptr() + num_bytes_of(one) != following.data_ptr():
-            return None
-    if not found:
-        return None
-    return as_bytes(found[0]).as_strided((sum(map(num_bytes_of, found)),), (1,))

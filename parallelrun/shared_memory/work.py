@@ -12,7 +12,6 @@ from torch import Tensor
 
 from parallelrun import torch_private
 from parallelrun.shared_memory.engine import Engine, PendingOperation
-from parallelrun.shared_memory.gloo_messages import GlooMessage
 from parallelrun.shared_memory.messages import Message
 
 
@@ -41,14 +40,11 @@ class SharedMemoryWork(dist.Work):
         return True
 
     def _is_message(self) -> bool:
-        return isinstance(self._operations[0], (Message, GlooMessage)) if self._operations else False
+        return isinstance(self._operations[0], Message) if self._operations else False
 
     def _wait(self, seconds: float) -> None:
         for operation in self._operations:
-            if isinstance(operation, GlooMessage):
-                operation.wait(seconds)
-            else:
-                self._engine.wait(operation, seconds)
+            self._engine.wait(operation, seconds)
             if operation.error is not None:
                 raise operation.error
         self._copy_out()
@@ -85,7 +81,7 @@ class SharedMemoryWork(dist.Work):
     def source_rank(self) -> int:
         """Return the sender of a received message, by its number in the group."""
         operation = self._operations[0]
-        assert isinstance(operation, (Message, GlooMessage)) and operation.peer is not None
+        assert isinstance(operation, Message) and operation.peer is not None
         return operation.peer
 
     _source_rank = source_rank

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_ENVIRONMENT, SaveFailed
 from parallelrun.plan.structure import WORLD
 from parallelrun.train.build import Training
-from parallelrun.train.memory_checkpoints import MemoryCheckpoints
 from parallelrun.train.schedules import LossScaler
 
 MAX_FAILED_SAVES = 2  # in a row, then the training stops: it would be lost
@@ -49,12 +47,11 @@ class Checkpoints:
         self._training, self._start = training, start
         writer = BackgroundWriter(training.plan, training.mesh.group(WORLD), training.mesh.device, config.timeout_s)
         self._beside = writer if config.checkpoint.asynchronous else None
-        self._memory = MemoryCheckpoints(training, self._context)
         return start
 
     def resume(self) -> int:
         """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
-        self._resumed = load(self._training, self._scaler, self._memory)
+        self._resumed = load(self._training, self._scaler)
         self._start = int(self._resumed["step"]) if self._resumed else 0
         return self._start
 
@@ -79,8 +76,6 @@ class Checkpoints:
         if self._beside and step == self._start + 1 and config.checkpoint.every > 1 and not is_last:
             self._beside.prepare(_parts(self._training))
         if not is_due and not is_last:
-            saved = partial(_parts, self._training), partial(_extra, self._training, self._scaler, step)
-            self._memory.after_step(step, *saved)
             return
         began = time.perf_counter()
         self._context.heartbeat(step, "save")
@@ -98,7 +93,6 @@ class Checkpoints:
 
     def before_update(self, training: Training) -> None:
         """Wait until the weights and the state may change. Called in every step, when the gradients are final."""
-        self._memory.before_update()
         if self._beside and self._beside.is_pending:
             began = time.perf_counter()
             self._beside.wait_for_copies()
@@ -106,7 +100,6 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the save beside training, if there is one, and raise the error with which the run must end."""
-        self._memory.finish()
         if self._beside and self._beside.is_pending:
             self._collect()
         if self._fatal is not None:
@@ -159,7 +152,6 @@ class Checkpoints:
         before = self._resumed.get("dataset")
         return {
             **self.times.facts(),
-            "memory_saves": self._memory.num_saved,
             "failed_saves": len(self._failed_steps),
             "failed_save_step": self._failed_steps[-1] if self._failed_steps else None,
             "resumed_step": self._resumed.get("step"),
@@ -193,12 +185,6 @@ def due(config: Config, step: int, stopping: bool) -> bool:
     return (every > 0 and step % every == 0) or (step == config.steps and keeps_last_state(config))
 
 
-def saves_after(config: Config, step: int, stopping: bool) -> bool:
-    """Return whether the state after this step is saved, on the disk or in memory."""
-    every = config.checkpoint.memory_every
-    return due(config, step, stopping) or (every > 0 and step % every == 0)
-
-
 def _next_save(config: Config, step: int) -> str:
     later = next((one for one in range(step + 1, config.steps + 1) if due(config, one, False)), None)
     return f"at step {later}" if later else "only if the run is asked to stop"
@@ -230,17 +216,13 @@ def _extra(training: Training, scaler: LossScaler, step: int) -> dict[str, Any]:
     }
 
 
-def load(training: Training, scaler: LossScaler, memory: MemoryCheckpoints | None = None) -> dict[str, Any]:
-    """Load `config.resume` if given; return its `extra`, else nothing. Raises CheckpointError.
-
-    memory: fetches it from other hosts if it is in their memory.
-    """
+def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
+    """Load `config.resume` if given; return its `extra`, else nothing. Raises CheckpointError."""
     config, plan = training.config, training.plan
     if not config.resume:
         return {}
-    checks = memory.fetch(Path(config.resume)) if memory else None
-    path = Path(config.resume) if checks is not None else resolve_resume(config.resume, config.runs)
-    extra = store.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept, checks)
+    path = resolve_resume(config.resume, config.runs)
+    extra = store.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept)
     training.data.finish_update()  # zero1: gather the loaded shards into the weights
     training.data.after_load(extra.get("kept", ()))
     check_global_batch(extra, plan, path)

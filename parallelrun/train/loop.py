@@ -10,7 +10,7 @@ from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, 
 from parallelrun.run_records import attempts, reshapes
 from parallelrun.train import reshape
 from parallelrun.train.build import Training
-from parallelrun.train.checkpointing import Checkpoints, saves_after
+from parallelrun.train.checkpointing import Checkpoints, due
 from parallelrun.train.corruption.watch import watch_of
 from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.pace import PaceWatch
@@ -104,7 +104,7 @@ class _Loop:
             return back
         self._scaler.update(result.applied)
         self._record(step, result)
-        return watch.check(step, saves=saves_after(config, step, result.stop))
+        return watch.check(step, saves=due(config, step, result.stop))
 
     def save_or_end(self, step: int, result: StepResult) -> int | NextPlan | None:
         """Save what is due after the step. Return the exit code or the next plan if the loop ends here, else None."""

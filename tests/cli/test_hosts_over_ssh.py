@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.cli import host_launcher, hosts
+from parallelrun.cli import hosts
+from parallelrun.cli import ssh as over_ssh
 from parallelrun.errors import EnvironmentProblem
 from tests.cli.launcher import read, survivors, wait_for
 from tests.cli.test_launch_supervisor import listening_addresses
@@ -25,7 +26,7 @@ from tests.servants import ROOT
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 TINY = ("model=gpt", "strategy=ddp", "dataset=synthetic", "model.layers=1", "model.hidden=16", "model.seq=8")
 ENDLESS = ("steps=1000000", "eval.every=0", "checkpoint.every=0")
-AGENT = "\0parallelrun.cli.host_agent"  # as a word of its own: ssh has it in the middle of one
+AGENT = "\0parallelrun.cli.ssh_agent"  # as a word of its own: ssh has it in the middle of one
 GONE_S = 10.0
 
 pytestmark = [
@@ -204,7 +205,7 @@ def test_every_host_that_cannot_be_reached_or_has_no_such_python_is_named(monkey
     monkeypatch.setattr(sys, "executable", "/no such/python")
     placed = hosts.read(None, "worker1:1,nosuch.invalid:1")
     with pytest.raises(EnvironmentProblem) as caught:
-        host_launcher.run(placed, ["steps=1"], hosts.SshOptions(config=str(ssh_config)))
+        over_ssh.run(placed, ["steps=1"], hosts.SshOptions(config=str(ssh_config)))
     first, second = caught.value.problems
     assert re.match("worker1 cannot start parallelrun: .*/no such/python", first.what)
     assert "nosuch.invalid cannot be reached by ssh: ssh: Could not resolve hostname" in second.what

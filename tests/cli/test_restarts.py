@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -94,48 +93,6 @@ def test_a_rank_that_cannot_be_replaced_is_left_out_and_the_plan_shrinks(tmp_pat
     found, expected = losses(run), losses(whole)
     assert found.keys() == expected.keys()
     assert [loss for loss, _, _ in found.values()] == pytest.approx([one[0] for one in expected.values()], rel=1e-12)
-
-
-@pytest.mark.skipif(not FULL, reason="--matrix=full")
-def test_what_only_the_memory_has_is_saved_when_a_run_fails_for_good(tmp_path):
-    faults = [Fault("kill", 1, 8, attempt) for attempt in (1, 2)]
-    run = train(tmp_path, TWO, faults, restarts=1, **{"checkpoint.every": 0, "checkpoint.memory_every": 2})
-    assert run.wait() == 6, run.stderr
-    saved = latest(run.directory)
-    assert saved is not None and saved.name in ("step_4", "step_6") and read_whole(saved)
-    assert f"last good checkpoint: step {saved.name[5:]}" in run.stderr
-
-
-def in_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("parallelrun-*")}
-
-
-def test_a_lost_rank_goes_on_from_memory_alone(tmp_path):
-    """Nothing is on the disk when rank 1 dies. The checkpoint of step 4 may not be complete yet: then it is step 2."""
-    before = in_memory()
-    plan, every = {"dp": 2, "strategy.data.kind": "zero1"}, {"checkpoint.every": 0, "checkpoint.memory_every": 2}
-    whole = train(tmp_path / "a", plan)
-    failing = train(tmp_path / "b", plan, [Fault("kill", 1, 6, 1)], **every)
-    assert (whole.wait(), failing.wait()) == (0, 0), failing.stderr
-    assert losses(whole) == losses(failing) and same(weights(whole), weights(failing))
-    first, second = attempts.read(failing.directory)
-    assert first.saved == 0 and second.resumed_step in (2, 4) and second.checkpoint.startswith("/dev/shm/")
-    assert json.loads((failing.directory / "summary.json").read_text())["memory_saves"] > 0
-    assert in_memory() == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM] if FULL else [signal.SIGKILL])
-def test_the_memory_is_free_again_however_the_launcher_ends(tmp_path, number):
-    before = in_memory()
-    run = train(tmp_path, TWO, steps=100_000, **{"checkpoint.memory_every": 1})
-
-    def kept() -> set[str]:  # the last ones only: whoever waits for one of them may miss it
-        return {path.name for name in in_memory() - before for path in Path("/dev/shm", name).glob("step_*")}
-
-    wait_for(lambda: kept() - {"step_1"}, "a second checkpoint")
-    os.kill(run.pid, number)
-    run.wait()
-    wait_for(lambda: in_memory() <= before, "the end of the guard")
 
 
 def test_a_rank_that_hangs_is_replaced(tmp_path):

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from parallelrun import shared_memory
 from parallelrun.shared_memory import channel, engine, messages
-from parallelrun.shared_memory.hosts import HOST_VARIABLE
 from tests.overlapping_groups import out_of_order
 from tests.pool import RanksFailed, run_ranks
 
@@ -244,23 +243,6 @@ def differ(how: str) -> str:
 def test_collectives_that_do_not_match_are_refused(how: str) -> None:
     told = run_ranks(2, differ, how, fresh=True)[1]
     assert "rank 1 of the group issued" in told and "rank 0 all_reduce of 40 bytes" in told
-
-
-def on_hosts(names: tuple[str, ...]) -> tuple[str, str, float, str]:
-    os.environ[HOST_VARIABLE] = names[dist.get_rank()]
-    everyone, pair = dist.new_group(), dist.new_group([1, 2])
-    tensor = torch.ones(10)
-    dist.all_reduce(tensor, group=everyone)
-    carrier = shared_memory.carrier(everyone)
-    in_pair = shared_memory.carrier(pair) if dist.get_rank() else ""
-    return carrier, in_pair, float(tensor.sum()), shared_memory.refusal(everyone)
-
-
-def test_what_carries_a_group_depends_on_the_hosts_of_its_ranks() -> None:
-    assert run_ranks(3, on_hosts, ("a", "b", "b"))[1:] == [("shm+gloo", "shm", 30.0, "")] * 2
-    assert run_ranks(3, on_hosts, ("", "", ""))[1:] == [("shm", "shm", 30.0, "")] * 2
-    why = "each rank is on a host, or in a container, of its own"
-    assert run_ranks(3, on_hosts, ("a", "b", "c"))[1:] == [("gloo", "gloo", 30.0, why)] * 2
 
 
 def without_memory(how: str) -> tuple[bool, float, str]:

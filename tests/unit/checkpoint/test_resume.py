@@ -16,7 +16,7 @@ from parallelrun.errors import CheckpointError
 from parallelrun.launch import start as launcher
 from parallelrun.plan.freeze import freeze
 from parallelrun.train.checkpointing import due
-from tests.checkpoints import read_whole, same, written
+from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
 
 SMALL = {"model.layers": 1}
@@ -191,22 +191,3 @@ def test_a_configuration_that_cannot_be_read_is_a_bad_checkpoint(tmp_path):
 def test_a_run_keeps_its_last_state_unless_told_otherwise_and_a_resumed_one_always(changes, saved):
     config = tiny_config({"steps": 9, **changes})
     assert [step for step in range(1, 10) if due(config, step, False)] == saved
-
-
-def test_what_only_the_memory_has_is_copied_to_the_disk(tmp_path):
-    memory, run, plan = tmp_path / "memory", tmp_path / "run", tiny_plan(SMALL)
-    source = written(memory / "step_3", plan)
-    assert find.recover(run, memory) == source and find.recover(run, None) is None
-    saved = resume.keep_on_disk(run, memory)
-    assert saved == run / "checkpoints" / "step_3" and same(read_whole(saved), read_whole(source))
-    assert find.recover(run, memory) == saved and resume.keep_on_disk(run, memory) is None  # the disk has it
-    (written(memory / "step_6", plan) / "index.json").unlink()
-    assert find.recover(run, memory) == saved and os.listdir(run / "checkpoints") == ["step_3"]
-
-
-@pytest.mark.parametrize("in_memory, on_disk, newest", [(9, 3, 9), (3, 9, 9), (10, 9, 10)])
-def test_a_run_goes_on_from_the_newest_state_on_the_disk_or_in_memory(in_memory, on_disk, newest, tmp_path):
-    memory, plan = tmp_path / "memory", tiny_plan(SMALL)
-    for folder, step in ((memory, in_memory), (tmp_path / "run" / "checkpoints", on_disk)):
-        written(folder / f"step_{step}", plan)
-    assert find.recover(tmp_path / "run", memory).name == f"step_{newest}"

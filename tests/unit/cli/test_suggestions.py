@@ -81,8 +81,7 @@ def shell(capsys, monkeypatch, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments, **more: 0)
-    monkeypatch.setattr("parallelrun.cli.host_launcher.run", lambda *arguments: 0)
-    monkeypatch.setattr("parallelrun.cli.host_restarts.run", lambda *arguments: 0)
+    monkeypatch.setattr("parallelrun.cli.ssh.run", lambda *arguments: 0)
     monkeypatch.setattr("parallelrun.cli.doctor.main", lambda words: 0)
     return Shell(capsys)
 

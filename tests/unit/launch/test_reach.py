@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from parallelrun.launch import reach
+from parallelrun.launch import failure_detection, reach
 from parallelrun.launch.environment import Attached
+from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
-from parallelrun.launch.reach import RESENT, Reach
+from parallelrun.launch.reach import RESENT, LostHost, Reach
 from parallelrun.launch.rendezvous import Member
 
 
@@ -72,12 +76,35 @@ def test_the_connection_to_another_host_is_found_probed_and_left_to_its_owner(mo
             assert accepted.recv(1) == b"x"
             monkeypatch.setattr(reach, "_resent", lambda number: RESENT)
             told = found.lost_host()
-            assert told and told.what == "the connection to host b (rank 1) was lost: it does not answer"
+            assert told and told.failure.what == "the connection to host b (rank 1) was lost: it does not answer"
     assert found.lost_host() is None, "nothing is connected any more"
 
 
 def test_addresses_that_all_hosts_have_lead_nowhere():
     assert Reach(0, members("ab"))._host_of == {"b.address": "b"}
+
+
+def test_a_rank_that_waits_is_ended_by_its_watchdog_and_the_lost_host_is_the_cause(monkeypatch):
+    """The watchdog sees nothing for two looks, then the loss."""
+    heartbeats, told, codes = HeartbeatFile(1, first_rank=1), [], []
+    heartbeats.beat(1, 12, "forward")
+
+    def exit_(code: int) -> None:
+        codes.append(code)
+        done.looks = 99
+
+    def wait(seconds: float) -> bool:
+        done.looks += 1
+        return done.looks > 10
+
+    done = SimpleNamespace(looks=0, wait=wait)
+    monkeypatch.setattr(failure_detection.os, "_exit", exit_)
+    lost = LostHost("worker-2", 2, "ranks 2 to 3")
+    look = partial(reach.told, lambda: lost if done.looks > 2 else None, None, heartbeats, 1)
+    Watchdog(heartbeats, 1, 60.0, io.StringIO(), told.append, None, look, told.append, done).watch()
+    (cause,) = told
+    assert codes == [6] and (cause.rank, cause.host, cause.step) == (2, "worker-2", 12)
+    assert cause.what == "the connection to host worker-2 (ranks 2 to 3) was lost: it does not answer"
 
 
 def test_a_rank_whose_launcher_is_gone_tells_it():
@@ -103,3 +130,20 @@ def test_a_rank_whose_launcher_is_gone_tells_it():
 def test_whose_launcher_is_watched(source, environ, watched):
     attached = Attached(0, 2, 0, "a", 1, source, "job")
     assert reach.launcher(attached, environ) == (os.getppid() if watched else None)
+
+
+def test_a_rank_that_has_failed_leaves_its_connections_but_not_what_listens(monkeypatch):
+    """The kernel shows the other side the end, though this process still has the descriptor."""
+    left: list[str] = []
+    ours = SimpleNamespace(abort=lambda: left.append("ours"))
+    monkeypatch.setattr("parallelrun.torch_private.process_groups", lambda: [(ours, (0, 1)), ("gloo's", (0, 2))])
+    monkeypatch.setattr("parallelrun.shared_memory.is_ours", lambda group: group is ours)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        accepted, _ = server.accept()
+        monkeypatch.setattr(reach.os, "listdir", lambda folder: [str(one.fileno()), str(server.fileno()), "0"])
+        with accepted:
+            accepted.settimeout(10)
+            reach.hang_up()
+            assert accepted.recv(1) == b"" and left == ["ours"]
+        with socket.create_connection(server.getsockname()):
+            server.accept()[0].close()

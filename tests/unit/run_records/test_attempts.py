@@ -75,11 +75,11 @@ def test_the_cost_of_restarts_is_the_time_without_steps_and_the_repeated_work(tm
 def test_a_restart_over_hosts_is_told_in_parts(tmp_path):
     """The time begins when the failure is noticed, not when the ranks have ended."""
     attempts.write(tmp_path, [Attempt(1, 4, {"dp": 4}, began=0.0, stepping=5.0, ended=20.3, step=7)])
-    attempts.mark(tmp_path, noticed=20.0, ended=20.5, hosts=21.0)
+    attempts.mark(tmp_path, noticed=20.0, ended=20.5)
     (first,) = attempts.read(tmp_path)
     marks = {"joined": 23.0, "connected": 23.25, "built": 24.0}
     second = Attempt(2, 4, {"dp": 4}, began=22.0, stepping=26.0, resumed_step=5, step=5, marks=marks)
-    told = {"ending the ranks": 0.5, "finding the hosts": 0.5, "starting ranks": 1.0, "joining": 1.0,
+    told = {"ending the ranks": 0.5, "starting ranks": 1.5, "joining": 1.0,
             "process group": 0.25, "building": 0.75, "loading": 2.0}  # fmt: skip
     assert attempts.parts(first, second) == told
     assert attempts.lost_s([first, second]) == 6.0

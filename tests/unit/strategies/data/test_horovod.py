@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
-import signal
-import sys
 
 import pytest
 import torch
 
-from parallelrun.cli import argv, host_connection, host_launcher, host_ranks, hosts
+from parallelrun.cli import argv, hosts
 from parallelrun.errors import ConfigError
-from parallelrun.launch.environment import for_other_hosts
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.traffic import traffic_of
@@ -175,58 +171,6 @@ def test_how_ssh_reaches_the_hosts_is_told_by_three_flags(tmp_path):
 def test_ssh_flags_are_checked_before_anything_starts(words, told):
     with pytest.raises(ConfigError, match=told):
         argv.read([*words, "model=gpt"])
-
-
-def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
-    folder = tmp_path / "it's; a folder"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", "/a b:$(c)")
-    *words, host, command = host_connection.remote_command("[fe80::1]", hosts.SshOptions(port="2222"))
-    assert words[0] == "ssh" and words[-2:] == ["-p", "2222"] and host == "fe80::1"
-    first, second = command.split(" && ")
-    assert shlex.split(first) == ["cd", str(folder)]
-    agent = [sys.executable, "-m", "parallelrun.cli.host_agent"]
-    assert shlex.split(second) == ["exec", "env", "PYTHONPATH=/a b:$(c)", *agent]
-
-
-def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_one_host():
-    launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
-    shared = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    own = for_other_hosts({**launcher, "SECRET": "x", "RANK": "7"})
-    order = host_ranks.Order(["steps=1"], 4, 2, {**shared, **own})
-    host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
-    assert host_ranks.variables(order, 1, host, None) == {
-        "PATH": "/venv/bin:/bin:/opt/bin",
-        "OMP_NUM_THREADS": "2",
-        "HOME": "/home/b",
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-
-
-@pytest.mark.parametrize(
-    ("codes", "signals", "expected"),
-    [
-        ({"b": 0, "a": 0}, [], 0),
-        ({"b": 6, "a": 5}, [], 5),  # rank 0, on the first host, knows the cause
-        ({"b": 3, "a": 0}, [], 3),
-        ({"b": 75, "a": 75}, [signal.SIGTERM], 75),
-        ({"b": 6, "a": 75}, [signal.SIGTERM], 6),
-        ({"b": 130, "a": 130}, [signal.SIGINT], 130),
-        ({"b": -9, "a": -9}, [], 6),
-        ({"b": 6, "a": 6}, [signal.SIGTERM, signal.SIGTERM], 143),
-    ],
-)
-def test_one_exit_code_tells_how_the_run_ended_on_all_hosts(codes, signals, expected):
-    connections = host_connection.Connections(hosts.SshOptions(), signals)
-    launcher = host_launcher.HostLauncher(hosts.read("4", "a:2,b:2"), [], connections)
-    launcher._codes = codes
-    assert launcher._exit_code() == expected
 
 
 # -- stalls
