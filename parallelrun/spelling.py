@@ -29,8 +29,8 @@ def distance(left: str, right: str, most: int) -> int:
 
 
 def tolerated(word: str) -> int:
-    """How many wrong letters a word of this length may have: one in four, at least one and at most three."""
-    return max(1, min(3, len(plain(word)) // 4))
+    """How many wrong letters a word of this length may have: one in three, at least one and at most three."""
+    return max(1, min(3, (len(plain(word)) + 1) // 3))
 
 
 def closest(word: str, names: Iterable[str]) -> list[str]:

@@ -193,6 +193,8 @@ def nearest_keys(word: str, count: int = 3) -> list[str]:
     for name in typed:
         by_last.setdefault(name.rpartition(".")[2], []).append(name)
     same = by_last.get(last, []) if not section or section in sections() or section in _WRAPPERS else []
+    if word.count(".") > 1:  # strategy.router.jitter: the right part of another section
+        same = same or [name for name in typed if name.endswith("." + ".".join(word.split(".")[-2:]))]
     alike = spelling.closest(word, dict.fromkeys(typed if section else [*typed, *by_last]))
     spelled = [name for name in alike if name in typed] or [name for part in alike for name in by_last[part]]
     borrowed = [_ELSEWHERE[name] for name in spelling.closest(word, _ELSEWHERE)]
