@@ -144,7 +144,7 @@ def to_svg(found: list[Series]) -> str:
             chart.line(over_bytes, style, thinned([(at.sent_bytes / size, value) for at, value in points], MOST_POINTS))
         values = [value for one in shown for at in one.with_measure(key) if (value := at.measures[key]) > 0]
         for axes in (over_time, over_bytes):
-            chart.scale(axes, "y", "{:.3g}".format, log="loss" in key and _wide(values))
+            chart.scale(axes, "y", digits, log="loss" in key and _wide(values))
         chart.scale(over_time, "x", digits, from_zero=True, label="seconds of training")
         chart.scale(over_bytes, "x", digits, log=_wide(sent), from_zero=True, label=f"{unit} sent by all ranks")
     return chart.svg(drawn, [one.label for one in shown], _notes(found, shown))

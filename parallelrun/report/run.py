@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from parallelrun.plan.prediction import matches_prediction
 from parallelrun.report import predicted, routing
-from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
+from parallelrun.report.figures import ROUNDING, bytes_text, degrees_text, seconds_text
 from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_console, table
 from parallelrun.wording import counted
 
@@ -34,10 +34,11 @@ def sparkline(values: list[float], width: int = 60) -> str:
     cells = []
     for column in range(width):
         part = values[column * len(values) // width : (column + 1) * len(values) // width]
-        good = [value for value in part if value is not None and isfinite(value)]
+        good = [value for value in part if value is not None and math.isfinite(value)]
         cells.append(sum(good) / len(good) if good else None)
     shown = [cell for cell in cells if cell is not None]
-    low, span = min(shown, default=0.0), (max(shown, default=0.0) - min(shown, default=0.0)) or 1.0
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    span = high - low if high - low > ROUNDING * max(abs(low), abs(high)) else math.inf
     return "".join(" " if cell is None else BARS[int((cell - low) / span * (len(BARS) - 1))] for cell in cells)
 
 

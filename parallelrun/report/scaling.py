@@ -97,7 +97,9 @@ def to_svg(found: Sequence[ScalingGroup]) -> str:
     for axes in (rates, shares):
         chart.scale(axes, "x", "{:g}".format, log=True, ticks=worlds, label="ranks, servers included")
     chart.scale(rates, "y", digits, log=True)
-    chart.scale(shares, "y", "{:.0%}".format, from_zero=True, label="of the ideal")
+    chart.scale(
+        shares, "y", lambda share, significant: f"{share:.{significant - 3}%}", from_zero=True, label="of the ideal"
+    )
     notes = ["ideal: each rank adds as much as a rank of the smallest point; of several degrees the fastest is drawn"]
     if any(group.crowded for group in found):
         notes.append("ranks shared cores: step time is no scaling measurement")

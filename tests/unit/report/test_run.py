@@ -106,6 +106,7 @@ def test_sparkline_goes_from_lowest_to_highest_and_leaves_gaps() -> None:
     assert sparkline([3.0, 2.0, 1.0]) == "█▄▁"
     assert sparkline([1.0, float("nan"), 2.0]) == "▁ █"
     assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([4.381, 4.3810001, 4.381]) == "▁▁▁"  # equal within rounding
     assert len(sparkline([float(i) for i in range(500)], width=60)) == 60
     assert sparkline([]) == ""
 
