@@ -30,6 +30,23 @@ def planned(
     if composed.config.shrink:
         return _shrunk(composed, verb, world, sweep)
     plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus(), sweep=sweep)
+    return _readable(composed, plan, world) if verb == "explain" else (composed, plan)
+
+
+def _readable(composed: Composed, plan: Plan, world: int | None) -> tuple[Composed, Plan]:
+    """The plan with about as many microbatches as pp ranks, unless the user asked for a number: its schedule and
+    messages can be read."""
+    config, number = composed.config, plan.mesh.size("pp")
+    if number == 1 or plan.batch.microbatches <= number or config.microbatches or config.micro_batch:
+        return composed, plan
+    for few in range(number, min(2 * number, plan.batch.microbatches)):
+        try:
+            asked = replace(config, microbatches=few)
+            found = resolve(asked, given=composed.given | {"microbatches"}, world=world, gpus=visible_gpus())
+        except ConfigError:  # the batch does not divide
+            continue
+        print(f"note: {few} microbatches are shown; a run has microbatches={plan.batch.microbatches}", file=sys.stderr)
+        return replace(composed, config=asked), found
     return composed, plan
 
 
