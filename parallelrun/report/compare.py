@@ -68,7 +68,7 @@ def show(comparison: RunComparison, failed: Sequence[str], console: Console) -> 
         console.print(drawn)
         console.print()
     for line in (*losses(comparison), *notes(comparison), *(f"FAILED {text}" for text in failed)):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False)
 
 
 def markdown(comparison: RunComparison, failed: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from parallelrun.plan.traffic import TrafficRow
 from parallelrun.report import data_axis, layouts, timeline
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, evenly
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
+from parallelrun.wording import COLUMNS
 
 MOST_RANKS, MOST_SERVERS = 200, 16  # rows
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ.", "temporary": "temp."}
@@ -127,7 +128,7 @@ def _servers(plan: Plan) -> list[RenderableType]:
 
 def width(console: Console) -> int:
     """Return the columns inside the frame of a section."""
-    return min(console.width, WIDEST) - FRAME
+    return min(console.width, WIDEST, *([] if console.is_terminal else [COLUMNS])) - FRAME
 
 
 def schedule(plan: Plan, simulation: Simulation, columns: int) -> Text:

@@ -63,6 +63,10 @@ def show(directory: Path, console: Console | None = None) -> None:
         console.print(Panel(Group(*parts), title=title, expand=False))
     else:
         console.print(Text(title, "bold"), *parts, sep="\n")
+    if (checkpoint := _last_checkpoint(directory)) is not None:  # to be copied
+        console.print(
+            f"last checkpoint {checkpoint}: {shlex.quote(f'resume={directory}')}", markup=False, soft_wrap=True
+        )
 
 
 def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any], width: int) -> list[tuple[str, Text]]:
@@ -163,7 +167,9 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
 def _files(directory: Path) -> list[tuple[str, Text]]:
     names = [name for name in FILES if (directory / name).exists()]
     rows = [("run", Text(str(directory))), ("", Text("  ".join(names), "dim"))]
-    checkpoints = sorted((directory / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
-    if checkpoints:
-        rows.append(("", Text(f"last checkpoint {checkpoints[-1].name}: {shlex.quote(f'resume={directory}')}")))
     return rows
+
+
+def _last_checkpoint(directory: Path) -> str | None:
+    names = [path.name for path in (directory / "checkpoints").glob("step_*")]
+    return max(names, key=lambda name: int(name.split("_")[1]), default=None)

@@ -113,7 +113,7 @@ def show_table(rows: list[dict[str, Any]], console: Console) -> None:
     if len(rows) > _MAX_ROWS:
         lines.append(f"... {counted(len(rows) - _MAX_ROWS, 'more point')} in {RESULTS}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False)
 
 
 def _ordered(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:

@@ -74,7 +74,9 @@ def test_the_panel_fits_80_columns(terminal, capsys, tmp_path) -> None:
     finished_run(tmp_path, steps=200)
     show(tmp_path)
     lines = plain(capsys.readouterr().out).splitlines()
-    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    *panel, checkpoint = lines
+    assert max(map(len, panel)) <= 80 and "…" not in "".join(lines)
+    assert checkpoint.startswith("last checkpoint step_2: ")  # no frame around what is copied
     losses = next(line for line in lines if "│ loss" in line)
     assert losses.rstrip(" │").endswith("4.2500")
 
