@@ -11,6 +11,7 @@ import pytest
 from parallelrun.cli.main import main
 from parallelrun.errors import ParallelrunError
 from parallelrun.records import append_jsonl, write_json
+from parallelrun.report.figures import thinned
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine, GanttCell
 from parallelrun.report.page.document import page
@@ -193,6 +194,37 @@ def test_many_runs_are_compared_in_three_columns(tmp_path):
     assert "<td>dp</td><td>2</td><td>A C E</td></tr><tr><td></td><td>3</td><td>B D</td>" in page(runs, "many")
 
 
+def test_the_traffic_of_all_ranks_is_added_and_compared(tmp_path):
+    directory = full_run(tmp_path / "a" / "1")
+    row = {"operation": "send", "calls": 2, "payload_bytes": 2**20, "wire_bytes": 2**20}
+    purposes = (("activations", 2**20), ("activations", 2**20), ("gradients", 2**10))
+    rows = [{**row, "axis": "pp", "purpose": purpose, "predicted_payload_bytes": predicted}
+            for purpose, predicted in purposes]  # fmt: skip
+    write_json(directory / "comm.json", {"rows": [*rows, {**rows[0], "operation": "recv", "payload_bytes": 0}]})
+    text = page([read(directory)], "traffic")
+    lines = [re.findall("<td[^>]*>([^<]*)</td>", line) for line in re.findall("<tr><td>pp</td>.*?</tr>", text)]
+    assert lines == [
+        ["pp", "send", "activations", "4", "2 MiB", "2 MiB", "2 MiB", "yes"],
+        ["pp", "send", "gradients", "2", "1 MiB", "1 KiB", "1 MiB", "no"],
+    ]
+    assert "pp 3 MiB</title>" in text
+
+
+def test_the_predicted_memory_is_that_of_the_largest_rank(tmp_path):
+    directory = full_run(tmp_path / "a" / "1")
+    parts = [{"weights": size, "total": size} for size in (10, 40, 20)]
+    write_json(directory / "plan.json", {"memory": {"per_position": parts}})
+    assert "weights 40 B</title>" in page([read(directory)], "memory")
+
+
+def test_many_points_are_drawn_as_means_of_neighbours():
+    assert thinned([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0), (3.0, 9.0), (4.0, 4.0)], 3) == [
+        (0.5, 2.0),
+        (2.5, 7.0),
+        (4.0, 4.0),
+    ]
+
+
 def coordinates(figure: str, tag: str = "polyline") -> list[list[tuple[float, float]]]:
     found = re.findall(rf'<{tag} [^>]*points="([^"]*)"', figure)
     return [[tuple(map(float, pair.split(","))) for pair in one.split()] for one in found]
@@ -286,6 +318,8 @@ def test_lines_that_differ_by_more_than_rounding_are_drawn_apart():
 def test_bars_are_as_long_as_their_values():
     figure = charts.stacked_bars("t", [("a", [1.0, 3.0]), ("b", [2.0, 0.0])], ["x", "y"], str)
     widths = [float(width) for width in re.findall(r'class="bar[^>]*? width="([\d.]+)"', figure)]
+    first, second, _ = [float(x) for x in re.findall(r'class="bar[^>]*? x="([\d.]+)"', figure)]
+    assert second == pytest.approx(first + widths[0], abs=0.2)
     assert widths[1] == pytest.approx(3 * widths[0], rel=1e-3) and widths[2] == pytest.approx(2 * widths[0], rel=1e-3)
     assert len(widths) == 3 and charts.stacked_bars("t", [("a", [0.0])], ["x"], str) == ""
 
