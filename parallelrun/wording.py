@@ -22,7 +22,7 @@ def wrapped(text: str, file: TextIO | None = None, indent: str = "  ") -> str:
     return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def tell(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a note or a warning to stderr."""
     print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 

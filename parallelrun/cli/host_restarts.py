@@ -37,7 +37,7 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.run_records import attempts
 from parallelrun.run_records.attempts import Attempt
-from parallelrun.wording import counted, tell
+from parallelrun.wording import counted, print_note
 
 RECONNECT_S = 25.0  # for a host to answer again: ssh, and the start of Python
 
@@ -165,7 +165,7 @@ class _Attempts:
         gone = [one.name for one in connections.greeted([one.name for one in self._hosts], RECONNECT_S)]
         for name in gone:
             connections.drop(name)
-            tell(f"warning: {name} cannot be reached by ssh: it is left out")
+            print_note(f"warning: {name} cannot be reached by ssh: it is left out")
         slots = {one.name: one.slots for one in self._hosts if one.name not in gone}
         if without in slots:
             slots[without] -= 1

@@ -16,7 +16,7 @@ from parallelrun.checkpoint.find import FOLDER, complete_steps, open_complete, s
 from parallelrun.checkpoint.index import INDEX_FILE
 from parallelrun.cli.host_connection import CLOSED, Connections, HostConnection
 from parallelrun.errors import CheckpointError
-from parallelrun.wording import tell
+from parallelrun.wording import print_note
 
 COPY_S = 120.0  # for the hosts to copy their files
 
@@ -41,7 +41,7 @@ def keep_on_disk(connections: Connections, directory: Path) -> None:
         print(f"the checkpoint in memory is kept as {target}", file=sys.stderr, flush=True)
     except (OSError, CheckpointError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        tell(f"warning: the checkpoint in memory cannot be kept: {error}")
+        print_note(f"warning: the checkpoint in memory cannot be kept: {error}")
 
 
 def _copy(connections: Connections, agents: Sequence[HostConnection], step: int, target: Path) -> None:

@@ -10,7 +10,7 @@ from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan import chosen
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
-from parallelrun.wording import tell
+from parallelrun.wording import print_note
 
 _SHRINKING = ("verify", "plan")  # the verbs that `shrink=true` is for
 
@@ -45,7 +45,7 @@ def _readable(composed: Composed, plan: Plan, world: int | None) -> tuple[Compos
             found = resolve(asked, given=composed.given | {"microbatches"}, world=world, gpus=visible_gpus())
         except ConfigError:  # the batch does not divide
             continue
-        tell(f"note: {few} microbatches are shown; a run has microbatches={plan.batch.microbatches}")
+        print_note(f"note: {few} microbatches are shown; a run has microbatches={plan.batch.microbatches}")
         return replace(composed, config=asked), found
     return composed, plan
 
@@ -71,7 +71,7 @@ def _shrunk(composed: Composed, verb: str, world: int | None, sweep: bool) -> tu
     if world is not None and world != found.plan.world:
         what = f"the smallest plan has {found.plan.world} ranks, and the launcher has started {world}"
         raise ConfigError(Problem(what, "shrink", command="parallelrun verify ..., without a launcher"))
-    tell(f"note: shrink: {', '.join(found.sizes)}")
+    print_note(f"note: shrink: {', '.join(found.sizes)}")
     for name in found.lost:
-        tell(f"warning: shrink: not kept, because it needs more ranks: {name}")
+        print_note(f"warning: shrink: not kept, because it needs more ranks: {name}")
     return replace(composed, config=found.config, given=frozenset()), found.plan

@@ -12,7 +12,7 @@ from parallelrun.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.run_records import find
 from parallelrun.run_records.read import read
 from parallelrun.run_records.series import series
-from parallelrun.wording import counted, tell
+from parallelrun.wording import counted, print_note
 
 
 def main(words: list[str]) -> int:
@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     if any((run.number("ranks_per_core") or 0) > 1 for run in runs):
         notes.append("ranks shared cores: no scaling measurement")
     if num_left_out:
-        tell(f"note: {counted(num_left_out, 'run')} without {arguments.y}")
+        print_note(f"note: {counted(num_left_out, 'run')} without {arguments.y}")
     save(target, plot.draw(lines, arguments.x, arguments.y, form, arguments.width, arguments.log, notes), "--to")
     print(os.path.relpath(target))
     return EXIT_OK

@@ -26,7 +26,7 @@ from parallelrun.launch.processes import start_time
 from parallelrun.plan import prediction
 from parallelrun.plan.structure import Plan
 from parallelrun.report.figures import bytes_text
-from parallelrun.wording import tell
+from parallelrun.wording import print_note
 
 PARENT = Path("/dev/shm")
 KEPT = 2  # checkpoints: the newest, and the one that is being written
@@ -62,7 +62,7 @@ def keep(memory: Path | None, run_directory: Path) -> None:
         if memory is not None and (saved := keep_on_disk(run_directory, memory)) is not None:
             print(f"the checkpoint in memory is kept as {saved}", file=sys.stderr)
     except OSError as error:
-        tell(f"warning: the checkpoint in memory cannot be kept: {error}")
+        print_note(f"warning: the checkpoint in memory cannot be kept: {error}")
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ from parallelrun.plan.freeze import filled
 from parallelrun.plan.structure import Plan
 from parallelrun.trackers.processes import following
 from parallelrun.trackers.state import carry_over
-from parallelrun.wording import counted, tell
+from parallelrun.wording import counted, print_note
 
 
 def start(
@@ -133,7 +133,7 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
         source.initial_weights(replace(config, resume=None), plan.spec)
         notes += source.notes_on_initial(config)
     for note in [*notes, *preflight.disk_shortage(config, plan, run_root or Path(config.runs))]:
-        tell(f"note: {note}")
+        print_note(f"note: {note}")
     os.umask(0o077)
     folder = directory.create(Path(config.runs), name, run_root)
     resumed = None
@@ -146,7 +146,7 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
     if found and dataset:
         resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
         if warning:
-            tell(f"warning: {warning}")
+            print_note(f"warning: {warning}")
     directory.describe(folder, config, plan, argv, job.options.overrides, resumed)
     job = replace(job, config=filled(config, plan), directory=folder)
     if attached is not None:

@@ -25,7 +25,7 @@ from parallelrun.launch.failure import GRACE_S, Failure
 from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
 from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.rank import STOP_SIGNALS, Job
-from parallelrun.wording import tell
+from parallelrun.wording import print_note
 
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
 TICK_S = 0.1
@@ -137,7 +137,7 @@ class Supervisor:
             self._lost.add(rank)
             left = self._job.plan.num_workers - len(self._lost)
             what = self._of_exit(rank, code, now).what
-            tell(f"warning: rank {rank} {what}; continuing with {left} workers")
+            print_note(f"warning: rank {rank} {what}; continuing with {left} workers")
             return
         self._codes[rank] = code
         if failed:

@@ -146,7 +146,7 @@ def scale(
         axes.set(**{f"{name}lim": limits})
     if ticks:
         axis.set_major_locator(FixedLocator(ticks))
-    formatter = FuncFormatter(lambda value, _: text(value, 3))
+    formatter: Any = FuncFormatter(lambda value, _: text(value, 3))
     formatter.format_ticks = lambda values: tick_texts(values, text)
     axis.set_major_formatter(formatter)
     axis.set_label_text(label)

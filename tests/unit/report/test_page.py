@@ -318,10 +318,14 @@ def test_lines_that_differ_by_more_than_rounding_are_drawn_apart():
 def test_bars_are_as_long_as_their_values():
     figure = charts.stacked_bars("t", [("a", [1.0, 3.0]), ("b", [2.0, 0.0])], ["x", "y"], str)
     widths = [float(width) for width in re.findall(r'class="bar[^>]*? width="([\d.]+)"', figure)]
-    first, second, _ = [float(x) for x in re.findall(r'class="bar[^>]*? x="([\d.]+)"', figure)]
-    assert second == pytest.approx(first + widths[0], abs=0.2)
     assert widths[1] == pytest.approx(3 * widths[0], rel=1e-3) and widths[2] == pytest.approx(2 * widths[0], rel=1e-3)
     assert len(widths) == 3 and charts.stacked_bars("t", [("a", [0.0])], ["x"], str) == ""
+
+
+def test_a_part_of_a_bar_begins_where_the_one_before_it_ends():
+    figure = charts.stacked_bars("t", [("a", [3.0, 1.0])], ["x", "y"], str)
+    (first, width), (second, _) = re.findall(r'class="bar f\d" x="([\d.]+)" y="\d+" width="([\d.]+)"', figure)
+    assert float(second) == pytest.approx(float(first) + float(width), abs=0.2)
 
 
 def test_a_gantt_chart_has_a_cell_for_every_action():

@@ -211,7 +211,7 @@ def test_messages_are_counted_at_their_senders(capsys):
            "predicted_payload_bytes": 1024, "wire_bytes": 2048}  # fmt: skip
     received = {**row, "operation": "recv", "payload_bytes": 0, "predicted_payload_bytes": 0, "wire_bytes": 0}
     open_console().print(communication_table([{**row, "operation": "send"}, received, {**row, "operation": "send"}]))
-    *_, line = capsys.readouterr().out.splitlines()
+    _, _, line = capsys.readouterr().out.splitlines()
     assert line.split() == ["pp", "send", "activations", "6", "2", "KiB", "4", "KiB"]
 
 
@@ -242,6 +242,5 @@ def test_a_benchmark_shows_each_of_its_figures(capsys):
         "device": "cpu", "predicted": None, "world": 2, "cores": 2,
     })  # fmt: skip
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("median 200.0 ms tokens/s 1,234", "quartiles 100.0 - 300.0 ms samples/s 56.0",
-                 "fastest 50.0 ms model GFLOP/s 7.8", "percentile 400.0 ms payload of rank 0 per step 2.00 MiB"):  # fmt: skip
-        assert part in text
+    assert "median 200.0 ms tokens/s 1,234 quartiles 100.0 - 300.0 ms samples/s 56.0" in text
+    assert "fastest 50.0 ms model GFLOP/s 7.8 95th percentile 400.0 ms payload of rank 0 per step 2.00 MiB" in text
