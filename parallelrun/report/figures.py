@@ -29,7 +29,7 @@ def digits(number: float, significant: int = 3) -> str:
 def tick_texts(ticks: Sequence[float], text: Callable[[float, int], str]) -> list[str]:
     """Return the ticks of an axis by `text(value, significant digits)`, with so many digits that they are told apart,
     and are exact where round."""
-    distinct = []
+    distinct: list[str] = []
     for significant in range(3, 16):
         texts = [text(value, significant) for value in ticks]
         if len(set(texts)) == len(set(ticks)):

@@ -94,7 +94,9 @@ def show(
         for number, other in enumerate(shown[1:], 2)
     ]
     tail = [*reasons, *_close(found, shown[0], config), *_nearest(found, config), *_unpriced(found), *more]
-    parts: list[RenderableType] = [head, Text(), _columns(shown, config), *([Text(), labelled(tail)] if tail else [])]
+    parts: list[RenderableType] = [head, Text(), _columns(shown, config)]
+    if tail:
+        parts += [Text(), labelled(tail)]
     show_section(title, Group(*parts), console)
     console.print("run it:")
     print_command(context.command, console)
