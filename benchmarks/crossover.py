@@ -205,8 +205,8 @@ def picture(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     return chart.svg(figure, legend, notes)
 
 
-def _seconds(value: float) -> str:
-    return f"{digits(value * 1e3)} ms"
+def _seconds(value: float, significant: int = 3) -> str:
+    return f"{digits(value * 1e3, significant)} ms"
 
 
 def _write(name: str, rows: list[dict[str, Any]]) -> None:

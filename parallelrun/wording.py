@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import textwrap
 from collections.abc import Iterable
+from typing import TextIO
 
 from parallelrun import spelling
 from parallelrun.errors import Problem
 
+COLUMNS = int(os.environ.get("PARALLELRUN_COLUMNS") or 100)  # of a line of text where there is no terminal
 DETAILS = ("ranks", "stages", "schedule", "traffic", "data_axis", "layouts")  # sections of the `plan` screen
+
+
+def wrapped(text: str, file: TextIO | None = None, indent: str = "  ") -> str:
+    """`text` in lines of COLUMNS, later ones indented; as it is if `file` is a terminal, which wraps by itself."""
+    if file is not None and file.isatty():
+        return text
+    return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def print_note(text: str) -> None:
+    """Print a note or a warning to stderr."""
+    print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

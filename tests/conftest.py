@@ -14,6 +14,7 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share few cores
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ["PARALLELRUN_COLUMNS"] = "10000"  # texts are found in outputs however long their lines would be
 os.environ["PARALLELRUN_CONFIG"] = "/proc/none"  # no clusters of whoever runs the tests, and nobody can make one
 
 from collections.abc import Iterator

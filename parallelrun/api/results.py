@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.api.tables import Metrics, ResultTable, data_frame, html_table, html_text, plain_text
+from parallelrun.api.tables import SWEPT_RESULTS, Metrics, ResultTable, data_frame, html_table, html_text, plain_text
 from parallelrun.errors import CheckpointError, ConfigError, Problem
 from parallelrun.run_records.compare import RunComparison
 from parallelrun.run_records.rows import RunRow
@@ -218,6 +218,14 @@ class SweepPoint:
 @dataclass(frozen=True, repr=False)
 class SweepTable(ResultTable[SweepPoint]):
     """The points of a sweep in the order given."""
+
+    def leading(self) -> list[str]:
+        """The keys in which the points differ, the state and the results that are compared most."""
+        from parallelrun.report.sweep_rows import varied
+
+        names = varied([{"overrides": [text.lstrip("+~") for text in item.overrides]} for item in self.items])
+        keys = [text.partition("=")[0] for point in names for text in point]
+        return [*dict.fromkeys(keys), "state", "reason", *SWEPT_RESULTS]
 
     def row(self, item: SweepPoint) -> dict[str, Any]:
         given = dict(text.lstrip("+~").partition("=")[::2] for text in item.overrides)

@@ -13,12 +13,14 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TextIO
 
 from parallelrun import user_code
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, example, known_keys, nearest, nearest_keys
 from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain, full_disk
 from parallelrun.registry import PlugInFailed
+from parallelrun.wording import wrapped
 
 _SHOWN = 20
 _NO_HOME = "Could not determine home directory."  # raised by Path.expanduser
@@ -39,9 +41,10 @@ _CALL = re.compile(r"Error in call to target '([\w.]+(?:Launcher|Sweeper))'.*une
 _DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)")
 
 
-def render(problems: Sequence[Problem], color: bool = False) -> str:
-    """The text of all `problems`, without a trailing newline."""
-    lines = [line for problem in problems[:_SHOWN] for line in problem.lines()]
+def render(problems: Sequence[Problem], color: bool = False, file: TextIO | None = None) -> str:
+    """The text of all `problems`, without a trailing newline. file: where it is printed; commands are not wrapped."""
+    lines = [line if line.startswith("  try:") else wrapped(line, file, "    ")
+             for problem in problems[:_SHOWN] for line in problem.lines()]  # fmt: skip
     lines += [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
     return "\n".join(re.sub("^error:", "\x1b[1;31merror:\x1b[0m", line) if color else line for line in lines)
 
@@ -57,7 +60,7 @@ def report(error: BaseException, verbose: bool) -> int:
     if verbose:
         traceback.print_exception(error, file=sys.stderr)
     color = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print(render(problems, color), file=sys.stderr, flush=True)
+    print(render(problems, color, sys.stderr), file=sys.stderr, flush=True)
     return code
 
 

@@ -138,7 +138,7 @@ def _cp(arguments: argparse.Namespace) -> int:
         what = f"cannot copy {file.shown} to {path}: {error.strerror}"
         raise EnvironmentProblem(Problem(what, str(error.filename or path))) from error
     shown = str(path) if "/" in str(path) else f"./{path}"
-    print(f"copied to {path}; run it with: parallelrun recipe={shown}")
+    print(f"copied to {path}; run it with:\nparallelrun recipe={shown}")
     return EXIT_OK
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
 from parallelrun.errors import EXIT_CONFIG, EXIT_OK
+from parallelrun.wording import COLUMNS
 
 VERBS = {
     "run": "train (the default verb)",
@@ -199,7 +200,7 @@ def of_verb(verb: str) -> str:
 
 
 def _columns() -> int:
-    return max(60, min(shutil.get_terminal_size((120, 24)).columns, 120)) - 1
+    return max(60, min(shutil.get_terminal_size((COLUMNS + 1, 24)).columns, 120)) - 1
 
 
 def _table(texts: Mapping[str, str], width: int) -> list[str]:

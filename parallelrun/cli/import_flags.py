@@ -41,7 +41,7 @@ def main(words: list[str]) -> int:
         print(f"{title}: {len(lines)}")
         for line in lines:
             print(f"  {line}")
-    print(f"written: {asked.to}; try: parallelrun plan recipe={asked.to}")
+    print(f"written: {asked.to}; try:\nparallelrun plan recipe={asked.to}")
     return EXIT_OK
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 from parallelrun import elapsed
@@ -12,6 +11,7 @@ from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan import chosen
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
+from parallelrun.wording import print_note
 
 _SHRINKING = ("verify", "plan")  # the verbs that `shrink=true` is for
 
@@ -32,6 +32,23 @@ def planned(
         return _shrunk(composed, verb, world, sweep)
     with elapsed.shown("planning"):  # a module of the user's own may import much
         plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus(), sweep=sweep)
+    return _readable(composed, plan, world) if verb == "explain" else (composed, plan)
+
+
+def _readable(composed: Composed, plan: Plan, world: int | None) -> tuple[Composed, Plan]:
+    """The plan with about as many microbatches as pp ranks, unless the user asked for a number: its schedule and
+    messages can be read."""
+    config, number = composed.config, plan.mesh.size("pp")
+    if number == 1 or plan.batch.microbatches <= number or config.microbatches or config.micro_batch:
+        return composed, plan
+    for few in range(number, min(2 * number, plan.batch.microbatches)):
+        try:
+            asked = replace(config, microbatches=few)
+            found = resolve(asked, given=composed.given | {"microbatches"}, world=world, gpus=visible_gpus())
+        except ConfigError:  # the batch does not divide
+            continue
+        print_note(f"note: {few} microbatches are shown; a run has microbatches={plan.batch.microbatches}")
+        return replace(composed, config=asked), found
     return composed, plan
 
 
@@ -56,7 +73,7 @@ def _shrunk(composed: Composed, verb: str, world: int | None, sweep: bool) -> tu
     if world is not None and world != found.plan.world:
         what = f"the smallest plan has {found.plan.world} ranks, and the launcher has started {world}"
         raise ConfigError(Problem(what, "shrink", command="parallelrun verify ..., without a launcher"))
-    print(f"note: shrink: {', '.join(found.sizes)}", file=sys.stderr)
+    print_note(f"note: shrink: {', '.join(found.sizes)}")
     for name in found.lost:
-        print(f"warning: shrink: not kept, because it needs more ranks: {name}", file=sys.stderr)
+        print_note(f"warning: shrink: not kept, because it needs more ranks: {name}")
     return replace(composed, config=found.config, given=frozenset()), found.plan

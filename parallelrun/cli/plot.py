@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from parallelrun.cli.compare import RUNS_HELP
@@ -13,7 +12,7 @@ from parallelrun.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.run_records import find
 from parallelrun.run_records.read import read
 from parallelrun.run_records.series import series
-from parallelrun.wording import counted
+from parallelrun.wording import counted, print_note
 
 
 def main(words: list[str]) -> int:
@@ -38,7 +37,7 @@ def main(words: list[str]) -> int:
     if any((run.number("ranks_per_core") or 0) > 1 for run in runs):
         notes.append("ranks shared cores: no scaling measurement")
     if num_left_out:
-        print(f"note: {counted(num_left_out, 'run')} without {arguments.y}", file=sys.stderr)
+        print_note(f"note: {counted(num_left_out, 'run')} without {arguments.y}")
     save(target, plot.draw(lines, arguments.x, arguments.y, form, arguments.width, arguments.log, notes), "--to")
     print(os.path.relpath(target))
     return EXIT_OK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from parallelrun.report.compare import loss_text
 from parallelrun.run_records.compare import compare
 from parallelrun.run_records.find import CONFIG
 from parallelrun.run_records.read import RunRecord, broken, read
+from parallelrun.wording import print_note
 
 
 def rerun(directory: Path, runs: Path, trust: bool, check: bool) -> int:
@@ -28,7 +28,7 @@ def rerun(directory: Path, runs: Path, trust: bool, check: bool) -> int:
         what = "rerun starts the ranks itself, and another launcher has started this process"
         raise ConfigError(Problem(what, "command line", command=f"parallelrun recipe={directory / CONFIG}"))
     for note in _changes(before):
-        print(f"note: {note}", file=sys.stderr)
+        print_note(f"note: {note}")
     from parallelrun.launch.start import start
     from parallelrun.plan.resolve import resolve
 

@@ -233,15 +233,22 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
 
 
 def show_explanation(plan: Plan, config: Config, as_json: bool) -> None:
-    """Print every message of the plan's strategies; `plot=NAME` draws them."""
+    """Print the pipeline's schedule and every message of the plan's strategies; `plot=NAME` draws the messages."""
+    from parallelrun.plan import simulate
     from parallelrun.plan.messages import explain
     from parallelrun.report import explain as report
+    from parallelrun.report import plan_details
+    from parallelrun.report.screen import open_console, show_section
 
     found = explain(plan)
     written = report.write(found, config.plot) if config.plot is not None else []
     if as_json:
         print_json(report.document(found))
         return
+    if plan.mesh.size("pp") > 1:
+        console = open_console()
+        drawn = plan_details.schedule(plan, simulate.of_plan(plan), plan_details.width(console))
+        show_section("schedule", drawn, console)
     print(report.text(found))
     for path in written:
         print(f"written: {path}")

@@ -207,12 +207,21 @@ def check(override: Override, where: str) -> list[Problem]:
     opening = "[" if key in MAPPINGS else "[{"
     if known.kind not in ("list", "dict") and value[:1] and value[0] in opening:
         what = f"{text}: {key} takes one value, not a {'list' if value[0] == '[' else 'mapping'}"
-        return [Problem(what, where, example(known))]
+        return [Problem(what, where, _first_value(value, known))]
     if problem := _without_brackets(override, known, where):
         return [problem]
     checked = [one for one in override.values if not one.startswith(("${", "[", "{")) and not _SWEEP_CALL.match(one)]
     found = [trap(known, unquoted(one).strip(), where) for one in checked]  # Hydra checks the others
     return [one for problem in found if problem for one in _several(override, where) or [problem]]
+
+
+def _first_value(value: str, known: Key) -> str:
+    """`grid=2x4` for `[2,4]`, `tp=2` for `[2,4]`: what is typed for a key of one value instead of a list."""
+    items = re.findall(r"[^\s,\[\]]+", value) if value[0] == "[" else []
+    if known.name.rpartition(".")[2] == "grid" and len(items) > 1:
+        return f"{known.name}={'x'.join(items[:2])}"
+    fits = {"int": r"\d+", "float": r"[\d.e+-]+"}.get(known.kind, "|".join(known.choices) or r"[\w.:/-]+")
+    return f"{known.name}={items[0]}" if items and re.fullmatch(fits, items[0]) else example(known)
 
 
 def _without_brackets(override: Override, known: Key, where: str) -> Problem | None:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     progress.close()
     size = f"{written.documents} documents, {written.tokens} tokens of vocab {vocab} ({written.element})"
     print(f"{size}, {written.text_bytes / written.tokens:.2f} bytes per token")
-    print(f"wrote {prefix}.bin and .idx; train on them: parallelrun dataset=megatron path={prefix}")
+    print(f"wrote {prefix}.bin and .idx; train on them:\nparallelrun dataset=megatron path={prefix}")
     return EXIT_OK
 
 

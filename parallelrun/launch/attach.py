@@ -57,6 +57,7 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.records import write_json
 from parallelrun.run_records import attempts
 from parallelrun.stop_signals import STOP_SIGNALS, raise_pending
+from parallelrun.wording import print_note
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -109,7 +110,7 @@ def _lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
         if job.plan.device == "cuda":
             smallest = min(member.gpu_bytes for member in members[: job.plan.num_workers])
             for note in preflight.check_memory(job.config, job.plan, smallest, per_rank=True):
-                print(f"note: {note}", file=sys.stderr)
+                print_note(f"note: {note}")
     except EnvironmentProblem as error:
         rendezvous.put(store, "go", {"failed": error.exit_code})
         status.ended(error.exit_code, str(error))

@@ -42,6 +42,7 @@ from parallelrun.launch.prometheus import exposition
 from parallelrun.plan.structure import Plan
 from parallelrun.records import redact, write_json, write_text
 from parallelrun.run_records import attempts, reshapes
+from parallelrun.wording import print_note
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 STATUS_EVERY_S = 2.0
@@ -128,7 +129,7 @@ def describe(
     from parallelrun.plan.freeze import freeze
 
     if not reserve.set_aside(directory):
-        print(f"warning: the disk of {directory} is almost full: records of this run may be lost", file=sys.stderr)
+        print_note(f"warning: the disk of {directory} is almost full: records of this run may be lost")
     write_text(directory / "config.yaml", freeze(config, plan))
     write_json(directory / "plan.json", document(plan, config))
     cores = num_cores()

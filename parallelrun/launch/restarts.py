@@ -30,7 +30,7 @@ from parallelrun.run_records import attempts, reshapes
 from parallelrun.run_records.attempts import Attempt
 from parallelrun.run_records.read import METRICS
 from parallelrun.run_records.rows import last_row
-from parallelrun.wording import counted
+from parallelrun.wording import counted, print_note
 
 _INSTEAD = {
     "srun": "Slurm queues the job again after preemption or the loss of a node (parallelrun slurm ... prints it)",
@@ -147,7 +147,7 @@ def shrunk(asked: Config, saved: Config, plan: Plan, most: int, exact: bool = Fa
     found = elastic.fitting(asked, saved, plan, most, exact)
     if found is None:
         least = elastic.least_world(asked)
-        print(f"warning: elastic=true: no plan fits {most} ranks or fewer (min_world={least})", file=sys.stderr)
+        print_note(f"warning: elastic=true: no plan fits {most} ranks or fewer (min_world={least})")
         return None
     before, now = (" ".join(f"{axis}={size}" for axis, size in one.degrees.items()) for one in (plan, found[1]))
     batch = found[1].batch
@@ -174,7 +174,7 @@ def _set_aside(checkpoint: Path) -> None:
     """Give a checkpoint that could not be loaded a name by which nobody resumes from it."""
     with suppress(OSError):
         os.rename(checkpoint, checkpoint.with_name(DAMAGED + checkpoint.name))
-    print(f"warning: {checkpoint} is damaged: an older checkpoint is used", file=sys.stderr)
+    print_note(f"warning: {checkpoint} is damaged: an older checkpoint is used")
 
 
 def announce(outcome: Outcome, plan: Plan, history: Sequence[Attempt], job: Job, most: int) -> None:

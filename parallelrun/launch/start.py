@@ -44,7 +44,7 @@ from parallelrun.run_records.rows import writer_of
 from parallelrun.stop_signals import STOP_SIGNALS
 from parallelrun.trackers.processes import following
 from parallelrun.trackers.state import carry_over
-from parallelrun.wording import counted
+from parallelrun.wording import counted, print_note
 
 
 def start(
@@ -145,7 +145,7 @@ def _prepare(
             weights.verify()
         notes += source.notes_on_initial(config)
     for note in [*notes, *preflight.disk_shortage(config, plan, run_root or Path(config.runs))]:
-        print(f"note: {note}", file=sys.stderr)
+        print_note(f"note: {note}")
     os.umask(0o077)
     folder = directory.create(Path(config.runs), name, run_root)
     resumed = None
@@ -163,7 +163,7 @@ def _prepare(
     if found and dataset:
         resumed, warning = resumed_from(found.path, found.index.extra, found.index.step, dataset)
         if warning:
-            print(f"warning: {warning}", file=sys.stderr)
+            print_note(f"warning: {warning}")
     directory.describe(folder, config, plan, argv, job.options.overrides, resumed)
     job = replace(job, config=filled(config, plan), directory=folder)
     if attached is not None:

@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import stat
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -27,6 +26,7 @@ from parallelrun.launch.environment import TOKEN, Attached
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.store_file import file_store
 from parallelrun.records import write_text
+from parallelrun.wording import print_note
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -90,7 +90,7 @@ def _token_store(attached: Attached, timeout_s: float, prefix: str) -> Store:
         listener = _listen(host, port)
         address, port = listener.getsockname()[:2]
         if warning := exposure(str(address), port, token):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+            print_note(f"warning: {warning}")
         store_server.serve(listener, known)
         return TokenStore([(str(address), port)], known, timeout_s, prefix)
     ports = range(port, min(port + NUM_PORTS, 65536))

@@ -24,7 +24,7 @@ from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
 from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.rank import Job
 from parallelrun.stop_signals import STOP_SIGNALS
-from parallelrun.wording import counted
+from parallelrun.wording import counted, print_note
 
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
 TICK_S = 0.1
@@ -125,7 +125,7 @@ class Supervisor:
             self._lost.add(rank)
             left = self._job.plan.num_workers - len(self._lost)
             what = self._of_exit(rank, code, now).what
-            print(f"warning: rank {rank} {what}; continuing with {left} workers", file=sys.stderr, flush=True)
+            print_note(f"warning: rank {rank} {what}; continuing with {left} workers")
             return
         self._codes[rank] = code
         if failed:

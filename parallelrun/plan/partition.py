@@ -135,18 +135,27 @@ def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) ->
     names = [block.name for block in blocks]
     unknown = [name for name in split if name not in names]
     if unknown:
-        nearest = [name if name in names else (*spelling.closest(name, names), "")[0] for name in split]
+        nearest = [
+            match for name in split for match in ([name] if name in names else spelling.closest(name, names)[:1])
+        ]
         what = f"the model has no block {' and no block '.join(map(repr, unknown))}"
-        is_legal = set(nearest) <= set(names) and isinstance(_manual(blocks, nearest, num_stages), list)
-        return Problem(what, where, f"{where}=[{','.join(nearest)}]" if is_legal else f"leave {where} out")
+        return Problem(what, where, f"{where}={_cuts(blocks, nearest, num_stages)}")
     if len(split) != num_stages - 1:
         what = f"{num_stages} stages need {num_stages - 1} cuts, and {len(split)} are given"
-        return Problem(what, where, f"leave {where} out", kind="arithmetic")
+        return Problem(what, where, f"{where}={_cuts(blocks, split, num_stages)}", kind="arithmetic")
     starts = [0, *(names.index(name) for name in split), len(blocks)]
     sizes = [later - earlier for earlier, later in pairwise(starts)]
     if min(sizes) <= 0:
-        ordered = sorted(set(split) - {names[0]}, key=names.index)
-        fix = f"{where}=[{','.join(ordered)}]" if len(ordered) == len(split) else f"leave {where} out"
         what = f"the cuts {','.join(split)} are not in model order, so a stage would be empty"
-        return Problem(what, where, fix, kind="arithmetic")
+        return Problem(what, where, f"{where}={_cuts(blocks, split, num_stages)}", kind="arithmetic")
     return sizes
+
+
+def _cuts(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) -> str:
+    """`[layers.2,layers.4]`: the cuts of `split` in order if they make the stages, else those of equal costs."""
+    names = [block.name for block in blocks]
+    cuts = sorted(set(split) - {names[0]}, key=names.index)
+    if len(cuts) != num_stages - 1 and num_stages <= len(blocks):
+        sizes = partition([block.forward_flops for block in blocks], num_stages)
+        cuts = [names[start] for start in accumulate(sizes[:-1])]
+    return f"[{','.join(cuts)}]"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.records import write_text
+from parallelrun.report.figures import drawn_range, tick_texts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,13 +116,13 @@ def error_bars(axes: Axes, style: int, points: Sequence[tuple[float, float, floa
 
 
 def scale(
-    axes: Axes, name: str, text: Callable[[float], str], *, log: bool = False, base: int = 10, label: str = "",
+    axes: Axes, name: str, text: Callable[[float, int], str], *, log: bool = False, base: int = 10, label: str = "",
     ticks: Sequence[float] = (), from_zero: bool = False,
 ) -> None:  # fmt: skip
-    """Set up the `x` or `y` axis of a panel whose lines are drawn: how its numbers are written, and whether steps are
-    factors of `base`. ticks: where numbers are written; empty: where they are round. Zeros on an axis of factors are
-    drawn at its lower end."""
-    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+    """Set up the `x` or `y` axis of a panel whose lines are drawn: how its numbers are written (see `tick_texts`), and
+    whether steps are factors of `base`. ticks: where numbers are written; empty: where they are round. Zeros on an axis
+    of factors are drawn at its lower end."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axis = axes.xaxis if name == "x" else axes.yaxis
     set_scale = axes.set_xscale if name == "x" else axes.set_yscale
@@ -141,9 +142,13 @@ def scale(
         axis.set_minor_locator(NullLocator())
     elif from_zero:
         axes.set(**{f"{name}lim": (0, None)})
+    if not from_zero and values and (limits := drawn_range(min(values), max(values))) != (min(values), max(values)):
+        axes.set(**{f"{name}lim": limits})
     if ticks:
         axis.set_major_locator(FixedLocator(ticks))
-    axis.set_major_formatter(lambda value, _: text(value))
+    formatter: Any = FuncFormatter(lambda value, _: text(value, 3))
+    formatter.format_ticks = lambda values: tick_texts(values, text)
+    axis.set_major_formatter(formatter)
     axis.set_label_text(label)
 
 

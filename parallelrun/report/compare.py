@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parallelrun.report.figures import bytes_text, seconds_text
+from parallelrun.report.figures import bytes_text, digits, seconds_text
 from parallelrun.report.screen import NO_LIMIT, table
 from parallelrun.run_records.compare import MISSING, Column, KeyDifference, LossDifference, RunComparison, Spread
 from parallelrun.wording import counted
@@ -68,7 +68,7 @@ def show(comparison: RunComparison, failed: Sequence[str], console: Console) -> 
         console.print(drawn)
         console.print()
     for line in (*losses(comparison), *notes(comparison), *(f"FAILED {text}" for text in failed)):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False)
 
 
 def markdown(comparison: RunComparison, failed: Sequence[str]) -> str:
@@ -162,12 +162,17 @@ def _differences(title: str, rows: Sequence[KeyDifference], columns: Sequence[Co
         return drawn
     drawn = table(title, "value", "runs", rule=False, padding=(0, 2, 0, 0))
     for row in rows:
-        alike: dict[str, list[str]] = {}
-        for column, value in zip(columns, row.values):
-            alike.setdefault(value_text(value)[:LONGEST], []).append(column.label)
-        for index, (value, labels) in enumerate(alike.items()):
-            drawn.add_row("" if index else row.key, value, " ".join(labels))
+        for key, value, labels in by_value(row, columns):
+            drawn.add_row(key, value[:LONGEST], labels)
     return drawn
+
+
+def by_value(row: KeyDifference, columns: Sequence[Column]) -> list[tuple[str, str, str]]:
+    """Return (key, value, labels of the runs that have it) for each value; the key in the first one only."""
+    alike: dict[str, list[str]] = {}
+    for column, value in zip(columns, row.values):
+        alike.setdefault(value_text(value), []).append(column.label)
+    return [("" if index else row.key, value, " ".join(labels)) for index, (value, labels) in enumerate(alike.items())]
 
 
 def value_text(value: Any) -> str:
@@ -246,15 +251,15 @@ def spread_text(key: str, one: Spread | None) -> str:
     return f"{number_text(key, one.mean)} ±{number_text(key, deviation) if deviation else 0}"
 
 
-def number_text(key: str, value: float) -> str:
-    """Return a result for people, with the unit that its key names."""
+def number_text(key: str, value: float, significant: int = 3) -> str:
+    """Return a result for people, with the unit that its key names, in at least so many significant digits."""
     if "bytes" in key:
-        return bytes_text(value)
+        return bytes_text(value, significant)
     if key.endswith("_per_s"):
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        return f"{value:,.0f}" if value >= 100 and significant == 3 else digits(value, significant)
     if key.endswith("_s"):
-        return seconds_text(value)
-    return f"{value:.6g}"
+        return seconds_text(value, significant)
+    return f"{value:.{significant + 3}g}"
 
 
 def _change(change: float | None) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import byte_unit, csv_text, digits, thinned
-from parallelrun.report.sweep_rows import read, read_json, read_jsonl, varied
+from parallelrun.report.sweep_rows import is_crowded, read, read_json, read_jsonl, varied
 
 PICTURE, NUMBERS = "comparison.svg", "comparison.csv"
 MEASURES = {"loss": "training loss", "val_loss": "validation loss", "val_top1": "top-1 accuracy"}
@@ -46,6 +46,7 @@ class Series:
     label: str
     crowded: bool  # its ranks shared cores
     measured: tuple[Measured, ...]
+    bubble: float = 0.0  # predicted share of a step
 
     def with_measure(self, key: str) -> list[Measured]:
         return [at for at in self.measured if key in at.measures]
@@ -62,7 +63,7 @@ def series(directory: Path) -> list[Series]:
         if measured:
             label = _label(names, row) if len(rows) > 1 else ""
             label = label or str(row.get("strategy", f"point {row['point']}"))
-            found.append(Series(row["point"], label, (row.get("ranks_per_core") or 0) > 1, measured))
+            found.append(Series(row["point"], label, is_crowded(row), measured, row.get("bubble_predicted") or 0.0))
     return found
 
 
@@ -144,10 +145,11 @@ def to_svg(found: list[Series]) -> str:
             chart.line(over_bytes, style, thinned([(at.sent_bytes / size, value) for at, value in points], MOST_POINTS))
         values = [value for one in shown for at in one.with_measure(key) if (value := at.measures[key]) > 0]
         for axes in (over_time, over_bytes):
-            chart.scale(axes, "y", "{:.3g}".format, log="loss" in key and _wide(values))
+            chart.scale(axes, "y", digits, log="loss" in key and _wide(values))
         chart.scale(over_time, "x", digits, from_zero=True, label="seconds of training")
         chart.scale(over_bytes, "x", digits, log=_wide(sent), from_zero=True, label=f"{unit} sent by all ranks")
-    return chart.svg(drawn, [one.label for one in shown], _notes(found, shown))
+    legend = [one.label + (f" ({one.bubble:.0%} bubble predicted)" if one.bubble else "") for one in shown]
+    return chart.svg(drawn, legend, _notes(found, shown))
 
 
 def _wide(values: list[float]) -> bool:
@@ -158,7 +160,7 @@ def _wide(values: list[float]) -> bool:
 def _notes(found: list[Series], shown: list[Series]) -> list[str]:
     notes = ["time: since training began, evaluation included; bytes: counted in one step, without control messages"]
     if any(one.crowded for one in shown):
-        notes.append("ranks shared cores: time is no scaling measurement")
+        notes.append("step time is no scaling measurement: ranks shared cores")
     if len(found) > len(shown):
         notes.append(f"{len(found) - len(shown)} more points are in {NUMBERS}")
     return notes

@@ -94,8 +94,10 @@ def _time_unit(found: DataAxis) -> tuple[str, float]:
     return ("s", 1.0) if slowest >= 1 else ("ms", 1e-3)
 
 
-def _time_text(found: DataAxis) -> Callable[[float], str]:
-    return seconds_text if found.fabric.unit == SECONDS else lambda value: f"{digits(value)} D/B"
+def _time_text(found: DataAxis) -> Callable[..., str]:
+    if found.fabric.unit == SECONDS:
+        return seconds_text
+    return lambda value, significant=3: f"{digits(value, significant)} D/B"
 
 
 def _best(found: DataAxis) -> list[Text]:
@@ -159,7 +161,7 @@ def to_csv(found: DataAxis) -> str:
 
 def to_svg(found: DataAxis, title: str) -> str:
     """Draw time and, where the cluster says how fast a device computes, samples/s over the number of nodes."""
-    curves: list[tuple[str, Callable[[Point], float], Callable[[float], str]]] = [
+    curves: list[tuple[str, Callable[[Point], float], Callable[..., str]]] = [
         ("time to combine the gradients", lambda point: point.exchange.seconds, _time_text(found))
     ]
     if found.compute_s is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -16,11 +16,36 @@ def csv_text(rows: Iterable[Iterable[Any]]) -> str:
     return text.getvalue()
 
 
-def digits(number: float) -> str:
-    """Three significant digits, never in powers of ten: 0.00123, 1.23, 123, 1234."""
-    return (
-        f"{number:.0f}" if abs(number) >= 99.95 else f"{number:.3g}" if abs(number) >= 1e-4 or not number else "0.0001"
-    )
+ROUNDING = 1e-6  # relative: numbers of fp32 sums that differ by less are equal but for the order of adding
+
+
+def digits(number: float, significant: int = 3) -> str:
+    """Three significant digits, never in powers of ten: 0.00123, 1.23, 123, 1234. Ticks may need more."""
+    if abs(number) >= 10**significant - 0.5:
+        return f"{number:.0f}"
+    return f"{number:.{significant}g}" if abs(number) >= 1e-4 or not number or significant > 3 else "0.0001"
+
+
+def tick_texts(ticks: Sequence[float], text: Callable[[float, int], str]) -> list[str]:
+    """Return the ticks of an axis by `text(value, significant digits)`, with so many digits that they are told apart,
+    and are exact where round."""
+    distinct: list[str] = []
+    for significant in range(3, 16):
+        texts = [text(value, significant) for value in ticks]
+        if len(set(texts)) == len(set(ticks)):
+            if texts == [text(value, significant + 2) for value in ticks]:
+                return texts
+            distinct = distinct or texts
+    return distinct or texts
+
+
+def drawn_range(low: float, high: float) -> tuple[float, float]:
+    """Return the numbers between which an axis is drawn: wider than the data where these are equal within rounding, or
+    nearly so, because what rounding changes is nothing to see."""
+    size, span = max(abs(low), abs(high)), high - low
+    least = (0.2 if span <= ROUNDING * size else 100 * ROUNDING) * (size or 10.0)
+    middle = low + span / 2
+    return (low, high) if span >= least else (middle - least / 2, middle + least / 2)
 
 
 def count_text(count: float) -> str:
@@ -55,10 +80,10 @@ def byte_unit(largest: float) -> tuple[str, int]:
     return BYTE_UNITS[index], 1024**index
 
 
-def bytes_text(count: float) -> str:
+def bytes_text(count: float, significant: int = 3) -> str:
     """A byte count for people: 1.5 MiB."""
     unit, size = byte_unit(abs(count))
-    return f"{digits(count / size)} {unit}"
+    return f"{digits(count / size, significant)} {unit}"
 
 
 def flops_text(count: float) -> str:
@@ -70,9 +95,9 @@ def flops_text(count: float) -> str:
     return f"{digits(count)} EFLOP"
 
 
-def seconds_text(seconds: float) -> str:
+def seconds_text(seconds: float, significant: int = 3) -> str:
     """3.1 ms, 12 s, 1130 s."""
-    return f"{digits(seconds * 1e3)} ms" if seconds < 0.9995 else f"{digits(seconds)} s"
+    return f"{digits(seconds * 1e3, significant)} ms" if seconds < 0.9995 else f"{digits(seconds, significant)} s"
 
 
 def degrees_text(degrees: Mapping[str, int]) -> str:

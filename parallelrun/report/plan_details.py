@@ -13,11 +13,13 @@ from parallelrun.plan import prediction
 from parallelrun.plan.document import axis_rows, link_rows, rank_row, server_rows, stage_rows
 from parallelrun.plan.expert_axes import axis_views
 from parallelrun.plan.facts import Facts
+from parallelrun.plan.simulate import Simulation
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.traffic import TrafficRow
 from parallelrun.report import data_axis, layouts, timeline
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, evenly
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
+from parallelrun.wording import COLUMNS
 
 MOST_RANKS, MOST_SERVERS = 200, 16  # rows
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ.", "temporary": "temp."}
@@ -25,11 +27,10 @@ SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ.", "
 
 def show(name: str, plan: Plan, config: Config, found: Facts, console: Console) -> None:
     """Print one section: name is one of `wording.DETAILS`."""
-    width = min(console.width, WIDEST) - FRAME
     sections: dict[str, tuple[str, Callable[[], RenderableType]]] = {
         "ranks": ("mesh and ranks", lambda: _ranks(plan, config)),
         "stages": ("stages and memory", lambda: _stages(plan, found)),
-        "schedule": ("schedule", lambda: _schedule(plan, found, width)),
+        "schedule": ("schedule", lambda: schedule(plan, found.simulation, width(console))),
         "traffic": ("collectives of a step", lambda: _traffic(plan, found)),
         "data_axis": ("data-parallel strategies side by side", lambda: _data_axis(found)),
         "layouts": ("tensor layouts side by side", lambda: _layouts(found)),
@@ -125,15 +126,21 @@ def _servers(plan: Plan) -> list[RenderableType]:
     return [Text(), drawn, Text(note, "dim")]
 
 
-def _schedule(plan: Plan, found: Facts, width: int) -> Text:
+def width(console: Console) -> int:
+    """Return the columns inside the frame of a section."""
+    return min(console.width, WIDEST, *([] if console.is_terminal else [COLUMNS])) - FRAME
+
+
+def schedule(plan: Plan, simulation: Simulation, columns: int) -> Text:
+    """Return the Gantt chart of a plan's pipeline."""
     if plan.mesh.size("pp") == 1:
         return Text("no pipeline")
-    simulation, text = found.simulation, Text()
+    text = Text()
     if simulation.num_microbatches < plan.batch.microbatches:
         text.append(f"the first {simulation.num_microbatches} of {plan.batch.microbatches} microbatches; ", "dim")
     text.append("times follow each stage's FLOPs; messages take no time\n\n", "dim")
     chunk_of_stage = [sum(1 for s in plan.stages_of(stage.pp_rank) if s.index < stage.index) for stage in plan.stages]
-    return text.append_text(timeline.draw(simulation, width, chunk_of_stage))
+    return text.append_text(timeline.draw(simulation, columns, chunk_of_stage))
 
 
 def _traffic(plan: Plan, found: Facts) -> RenderableType:

@@ -6,6 +6,7 @@ Text has 9 points at the figure's own size, which is that of one column (3.5 inc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from parallelrun.report import chart
 from parallelrun.report.compare import MEASURES, number_text
@@ -35,11 +36,10 @@ def draw(lines: Sequence[RunSeries], x: str, y: str, form: str, width: str, log:
         chart.error_bars(axes, style, spreads)
     ticks = [float(index if is_text else word) for index, word in enumerate(words)]
     few = sorted(ticks) if len(ticks) <= MOST_TICKS else []
-    chart.scale(axes, "x", (lambda at: str(words[round(at)])) if is_text else digits,
+    chart.scale(axes, "x", (lambda at, _: str(words[round(at)])) if is_text else digits,
                 log="x" in log and not is_text, ticks=few, label=x)  # fmt: skip
     from_zero = "loss" not in y and "y" not in log
-    chart.scale(axes, "y", lambda value: number_text(y, value), log="y" in log, from_zero=from_zero,
-                label=MEASURES.get(y, y))  # fmt: skip
+    chart.scale(axes, "y", partial(number_text, y), log="y" in log, from_zero=from_zero, label=MEASURES.get(y, y))
     legend = [line.label for line in lines] if len(lines) > 1 else []
     return chart.image(drawn, form, legend, notes)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from parallelrun.plan.prediction import matches_prediction
 from parallelrun.report import predicted, routing
-from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
+from parallelrun.report.figures import ROUNDING, bytes_text, degrees_text, seconds_text
 from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_console, table
 from parallelrun.wording import counted
 
@@ -34,10 +34,11 @@ def sparkline(values: list[float], width: int = 60) -> str:
     cells = []
     for column in range(width):
         part = values[column * len(values) // width : (column + 1) * len(values) // width]
-        good = [value for value in part if value is not None and isfinite(value)]
+        good = [value for value in part if value is not None and math.isfinite(value)]
         cells.append(sum(good) / len(good) if good else None)
     shown = [cell for cell in cells if cell is not None]
-    low, span = min(shown, default=0.0), (max(shown, default=0.0) - min(shown, default=0.0)) or 1.0
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    span = high - low if high - low > ROUNDING * max(abs(low), abs(high)) else math.inf
     return "".join(" " if cell is None else BARS[int((cell - low) / span * (len(BARS) - 1))] for cell in cells)
 
 
@@ -62,6 +63,10 @@ def show(directory: Path, console: Console | None = None) -> None:
         console.print(Panel(Group(*parts), title=title, expand=False))
     else:
         console.print(Text(title, "bold"), *parts, sep="\n")
+    if (checkpoint := _last_checkpoint(directory)) is not None:  # to be copied
+        console.print(
+            f"last checkpoint {checkpoint}: {shlex.quote(f'resume={directory}')}", markup=False, soft_wrap=True
+        )
 
 
 def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any], width: int) -> list[tuple[str, Text]]:
@@ -162,7 +167,9 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
 def _files(directory: Path) -> list[tuple[str, Text]]:
     names = [name for name in FILES if (directory / name).exists()]
     rows = [("run", Text(str(directory))), ("", Text("  ".join(names), "dim"))]
-    checkpoints = sorted((directory / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
-    if checkpoints:
-        rows.append(("", Text(f"last checkpoint {checkpoints[-1].name}: {shlex.quote(f'resume={directory}')}")))
     return rows
+
+
+def _last_checkpoint(directory: Path) -> str | None:
+    names = [path.name for path in (directory / "checkpoints").glob("step_*")]
+    return max(names, key=lambda name: int(name.split("_")[1]), default=None)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from parallelrun.report.compare import number_text
 from parallelrun.report.figures import bytes_text
-from parallelrun.report.screen import labelled
+from parallelrun.report.screen import labelled, print_command
 from parallelrun.run_records import attempts
 from parallelrun.run_records.read import RunRecord
 from parallelrun.run_records.rows import RunRow
@@ -94,7 +94,6 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
     lines = [
         ("run", str(run.directory)),
         ("state", f"{row.state}, step {row.step:,}{f': {row.error}' if row.error else ''}"),
-        ("command", shlex.join(["parallelrun", *map(str, given.get("argv") or [])])),
         ("started", f"{given.get('started_utc', '?')} on {', '.join(map(str, given.get('hosts') or ['?']))}"),
         ("versions", ", ".join(versions)),
         ("git", git),
@@ -112,6 +111,8 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
             if key != "schema" and (value := run.number(key)) is not None
         ]
     console.print(labelled([(name, Text(text)) for name, text in lines]))
+    console.print("started by:")
+    print_command(shlex.join(["parallelrun", *map(str, given.get("argv") or [])]), console)
 
 
 def _figure(key: str, results: dict[str, Any]) -> str:

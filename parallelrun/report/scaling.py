@@ -15,7 +15,7 @@ from typing import Any
 from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
-from parallelrun.report.sweep_rows import DEGREES, FINISHED, read, varied
+from parallelrun.report.sweep_rows import DEGREES, FINISHED, is_crowded, read, varied
 
 PICTURE = "scaling.svg"
 RATE = "samples_per_s"
@@ -63,7 +63,7 @@ def _group(label: str, rows: list[dict[str, Any]]) -> ScalingGroup:
     base = max(row[RATE] / smallest for row in rows if row["world"] == smallest)
     kind = "strong" if len({row.get("global_batch") for row in rows}) == 1 else "weak"
     points = [Scaled(row["point"], row["world"], row[RATE], row[RATE] / row["world"] / base) for row in rows]
-    crowded = any((row.get("ranks_per_core") or 0) > 1 for row in rows)
+    crowded = any(map(is_crowded, rows))
     return ScalingGroup(label, kind, crowded, tuple(sorted(points, key=lambda one: (one.world, -one.rate))))
 
 
@@ -97,7 +97,9 @@ def to_svg(found: Sequence[ScalingGroup]) -> str:
     for axes in (rates, shares):
         chart.scale(axes, "x", "{:g}".format, log=True, ticks=worlds, label="ranks, servers included")
     chart.scale(rates, "y", digits, log=True)
-    chart.scale(shares, "y", "{:.0%}".format, from_zero=True, label="of the ideal")
+    chart.scale(
+        shares, "y", lambda share, significant: f"{share:.{significant - 3}%}", from_zero=True, label="of the ideal"
+    )
     notes = ["ideal: each rank adds as much as a rank of the smallest point; of several degrees the fastest is drawn"]
     if any(group.crowded for group in found):
         notes.append("ranks shared cores: step time is no scaling measurement")

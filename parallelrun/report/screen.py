@@ -1,5 +1,5 @@
-"""The console that every report prints to, and the tables and panels that they share. Without a terminal, no line is
-wrapped: a pipe or a file has no width, and a wrapped line cannot be searched."""
+"""The console that every report prints to, and the tables and panels that they share. Without a terminal, text is
+wrapped at `wording.COLUMNS`; tables, paths and commands are not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from collections.abc import Iterable
 from typing import IO, Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.panel import Panel
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from parallelrun.wording import COLUMNS
 
 NO_LIMIT = 10_000  # columns, where there is no terminal
 WIDEST = 120  # columns of a panel
@@ -27,7 +31,41 @@ def open_console(**options: Any) -> Console:
     console = Console(**options)
     if console.is_terminal:
         return console
-    return Console(**{**options, "file": _Unpadded(options.get("file"))}, width=NO_LIMIT)
+    return _Piped(**{**options, "file": _Unpadded(options.get("file"))}, width=NO_LIMIT)
+
+
+class _Piped(Console):
+    """A console without a terminal: as wide as any table, and text of at most COLUMNS."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        options = options or self.options
+        if isinstance(renderable, Text):
+            options = options.update(max_width=min(options.max_width, _columns(renderable, COLUMNS)))
+        return super().render(renderable, options)
+
+
+def _columns(text: Text, width: int) -> int:
+    """Return the columns in which a text is wrapped, so that no path is cut."""
+    return max([width, *map(len, text.plain.split())])
+
+
+class _Beside:
+    """A text beside its label: without a terminal it is wrapped at `width`."""
+
+    def __init__(self, text: Text, width: int):
+        self._text, self._width = text, width
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width if console.is_terminal else min(options.max_width, _columns(self._text, self._width))
+        yield from console.render(self._text, options.update(max_width=width))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._text)
+
+
+def print_command(command: str, console: Console) -> None:
+    """Print a command on a line of its own, in no frame and never wrapped, so that it can be copied."""
+    console.print(Text(command, "bold"), soft_wrap=True)
 
 
 class _Unpadded(io.TextIOBase):
@@ -63,11 +101,14 @@ def table(*columns: str, rule: bool = True, **options: Any) -> Table:
 
 def labelled(rows: Iterable[tuple[str, RenderableType]]) -> Table:
     """Return a grid of texts beside their labels; a text of several lines stays in its column."""
+    rows = list(rows)
+    width = COLUMNS - max([LABEL, *(len(label) + 1 for label, _ in rows)])
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(style="bold", no_wrap=True, min_width=LABEL - 1)
     grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
+    for label, part in rows:
+        part = Text.from_markup(part) if isinstance(part, str) else part
+        grid.add_row(label, _Beside(part, width) if isinstance(part, Text) else part)
     return grid
 
 

@@ -18,7 +18,7 @@ from parallelrun.plan.shorthands import layouts
 from parallelrun.plan.step_time.step import StepTime
 from parallelrun.report import waterfall
 from parallelrun.report.figures import count_text, seconds_text
-from parallelrun.report.screen import labelled, show_section, table
+from parallelrun.report.screen import labelled, print_command, show_section, table
 from parallelrun.wording import counted, gib
 
 SHOWN = 3  # plans side by side
@@ -94,8 +94,12 @@ def show(
         for number, other in enumerate(shown[1:], 2)
     ]
     tail = [*reasons, *_close(found, shown[0], config), *_nearest(found, config), *_unpriced(found), *more]
-    rows = [*tail, ("", ""), ("run it", Text(context.command, "bold"))]
-    show_section(title, Group(head, Text(), _columns(shown, config), Text(), labelled(rows)), console)
+    parts: list[RenderableType] = [head, Text(), _columns(shown, config)]
+    if tail:
+        parts += [Text(), labelled(tail)]
+    show_section(title, Group(*parts), console)
+    console.print("run it:")
+    print_command(context.command, console)
 
 
 def rank_rows(found: Search | None, mine: StepTime, fits: str) -> list[tuple[str, RenderableType]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from parallelrun.report.figures import bytes_text, csv_text, degrees_text, digit
 from parallelrun.report.layouts import sweep_table
 from parallelrun.report.scaling import efficiencies
 from parallelrun.report.screen import NO_LIMIT, open_console, table
-from parallelrun.report.sweep_rows import DEGREES, PLANNED, RESULTS, overridden, read, varied
+from parallelrun.report.sweep_rows import DEGREES, PLANNED, RESULTS, is_crowded, overridden, read, varied
 from parallelrun.wording import counted
 
 CSV = "results.csv"
@@ -28,6 +29,8 @@ _COLUMNS = (
     ("drop_rate", "dropped"),
     ("step_time_median_s", "step time"),
     ("median_s", "step time"),
+    ("predicted.step_s", "predicted"),
+    ("bubble_predicted", "predicted bubble"),
     ("tokens_per_s", "tokens/s"),
     ("efficiency", "efficiency"),
     ("wire_bytes_per_step", "sent a step"),
@@ -88,7 +91,7 @@ def show_plans(rows: list[dict[str, Any]]) -> None:
 
 def show_table(rows: list[dict[str, Any]], console: Console) -> None:
     """Print one table with a line per point, and the reasons and notes of the points below it."""
-    rows = with_efficiency(rows)
+    rows, order = _ordered(with_efficiency(rows))
     columns = _columns(rows)
     left_out = []
     while Console(width=NO_LIMIT).measure(drawn := _table(rows, columns)).maximum > console.width and columns:
@@ -96,6 +99,7 @@ def show_table(rows: list[dict[str, Any]], console: Console) -> None:
         del columns[left_out[-1]]
     console.print(drawn)
     lines = [f"left out, because the terminal is narrow: {', '.join(left_out)}"] if left_out else []
+    lines += [order] if order else []
     for row, names in list(zip(rows, varied(rows)))[:_MAX_ROWS]:
         if row.get("reason"):
             directory = f" ({row['directory']})" if row.get("directory") else ""
@@ -104,22 +108,37 @@ def show_table(rows: list[dict[str, Any]], console: Console) -> None:
     scaled = [row for row in rows if "scaling" in row]
     if scaled:
         kinds = " and ".join(sorted({row["scaling"] for row in scaled}))
-        crowded = any((row.get("ranks_per_core") or 0) > 1 for row in scaled)
         lines.append(f"efficiency: {kinds} scaling, samples/s of a rank over those of a rank of the smallest world")
-        lines[-1] += "; ranks shared cores: no scaling measurement" if crowded else ""
     if any(_is_bound(row, key) for row in rows for key in columns.values()):
         lines.append(f"{BOUND} not predicted: computation at the peak rate, then communication at the links' rates")
     if len(rows) > _MAX_ROWS:
         lines.append(f"... {counted(len(rows) - _MAX_ROWS, 'more point')} in {RESULTS}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False)
+
+
+def _ordered(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows in the order of the table, and a sentence about it.
+
+    Where ranks shared cores, measured times say nothing of the points, and predicted ones order them.
+    """
+    if not any(is_crowded(row) for row in rows):
+        return rows, ""
+    note = "step time is no scaling measurement: ranks shared cores"
+    finished = [row for row in rows if row["state"] == "done"]
+    for key, title in (("predicted.step_s", "predicted step time"), ("bubble_predicted", "predicted bubble")):
+        if any(row.get(key) for row in finished) and all(row.get(key) is not None for row in finished):
+            rows = sorted(rows, key=lambda row: row[key] if row["state"] == "done" else inf)
+            return rows, f"{note}; the points are ordered by their {title}"
+    return rows, note
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """title -> key of the figures that any row has; of keys with one title, the first."""
     planned = any(row["state"] == PLANNED for row in rows)
     known = [(key, title) for key, title in (_COLUMNS_OF_PLANS if planned else _COLUMNS)
-             if any(row.get(key) is not None for row in rows)]  # fmt: skip
+             if any(row.get(key) is not None for row in rows)
+             and (key != "bubble_predicted" or planned or any(row.get(key) for row in rows))]  # fmt: skip
     columns = {title: key for key, title in reversed(known)}
     if planned and "tokens/s" in columns:  # of language models
         columns.pop("samples/s")

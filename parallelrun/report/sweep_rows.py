@@ -92,6 +92,11 @@ def summary(directory: Path, verb: str) -> dict[str, Any]:
     return flat
 
 
+def is_crowded(row: Mapping[str, Any]) -> bool:
+    """Return whether ranks of a point shared cores."""
+    return (row.get("ranks_per_core") or 0) > 1
+
+
 def overridden(row: dict[str, Any]) -> dict[str, str]:
     """Return the overrides of a point by key."""
     return dict(text.split("=", 1) for text in row.get("overrides", ()))

@@ -36,10 +36,11 @@ _NOT_OF_A_PLAN = (
 
 @dataclass(frozen=True)
 class Column:
-    """Runs that differ at most in the seed. label: A, B, ..."""
+    """Runs that differ at most in the seed. label: A, B, ...; name: the label and what a page calls the runs."""
 
     label: str
     runs: tuple[RunRecord, ...]
+    name: str = ""
 
     @property
     def seeds(self) -> list[Any]:

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from parallelrun.records import append_jsonl
 from parallelrun.report.page.document import page
 from parallelrun.run_records.read import read
 from tests.unit.report.test_page import full_run
@@ -53,3 +54,28 @@ def test_the_browser_keeps_every_section(folder):
     for name in ("results", "training", "time", "communication", "experts", "memory", "differences", "configuration"):
         assert f'<section id="{name}">' in text
     assert text.count("<polyline") == 6  # two lines in two charts, and two in the legend
+
+
+MEASURE = """<script>
+const cut = [...document.querySelectorAll('.wide,.big')].filter(part => part.scrollWidth > part.clientWidth)
+document.body.setAttribute('data-cut', cut.map(part => part.getAttribute('aria-label') || part.className).join())
+</script>"""
+
+
+@pytest.mark.parametrize("width", [1200, 1920])
+def test_no_table_is_cut(tmp_path, width):
+    sweep, runs = tmp_path / "sweep", []
+    sweep.mkdir()
+    for number in range(16):
+        words = [f"strategy.data.worker_batches=[{number // 2},8]", "optimizer.lr=1e-05", f"seed={number % 2}"]
+        words = [*words, f"model.router.aux_weight=0.0{number // 8}"]
+        name = f"{number:03d}-horovod-dp2"
+        append_jsonl(sweep / "results.jsonl", {"point": number, "directory": name, "overrides": words})
+        config = {"optimizer.lr": 1e-5 * (number // 2), "seed": number % 2, "strategy.data": {"batches": words * 4}}
+        summary = {"loss": 5.5 + number, "tokens_per_s": 12345.0 * number, "peak_memory_bytes": 2e8 * 1.1**number}
+        runs.append(read(full_run(sweep / name, config=config, **summary)))
+    policy, text = "default-src 'none'; style-src 'unsafe-inline'", page(runs, "long names")
+    assert policy in text
+    text = text.replace("<details", "<details open").replace(policy, "script-src 'unsafe-inline'")
+    (tmp_path / "report.html").write_text(text.replace("</body>", f"{MEASURE}</body>"))
+    assert 'data-cut=""' in chromium(tmp_path, f"--window-size={width},900", "--dump-dom")

@@ -42,7 +42,7 @@ def test_the_best_plans_are_printed_with_the_command_that_runs_the_first(run):
     assert code == 0 and out.startswith("search: gpt2_124m on 4 devices of a100_dgx:")
     for label in ("searched", "best", "pp", "products", "step", "memory", "why 1, not 2", "run it"):
         assert any(line.strip().startswith(label) for line in out.splitlines()), label
-    command = shlex.split(of_label("run it", out))
+    command = shlex.split(out.splitlines()[-1])  # on a line of its own
     assert command[0] == "parallelrun" and not any(word.startswith(("strategy=", "plan")) for word in command)
     code, again, _ = run("plan", "--json", *command[1:])
     first = json.loads(run("plan", "--json", *SPACE)[1])["search"]["best"][0]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from parallelrun.report.figures import digits, thinned
+from parallelrun.report.figures import digits, drawn_range, thinned, tick_texts
 from parallelrun.report.page.style import DASHES, NUM_COLOURS
 
 WIDTH, HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 8, 38  # margins
 MOST_POINTS = 300  # of a line; more are averaged
 SPREAD = 30  # largest over smallest number; above it the axis is logarithmic
+LONGEST_TICK = 8  # characters, which the left margin holds
 BAR = 26  # height of a bar's row
 
 
@@ -36,9 +37,13 @@ def line_chart(title: str, lines: Sequence[ChartLine], *, from_zero: bool = Fals
     xs = [x for _, points in shown for x, _ in points]
     ys = [y for _, points in shown for _, y in points] + [0.0] * from_zero
     log = min(ys) > 0 and max(ys) / min(ys) > SPREAD
+    if not log:  # whose lower end a band may leave
+        ys += [y + sign * by for line in lines for (_, y), by in zip(line.points, line.deviation) for sign in (-1, 1)]
     x_of, x_ticks = _scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
-    y_of, y_ticks = _scale(min(ys), max(ys), HEIGHT - _BOTTOM, _TOP, log)
-    parts = [_axes(x_of, x_ticks, y_of, y_ticks)]
+    y_of, y_ticks = _scale(*drawn_range(min(ys), max(ys)), HEIGHT - _BOTTOM, _TOP, log)
+    y_texts, base = _labels(y_ticks)
+    title += " (logarithmic)" if log else f" - {base}" if base else ""
+    parts = [_axes(x_of, x_ticks, y_of, zip(y_ticks, y_texts))]
     for line, points in shown:
         parts.append(_band(line, x_of, y_of))
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
@@ -49,7 +54,7 @@ def line_chart(title: str, lines: Sequence[ChartLine], *, from_zero: bool = Fals
                          f"<title>{escape(hint)}</title></circle>")  # fmt: skip
         else:
             parts.append(f'<polyline {_stroke(line.style)} points="{path}"><title>{escape(hint)}</title></polyline>')
-    return _figure(title + (" (logarithmic)" if log else ""), WIDTH, HEIGHT, parts)
+    return _figure(title, WIDTH, HEIGHT, parts)
 
 
 def legend(lines: Sequence[tuple[str, int]]) -> str:
@@ -160,30 +165,39 @@ def _band(line: ChartLine, x_of: Callable[[float], float], y_of: Callable[[float
 
 
 def _axes(x_of: Callable[[float], float], x_ticks: Sequence[float], y_of: Callable[[float], float],
-          y_ticks: Sequence[float]) -> str:  # fmt: skip
+          y_ticks: Iterable[tuple[float, str]]) -> str:  # fmt: skip
     bottom = HEIGHT - _BOTTOM
     parts = []
-    for y in y_ticks:
+    for y, text in y_ticks:
         at = y_of(y)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(_tick(_LEFT - 6, at + 4, tick_text(y), "end"))
-    parts += [_tick(x_of(x), bottom + 17, tick_text(x), "middle") for x in x_ticks]
-    parts.append(_tick((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 4, "step", "middle"))
+        parts.append(_tick(_LEFT - 6, at + 4, text, "end"))
+    texts, base = _labels(x_ticks)
+    parts += [_tick(x_of(x), bottom + 17, text, "middle") for x, text in zip(x_ticks, texts)]
+    parts.append(_tick((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 4, f"step - {base}" if base else "step", "middle"))
     return "".join(parts)
+
+
+def _labels(ticks: Sequence[float]) -> tuple[list[str], str]:
+    """Return the texts of the ticks and the number that they leave out: "" unless they would be too long with it."""
+    texts = tick_texts(ticks, tick_text)
+    if max(map(len, texts)) <= LONGEST_TICK:
+        return texts, ""
+    return tick_texts([tick - ticks[0] for tick in ticks], tick_text), f"{ticks[0]:.15g}"
 
 
 def _tick(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def tick_text(value: float) -> str:
+def tick_text(value: float, significant: int = 4) -> str:
     """Return a round number, short: 0.002, 2.5, 12k, 3M, 1e-06."""
-    size = abs(value)
+    size, significant = abs(value), max(significant, 4)
     if size >= 1e6:
-        return f"{value / 1e6:.4g}M"
+        return f"{value / 1e6:.{significant}g}M"
     if size >= 1e4:
-        return f"{value / 1e3:.4g}k"
-    return f"{value:.4g}"
+        return f"{value / 1e3:.{significant}g}k"
+    return f"{value:.{significant}g}"
 
 
 def _scale(
@@ -196,8 +210,8 @@ def _scale(
         marks = [value * factor for value in powers for factor in (1, 2, 5)]
         inside = [value for value in marks if low * 0.999 <= value <= high * 1.001]
         return lambda value: start + (math.log10(max(value, low)) - first) / (last - first) * (stop - start), inside[:9]
-    if high == low:
-        low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
+    if high == low:  # one step
+        low, high = low - 1.0, high + 1.0
     step = _round_step((high - low) / 5)
     step = step if start > stop else max(1.0, step)  # the steps of a run are whole numbers
     first, last = math.floor(low / step) if start > stop else low / step, high / step

@@ -19,7 +19,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def page(runs: Sequence[RunRecord], title: str) -> str:
     """Return the page. Raises ParallelrunError (exit 4) naming a broken file."""
-    columns = columns_of(runs)
+    columns = sections.named(columns_of(runs))
     parts = [
         ("results", "Results", sections.overview(columns)),
         ("training", "Training", sections.curves(columns)),

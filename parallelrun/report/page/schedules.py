@@ -9,7 +9,7 @@ from parallelrun.errors import ConfigError
 from parallelrun.report.figures import evenly, seconds_text
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import GanttCell
-from parallelrun.report.page.sections import MOST_ROWS, name_of
+from parallelrun.report.page.sections import MOST_ROWS
 from parallelrun.run_records.compare import Column
 from parallelrun.run_records.find import CONFIG
 from parallelrun.run_records.read import RunRecord, broken, read_object
@@ -28,7 +28,7 @@ def pipeline(columns: Sequence[Column]) -> str:
     parts = []
     for column in with_stages[:MOST_PIPELINES]:
         run = column.runs[0]
-        parts.append(f"<h3>{escape(name_of(column))}</h3>{_predicted(run)}{_measured(run)}")
+        parts.append(f"<h3>{escape(column.name)}</h3>{_predicted(run)}{_measured(run)}")
         measured, predicted = run.number("bubble_measured"), run.number("bubble_predicted")
         if predicted is not None:
             text = f"Idle share of a step: {predicted:.1%} predicted"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
+from pathlib import Path
 
 from parallelrun.report import compare as tables
 from parallelrun.report.figures import bytes_text, seconds_text
@@ -13,12 +16,14 @@ from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine
 from parallelrun.report.routing import heat_colour
 from parallelrun.report.routing import read as read_maps
+from parallelrun.report.sweep_rows import read as read_rows
+from parallelrun.report.sweep_rows import varied
 from parallelrun.run_records.compare import Column, RunComparison, spread_of
 from parallelrun.run_records.find import CONFIG
 from parallelrun.run_records.read import RunRecord, broken, read_object
 
 MOST_LINES = 20  # of a chart
-_LONGEST = 36  # characters of a run's name
+_LONGEST = 48  # characters of a run's name
 MOST_ROWS = 16  # ranks of a table or a schedule
 CURVES = {
     "loss": "training loss",
@@ -36,13 +41,26 @@ PARTS = {
 }
 
 
-def name_of(column: Column) -> str:
-    """`A gpt-ptdp-tp2pp2 f24f70`, or `A 000-ddp-dp2` of a point of a sweep."""
-    directory = column.runs[0].directory
-    of_sweep = directory.parent.name.startswith("sweep-")
-    name = directory.name if of_sweep else f"{directory.parent.name} {directory.name.rpartition('-')[2]}"
+def named(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns with names: `A gpt-ptdp-tp2pp2 f24f70`, or `A ddp lr=0.1` by what a sweep varied."""
+    sweeps = {run.directory.parent: _swept(run.directory.parent) for column in columns for run in column.runs}
+    return [replace(column, name=_name(column, sweeps)) for column in columns]
+
+
+def _swept(sweep: Path) -> dict[str, list[str]]:
+    """Directory of a point -> its overrides that are not common to all points, without the groups of their keys."""
+    rows = read_rows(sweep)
+    return {row.get("directory", ""): [re.sub(r"^(strategy=|[^=]*\.)", "", name) for name in names]
+            for row, names in zip(rows, varied(rows))}  # fmt: skip
+
+
+def _name(column: Column, sweeps: Mapping[Path, Mapping[str, list[str]]]) -> str:
+    directory, many = column.runs[0].directory, len(column.runs) > 1
+    swept = sweeps[directory.parent].get(directory.name, ())
+    name = " ".join(name for name in swept if not (many and name.startswith("seed=")))
+    name = name or f"{directory.parent.name} {directory.name.rpartition('-')[2]}"
     name = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 10]}..{name[-8:]}"
-    return f"{column.label} {name}" + (f" ({len(column.runs)} seeds)" if len(column.runs) > 1 else "")
+    return f"{column.label} {name}" + (f" ({len(column.runs)} seeds)" if many else "")
 
 
 def grid(titles: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1, label: str = "table") -> str:
@@ -68,7 +86,7 @@ def overview(columns: Sequence[Column]) -> str:
         states = ", ".join(dict.fromkeys(run.state for run in column.runs))
         steps = head.number("steps")
         figures = [tables.spread_text(key, spread_of(column, key)) for key in keys]
-        rows.append([name_of(column), states, f"{steps:,.0f}" if steps is not None else "-", *figures])
+        rows.append([column.name, states, f"{steps:,.0f}" if steps is not None else "-", *figures])
     return grid(["run", "state", "steps", *keys.values()], rows, 2, "results")
 
 
@@ -79,7 +97,7 @@ def curves(columns: Sequence[Column]) -> str:
                                from_zero=key == "tokens_per_s") for key, title in CURVES.items()]  # fmt: skip
     if not any(found):
         return "<p>No step was recorded.</p>"
-    names = [(name_of(column), style) for style, column in enumerate(shown)]
+    names = [(column.name, style) for style, column in enumerate(shown)]
     keys = charts.legend(names) if len(shown) > 1 else ""
     more = f"<p>{len(columns) - len(shown)} more runs are not drawn.</p>" if len(columns) > len(shown) else ""
     return f'{keys}<div class="charts">{"".join(found)}</div>{more}'
@@ -91,7 +109,7 @@ def _curve(column: Column, key: str, style: int) -> ChartLine:
     values = [[one[step] for one in of_runs] for step in steps]
     points = [(float(step), statistics.fmean(numbers)) for step, numbers in zip(steps, values)]
     deviation = [statistics.stdev(numbers) for numbers in values] if len(of_runs) > 1 else []
-    return ChartLine(name_of(column), style, points, deviation)
+    return ChartLine(column.name, style, points, deviation)
 
 
 def time_by_part(columns: Sequence[Column]) -> str:
@@ -100,7 +118,7 @@ def time_by_part(columns: Sequence[Column]) -> str:
     for column in columns:
         values = [column.runs[0].number(key) for key in PARTS]
         if any(values):
-            rows.append((name_of(column), [value or 0.0 for value in values]))
+            rows.append((column.name, [value or 0.0 for value in values]))
     drawn = charts.stacked_bars("measured parts of a step, mean over ranks", rows, [*PARTS.values()], seconds_text)
     crowded = any((run.number("ranks_per_core") or 0) > 1 for column in columns for run in column.runs)
     note = "<p>Ranks shared cores: step times are no scaling measurement.</p>" if crowded else ""
@@ -118,8 +136,8 @@ def communication(columns: Sequence[Column]) -> str:
                  "yes" if payload == predicted else "no"]
                 for key, (calls, payload, predicted, wire) in sorted(found.items())]  # fmt: skip
         titles = ["axis", "operation", "purpose", "calls", "payload", "predicted", "wire", "as predicted"]
-        table = grid(titles, rows, 3, f"communication of {name_of(column)}")
-        parts.append(f"<details{' open' if len(columns) == 1 else ''}><summary>{escape(name_of(column))}</summary>"
+        table = grid(titles, rows, 3, f"communication of {column.name}")
+        parts.append(f"<details{' open' if len(columns) == 1 else ''}><summary>{escape(column.name)}</summary>"
                      f"{table}</details>")  # fmt: skip
     return charts_of_axes(columns) + "".join(parts) if parts else ""
 
@@ -132,7 +150,7 @@ def charts_of_axes(columns: Sequence[Column]) -> str:
         for (axis, _, _), (_, _, _, wire) in _traffic(column.runs[0]).items():
             total[axis] = total.get(axis, 0.0) + wire
         if total:
-            by_axis.append((name_of(column), total))
+            by_axis.append((column.name, total))
     axes = [*dict.fromkeys(axis for _, total in by_axis for axis in total)]
     rows = [(name, [total.get(axis, 0.0) for axis in axes]) for name, total in by_axis]
     return charts.stacked_bars("bytes sent in one step by all ranks, by axis", rows, axes, bytes_text)
@@ -169,7 +187,7 @@ def experts(columns: Sequence[Column]) -> str:
         drawn = [charts.heat_map(one.layer, [["" if cell is None else heat_colour(cell) for cell in row]
                                              for row in one.cells], one.row_labels, maps.first, maps.last)
                  for one in maps.layers]  # fmt: skip
-        parts.append(f"<h3>{escape(name_of(column))}</h3><div class='charts'>{''.join(drawn)}</div>")
+        parts.append(f"<h3>{escape(column.name)}</h3><div class='charts'>{''.join(drawn)}</div>")
     note = "Load of each expert (rows) over the mean load of its layer, by step: blue is below the mean, "
     note += "pale is balanced, red is twice the mean or more."
     return f"{''.join(parts)}<p class='quiet'>{note}</p>" if parts else ""
@@ -186,12 +204,12 @@ def memory(columns: Sequence[Column]) -> str:
             continue
         try:
             heaviest = max(positions, key=lambda one: one["total"])
-            bars.append((name_of(column), [float(heaviest.get(kind, 0)) for kind in kinds]))
+            bars.append((column.name, [float(heaviest.get(kind, 0)) for kind in kinds]))
             predicted = float(heaviest["total"])
         except (KeyError, TypeError, AttributeError) as error:
             raise broken(run.directory / "plan.json", f"incomplete: {error}", "memory.per_position") from error
         measured = run.number("peak_memory_bytes")
-        rows.append([name_of(column), bytes_text(predicted), bytes_text(measured) if measured is not None else "-"])
+        rows.append([column.name, bytes_text(predicted), bytes_text(measured) if measured is not None else "-"])
     if not bars:
         return ""
     drawn = charts.stacked_bars("predicted memory of the largest rank", bars, kinds, bytes_text)
@@ -204,11 +222,15 @@ def memory(columns: Sequence[Column]) -> str:
 def differences(comparison: RunComparison) -> str:
     """Return the table of differences and the first step at which the losses differ, as HTML."""
     parts = []
-    labels = [column.label for column in comparison.columns]
+    few = len(comparison.columns) <= tables.MOST_COLUMNS
+    titles = ["key", *(column.label for column in comparison.columns)] if few else ["key", "value", "runs"]
     for section, title in tables.SECTIONS:
-        cells = [[row.key, *map(tables.value_text, row.values)] for row in tables.differing(comparison, section)]
+        rows = tables.differing(comparison, section)
+        cells: list[Sequence[str]] = [[row.key, *map(tables.value_text, row.values)] for row in rows]
+        if not few:
+            cells = [line for row in rows for line in tables.by_value(row, comparison.columns)]
         if cells:
-            parts.append(f"<h3>{title}</h3>{grid(['key', *labels], cells, 1 + len(labels), title)}")
+            parts.append(f"<h3>{title}</h3>{grid(titles, cells, len(titles), title)}")
     lines = [*tables.losses(comparison), *tables.notes(comparison)]
     return "".join(parts) + "".join(f"<p>{escape(line)}</p>" for line in lines)
 

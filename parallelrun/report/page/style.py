@@ -15,7 +15,7 @@ _DARK = ("#5cb3f0", "#ff9d5c", "#46d3a4", "#f0a6d2", "#e6c34d", "#9fd8ff", "#ccc
 _BASE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-main,header,nav{max-width:1080px;margin:0 auto;padding:0 20px}
+main,header,nav{max-width:1200px;margin:0 auto;padding:0 20px}
 h1{font-size:24px;margin:28px 0 4px}
 h2{font-size:19px;margin:36px 0 8px;padding-top:12px;border-top:1px solid var(--line)}
 h3{font-size:15px;margin:16px 0 4px}
@@ -29,9 +29,12 @@ a:focus-visible,summary:focus-visible,[tabindex]:focus-visible{outline:3px solid
 .skip:focus{left:12px;top:8px;background:var(--ground);padding:6px 10px;z-index:1}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;margin:6px 0;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid var(--line);white-space:nowrap;vertical-align:top}
+th,td{text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{font-weight:600;color:var(--quiet)}
+td{overflow-wrap:anywhere}
+td:first-child{min-width:8em;overflow-wrap:break-word}
 td.n,th.n{text-align:right}
+td.n,th{white-space:nowrap}
 td.bad{color:var(--bad);font-weight:600}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,460px),1fr));gap:12px 24px}
 figure{margin:8px 0}

@@ -217,7 +217,8 @@ class GridRequest:
         fix = " or ".join(filter(None, [*fixes, *self._fitting_worlds()]))
         if not fix:  # no one value would do
             free = self._with(**dict.fromkeys(self.shape.sets))
-            fix = f"{either('tp', free._nearest_tp())} without grid and depth"
+            unset = [f"{name}=null" for name in self.shape.sets if getattr(tensor, name) is not None]
+            fix = " or ".join(" ".join([f"tp={tp}", *unset]) for tp in free._nearest_tp())
         return [Problem(what, where, fix, kind="arithmetic")]
 
     def _nearest_tp(self) -> list[int]:

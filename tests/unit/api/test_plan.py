@@ -52,7 +52,7 @@ def test_a_plan_is_that_of_the_command_line(capsys):
     assert main(["plan", *words]) == 0
     title = capsys.readouterr().out.splitlines()[0]
     assert title.startswith("plan: gpt") and planned.text().splitlines()[0] == title
-    assert planned._repr_html_().startswith("<pre>plan: gpt")
+    assert re.match("<pre style=[^>]*>plan: gpt", planned._repr_html_())
     assert repr(planned).startswith("PlannedRun(") and len(repr(planned)) < 400 and str(planned) == planned.text()
 
 

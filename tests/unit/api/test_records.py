@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 import parallelrun as pr
 from parallelrun.api import launching
-from parallelrun.api.tables import html_table
+from parallelrun.api.results import SweepPoint, SweepTable
+from parallelrun.api.tables import html_table, html_text
 from tests.extras import needs
 from tests.run_files import LOSSES, write_run
 
@@ -97,3 +99,19 @@ def test_html_is_escaped_and_has_every_column():
     text = html_table([{"a": "<b>"}, {"c": 0.123456789}])
     assert "&lt;b&gt;" in text and "<th>a</th><th>c</th>" in text and "<td>0.123457</td>" in text
     assert "and 40 more" in html_table([{"a": 1}] * 100)
+
+
+def test_a_notebook_shows_ten_columns_of_a_sweep_in_a_fixed_font_and_the_rest_on_request(folder):
+    done = pr.load("aaa111", runs=folder)
+    points = [SweepPoint(("model=gpt", f"strategy={name}", "optimizer.lr=0.1"), "done", done) for name in ("ddp", "tp")]
+    table = SweepTable(
+        (*points, SweepPoint(("model=gpt", "strategy=tp2d", "optimizer.lr=0.1"), "skipped", None, "tp=3"))
+    )
+    html, everything = table._repr_html_(), table.show()._repr_html_()
+    names = re.findall("<th>([^<]*)</th>", html)
+    assert names == ["strategy", "state", "reason", "loss", "val_loss", "step_time_median_s", "tokens_per_s",
+                     "peak_memory_bytes", "wire_bytes_per_step", "model"]  # fmt: skip
+    assert set(re.findall("<th>([^<]*)</th>", everything)) == {name for row in table.rows() for name in row}
+    assert f"{len(everything.split('<th>')) - 11} more columns: .show() or .to_pandas()" in html
+    assert re.findall("<th>([^<]*)</th>", table.show("steps", "loss")._repr_html_()) == ["steps", "loss"]
+    assert "monospace" in html and "monospace" in everything and "monospace" in html_text("a  b")

@@ -102,6 +102,23 @@ def test_the_fix_is_named():
     assert problem("tp=1,2").command == "parallelrun -m ... tp=1,2"
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("grid=[2,4]", "grid=2x4"),
+        ("strategy.tensor.grid=[2, 4]", "strategy.tensor.grid=2x4"),
+        ("tp=[2,4]", "tp=2"),
+        ("optimizer.lr=[1e-3]", "optimizer.lr=1e-3"),
+        ("strategy.pipeline.partition=[uniform]", "strategy.pipeline.partition=uniform"),
+        ("strategy.pipeline.partition=[1,2]", "strategy.pipeline.partition=cost"),
+        ("compile=[true]", "compile=true or compile=false"),
+    ],
+)
+def test_a_list_for_a_key_of_one_value_is_answered_with_what_to_type(typed, meant):
+    refused = problem(typed)
+    assert "takes one value, not a list" in refused.what and refused.suggestion == meant
+
+
 def test_each_value_of_a_sweep_is_checked():
     assert "parsed as 8 from 010" in problem("tp=2,010", multirun=True).what
     assert read(["tp=range(1,4)", "world=choice(4,8)"], True, "here")[1] == []

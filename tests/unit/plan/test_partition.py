@@ -94,4 +94,13 @@ def test_manual_cuts_name_the_first_block_of_every_later_stage():
 def test_manual_cuts_that_make_no_stages_are_refused(split, message):
     with pytest.raises(ConfigError) as caught:
         tiny_plan(pp=2, strategy__pipeline__split=split)
-    assert message in caught.value.problems[0].what
+    problem = caught.value.problems[0]
+    assert message in problem.what
+    key, _, value = problem.suggestion.partition("=")
+    assert key == "strategy.pipeline.split" and len(blocks(pp=2, strategy__pipeline__split=value[1:-1].split(","))) == 2
+
+
+def test_cuts_that_only_lack_order_are_suggested_in_order():
+    with pytest.raises(ConfigError) as caught:
+        tiny_plan(pp=3, strategy__pipeline__split=["layers.3", "layers.1"])
+    assert caught.value.problems[0].suggestion == "strategy.pipeline.split=[layers.1,layers.3]"

@@ -52,6 +52,17 @@ def test_the_parts_add_up_and_no_device_is_faster_than_its_peak(name):
     assert 0 < found.mfu < 1 and found.p10_s < found.step_s < found.p90_s
 
 
+def test_the_peak_is_that_of_the_workers_and_tokens_are_shared_by_all_nodes():
+    words = ("model=gpt2_124m", "strategy=ps", "dp=3", "servers=2", "cluster=ethernet_25g", "precision=fp16",
+             "cluster.memory_gb_s=900", "global_batch=48")  # fmt: skip
+    found, plan, cluster = predicted(*words), planned(*words), composed(*words).config.cluster
+    peak = peak_flops(cluster, "fp16")
+    assert peak is not None and (plan.num_workers, plan.world) == (3, 5)
+    flops = 3 * plan.spec.forward_flops * 48
+    assert found.mfu == pytest.approx(flops / (found.step_s * 3 * peak), rel=1e-12)
+    assert found.tokens_per_s_per_gpu == pytest.approx(48 * 1024 / found.step_s / 5, rel=1e-12)
+
+
 def test_parts_are_named_by_what_the_plan_does():
     assert (
         not {spread.BUBBLE, spread.DATA, blocks.TENSOR, spread.RECOMPUTE} & predicted(*PLANS["one device"]).parts.keys()

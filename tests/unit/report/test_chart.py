@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 
 import pytest
 from matplotlib.axes import Axes
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.report import chart
-from parallelrun.report.figures import bytes_text, digits
+from parallelrun.report.figures import bytes_text, digits, seconds_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 Points = list[tuple[float, float]]
@@ -72,6 +73,29 @@ def test_bytes_are_written_at_powers_of_two():
     chart.scale(axes, "y", bytes_text, log=True, base=2)
     found = [text for text in texts(chart.svg(figure)) if text.endswith("iB")]
     assert len(found) >= 3 and all(float(text.split()[0]) in [2.0**n for n in range(10)] for text in found)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text", "wanted"),
+    [
+        (4.3811, 4.3814, digits, {"4.3811", "4.3812", "4.3813", "4.3814"}),
+        (1.5e-6, 3e-6, digits, {"1.6e-06", "2e-06", "2.4e-06", "3e-06"}),
+        (1.2341, 1.2344, seconds_text, {"1.2341 s", "1.2342 s", "1.2343 s", "1.2344 s"}),
+        (2**20 * 1.001, 2**20 * 1.002, bytes_text, {"1.001 MiB", "1.002 MiB"}),
+    ],
+)
+def test_ticks_are_told_apart_and_exact(low: float, high: float, text: Callable[..., str], wanted: set[str]):
+    figure, axes = one_panel([(1, low), (2, high)])
+    chart.scale(axes, "y", text, ticks=(low, high) if text is bytes_text else ())
+    assert wanted <= set(texts(chart.svg(figure)))
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_lines_that_are_equal_within_rounding_are_drawn_as_equal(log: bool):
+    _, axes = one_panel([(1, 4.381), (2, 4.381)], [(1, 4.3810001), (2, 4.3810004)])
+    chart.scale(axes, "y", digits, log=log)
+    low, high = axes.get_ylim()
+    assert high - low > 0.5
 
 
 @pytest.mark.filterwarnings("error")

@@ -147,13 +147,14 @@ def texts(picture: str) -> list[str]:
 
 def test_the_picture_shows_loss_against_time_and_bytes_and_accuracy_where_there_is_one(tmp_path):
     run(tmp_path, 0, "ddp", steps(6, val_top1=0.5))
-    run(tmp_path, 1, "horovod", steps(6), wire=[("gradients", 2**30)], ranks_per_core=2.0)
+    run(tmp_path, 1, "horovod", steps(6), wire=[("gradients", 2**30)], ranks_per_core=2.0, bubble_predicted=0.0)
+    run(tmp_path, 2, "gpipe", steps(6), ranks_per_core=2.0, bubble_predicted=0.22)
     assert [path.name for path in comparison.write(tmp_path)] == [PICTURE, NUMBERS]
     found = texts((tmp_path / PICTURE).read_text())
     for name in ("validation loss", "top-1 accuracy"):
         assert f"{name} against time" in found and f"{name} against bytes sent" in found
     assert {"ddp", "horovod", "seconds of training", "GiB sent by all ranks"} <= set(found)
-    assert any("no scaling measurement" in text for text in found)
+    assert {"gpipe (22% bubble predicted)", "step time is no scaling measurement: ranks shared cores"} <= set(found)
 
 
 def test_without_accuracy_or_crowded_cores_nothing_is_said_of_them(tmp_path):

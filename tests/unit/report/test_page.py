@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
 from parallelrun.cli.main import main
 from parallelrun.errors import ParallelrunError
 from parallelrun.records import append_jsonl, write_json
+from parallelrun.report.figures import thinned
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine, GanttCell
 from parallelrun.report.page.document import page
@@ -170,6 +171,60 @@ def test_the_command_writes_the_page_where_it_is_asked(tmp_path, monkeypatch, ca
     assert main(["report", "nothing"]) == 2
 
 
+def test_the_points_of_a_sweep_are_named_by_what_was_swept(tmp_path):
+    sweep = tmp_path / "mine"
+    for number, (strategy, lr, seed) in enumerate(product(("ddp", "zero1"), ("0.1", "0.2"), (1, 2))):
+        folder = f"{number:03d}-{strategy}-dp2"
+        full_run(sweep / folder, config={"strategy.name": strategy, "optimizer.lr": float(lr), "seed": seed})
+        words = ["dp=2", f"strategy={strategy}", f"optimizer.lr={lr}", f"seed={seed}"]
+        append_jsonl(sweep / "results.jsonl", {"point": number, "directory": folder, "overrides": words})
+    runs = [read(path) for path in sorted(sweep.iterdir()) if path.is_dir()]
+    names = re.findall(r"<tr><td>([A-Z] [^<]*)</td><td>done", page(runs, "sweep"))
+    assert names == ["A ddp lr=0.1 (2 seeds)", "B ddp lr=0.2 (2 seeds)", "C zero1 lr=0.1 (2 seeds)",
+                     "D zero1 lr=0.2 (2 seeds)"]  # fmt: skip
+    names = re.findall(r"<tr><td>([A-Z] [^<]*)</td><td>done", page(runs[::2], "without replicates"))
+    assert names[0] == "A ddp lr=0.1 seed=1"
+
+
+def test_many_runs_are_compared_in_three_columns(tmp_path):
+    runs = [
+        read(full_run(tmp_path / f"{number}", config={"dp": 2 + number % 2, "steps": number}))
+        for number in (4, 5, 6, 7, 8)
+    ]
+    assert "<td>dp</td><td>2</td><td>A C E</td></tr><tr><td></td><td>3</td><td>B D</td>" in page(runs, "many")
+
+
+def test_the_traffic_of_all_ranks_is_added_and_compared(tmp_path):
+    directory = full_run(tmp_path / "a" / "1")
+    row = {"operation": "send", "calls": 2, "payload_bytes": 2**20, "wire_bytes": 2**20}
+    purposes = (("activations", 2**20), ("activations", 2**20), ("gradients", 2**10))
+    rows = [{**row, "axis": "pp", "purpose": purpose, "predicted_payload_bytes": predicted}
+            for purpose, predicted in purposes]  # fmt: skip
+    write_json(directory / "comm.json", {"rows": [*rows, {**rows[0], "operation": "recv", "payload_bytes": 0}]})
+    text = page([read(directory)], "traffic")
+    lines = [re.findall("<td[^>]*>([^<]*)</td>", line) for line in re.findall("<tr><td>pp</td>.*?</tr>", text)]
+    assert lines == [
+        ["pp", "send", "activations", "4", "2 MiB", "2 MiB", "2 MiB", "yes"],
+        ["pp", "send", "gradients", "2", "1 MiB", "1 KiB", "1 MiB", "no"],
+    ]
+    assert "pp 3 MiB</title>" in text
+
+
+def test_the_predicted_memory_is_that_of_the_largest_rank(tmp_path):
+    directory = full_run(tmp_path / "a" / "1")
+    parts = [{"weights": size, "total": size} for size in (10, 40, 20)]
+    write_json(directory / "plan.json", {"memory": {"per_position": parts}})
+    assert "weights 40 B</title>" in page([read(directory)], "memory")
+
+
+def test_many_points_are_drawn_as_means_of_neighbours():
+    assert thinned([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0), (3.0, 9.0), (4.0, 4.0)], 3) == [
+        (0.5, 2.0),
+        (2.5, 7.0),
+        (4.0, 4.0),
+    ]
+
+
 def coordinates(figure: str, tag: str = "polyline") -> list[list[tuple[float, float]]]:
     found = re.findall(rf'<{tag} [^>]*points="([^"]*)"', figure)
     return [[tuple(map(float, pair.split(","))) for pair in one.split()] for one in found]
@@ -212,9 +267,52 @@ def test_every_point_is_inside_the_figure(points):
 def test_a_band_has_the_width_of_the_deviation():
     figure = charts.line_chart("loss", [ChartLine("a", 0, [(0.0, 0.0), (1.0, 1.0)], [0.5, 0.25])])
     (band,) = coordinates(figure, "polygon")
-    height = charts.HEIGHT - charts._BOTTOM - charts._TOP
-    assert band[3][1] - band[0][1] == pytest.approx(height, abs=0.2)  # twice the deviation of the first point
-    assert band[2][1] - band[1][1] == pytest.approx(height / 2, abs=0.2)
+    height = charts.HEIGHT - charts._BOTTOM - charts._TOP  # from -0.5 to 1.5
+    assert band[3][1] - band[0][1] == pytest.approx(height / 2, abs=0.2)  # twice the deviation of the first point
+    assert band[2][1] - band[1][1] == pytest.approx(height / 4, abs=0.2)
+    assert all(charts._TOP <= y <= charts._TOP + height for _, y in band)
+
+
+def ticks(figure: str) -> tuple[list[str], list[str]]:
+    """The texts of a chart's vertical and horizontal axis."""
+    found = re.findall(r'<text class="tick"[^>]*text-anchor="(\w+)">([^<]*)<', figure)
+    return [text for anchor, text in found if anchor == "end"], [text for anchor, text in found if anchor == "middle"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [
+        (4.3810, 4.3820, ["4.381", "4.3812", "4.3814", "4.3816", "4.3818", "4.382"]),
+        (5.4, 5.6, ["5.4", "5.45", "5.5", "5.55", "5.6"]),
+        (1e-5, 1.001e-5, ["0", "2e-09", "4e-09", "6e-09", "8e-09", "1e-08"]),  # the title has the rest
+        (123400.0, 123480.0, ["123.4k", "123.42k", "123.44k", "123.46k", "123.48k"]),
+    ],
+)
+def test_ticks_are_told_apart_and_exact(low, high, wanted):
+    figure = charts.line_chart("loss", [ChartLine("a", 0, [(1.0, low), (2.0, high)])])
+    assert ticks(figure)[0] == wanted
+    assert ("loss - 1e-05" in figure) == (wanted[0] == "0")
+
+
+def test_late_steps_are_told_apart():
+    figure = charts.line_chart("loss", [ChartLine("a", 0, [(1e6 + step, float(step)) for step in range(11)])])
+    assert ticks(figure)[1] == ["0", "2", "4", "6", "8", "10", "step - 1000000"]
+
+
+@pytest.mark.parametrize("values", [(4.381,), (4.381, 4.3810001), (4.381, 4.381)])
+def test_lines_that_are_equal_within_rounding_are_drawn_as_equal(values):
+    rounded = [ChartLine("b", 1, [(float(x), y * (1 + 1e-7)) for x, y in enumerate(values)])]
+    first, second = coordinates(charts.line_chart("loss", [ChartLine("a", 0, [*enumerate(values)]), *rounded])) or [
+        [tuple(map(float, place))] for place in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', charts.line_chart(
+            "loss", [ChartLine("a", 0, [*enumerate(values)]), *rounded]))
+    ]  # fmt: skip
+    assert max(abs(a[1] - b[1]) for a, b in zip(first, second)) < 1.0  # of 260
+
+
+def test_lines_that_differ_by_more_than_rounding_are_drawn_apart():
+    lines = [ChartLine("a", 0, [(0.0, 4.381), (1.0, 4.38)]), ChartLine("b", 1, [(0.0, 4.381), (1.0, 4.3806)])]
+    first, second = coordinates(charts.line_chart("loss", lines))
+    assert first[1][1] - second[1][1] > 50
 
 
 def test_bars_are_as_long_as_their_values():
@@ -222,6 +320,12 @@ def test_bars_are_as_long_as_their_values():
     widths = [float(width) for width in re.findall(r'class="bar[^>]*? width="([\d.]+)"', figure)]
     assert widths[1] == pytest.approx(3 * widths[0], rel=1e-3) and widths[2] == pytest.approx(2 * widths[0], rel=1e-3)
     assert len(widths) == 3 and charts.stacked_bars("t", [("a", [0.0])], ["x"], str) == ""
+
+
+def test_a_part_of_a_bar_begins_where_the_one_before_it_ends():
+    figure = charts.stacked_bars("t", [("a", [3.0, 1.0])], ["x", "y"], str)
+    (first, width), (second, _) = re.findall(r'class="bar f\d" x="([\d.]+)" y="\d+" width="([\d.]+)"', figure)
+    assert float(second) == pytest.approx(float(first) + float(width), abs=0.2)
 
 
 def test_a_gantt_chart_has_a_cell_for_every_action():

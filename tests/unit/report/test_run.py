@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from parallelrun.report import bench, predicted, verify
 from parallelrun.report.figures import bytes_text, degrees_text
 from parallelrun.report.progress import ProgressLine
 from parallelrun.report.run import communication_table, show, sparkline
+from parallelrun.report.screen import open_console
 
 
 @pytest.fixture
@@ -74,7 +76,9 @@ def test_the_panel_fits_80_columns(terminal, capsys, tmp_path) -> None:
     finished_run(tmp_path, steps=200)
     show(tmp_path)
     lines = plain(capsys.readouterr().out).splitlines()
-    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    *panel, checkpoint = lines
+    assert max(map(len, panel)) <= 80 and "…" not in "".join(lines)
+    assert checkpoint.startswith("last checkpoint step_2: ")  # no frame around what is copied
     losses = next(line for line in lines if "│ loss" in line)
     assert losses.rstrip(" │").endswith("4.2500")
 
@@ -106,6 +110,7 @@ def test_sparkline_goes_from_lowest_to_highest_and_leaves_gaps() -> None:
     assert sparkline([3.0, 2.0, 1.0]) == "█▄▁"
     assert sparkline([1.0, float("nan"), 2.0]) == "▁ █"
     assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([4.381, 4.3810001, 4.381]) == "▁▁▁"  # equal within rounding
     assert len(sparkline([float(i) for i in range(500)], width=60)) == 60
     assert sparkline([]) == ""
 
@@ -199,3 +204,43 @@ def test_the_panel_tells_loss_speed_bytes_and_where_everything_lies(tmp_path: Pa
     ):
         assert expected in text, expected
     assert "no scaling measurement: 4 ranks on 2 cores" in text
+
+
+def test_messages_are_counted_at_their_senders(capsys):
+    row = {"axis": "pp", "purpose": "activations", "calls": 3, "predicted_calls": 3, "payload_bytes": 1024,
+           "predicted_payload_bytes": 1024, "wire_bytes": 2048}  # fmt: skip
+    received = {**row, "operation": "recv", "payload_bytes": 0, "predicted_payload_bytes": 0, "wire_bytes": 0}
+    open_console().print(communication_table([{**row, "operation": "send"}, received, {**row, "operation": "send"}]))
+    _, _, line = capsys.readouterr().out.splitlines()
+    assert line.split() == ["pp", "send", "activations", "6", "2", "KiB", "4", "KiB"]
+
+
+def test_the_prediction_is_compared_with_what_was_measured():
+    known = {"step_s": 0.1, "p10_s": 0.08, "p90_s": 0.12, "compares_parts": False, "explanation": None}
+    assert predicted.text(known, 0.15) == "100 ms a step (80 ms to 120 ms): measured is 50% longer"
+    assert predicted.text(known, 0.05) == "100 ms a step (80 ms to 120 ms): measured is 50% shorter"
+
+
+def test_an_error_above_the_bound_is_marked(capsys):
+    errors = {"loss": 1e-11, "grads": 2e-10, "params": None}
+    verify.show({
+        "preset": "ddp", "degrees": {"dp": 2}, "against": "one device", "precision": "fp64", "max_error": errors,
+        "tolerance": 1e-10, "worst": dict.fromkeys(errors, "wte"), "reports_only": False, "copies_that_disagree": [],
+        "routing_held": False, "parameters_compared": 3, "steps": 2, "passed": False, "equivalence": "exact",
+        "equivalence_detail": "",
+    })  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    marks = [line.split()[-1] for line in lines if "wte" in line]
+    assert marks == ["equal", "DIFFERS", "DIFFERS"] and lines[-1] == "NOT EQUAL: exact, 3 parameters, 2 steps"
+
+
+def test_a_benchmark_shows_each_of_its_figures(capsys):
+    seconds = {"median_s": 0.2, "lower_quartile_s": 0.1, "upper_quartile_s": 0.3, "min_s": 0.05, "p95_s": 0.4}
+    bench.show({
+        **seconds, "model": "gpt", "preset": "ddp", "degrees": {"dp": 2}, "precision": "fp32", "tokens_per_s": 1234.0,
+        "samples_per_s": 56.0, "model_flops_per_s": 7.8e9, "payload_bytes_rank_0": 2**21, "steps": 5, "warmup": 2,
+        "device": "cpu", "predicted": None, "world": 2, "cores": 2,
+    })  # fmt: skip
+    text = " ".join(capsys.readouterr().out.split())
+    assert "median 200.0 ms tokens/s 1,234 quartiles 100.0 - 300.0 ms samples/s 56.0" in text
+    assert "fastest 50.0 ms model GFLOP/s 7.8 95th percentile 400.0 ms payload of rank 0 per step 2.00 MiB" in text

@@ -65,3 +65,32 @@ def test_a_step_time_that_is_a_bound_is_marked_and_no_other():
     _, _, first, second, note = table_of_plans(*rows)
     assert "*" not in first and " 3 s*" in second and "0.5*" in second and note.startswith("* not predicted")
     assert "12%*" not in second and "TiB*" not in second
+
+
+MEASURED = {"state": "done", "world": 4, "pp": 4, "dp": 1, "loss": 4.1, "ranks_per_core": 2.0}
+POINTS = {"naive": (0.192, 0.75, 0.4), "gpipe": (0.325, 0.22, 0.2), "1f1b": (0.18, 0.22, 0.1)}
+
+
+def table_of_runs(**changes: object) -> tuple[list[str], list[str]]:
+    """The strategies in the order of the table, and its other lines."""
+    rows = [{**MEASURED, "point": point, "overrides": [f"strategy={name}"], "step_time_median_s": measured,
+             "bubble_predicted": bubble, "predicted.step_s": predicted, **changes}
+            for point, (name, (measured, bubble, predicted)) in enumerate(POINTS.items())]  # fmt: skip
+    console = Console(file=io.StringIO(), width=120)
+    sweep.show_table(rows, console)
+    lines = console.file.getvalue().splitlines()
+    return [line.split()[1] for line in lines[2:5]], [lines[1], *lines[5:]]
+
+
+def test_where_ranks_share_cores_the_prediction_orders_the_points():
+    order, (head, note) = table_of_runs(**{"predicted.step_s": None})
+    assert order == ["gpipe", "1f1b", "naive"] and "predicted bubble" in head
+    assert note == (
+        "step time is no scaling measurement: ranks shared cores; the points are ordered by their predicted bubble"
+    )
+    order, (head, note) = table_of_runs()
+    assert order == ["1f1b", "gpipe", "naive"] and note.endswith("ordered by their predicted step time")
+    order, lines = table_of_runs(ranks_per_core=1.0)
+    assert order == [*POINTS] and len(lines) == 1
+    order, (head, note) = table_of_runs(**{"predicted.step_s": None, "bubble_predicted": 0.0})
+    assert order == [*POINTS] and "bubble" not in head and note.endswith("ranks shared cores")

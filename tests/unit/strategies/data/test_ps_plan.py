@@ -19,7 +19,7 @@ from parallelrun.plan.rank_classes import rank_classes
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.traffic import traffic_of
 from parallelrun.strategies.data.ps.plan import sharding
-from parallelrun.strategies.data.ps.shards import Shard, num_rows
+from parallelrun.strategies.data.ps.shards import Shard, assign, num_rows
 from tests.plans import tiny_config, tiny_plan
 
 PS = {"strategy.name": "ps", "strategy.data.kind": "ps", "strategy.demo": {"dp": 3}, "global_batch": 12}
@@ -182,6 +182,26 @@ class TestShards:
         largest = max(4 * shard.numel for _, shard in assigned(found))
         assert sum(loads) == 4 * sum(prod(p.shape) for p in found.spec.parameters.values())
         assert max(loads) <= sum(loads) / servers + largest
+
+    def test_the_largest_pieces_are_placed_first_and_each_on_the_emptiest_server(self):
+        """Longest processing time first: 7 to A, 6 to B, 5 to B, 4 to A, 3 to A, 3 to B; any order else is worse."""
+        found = plan()
+        block, (first, *_) = found.spec.blocks[0], found.spec.blocks[0].layers[0].parameters
+        parameters = tuple(replace(first, name=f"rows{rows}.{i}", shape=(rows, 8))
+                           for i, rows in enumerate((3, 4, 5, 3, 6, 7)))  # fmt: skip
+        layer = replace(block.layers[0], parameters=parameters)
+        spec = replace(found.spec, blocks=(replace(block, layers=(layer,)),))
+        shards = assign(spec, 2, 2**20, 4)
+        assert [sum(shard.stop for shard in own) for own in shards.of_server] == [14, 14]
+        assert shards.num_bytes == (14 * 8 * 4, 14 * 8 * 4) and shards.imbalance == 1.0
+
+    def test_the_balance_of_the_servers_is_that_of_their_bytes(self):
+        found = sized(3, 2**20)
+        bytes_of = sharding(found).num_bytes
+        assert len(set(bytes_of)) > 1
+        assert [row["of_mean"] for row in server_rows(found)] == pytest.approx(
+            [3 * one / sum(bytes_of) for one in bytes_of]
+        )
 
     def test_only_tensors_above_the_threshold_are_cut(self):
         assert max(Counter(shard.name for _, shard in assigned(sized(3, 2**20))).values()) == 1

@@ -217,7 +217,7 @@ def test_what_was_filled_in_is_told():
         ),
         ({"layout": "3d", "tp": 9}, "tp", "needs a cube of ranks", {"tp=8"}),
         ({"layout": "2d", "tp": 1, "grid": "2x3"}, "grid", "= 6 ranks, and tp=1", {"grid=1x1"}),
-        # no one key would do: tp=25 without grid and depth
+        # no one key would do: see the next test
         ({"layout": "2d", "tp": 7, "grid": "2x3", "model.hidden": 25, "model.heads": 5}, "grid", "= 6 ranks", set()),
     ],
 )
@@ -225,6 +225,13 @@ def test_a_tp_that_makes_no_grid_is_refused_with_the_nearest_that_do(overrides, 
     problem = only_problem(overrides)
     assert problem.kind == "arithmetic" and problem.where == where and told in problem.what
     assert {f"{key}={value}" for key, value in pairs(problem.suggestion)} == suggested
+
+
+def test_where_no_one_key_would_do_all_that_are_typed_are_named():
+    overrides = {"layout": "2d", "tp": 7, "grid": "2x3", "model.hidden": 25, "model.heads": 5}
+    assert only_problem(overrides).suggestion == "tp=25 grid=null"
+    both = only_problem({**overrides, "layout": "2.5d", "depth": 3})
+    assert both.suggestion.startswith("tp=") and " grid=null depth=null" in both.suggestion
 
 
 def test_ranks_that_are_left_of_a_world_and_make_no_grid_are_refused_with_the_worlds_that_do():

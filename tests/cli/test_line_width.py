@@ -1,0 +1,74 @@
+"""Without a terminal, text has lines of at most 100 columns; commands, paths and tables are whole. A command to copy
+has a line of its own, in no frame."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+TINY = [
+    "model=gpt",
+    "model.hidden=16",
+    "model.layers=2",
+    "model.heads=2",
+    "model.seq=8",
+    "eval.every=0",
+    "global_batch=4",
+]
+LLAMA = ["plan", "model=llama3_8b", "cluster=h100_dgx"]
+SCREENS = {
+    "help": ["--help"],
+    "help of a verb": ["plan", "--help"],
+    "plan": ["plan", "model=gpt3_175b", "tp=8", "pp=64", "dp=6"],
+    "plan that does not fit": ["plan", "model=gpt3_175b", "tp=8", "pp=8", "dp=2", "cluster=h100_dgx"],
+    "details": ["plan", *TINY, "strategy=ps", "world=4", "detail=all"],
+    "details of a pipeline": ["plan", "model=gpt", "tp=2", "pp=2", "dp=2", "detail=schedule,traffic"],
+    "explained plan": [*LLAMA, "strategy=fsdp", "dp=16", "explain=true"],
+    "search": [*LLAMA, "gpus=64"],
+    "sizes": [*LLAMA, "objective=cost", "tokens=1e12"],
+    "plans": ["plan", "-m", "strategy=ddp,tp2d,gpipe", "world=4"],
+    "explain": ["explain", "strategy=gpipe", "pp=4"],
+    "refusal": ["plan", "strategy=tp2d", "tp=5"],
+    "unknown key": ["plan", "modle=gpt"],
+    "too large": ["model=gpt3_175b", "strategy=ddp", "dp=2"],
+    "no GPU": [*TINY, "strategy=ddp", "dp=2", "device=cuda"],
+    "no run": ["compare", "a", "b"],
+    "runs": ["runs", "ls"],
+    "strategies": ["ls", "strategies"],
+    "doctor": ["doctor"],
+}
+COMMAND = re.compile(r"\s*(try: )?(parallelrun|pip|python) |point \d+: |\s*resume=")
+CELLS = re.compile(r"\S {2,}\S|─{20}|[█▏▎▍▌▋▊▉]")  # of tables
+
+
+def screen(*words: str, cwd) -> list[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PARALLELRUN_COLUMNS"}
+    done = subprocess.run([sys.executable, "-m", "parallelrun", *words], cwd=cwd, env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)  # fmt: skip
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_lines_of_text_end_at_100_columns(name, tmp_path):
+    lines = screen(*SCREENS[name], cwd=tmp_path)
+    long = [
+        line for line in lines if len(line) > 100 and not COMMAND.match(line) and not CELLS.search(line.strip()[10:])
+    ]
+    assert lines and long == []
+    if "run it:" in lines:
+        command = lines[lines.index("run it:") + 1]
+        assert command.startswith("parallelrun model=llama3_8b") and "\n" not in command
+
+
+def test_a_run_a_verification_and_their_comparison_end_at_100_columns(tmp_path):
+    commands = ([*TINY, "strategy=ddp", "dp=2", "steps=2", "checkpoint.every=1", "name=one"],
+                ["verify", *TINY, "strategy=zero1", "dp=2"], ["-m", *TINY, "strategy=ddp,tp2d", "dp=2", "steps=2"],
+                ["compare", "one", "gpt-zero1-dp2"], ["runs", "show", "one"])  # fmt: skip
+    for words in commands:
+        lines = screen(*words, cwd=tmp_path)
+        long = [line for line in lines if len(line) > 100 and "/" not in line and not COMMAND.match(line)]
+        assert lines and [line for line in long if not CELLS.search(line.strip()[10:])] == []
