@@ -56,7 +56,7 @@ def test_an_option_of_the_users_own_folder_is_no_mistake(tmp_path, capsys):
     ("words", "fix"),
     [
         ("tp=x", "tp=1"), ("steps=1.5", "steps=1 or steps=2"), ("compile=2", "compile=true or compile=false"),
-        ("optimizer.lr=null", "optimizer.lr=0.003"), ("device=[cpu]", "device=auto"), ("seed=1e400", "seed=1234"),
+        ("optimizer.lr=null", "optimizer.lr=0.003"), ("device=[cpu]", "device=cpu"), ("seed=1e400", "seed=1234"),
         ("model.roles=null", "model.roles={}"), ("global_batch=99999999999", "global_batch=1048576"),
     ],
 )  # fmt: skip

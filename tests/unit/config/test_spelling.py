@@ -87,7 +87,7 @@ def test_typos_of_the_values_of_choices():
         ("model.router.topk=2", "model.router.top_k=2"),
         ("checkpoint.every=1.5", "checkpoint.every=1 or checkpoint.every=2"),
         ("model.layers=0.5", "model.layers=1"),
-        ("strategy=gpipe pp=2 strategy.pipeline.split=[nosuch]", "leave strategy.pipeline.split out"),
+        ("strategy=gpipe pp=2 strategy.pipeline.split=[nosuch]", "strategy.pipeline.split=[layers.4]"),
         ("strategy=gpipe pp=2 strategy.pipeline.split=[layer.1]", "strategy.pipeline.split=[layers.1]"),
         ("full", "recompute=full"),
         ("bf16", "precision=bf16"),

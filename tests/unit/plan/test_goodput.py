@@ -158,7 +158,11 @@ def test_a_started_node_counts_and_every_restart_reads_the_checkpoint():
 
 @pytest.mark.parametrize(
     ("keys", "copies"),
-    [({}, 0), ({"checkpoint.every": 2}, 0), ({"checkpoint.every": 2, "checkpoint.asynchronous": True}, 1)],
+    [
+        ({}, 0),
+        ({"checkpoint.every": 2, "checkpoint.asynchronous": False}, 0),
+        ({"checkpoint.every": 2, "checkpoint.asynchronous": True}, 1),
+    ],
 )
 def test_an_asynchronous_save_holds_one_copy_in_the_hosts_memory(keys, copies):
     config, plan = tiny_config({"dp": 4, "steps": 10, "checkpoint.every": 0, **keys}), tiny_plan(dp=4)
