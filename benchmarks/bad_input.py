@@ -30,10 +30,13 @@ from parallelrun.cli.main import main
 
 SECOND, HANG_S = 1.0, 60
 STARTS = (
-    "parallelrun.launch.start._launch", "parallelrun.launch.attach.lead", "parallelrun.launch.attach.follow",
-    "parallelrun.cli.ssh.run", "parallelrun.cli.doctor.examine",
-    "parallelrun.cli.calibrate._calibrate",
-)  # fmt: skip
+    "parallelrun.launch.entry.start._launch",
+    "parallelrun.launch.entry.attach.lead",
+    "parallelrun.launch.entry.attach.follow",
+    "parallelrun.launch.over_ssh.ssh.run",
+    "parallelrun.cli.tools.doctor.examine",
+    "parallelrun.cli.tools.calibrate._calibrate",
+)
 
 
 class Accepted(BaseException):

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import write
-from parallelrun.calibrate.constants import Calibration, PlannedStep, calibrated, step_seconds
-from parallelrun.calibrate.measurements import Measurements, load, save
-from parallelrun.calibrate.session import Session
-from parallelrun.errors import ParallelrunError
-from parallelrun.launch.environment import num_cores
+from parallelrun.base.errors import ParallelrunError
+from parallelrun.cli.calibration.constants import Calibration, PlannedStep, calibrated, step_seconds
+from parallelrun.cli.calibration.measurements import Measurements, load, save
+from parallelrun.cli.calibration.session import Session
+from parallelrun.launch.host.environment import num_cores
 
 DIFFERENT = 1.2  # pairs of plans closer than this have no order to predict
 TIMED = ("bench.warmup=3", "bench.steps=15", "dataset=synthetic")

@@ -43,11 +43,11 @@ from benchmarks.pairs import (
     write,
 )
 from benchmarks.stand_ins import StandIns
-from parallelrun import comm, torch_private
-from parallelrun.layout import Layout
-from parallelrun.mesh import Mesh, build_mesh
-from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.product import ActivationLayout, Product, forms
+from parallelrun.base.layout import Layout
+from parallelrun.distributed import comm, torch_private
+from parallelrun.distributed.mesh import Mesh, build_mesh
+from parallelrun.planner.contract.mesh_shape import MeshShape
+from parallelrun.planner.model.product import ActivationLayout, Product, forms
 from parallelrun.strategies.tensor.grid import matmul
 from parallelrun.strategies.tensor.megatron import operators
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from parallelrun.errors import ConfigError
-from parallelrun.plan.structure import Plan
+from parallelrun.base.errors import ConfigError
+from parallelrun.planner.contract.plan import Plan
 from tests.plans import tiny_plan
 from tests.vision import ALEXNET, BOTTLENECK, RESNET, VGG
 

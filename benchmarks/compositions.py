@@ -24,16 +24,17 @@ from unittest import mock
 import torch
 
 from benchmarks.composition_draws import BASE, Overrides, draw
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.errors import ConfigError
+from parallelrun.base.errors import ConfigError
+from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.models.network import compile_blocks
-from parallelrun.plan import prediction, sample_sets
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Plan
-from parallelrun.train import build as train_build
-from parallelrun.train.build import build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.pieces import sample_sets
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop import build as train_build
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.parity import parity, unforetold
 from tests.peak_bytes import PeakBytes
 from tests.plans import tiny_config

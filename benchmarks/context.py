@@ -22,10 +22,10 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from benchmarks.pairs import on_ranks, peers_on_gloo, read_arguments, summarise, time_pairs, write
 from parallelrun.models.masked_layers import AttentionProduct
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 
 BARS = {"torch": 1.0, "dp": 1.1}

@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.pairs import RESULTS, environment, on_ranks
-from parallelrun import comm
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.mesh import Group, Mesh, build_mesh
-from parallelrun.plan.data_cost import Link, parameter_server, ring
+from parallelrun.distributed import comm
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import Group, Mesh, build_mesh
+from parallelrun.distributed.sequences import Lane
+from parallelrun.planner.predict.data_cost import Link, parameter_server, ring
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text, digits
-from parallelrun.sequences import Lane
 from parallelrun.strategies.data.common.allreduce.rounds import ring as ring_rounds
 from parallelrun.strategies.data.common.allreduce.rounds import segments
 from parallelrun.strategies.data.common.allreduce.runtime import all_reduce

@@ -28,15 +28,15 @@ import numpy as np
 import torch
 
 from benchmarks.pairs import write
+from parallelrun.base.errors import ConfigError
+from parallelrun.checkpoint.exchange.tokenizer import byte_files
 from parallelrun.config import compose
 from parallelrun.config.overrides import read
 from parallelrun.data import open_dataset
 from parallelrun.data.order import make_sampler
-from parallelrun.data.tokenize import main as tokenize
-from parallelrun.errors import ConfigError
-from parallelrun.exchange.tokenizer import byte_files
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.reader import HostSamples
+from parallelrun.data.tokenizing.tokenize import main as tokenize
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.reader import HostSamples
 
 MOST = 0.02  # of a step
 GPT = ["model=gpt", "model.layers=4", "model.hidden=128", "model.seq=128", "global_batch=16"]

@@ -25,18 +25,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.pairs import read_arguments, write
+from parallelrun.base.context import WorkerContext
 from parallelrun.cli import argv
 from parallelrun.config import compose
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.launch import emulation
-from parallelrun.launch.rank import WORKER
-from parallelrun.launch.start import start
-from parallelrun.plan import prediction
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.step_time.links import collective_s
-from parallelrun.plan.step_time.rates import Rates, rates_of
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.launch.entry.start import start
+from parallelrun.launch.host import emulation
+from parallelrun.launch.host.job import WORKER
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.step_time.links import collective_s
+from parallelrun.planner.predict.step_time.rates import Rates, rates_of
+from parallelrun.planner.resolve.resolve_config import resolve
 
 WITHIN = 0.15
 SIZES = {"1M": 2**20, "4M": 2**22, "16M": 2**24, "64M": 2**26}

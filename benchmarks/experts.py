@@ -25,10 +25,10 @@ from torch.nn import functional
 from benchmarks.pairs import WithTorchsProducts, on_ranks, read_arguments, summarise, time_pairs, write
 from parallelrun.models import dropout
 from parallelrun.models.moe.layer import MoE
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 
 HIDDEN, FFN, EXPERTS, TOKENS, SEQ = 512, 2048, 8, 4096, 256

@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from parallelrun.base.context import WorkerContext
 from parallelrun.checkpoint import files, storage
 from parallelrun.checkpoint.find import complete_steps
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.launch import worker
-from parallelrun.plan.structure import Plan
-from parallelrun.run_records import attempts
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.launch.ranks import worker
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.report.records import attempts
 
 VARIABLE = "PARALLELRUN_FAULTS"
 WORKER = f"{__name__}:run"

@@ -30,13 +30,13 @@ from benchmarks.fault_cases import HARMLESS, LOST, PER_RUN, STRATEGIES, Case, ca
 from benchmarks.fault_injection import WORKER, Fault, variable
 from benchmarks.fault_report import CHECKS
 from parallelrun.api.results import PlannedRun
+from parallelrun.base.errors import EXIT_MISMATCH
 from parallelrun.checkpoint.find import latest
-from parallelrun.errors import EXIT_MISMATCH
-from parallelrun.launch import processes
-from parallelrun.launch import rank as ranks
-from parallelrun.launch.rank import Job
-from parallelrun.run_records import attempts
-from parallelrun.run_records.attempts import Attempt
+from parallelrun.launch.host.job import Job
+from parallelrun.launch.ranks import processes
+from parallelrun.launch.ranks import rank as ranks
+from parallelrun.report.records import attempts
+from parallelrun.report.records.attempts import Attempt
 
 GONE_S = 5.0  # for the processes of a run to end
 
@@ -117,7 +117,7 @@ def _launch(found: PlannedRun, folder: Path, faults: Sequence[Fault], timeout_s:
 
 def _start(found: PlannedRun, folder: Path, num_faults: int, timeout_s: float, resume: Path | None) -> int:
     from parallelrun.cli import errors
-    from parallelrun.launch.start import start
+    from parallelrun.launch.entry.start import start
 
     config = replace(found.config, runs=str(folder / "runs"), timeout_s=timeout_s, restarts=2 * num_faults + 1)
     config = replace(config, resume=str(resume) if resume else None)

@@ -27,13 +27,13 @@ from typing import Any
 
 from benchmarks.pairs import read_arguments, write
 from benchmarks.stacks import cluster_of, stack_of
+from parallelrun.base.errors import ConfigError
 from parallelrun.config import compose
 from parallelrun.config.overrides import read
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.step_time.step import step_time
-from parallelrun.plan.structure import Plan
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.predict.step_time.step import step_time
+from parallelrun.planner.resolve.resolve_config import resolve
 
 PUBLISHED = Path(__file__).parent / "published"
 MODEL_SIZES = {

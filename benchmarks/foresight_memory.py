@@ -23,12 +23,13 @@ from typing import Any
 
 from benchmarks.foresight import PUBLISHED, planned
 from benchmarks.pairs import read_arguments, write
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError
-from parallelrun.plan import cluster_cost, device_memory, prediction
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Memory, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.errors import ConfigError
+from parallelrun.base.precision import BYTES
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Memory, Plan
+from parallelrun.planner.memory import device_memory
+from parallelrun.planner.predict import cluster_cost, prediction
+from parallelrun.planner.resolve.resolve_config import resolve
 
 SET = "dev_ultrascale_3b"
 GIB = 2**30

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from benchmarks.pairs import write
 from benchmarks.plain_gpt import PlainGpt, Sizes, loss_of
 from benchmarks.plain_llama import PlainLlama
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 
 # dense bf16 TFLOP/s without sparsity, from the vendors' data sheets

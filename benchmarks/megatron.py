@@ -31,9 +31,9 @@ from benchmarks.pairs import (
 )
 from benchmarks.plain_gpt import SIZES, Sizes
 from parallelrun.models.initialise import logical
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import Training, build
-from parallelrun.train.step import finish_gradients, forward_backward
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.step import finish_gradients, forward_backward
 from tests.plans import tiny_config
 
 CASES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2, "strategy.pipeline.kind": "1f1b"}}

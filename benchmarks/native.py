@@ -8,12 +8,11 @@ with loss_parallel, and raw `torch.distributed.pipelining` (1F1B). Rows where th
 
 A full step on both sides: the same samples read by the same reader, forward, backward, gradients summed over ranks,
 the global norm clipped, torch's fused AdamW (the fastest that each peer can use), one thread a rank. Ours communicates
-through shared memory, the peers through gloo, and ours computes products by oneDNN where `torch_private.products` does,
-the peers as torch does: each side's default on CPUs. Only ours also
-has on every rank, in every step, the mean loss of the global batch, the agreement on a stop request and the check that
-loss and norm are finite, by one small all-reduce more (none more under pp, whose peer needs one for the norm); the
-peers read no loss while they are timed.
-"""
+through shared memory, the peers through gloo, and ours computes products by oneDNN where
+`distributed.torch_private.products` does, the peers as torch does: each side's default on CPUs. Only ours also has on
+every rank, in every step, the mean loss of the global batch, the agreement on a stop request and the check that loss
+and norm are finite, by one small all-reduce more (none more under pp, whose peer needs one for the norm); the peers
+read no loss while they are timed."""
 
 from __future__ import annotations
 
@@ -43,10 +42,10 @@ from benchmarks.pairs import (
 )
 from benchmarks.plain_gpt import SIZES, PlainGpt, Sizes, loss_of
 from parallelrun.models.initialise import logical
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 
 LR, CLIP, WEIGHT_DECAY = 1e-3, 1.0, 0.1

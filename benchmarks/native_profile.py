@@ -36,16 +36,16 @@ from benchmarks.native_python import shares
 from benchmarks.pairs import WithTorchsProducts, on_ranks, peers_on_gloo, read_arguments, time_pairs, write
 from benchmarks.plain_gpt import SIZES
 from benchmarks.ring import NUMEL
-from parallelrun.shared_memory.channel import CollectiveChannel
-from parallelrun.shared_memory.engine import Engine
-from parallelrun.shared_memory.group import SharedMemoryGroup
-from parallelrun.shared_memory.messages import MessageChannel
-from parallelrun.shared_memory.named_group import is_operation
-from parallelrun.shared_memory.work import SharedMemoryWork
+from parallelrun.distributed.shared_memory.channel import CollectiveChannel
+from parallelrun.distributed.shared_memory.engine import Engine
+from parallelrun.distributed.shared_memory.group import SharedMemoryGroup
+from parallelrun.distributed.shared_memory.messages import MessageChannel
+from parallelrun.distributed.shared_memory.named_group import is_operation
+from parallelrun.distributed.shared_memory.work import SharedMemoryWork
 from parallelrun.strategies.data.common.allreduce.rounds import PIECE_BYTES
-from parallelrun.train import step
-from parallelrun.train.build import Training
-from parallelrun.train.schedules import LossScaler
+from parallelrun.training.loop import step
+from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.schedules import LossScaler
 
 PROFILED = ("ddp", "fsdp", "tp", "pp", "ring")
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_dot_product_flash_attention_for_cpu",

@@ -30,11 +30,11 @@ import parallelrun.strategies
 from benchmarks.native import CASES, CLIP, LR
 from benchmarks.pairs import on_ranks, read_arguments, write
 from benchmarks.plain_gpt import SIZES
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 
 OURS = (str(Path(parallelrun.__file__).parent), str(Path(parallelrun.strategies.__file__).parent))

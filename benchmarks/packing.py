@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, write
+from parallelrun.base.registry import load
 from parallelrun.data.packing import pack
-from parallelrun.definitions import IGNORED
-from parallelrun.mesh import build_mesh
+from parallelrun.distributed.mesh import build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.network import Network
-from parallelrun.optimizer import Optimizer
-from parallelrun.plan.parameters import LocalParameter, held_parameters
-from parallelrun.plan.resolve import resolve
-from parallelrun.registry import load
+from parallelrun.models.optimizer import Optimizer
+from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
+from parallelrun.planner.model.definitions import IGNORED
+from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import tiny_config
 
 BAR = 1 / 0.9  # of the time of a step

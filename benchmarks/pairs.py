@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallelrun import shared_memory, torch_private
+from parallelrun.distributed import shared_memory, torch_private
 
 RESULTS = Path(__file__).parent / "results"
 

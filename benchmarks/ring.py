@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.pairs import on_ranks, peers_on_gloo, read_arguments, summarise, time_pairs, write
-from parallelrun.mesh import Group
-from parallelrun.plan.resolve import resolve
+from parallelrun.distributed.mesh import Group
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
 from parallelrun.strategies.data.common.allreduce.runtime import all_reduce
 from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 
 BARS = {"all_reduce": 0.50, "step": 1.30}

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks.pairs import RESULTS, environment, on_ranks
-from parallelrun.plan.resolve import resolve
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
-from parallelrun.routing_log import mean_over_layers
-from parallelrun.train.build import build
-from parallelrun.train.schedules import LossScaler, learning_rate
-from parallelrun.train.step import evaluate, train_step
+from parallelrun.report.records.routing_log import mean_over_layers
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler, learning_rate
+from parallelrun.training.loop.step import evaluate, train_step
 from tests.plans import tiny_config
 
 ROUTERS: dict[str, dict[str, Any]] = {

@@ -21,18 +21,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.pairs import read_arguments, write
+from parallelrun.base.context import WorkerContext
 from parallelrun.cli import argv
 from parallelrun.config import compose
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.launch.start import start
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Plan
-from parallelrun.train.build import Training, build
-from parallelrun.train.checkpointing import Checkpoints
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
-from parallelrun.train.timing import StepClock
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.launch.entry.start import start
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.checkpointing import Checkpoints
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
+from parallelrun.training.metrics.timing import StepClock
 
 BAR = 0.05
 WORDS = (

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from parallelrun.context import WorkerContext
-from parallelrun.optimizer import Around
-from parallelrun.train.build import Training, build
-from parallelrun.train.corruption.hooks import CorruptionWatch
-from parallelrun.train.corruption.watch import watch_of
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.base.context import WorkerContext
+from parallelrun.models.optimizer import Around
+from parallelrun.training.corruption.hooks import CorruptionWatch
+from parallelrun.training.corruption.watch import watch_of
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.corruption import (
     ACTIVATIONS,
     BASE,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 import time
 
+from parallelrun.base.errors import ConfigError
 from parallelrun.config import compose
 from parallelrun.config.overrides import read
-from parallelrun.errors import ConfigError
-from parallelrun.plan.search.search import search
+from parallelrun.planner.search.fastest_plans import search
 
 DEFAULT = ("3072", "model=gpt_1t", "cluster=a100_dgx", "global_batch=3072", "precision=fp16")
 

@@ -23,11 +23,11 @@ import torch.multiprocessing as mp
 
 from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, write
 from benchmarks.plain_gpt import SIZES
-from parallelrun import shared_memory
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.distributed import shared_memory
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 
 RANKS_OF_STEPS = 2

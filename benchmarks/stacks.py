@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallelrun.plan.step_time.stack import OURS, SoftwareStack
+from parallelrun.planner.predict.step_time.stack import OURS, SoftwareStack
 
 # Megatron's loss over a split vocabulary (cross_entropy.py), which nanotron copies: cast to fp32, max, difference, exp,
 # sum and quotient, each a kernel; backward a product and a cast.

@@ -9,8 +9,8 @@ import csv
 import io
 from pathlib import Path
 
-from parallelrun.report import comparison
-from parallelrun.report.comparison import MEASURES, Measured, Series
+from parallelrun.report.sweeps import sweep_picture
+from parallelrun.report.sweeps.sweep_picture import MEASURES, Measured, Series
 
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE / "data_axis.svg"
@@ -18,7 +18,7 @@ PICTURE = HERE / "data_axis.svg"
 
 def draw() -> str:
     """Return the picture as SVG."""
-    return comparison.to_svg(from_csv((HERE / "data_axis.csv").read_text()))
+    return sweep_picture.to_svg(from_csv((HERE / "data_axis.csv").read_text()))
 
 
 def from_csv(text: str) -> list[Series]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from parallelrun.layout import Layout
-from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.product import ActivationLayout, Product, transfers
-from parallelrun.product import forms as products
+from parallelrun.base.layout import Layout
+from parallelrun.planner.contract.mesh_shape import MeshShape
+from parallelrun.planner.model.product import ActivationLayout, Product, transfers
+from parallelrun.planner.model.product import forms as products
 from parallelrun.report import chart
 
 HERE = Path(__file__).parent

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parallelrun.launch.preflight import crowding
-from parallelrun.launch.start import starting
+from parallelrun.launch.entry.start import starting
+from parallelrun.launch.host.preflight import crowding
 from parallelrun.report.progress import ProgressLine
-from parallelrun.report.run import FILES, show
+from parallelrun.report.runs.final_panel import FILES, show
 
 COMMAND = ["parallelrun", "model=gpt", "strategy=ptdp", "tp=2", "pp=2"]
 WIDTH = 80

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parallelrun.cli.gallery import cells, rows
+from parallelrun.cli.tools.gallery import cells, rows
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 START, END = "<!-- recipes: python docs/recipes.py -->", "<!-- end -->"

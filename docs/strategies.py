@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelrun import registry
+from parallelrun.base import registry
 from parallelrun.config import presets
-from parallelrun.plan import load
+from parallelrun.planner.contract import classes
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 START, END = "<!-- strategies: python docs/strategies.py -->", "<!-- end -->"
 CITATION = re.compile(r"(?:van de )?[A-Z][\w-]+(?: et al\.| and [A-Z]\w+(?: [A-Z]\w+)*)? \d{4}(?:, \d{4})*")
 CLASSES = {
-    "data": load.data_strategy,
-    "tensor": load.tensor_strategy,
-    "pipeline": load.pipeline_schedule,
-    "expert": load.expert_dispatcher,
-    "context": load.context_strategy,
+    "data": classes.data_strategy,
+    "tensor": classes.tensor_strategy,
+    "pipeline": classes.pipeline_schedule,
+    "expert": classes.expert_dispatcher,
+    "context": classes.context_strategy,
 }
 
 SHORT = {"pipeline": "schedule", "context": "strategy.context.kind"}  # the key that names a kind

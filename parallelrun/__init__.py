@@ -4,7 +4,7 @@ From Python: `import parallelrun as pr`, then `pr.plan`, `pr.run`, `pr.verify`, 
 `pr.load`, `pr.runs` and `pr.compare` (docs/python.md). Importing the package loads none of them, nor torch or Hydra.
 """
 
-__version__ = "0.1.0"
+from parallelrun.base.version import __version__ as __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,31 +23,28 @@ if TYPE_CHECKING:
     from parallelrun.api.results import PlannedRun as PlannedRun
     from parallelrun.api.results import Run as Run
     from parallelrun.api.results import SweepPoint as SweepPoint
-    from parallelrun.errors import CheckpointError as CheckpointError
-    from parallelrun.errors import ConfigError as ConfigError
-    from parallelrun.errors import EnvironmentProblem as EnvironmentProblem
-    from parallelrun.errors import ParallelrunError as ParallelrunError
-    from parallelrun.errors import Problem as Problem
-    from parallelrun.errors import RunFailed as RunFailed
+    from parallelrun.base.errors import CheckpointError as CheckpointError
+    from parallelrun.base.errors import ConfigError as ConfigError
+    from parallelrun.base.errors import EnvironmentProblem as EnvironmentProblem
+    from parallelrun.base.errors import ParallelrunError as ParallelrunError
+    from parallelrun.base.errors import Problem as Problem
+    from parallelrun.base.errors import RunFailed as RunFailed
 
-_PACKAGES = ("plan", "verify")  # packages that are called like functions, by `callable_package`
 _MODULES = {
-    "parallelrun.api": ("bench", "compare", "load", "run", "runs", "search", "sweep"),
+    "parallelrun.api": ("bench", "compare", "load", "plan", "run", "runs", "search", "sweep", "verify"),
     "parallelrun.api.results": ("ComparedRuns", "PlannedRun", "Run", "SweepPoint"),
-    "parallelrun.errors": (
+    "parallelrun.base.errors": (
         "CheckpointError", "ConfigError", "EnvironmentProblem", "ParallelrunError", "Problem", "RunFailed",
     ),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(("__version__", *_PACKAGES, *_MODULE_OF))
+__all__ = sorted(("__version__", *_MODULE_OF))
 
 
 def __getattr__(name: str) -> "Any":
     """Import a name of the Python API when it is first used."""
     from importlib import import_module
 
-    if name in _PACKAGES:
-        return import_module(f"parallelrun.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'parallelrun' has no attribute {name!r}")
     found = getattr(import_module(_MODULE_OF[name]), name)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from parallelrun.checkpoint.files import Entry, write_bytes, write_safetensors
 from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, StoredTensor, describe_plan, encode
-from parallelrun.config.schema import OptimizerConfig
-from parallelrun.mesh import Mesh, build_mesh
-from parallelrun.optimizer import Optimizer
-from parallelrun.plan.parameters import LocalParameter, held_parameters
-from parallelrun.plan.structure import Plan
+from parallelrun.config.schema.run_schema import OptimizerConfig
+from parallelrun.distributed.mesh import Mesh, build_mesh
+from parallelrun.models.optimizer import Optimizer
+from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
+from parallelrun.planner.contract.plan import Plan
 from tests.plans import tiny_plan
 
 STATE = ("exp_avg", "exp_avg_sq")

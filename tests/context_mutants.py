@@ -24,7 +24,7 @@ def log_sum_exp_of_the_last_block() -> None:
 
 def positions_begin_at_zero() -> None:
     """Rotary positions are those of the tokens held here, counted from 0."""
-    from parallelrun.models.held_tokens import ALL
+    from parallelrun.models.local_tokens import ALL
     from parallelrun.models.transformer.modules import Attention
 
     Attention.positions = lambda self, heads: ALL.indices(heads.size(2), heads.device)
@@ -32,7 +32,7 @@ def positions_begin_at_zero() -> None:
 
 def tokens_in_another_order() -> None:
     """Batches are cut into contiguous pieces, attention and positions follow the plan's order."""
-    from parallelrun.train import reader
+    from parallelrun.training.loop import reader
 
     def wrong(plan: Any, mesh: Any) -> Tensor:
         return torch.arange(plan.seq) + mesh.coordinate["cp"] * plan.seq
@@ -73,7 +73,7 @@ def count_of_own_tokens() -> None:
 
 def dropout_of_local_positions() -> None:
     """Every rank of a sequence draws the same masks."""
-    from parallelrun.models.held_tokens import ALL
+    from parallelrun.models.local_tokens import ALL
     from parallelrun.models.masked_layers import HashDropout
 
     right = HashDropout.forward

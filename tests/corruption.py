@@ -20,15 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallelrun import optimizer
-from parallelrun.context import WorkerContext
-from parallelrun.errors import CorruptionError, NumericsError
-from parallelrun.run_records.find import EVENTS
-from parallelrun.train import first_steps, loop
-from parallelrun.train.build import Training, build
-from parallelrun.train.corruption.digests import digest
-from parallelrun.train.corruption.state import state_of, weights_at_rest
-from parallelrun.train.recorder import Recorder
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.errors import CorruptionError, NumericsError
+from parallelrun.models import optimizer
+from parallelrun.report.records.find import EVENTS
+from parallelrun.training.corruption.digests import digest
+from parallelrun.training.corruption.state import state_of, weights_at_rest
+from parallelrun.training.loop import training_loop
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.metrics import first_steps
+from parallelrun.training.metrics.recorder import Recorder
 from tests.plans import tiny_config, tiny_plan
 
 FLIP, SEVERAL, STUCK = "flip", "several", "stuck"
@@ -245,7 +246,7 @@ def run(overrides: dict[str, Any], fault: Fault | None, directory: Path) -> Outc
     )  # fmt: skip
     error = ""
     try:
-        loop.train(training, context, Recorder(training, context))
+        training_loop.train(training, context, Recorder(training, context))
     except (CorruptionError, NumericsError) as found:
         error = f"{type(found).__name__}{' elsewhere' if found.of_another_rank else ''}: {found}"
     finally:

@@ -1,4 +1,4 @@
-"""Small models with random weights for tests of `parallelrun.exchange`, one for each class of transformers.
+"""Small models with random weights for tests of `parallelrun.checkpoint.exchange`, one for each class of transformers.
 
 `python -m tests.exchange` writes `FACTS`: what transformers computes from our exports, for tests without transformers.
 """
@@ -13,21 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun import definitions, registry
-from parallelrun.config.model_schema import RouterConfig
-from parallelrun.config.schema import Config
-from parallelrun.exchange.export import export
-from parallelrun.exchange.source import StoredModel
-from parallelrun.exchange.weights import Ranges, Weights
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base import registry
+from parallelrun.base.precision import TABLE
+from parallelrun.base.records import sha256_of
+from parallelrun.checkpoint.exchange.export import export
+from parallelrun.checkpoint.exchange.source import StoredModel
+from parallelrun.checkpoint.exchange.weights import Ranges, Weights
+from parallelrun.config.schema.model_schema import RouterConfig
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import initialise
 from parallelrun.models.network import Network
-from parallelrun.precision import TABLE
-from parallelrun.records import sha256_of
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.model_spec import ModelSpec
 from tests.plans import narrow_config
 
 VOCAB, SEQ = 32, 8
-FACTS = Path(__file__).parent / "unit" / "exchange" / "facts.json"
+FACTS = Path(__file__).parent / "unit" / "checkpoint" / "exchange" / "facts.json"
 LLAMA: dict[str, Any] = {
     "model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope", "model.kv_heads": 2,
     "model.bias": False, "model.tied_embeddings": False, "model.ffn": 24, "model.norm_eps": 1e-3,

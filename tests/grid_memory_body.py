@@ -8,13 +8,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from parallelrun import registry
-from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.base import registry
+from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models import dropout, recompute, rounding
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.models.network import Network
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.resolve.resolve_config import resolve
 from tests.live_bytes import saving
 from tests.plans import tiny_config
 

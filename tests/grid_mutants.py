@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from parallelrun.layout import Layout
-from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan.structure import Plan
-from parallelrun.product import Move, Product
+from parallelrun.base.layout import Layout
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.model_spec import ParameterSpec
+from parallelrun.planner.model.product import Move, Product
 
 
 def _partial_without(*axes: str, role: str = "") -> None:
@@ -72,7 +72,7 @@ def norm_of_own_features() -> None:
 
 def norm_gradient_of_own_features() -> None:
     """The forward pass is right; backward subtracts the means of the rank's own features."""
-    from parallelrun import comm
+    from parallelrun.distributed import comm
 
     right = comm.all_reduce
 
@@ -91,7 +91,7 @@ def loss_of_the_first_row_counted() -> None:
 
 def loss_of_every_column_counted() -> None:
     """All ranks count: each loss as often as the vocabulary has parts."""
-    from parallelrun.train.build import Training
+    from parallelrun.training.loop.build import Training
 
     Training.counts_loss = True
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from parallelrun import comm
+from parallelrun.distributed import comm
 
 
 def _before_all_reduce(purpose: str, change: Callable[[torch.Tensor, Any], None]) -> None:
@@ -55,7 +55,7 @@ def mean_for_sum() -> None:
 
 def wrong_group() -> None:
     """Tensor-parallel sums run over the data group."""
-    from parallelrun.mesh import Mesh
+    from parallelrun.distributed.mesh import Mesh
 
     right = Mesh.group
     Mesh.group = lambda self, axis: right(self, "dp" if axis == "tp" else axis)
@@ -114,7 +114,7 @@ def bias_added_by_every_rank() -> None:
 
 def norm_counts_replicas() -> None:
     """Replicated parameters count once per rank in the gradient norm."""
-    from parallelrun.train import gradients
+    from parallelrun.training.loop import gradients
 
     gradients.owns = lambda *arguments: True
 
@@ -168,7 +168,7 @@ def stale_weights() -> None:
 
 def local_count() -> None:
     """The loss is divided by the replica's own count, not the global one."""
-    from parallelrun.train import step
+    from parallelrun.training.loop import step
 
     right = step.count_valid
 
@@ -181,7 +181,7 @@ def local_count() -> None:
 
 def same_samples_everywhere() -> None:
     """Every replica reads the first replica's samples."""
-    from parallelrun.train import reader
+    from parallelrun.training.loop import reader
 
     right = reader.Reader.__init__
 
@@ -223,7 +223,7 @@ def own_gradients_kept() -> None:
 
 def ring_over_the_wrong_group() -> None:
     """Gradients are summed over tp."""
-    from parallelrun.mesh import Mesh
+    from parallelrun.distributed.mesh import Mesh
     from parallelrun.strategies.data.ring import runtime
 
     right = runtime.RingRuntime.attach
@@ -253,7 +253,7 @@ def expert_gradients_not_summed() -> None:
 def expert_gradients_ep_times_too_large() -> None:
     """Experts as means over their copies of sums over ep, everything else as means over dp: the loss is exact
     (DeepSpeed #5259, Megatron-LM #5956)."""
-    from parallelrun.train import step
+    from parallelrun.training.loop import step
 
     right = step.finish_gradients
 
@@ -268,7 +268,7 @@ def expert_gradients_ep_times_too_large() -> None:
 
 def experts_summed_with_other_experts() -> None:
     """Groups of as many ranks, but across ep: ZeRO sums different experts and shares out their updates."""
-    from parallelrun.mesh import Mesh
+    from parallelrun.distributed.mesh import Mesh
 
     right = Mesh.group
     Mesh.group = lambda self, axis: right(self, "ep" if axis == "expert_dp" else axis)
@@ -276,7 +276,7 @@ def experts_summed_with_other_experts() -> None:
 
 def norm_of_own_experts() -> None:
     """Every rank measures what it holds, as if all held the same experts."""
-    from parallelrun.train import gradients
+    from parallelrun.training.loop import gradients
 
     gradients._are_everywhere = lambda *arguments: True
 
@@ -324,7 +324,7 @@ def fsdp_divides_experts() -> None:
 
 def latent_weights_not_summed() -> None:
     """The weights that give the latents keep the gradient of a rank's own slice of the sequence."""
-    from parallelrun.layout import Layout
+    from parallelrun.base.layout import Layout
     from parallelrun.strategies.tensor.megatron.plan import Megatron1D
 
     right = Megatron1D.layout

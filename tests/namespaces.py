@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from parallelrun.launch import emulation
+from parallelrun.launch.host import emulation
 
 needs_namespaces = pytest.mark.skipif(bool(emulation.missing()), reason=emulation.missing() or "can create namespaces")

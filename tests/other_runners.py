@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from parallelrun.exchange.flags import sources
-from parallelrun.exchange.flags.settings import Translation
+from parallelrun.cli.flag_formats import sources
+from parallelrun.cli.flag_formats.settings import Translation
 
 SCRIPT = """#!/bin/bash
 GPUS=4

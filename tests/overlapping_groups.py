@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import shared_memory
-from parallelrun.shared_memory.work import SharedMemoryWork
+from parallelrun.distributed import shared_memory
+from parallelrun.distributed.shared_memory.work import SharedMemoryWork
 
 
 def out_of_order(seed: int) -> None:

@@ -20,23 +20,23 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from parallelrun import shared_memory, torch_private
-from parallelrun.comm import gather_json
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.config.schema import Config
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed import shared_memory, torch_private
+from parallelrun.distributed.comm import gather_json
+from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.models.network import compile_blocks
-from parallelrun.plan import prediction
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.train import build as train_build
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import StepResult, train_step
-from parallelrun.verify.checked import checked_config
-from parallelrun.verify.replay import record_replay
-from parallelrun.verify.run import judge, plan_trace, reference_trace
-from parallelrun.verify.single_device import single_device as single_device
-from parallelrun.verify.trace import decisions_are_held, record
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop import build as train_build
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import StepResult, train_step
+from parallelrun.training.verify.checked import checked_config
+from parallelrun.training.verify.replay import record_replay
+from parallelrun.training.verify.run import judge, plan_trace, reference_trace
+from parallelrun.training.verify.single_device import single_device as single_device
+from parallelrun.training.verify.trace import decisions_are_held, record
 from tests.matrix import FULL
 from tests.plans import tiny_config
 from tests.pool import BACKEND, COMPILER, run_ranks
@@ -194,7 +194,7 @@ def _counted_step(training: Training) -> Iterator[CommunicationCounter]:
         with counter:
             return train_step(training, step, *args, observe=observe and uncounted, **more)
 
-    with mock.patch("parallelrun.verify.trace.train_step", counted):
+    with mock.patch("parallelrun.training.verify.trace.train_step", counted):
         yield counter
     if full != last:
         counted(training, full, 0.0, LossScaler(training.config.precision, scaled=False))

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelrun import shared_memory
-from parallelrun.shared_memory import engine
+from parallelrun.distributed import shared_memory
+from parallelrun.distributed.shared_memory import engine
 
 
 class PeakBytes(TorchDispatchMode):

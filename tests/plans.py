@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import completed, narrowed
-from parallelrun.definitions import Split
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Plan
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.schema.strategy_keys import completed, narrowed
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.definitions import Split
+from parallelrun.planner.resolve.resolve_config import resolve
 
 TINY: dict[str, Any] = {
     "model.layers": 4,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from parallelrun import shared_memory
+from parallelrun.distributed import shared_memory
 from tests import pool_rank
 from tests.plans import tiny_plan
 from tests.pool import receive_message, send_message

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from parallelrun.records import append_jsonl, write_json
+from parallelrun.base.records import append_jsonl, write_json
 
 CONFIG = {
     "model": {"name": "gpt", "preset": "gpt", "description": "a small one", "layers": 8},

@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from parallelrun import registry
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.config.schema import Config
-from parallelrun.layout import Layout
-from parallelrun.mesh import Mesh, build_mesh
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.base import registry
+from parallelrun.base.layout import Layout
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models import dropout, layers, recompute, rounding
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network, compile_blocks
-from parallelrun.plan.load import pipeline_schedule
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.planner.contract.classes import pipeline_schedule
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.tensor.megatron.runtime import parallelize
-from parallelrun.verify.measure import tensor_errors
+from parallelrun.training.verify.measure import tensor_errors
 from tests.live_bytes import saving
 from tests.plans import tiny_config
 

@@ -1,7 +1,7 @@
 """The Python API: `import parallelrun as pr; pr.plan("model=gpt", "tp=2")`. docs/python.md shows all of it.
 
 The functions take the overrides of the command line as texts, print nothing unless asked, and raise the errors of
-`parallelrun.errors`, with all violations of a plan in `error.problems`. A run's ranks are processes of their own.
+`parallelrun.base.errors`, with all violations of a plan in `error.problems`. A run's ranks are processes of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallelrun.errors import EXIT_CONFIG, ConfigError, EnvironmentProblem, Problem, RunFailed
+from parallelrun.base.errors import EXIT_CONFIG, ConfigError, EnvironmentProblem, Problem, RunFailed
 
 if TYPE_CHECKING:
     from parallelrun.api.results import ComparedRuns, PlannedRun, Run, RunTable, SearchTable, SweepPoint, SweepTable
@@ -77,8 +77,10 @@ def search(*overrides: str, keep: int = 10, config_dir: PathText | None = None, 
     """
     from parallelrun.api.composing import composed
     from parallelrun.api.results import SearchTable
-    from parallelrun.launch.environment import visible_gpus
-    from parallelrun.plan import chosen, searches, sizes
+    from parallelrun.launch.host.environment import visible_gpus
+    from parallelrun.planner.search import device_counts as sizes
+    from parallelrun.planner.search import open_keys as chosen
+    from parallelrun.planner.search import requested_searches as searches
 
     asked, _ = composed("plan", overrides, config_dir, trust)
     if fixed := [key for key in chosen.CHOSEN if key in asked.given and not asked.config.strategy.searches]:
@@ -107,9 +109,9 @@ def load(
     """
     from parallelrun.api.results import Run
     from parallelrun.api.tables import Metrics
+    from parallelrun.base.errors import CheckpointError
     from parallelrun.checkpoint.find import FOLDER, complete_steps, step_name
-    from parallelrun.errors import CheckpointError
-    from parallelrun.run_records.read import read
+    from parallelrun.report.records.read import read
 
     trust = trust or (isinstance(run, Run) and run.trust)
     record = read(_directory(run, runs))
@@ -126,8 +128,8 @@ def runs(folder: PathText = "runs", *, state: str | None = None, limit: int | No
     from itertools import islice
 
     from parallelrun.api.results import RunTable
-    from parallelrun.run_records import find
-    from parallelrun.run_records.rows import EMPTY, read_row
+    from parallelrun.report.records import find
+    from parallelrun.report.records.rows import EMPTY, read_row
 
     rows = (read_row(path) for path in find.all_runs(Path(folder).expanduser()))
     wanted = (row for row in rows if row.state != EMPTY and state in (None, row.state))
@@ -140,8 +142,8 @@ def compare(*several: Run | PathText, runs: PathText = "runs") -> ComparedRuns:
     several: at least two, each as for `load`. Raises ConfigError for no such run.
     """
     from parallelrun.api.results import ComparedRuns
-    from parallelrun.run_records.compare import compare as compared
-    from parallelrun.run_records.read import read
+    from parallelrun.report.records.read import read
+    from parallelrun.report.records.run_differences import compare as compared
 
     directories = list(dict.fromkeys(_directory(one, runs) for one in several))
     if len(directories) < 2:
@@ -152,7 +154,7 @@ def compare(*several: Run | PathText, runs: PathText = "runs") -> ComparedRuns:
 
 def _directory(run: Run | PathText, runs: PathText) -> Path:
     from parallelrun.api.results import Run
-    from parallelrun.run_records.find import resolve
+    from parallelrun.report.records.find import resolve
 
     if isinstance(run, Run):
         return run.directory

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.base.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from parallelrun.cli.argv import CommandLine

@@ -14,14 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parallelrun import stop_signals
-from parallelrun.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, ParallelrunError, Problem
+from parallelrun.base import stop_signals
+from parallelrun.base.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, ParallelrunError, Problem
 
 
 def main() -> None:
     """Carry out the order. This process ends with the one that gave it."""
     order = json.load(sys.stdin)
-    from parallelrun.launch.rank import leave_with_parent
+    from parallelrun.launch.ranks.rank import leave_with_parent
 
     leave_with_parent(order["parent"])
     created: list[Path] = []
@@ -46,10 +46,10 @@ def main() -> None:
 
 
 def _start(order: dict[str, Any], created: list[Path]) -> int:
-    from parallelrun.launch.environment import visible_gpus
-    from parallelrun.launch.start import start
-    from parallelrun.plan.freeze import load_frozen
-    from parallelrun.plan.resolve import resolve
+    from parallelrun.launch.entry.start import start
+    from parallelrun.launch.host.environment import visible_gpus
+    from parallelrun.planner.resolve.freeze import load_frozen
+    from parallelrun.planner.resolve.resolve_config import resolve
 
     config = load_frozen(order["config"])
     plan = resolve(config, given=frozenset(order["given"]), gpus=visible_gpus())

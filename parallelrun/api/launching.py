@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from parallelrun import errors
-from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ParallelrunError, Problem, RunFailed
+from parallelrun.base import errors
+from parallelrun.base.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ParallelrunError, Problem, RunFailed
 
 if TYPE_CHECKING:
     from parallelrun.config.compose import Composed
@@ -33,7 +33,7 @@ def carry_out(composed: Composed, words: Sequence[str], run_root: Path | None, s
     the ranks first. Raises RunFailed with the run's exit code; ConfigError and other errors before a rank was started.
     """
     _refuse_other_launchers()
-    from parallelrun.plan.freeze import freeze
+    from parallelrun.planner.resolve.freeze import freeze
 
     reading, answer = os.pipe()
     order = {
@@ -128,8 +128,8 @@ def _directory(answer: dict[str, Any]) -> Path:
 
 
 def _cause(directory: Path | None, code: int) -> Problem:
-    from parallelrun.run_records.find import STATUS
-    from parallelrun.run_records.read import read_object
+    from parallelrun.report.records.find import STATUS
+    from parallelrun.report.records.read import read_object
 
     status = read_object(directory / STATUS) if directory else {}
     rank = status.get("failed_rank")
@@ -138,7 +138,7 @@ def _cause(directory: Path | None, code: int) -> Problem:
 
 
 def _refuse_other_launchers() -> None:
-    from parallelrun.launch.environment import detect
+    from parallelrun.launch.host.environment import detect
 
     if (attached := detect(os.environ)) is not None:
         what = f"the ranks are started from here, and {attached.source} has already started this process as one"

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.api.tables import SWEPT_RESULTS, Metrics, ResultTable, data_frame, html_table, html_text, plain_text
-from parallelrun.errors import CheckpointError, ConfigError, Problem
-from parallelrun.run_records.compare import RunComparison
-from parallelrun.run_records.rows import RunRow
+from parallelrun.base.errors import CheckpointError, ConfigError, Problem
+from parallelrun.report.records.rows import RunRow
+from parallelrun.report.records.run_differences import RunComparison
 
 if TYPE_CHECKING:
     import pandas
 
     from parallelrun.config.compose import Composed
-    from parallelrun.config.schema import Config
+    from parallelrun.config.schema.run_schema import Config
     from parallelrun.models.network import Network
-    from parallelrun.plan.facts import Facts
-    from parallelrun.plan.search.result import Found, Search
-    from parallelrun.plan.structure import Memory, Plan
+    from parallelrun.planner.contract.plan import Memory, Plan
+    from parallelrun.planner.facts.plan_facts import Facts
+    from parallelrun.planner.search.result import Found, Search
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PlannedRun:
     @cached_property
     def facts(self) -> Facts:
         """Everything that is computed about the plan."""
-        from parallelrun.plan.facts import facts
+        from parallelrun.planner.facts.plan_facts import facts
 
         return facts(self.plan, self.config)
 
@@ -62,7 +62,7 @@ class PlannedRun:
     @property
     def fits(self) -> str:
         """Whether it fits a device's memory: yes | no | unknown."""
-        from parallelrun.plan.cluster_cost import fits
+        from parallelrun.planner.predict.cluster_cost import fits
 
         return fits(self.memory, self.config.cluster)
 
@@ -74,25 +74,25 @@ class PlannedRun:
     @property
     def warnings(self) -> list[str]:
         """The warnings of `parallelrun plan`."""
-        from parallelrun.plan.advice import warnings
+        from parallelrun.planner.facts.advice import warnings
 
         return list(warnings(self.plan, self.config, self.facts))
 
     def figures(self) -> dict[str, Any]:
         """Predicted memory, traffic, bubble and time, under the names of a run's summary."""
-        from parallelrun.plan.facts import figures
+        from parallelrun.planner.facts.plan_facts import figures
 
         return figures(self.plan, self.config.cluster, self.facts)
 
     def document(self) -> dict[str, Any]:
         """The JSON document of `parallelrun plan --json`."""
-        from parallelrun.plan.document import document
+        from parallelrun.planner.facts.document import document
 
         return document(self.plan, self.config, self.facts)
 
     def text(self) -> str:
         """The screen of `parallelrun plan`, as plain text."""
-        from parallelrun.report import plan as report
+        from parallelrun.report.plans import plan as report
 
         return plain_text(lambda console: report.show(self.plan, self.config, console, self.facts))
 
@@ -135,7 +135,7 @@ class Run:
     def config(self) -> Config:
         """The configuration with every value that the run used. Raises CheckpointError for a broken file."""
         from parallelrun.checkpoint.resume import saved_config
-        from parallelrun.run_records.find import CONFIG
+        from parallelrun.report.records.find import CONFIG
 
         found = saved_config(self.directory)
         if found is None:
@@ -145,7 +145,7 @@ class Run:
     @cached_property
     def plan(self) -> Plan:
         """The plan of the run. Raises ConfigError if its model or data can no longer be planned."""
-        from parallelrun.plan.resolve import resolve
+        from parallelrun.planner.resolve.resolve_config import resolve
 
         self._refuse_code()
         return resolve(self.config)
@@ -159,8 +159,8 @@ class Run:
         if self.checkpoint is None:
             raise CheckpointError(Problem(f"{self.directory} has no complete checkpoint", "run"))
         self._refuse_code()
-        from parallelrun.exchange.source import open_source
-        from parallelrun.inference.model import loaded
+        from parallelrun.checkpoint.exchange.source import open_source
+        from parallelrun.training.inference.model import loaded
 
         source = open_source(self.checkpoint, "run", self.trust)
         source.weights.verify()
@@ -175,17 +175,17 @@ class Run:
     @property
     def overrides(self) -> tuple[str, ...]:
         """The overrides that started the run."""
-        from parallelrun.run_records.find import MANIFEST
-        from parallelrun.run_records.read import read_object
+        from parallelrun.report.records.find import MANIFEST
+        from parallelrun.report.records.read import read_object
 
         return tuple(map(str, read_object(self.directory / MANIFEST).get("overrides") or ()))
 
     def text(self) -> str:
         """The run's origin and state as `parallelrun runs show` prints them, as plain text."""
-        from parallelrun.launch.cleanup import size_of
-        from parallelrun.report import runs as report
-        from parallelrun.run_records.read import read
-        from parallelrun.run_records.rows import read_row
+        from parallelrun.launch.failures.cleanup import size_of
+        from parallelrun.report.records.read import read
+        from parallelrun.report.records.rows import read_row
+        from parallelrun.report.runs import run_list as report
 
         facts = read(self.directory), read_row(self.directory), size_of(self.directory)
         return plain_text(lambda console: report.facts(*facts, console))
@@ -199,7 +199,7 @@ class RunTable(ResultTable[RunRow]):
     """Run directories, the newest first, with state and results."""
 
     def row(self, item: RunRow) -> dict[str, Any]:
-        from parallelrun.report.runs import document
+        from parallelrun.report.runs.run_list import document
 
         fields = document(item)
         return {**{key: value for key, value in fields.items() if key != "results"}, **item.results}
@@ -221,7 +221,7 @@ class SweepTable(ResultTable[SweepPoint]):
 
     def leading(self) -> list[str]:
         """The keys in which the points differ, the state and the results that are compared most."""
-        from parallelrun.report.sweep_rows import varied
+        from parallelrun.report.sweeps.sweep_rows import varied
 
         names = varied([{"overrides": [text.lstrip("+~") for text in item.overrides]} for item in self.items])
         keys = [text.partition("=")[0] for point in names for text in point]
@@ -255,19 +255,19 @@ class ComparedRuns(RunComparison):
 
     def failures(self, *conditions: str) -> list[str]:
         """A text for each of `val_loss>+1%`, `tokens_per_s<-5%`, ... that holds. Raises ConfigError."""
-        from parallelrun.run_records.conditions import failures, parse
+        from parallelrun.report.records.fail_conditions import failures, parse
 
         return failures(self, [parse(text) for text in conditions])
 
     def document(self) -> dict[str, Any]:
         """The JSON document of `parallelrun compare --json`."""
-        from parallelrun.report.compare import document
+        from parallelrun.report.runs.run_comparison import document
 
         return document(self, [])
 
     def markdown(self) -> str:
         """The Markdown text of `parallelrun compare --md`."""
-        from parallelrun.report.compare import markdown
+        from parallelrun.report.runs.run_comparison import markdown
 
         return markdown(self, [])
 

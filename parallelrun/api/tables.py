@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from parallelrun.errors import EnvironmentProblem, Problem
+from parallelrun.base.errors import EnvironmentProblem, Problem
 
 if TYPE_CHECKING:
     import pandas

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelrun import torch_private
 from parallelrun.checkpoint.find import keep_last
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.checkpoint.store import write_parts
-from parallelrun.comm.counter import KERNELS
-from parallelrun.mesh import Group
-from parallelrun.plan.structure import Plan
+from parallelrun.distributed import torch_private
+from parallelrun.distributed.comm.counter import KERNELS
+from parallelrun.distributed.mesh import Group
+from parallelrun.planner.contract.plan import Plan
 
 _ALIGNMENT = 64
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun import definitions
-from parallelrun.config.schema import Config
-from parallelrun.definitions import Dataset
-from parallelrun.errors import EXIT_MISMATCH, CheckpointError, Problem
+from parallelrun.base.errors import EXIT_MISMATCH, CheckpointError, Problem
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.definitions import Dataset
 
 CONTENT = "dataset"  # stands for the sha256 of the data
 ALLOWED = "checkpoint.change_data"

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from safetensors import SafetensorError
 
+from parallelrun.base.errors import CheckpointError, ParallelrunError, PeerFailed, Problem, SaveFailed
 from parallelrun.checkpoint.together import RanksFailed, disk_error, words
-from parallelrun.errors import CheckpointError, ParallelrunError, PeerFailed, Problem, SaveFailed
 
 
 @contextmanager

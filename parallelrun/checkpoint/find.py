@@ -13,9 +13,9 @@ import secrets
 import shutil
 from pathlib import Path
 
+from parallelrun.base.errors import CheckpointError, Problem
 from parallelrun.checkpoint.index import INDEX_FILE, Index, missing_files
 from parallelrun.checkpoint.schema import read_index
-from parallelrun.errors import CheckpointError, Problem
 
 FOLDER = "checkpoints"
 TRIES = 20  # to read checkpoints that a live run may delete at any moment

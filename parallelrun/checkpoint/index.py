@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from parallelrun.base.errors import CheckpointError, Problem
+from parallelrun.base.records import sha256_of
 from parallelrun.checkpoint.files import size_of
-from parallelrun.errors import CheckpointError, Problem
-from parallelrun.plan.optimizers import OPTIMIZERS
-from parallelrun.plan.structure import Plan
-from parallelrun.records import sha256_of
+from parallelrun.planner.contract.optimizers import OPTIMIZERS
+from parallelrun.planner.contract.plan import Plan
 
 INDEX_FILE = "index.json"
 SCHEMA = 1

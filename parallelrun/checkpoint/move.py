@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun import comm
 from parallelrun.checkpoint.index import Index, StoredPart, StoredTensor, describe_plan
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.checkpoint.storage import dtype_name
 from parallelrun.checkpoint.store import parts_wanted
-from parallelrun.mesh import Group, Mesh
-from parallelrun.optimizer import Optimizer
-from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.structure import WORLD, Plan
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.models.optimizer import Optimizer
+from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.plan import WORLD, Plan
 
 PURPOSE = "reshape"
 ROUND_BYTES = 2**28  # that all ranks together exchange at once: it bounds the buffers

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from parallelrun.base.errors import CheckpointError, Problem
 from parallelrun.checkpoint.storage import dtype_name
-from parallelrun.errors import CheckpointError, Problem
 
 
 @dataclass(frozen=True)

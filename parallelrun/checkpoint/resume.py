@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parallelrun.base.errors import CheckpointError, ConfigError, Problem
 from parallelrun.checkpoint.data import check_tokenizer
 from parallelrun.checkpoint.find import (
     FOLDER,
@@ -23,11 +24,10 @@ from parallelrun.checkpoint.find import (
 )
 from parallelrun.checkpoint.index import INDEX_FILE, Index, check_model
 from parallelrun.checkpoint.schema import check_header, check_training
-from parallelrun.config.schema import Config
-from parallelrun.errors import CheckpointError, ConfigError, Problem
-from parallelrun.plan.freeze import freeze, load_frozen
-from parallelrun.plan.structure import Plan
-from parallelrun.run_records.find import directory_of, is_run
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.resolve.freeze import freeze, load_frozen
+from parallelrun.report.records.find import directory_of, is_run
 
 LATEST = "latest"
 AUTO = "auto"

@@ -20,6 +20,7 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from parallelrun.base.errors import CheckpointError, Problem
 from parallelrun.checkpoint.index import (
     DATA_FILE,
     DTYPES,
@@ -48,7 +49,6 @@ from parallelrun.checkpoint.validation import (
     printable,
     string,
 )
-from parallelrun.errors import CheckpointError, Problem
 
 MAX_INDEX_BYTES = 2**28
 _MAX_HEADER_BYTES = 2**26

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from parallelrun.base.errors import CheckpointError, EnvironmentProblem, Problem
 from parallelrun.checkpoint.files import Entry, sync, write_bytes, write_safetensors
 from parallelrun.checkpoint.find import refuse_pickle, step_name
 from parallelrun.checkpoint.index import (
@@ -40,7 +41,6 @@ from parallelrun.checkpoint.index import (
     verify_file,
 )
 from parallelrun.checkpoint.schema import check_header, read_index
-from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import comm
 from parallelrun.checkpoint import together
 from parallelrun.checkpoint.explain import explained
 from parallelrun.checkpoint.index import (
@@ -33,10 +32,11 @@ from parallelrun.checkpoint.index import (
 )
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from parallelrun.mesh import Mesh
-from parallelrun.optimizer import Optimizer
-from parallelrun.plan.parameters import LocalParameter, owns
-from parallelrun.plan.structure import Plan
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Mesh
+from parallelrun.models.optimizer import Optimizer
+from parallelrun.planner.contract.parameters import LocalParameter, owns
+from parallelrun.planner.contract.plan import Plan
 
 PURPOSE = "checkpoint"
 AsPart = Callable[[str, Tensor, LocalParameter], LocalPart]  # (key, tensor, parameter) -> this rank's box

@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from parallelrun import errors, torch_private
+from parallelrun.base import errors
+from parallelrun.base.errors import ParallelrunError, Problem, full_disk
 from parallelrun.checkpoint.planners import PartLoadPlanner, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from parallelrun.errors import ParallelrunError, Problem, full_disk
+from parallelrun.distributed import torch_private
 
 
 class RanksFailed(Exception):

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallelrun.cli import hosts as host_list
+from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.cli.help import (
     CFG_VALUES,
     HYDRA_FLAGS,
@@ -22,12 +22,12 @@ from parallelrun.cli.help import (
     VALUED,
     VERBS,
 )
-from parallelrun.cli.hosts import HostRanks, SshOptions
 from parallelrun.config import overrides as override_checks
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, known_keys, nearest, nearest_keys
 from parallelrun.config.overrides import Override
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.launch.over_ssh import hosts as host_list
+from parallelrun.launch.over_ssh.hosts import HostRanks, SshOptions
 
 COMMAND_LINE = "command line"
 _HOSTS = ("ranks", "hosts", "hostfile")  # names of VALUED

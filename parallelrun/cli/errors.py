@@ -15,12 +15,12 @@ import traceback
 from collections.abc import Sequence
 from typing import TextIO
 
-from parallelrun import user_code
+from parallelrun.base import user_code
+from parallelrun.base.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain, full_disk
+from parallelrun.base.registry import PlugInFailed
+from parallelrun.base.wording import wrapped
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, example, known_keys, nearest, nearest_keys
-from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain, full_disk
-from parallelrun.registry import PlugInFailed
-from parallelrun.wording import wrapped
 
 _SHOWN = 20
 _NO_HOME = "Could not determine home directory."  # raised by Path.expanduser
@@ -142,9 +142,9 @@ def _missing(error: BaseException) -> ConfigError:
     group, _, name = wanted.rpartition("/") if wanted.startswith("hydra/") else wanted.partition("/")
     options = list(getattr(error, "options", None) or [])
     if group == "recipe":
-        from parallelrun.config import recipes
+        from parallelrun.config.recipes import recipe_files
 
-        options = list(recipes.find())
+        options = list(recipe_files.find())
     close = [f"{group}={option}" for option in nearest(name, options) or options[:8]] if group else []
     if group in ("hydra/launcher", "hydra/sweeper"):
         command = "pip install 'parallelrun[sweep]'" if name in _OF_EXTRA else ""

@@ -10,10 +10,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
+from parallelrun.base.errors import EXIT_CONFIG, EXIT_OK
+from parallelrun.base.wording import COLUMNS
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
-from parallelrun.errors import EXIT_CONFIG, EXIT_OK
-from parallelrun.wording import COLUMNS
 
 VERBS = {
     "run": "train (the default verb)",

@@ -14,7 +14,7 @@ _INDENTED = 2**16  # characters; longer JSON is not indented: Python does it ten
 
 def print_json(fields: dict[str, Any]) -> None:
     """Print one JSON document, with `schema` and without NaN."""
-    from parallelrun.records import document
+    from parallelrun.base.records import document
 
     plain = document(fields)
     text = json.dumps(plain, allow_nan=False)

@@ -12,36 +12,36 @@ import gc
 import os
 import sys
 
-from parallelrun import stop_signals
-from parallelrun.stop_signals import Terminated
+from parallelrun.base import stop_signals
+from parallelrun.base.stop_signals import Terminated
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-EXIT_OK, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 130, 143  # as in parallelrun.errors, which is slow to import
+EXIT_OK, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 130, 143  # as in parallelrun.base.errors, which is slow to import
 _TOOLS = {  # module and function of each tool: `cli.help.TOOLS` says what they do
-    "tokenize": ("data.tokenize", "main"),
-    "export": ("cli.exchange", "export"),
-    "import": ("cli.exchange", "import_weights"),
-    "import-flags": ("cli.import_flags", "main"),
-    "slurm": ("cli.slurm", "main"),
-    "k8s": ("cli.job_file", "k8s"),
-    "sky": ("cli.job_file", "sky"),
-    "generate": ("cli.inference", "generate"),
-    "eval": ("cli.inference", "evaluate"),
-    "doctor": ("cli.doctor", "main"),
-    "calibrate": ("cli.calibrate", "main"),
-    "runs": ("cli.runs", "main"),
-    "top": ("cli.top", "main"),
-    "plot": ("cli.plot", "main"),
-    "reshape": ("cli.reshape", "main"),
-    "report": ("cli.report", "main"),
-    "compare": ("cli.compare", "main"),
-    "recipes": ("cli.gallery", "main"),
-    "schema": ("cli.schema", "main"),
-    "ls": ("cli.listing", "ls"),
-    "show": ("cli.listing", "show"),
+    "tokenize": ("data.tokenizing.tokenize", "main"),
+    "export": ("cli.tools.weights", "export"),
+    "import": ("cli.tools.weights", "import_weights"),
+    "import-flags": ("cli.tools.import_flags", "main"),
+    "slurm": ("cli.tools.slurm", "main"),
+    "k8s": ("cli.tools.job_file", "k8s"),
+    "sky": ("cli.tools.job_file", "sky"),
+    "generate": ("cli.tools.inference", "generate"),
+    "eval": ("cli.tools.inference", "evaluate"),
+    "doctor": ("cli.tools.doctor", "main"),
+    "calibrate": ("cli.tools.calibrate", "main"),
+    "runs": ("cli.tools.runs", "main"),
+    "top": ("cli.tools.top", "main"),
+    "plot": ("cli.tools.plot", "main"),
+    "reshape": ("cli.tools.reshape", "main"),
+    "report": ("cli.tools.report", "main"),
+    "compare": ("cli.tools.compare", "main"),
+    "recipes": ("cli.tools.gallery", "main"),
+    "schema": ("cli.tools.schema", "main"),
+    "ls": ("cli.tools.listing", "ls"),
+    "show": ("cli.tools.listing", "show"),
 }
 
 
@@ -100,7 +100,7 @@ def _main(words: list[str]) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, and the run goes on
     try:
-        from parallelrun.launch import output
+        from parallelrun.launch.host import output
 
         with output.guarded():
             return _route(words)
@@ -114,7 +114,7 @@ def _main(words: list[str]) -> int:
 
 
 def _route(words: list[str]) -> int:
-    from parallelrun import __version__
+    from parallelrun.base.version import __version__
     from parallelrun.cli import help as texts
 
     if words and words[0] in texts.TOOLS:

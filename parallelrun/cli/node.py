@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parallelrun.launch.nodes import Node
+    from parallelrun.launch.host.nodes import Node
 
 _VERBS = ("run", "verify", "bench")  # that have ranks
 
@@ -21,8 +21,8 @@ def run(words: Sequence[str]) -> int | None:
     if not (os.environ.get("PET_NNODES") or os.environ.get("SKYPILOT_NUM_NODES")):
         return None
     from parallelrun.cli import argv, help
-    from parallelrun.launch import nodes
-    from parallelrun.launch.environment import visible_gpus
+    from parallelrun.launch.host import nodes
+    from parallelrun.launch.host.environment import visible_gpus
 
     has_verb = words[:1] and words[0] in help.VERBS
     asks = argv.starts_ranks(list(words)) and (not has_verb or words[0] in _VERBS)
@@ -31,9 +31,9 @@ def run(words: Sequence[str]) -> int | None:
 
 
 def _start(node: Node, words: Sequence[str]) -> int:
-    from parallelrun import stop_signals
-    from parallelrun.cli.host_ranks import Order, Ranks
-    from parallelrun.wording import counted
+    from parallelrun.base import stop_signals
+    from parallelrun.base.wording import counted
+    from parallelrun.launch.over_ssh.host_ranks import Order, Ranks
 
     environ = {
         "WORLD_SIZE": str(node.world),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallelrun import elapsed
+from parallelrun.base import elapsed
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.base.wording import print_note
 from parallelrun.config.compose import Composed
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.launch.environment import visible_gpus
-from parallelrun.plan import chosen
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Plan
-from parallelrun.wording import print_note
+from parallelrun.launch.host.environment import visible_gpus
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.planner.search import open_keys
 
 _SHRINKING = ("verify", "plan")  # the verbs that `shrink=true` is for
 
@@ -24,7 +24,7 @@ def planned(
     world: the number of ranks that another launcher has started. quiet: do not print what a search has chosen. sweep:
     see `resolve`.
     """
-    if chosen.is_open(composed.config, composed.given):
+    if open_keys.is_open(composed.config, composed.given):
         from parallelrun.cli import search
 
         composed = search.with_winner(composed, world, quiet)
@@ -56,7 +56,7 @@ def restarted(composed: Composed, world: int | None) -> tuple[Composed, Plan] | 
     """The configuration and plan with which a run goes on that torchrun has started again; None for any other."""
     if world is None or composed.config.verb != "run":
         return None
-    from parallelrun.launch import reattach
+    from parallelrun.launch.entry import reattach
 
     found = reattach.planned(composed.config, world)
     return (replace(composed, config=found[0]), found[1]) if found else None
@@ -64,7 +64,7 @@ def restarted(composed: Composed, world: int | None) -> tuple[Composed, Plan] | 
 
 def _shrunk(composed: Composed, verb: str, world: int | None, sweep: bool) -> tuple[Composed, Plan]:
     """The smallest plan with the structure of the one that was asked for."""
-    from parallelrun.plan.shrink import shrunk
+    from parallelrun.planner.resolve.shrink import shrunk
 
     if verb not in _SHRINKING:
         what = f"shrink=true is for {' and '.join(_SHRINKING)}, and {verb} runs the plan as it is"

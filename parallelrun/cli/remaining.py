@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from parallelrun.base.errors import ConfigError, ParallelrunError, Problem
 from parallelrun.cli import errors
 from parallelrun.config import overrides as override_checks
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, Key, known_keys
 from parallelrun.config.overrides import Override, unquoted
-from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import completed
-from parallelrun.errors import ConfigError, ParallelrunError, Problem
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.schema.strategy_keys import completed
 
 _DEPENDENT = ("contradiction", "unread")  # kinds of violations that depend on the presets, too
 
@@ -31,7 +31,7 @@ def problems(overrides: Sequence[Override], words: Sequence[str], told: Sequence
 
     words: flags and overrides, which name the folders of the user's own.
     """
-    from parallelrun.plan import independent
+    from parallelrun.planner.resolve import value_checks
 
     config = completed(Config())
     given: set[str] = set()
@@ -48,7 +48,7 @@ def problems(overrides: Sequence[Override], words: Sequence[str], told: Sequence
                 _set(config, key.name, _value(key, override.value))
                 given |= {key.name, override.text.lstrip("+").partition("=")[0]}
     names = {problem.where for problem in told}
-    found += [one for one in independent.violations(config, frozenset(given)) if one.kind not in _DEPENDENT]
+    found += [one for one in value_checks.violations(config, frozenset(given)) if one.kind not in _DEPENDENT]
     return [one for one in found if one.where not in names and one.where in given | set(GROUPS)]
 
 

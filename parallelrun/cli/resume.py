@@ -7,10 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.checkpoint.resume import LATEST, newest, no_checkpoint, saved_config
 from parallelrun.config.compose import Composed
 from parallelrun.config.continued import continued, differences
-from parallelrun.errors import ConfigError, Problem
 
 
 def with_saved_configuration(composed: Composed, world: int | None) -> Composed:

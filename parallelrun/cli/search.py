@@ -8,27 +8,28 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from parallelrun import elapsed
+from parallelrun.base import elapsed
+from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.cli.json_output import print_json
 from parallelrun.config.compose import Composed
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.launch.environment import visible_gpus
-from parallelrun.plan import chosen, searches
-from parallelrun.plan.goodput import Goodput, goodput
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.rules import VERBS
-from parallelrun.plan.step_time.step import why_unknown
+from parallelrun.launch.host.environment import visible_gpus
+from parallelrun.planner.predict.goodput import Goodput, goodput
+from parallelrun.planner.predict.step_time.step import why_unknown
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.planner.resolve.rules import VERBS
+from parallelrun.planner.search import open_keys as chosen
+from parallelrun.planner.search import requested_searches as searches
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from parallelrun.config.schema import Config
-    from parallelrun.plan.facts import Facts
-    from parallelrun.plan.search.result import Found, Search
-    from parallelrun.plan.sizes import Size
-    from parallelrun.plan.step_time.step import StepTime
-    from parallelrun.plan.structure import Plan
-    from parallelrun.report.search import Context
+    from parallelrun.config.schema.run_schema import Config
+    from parallelrun.planner.contract.plan import Plan
+    from parallelrun.planner.facts.plan_facts import Facts
+    from parallelrun.planner.predict.step_time.step import StepTime
+    from parallelrun.planner.search.device_counts import Size
+    from parallelrun.planner.search.result import Found, Search
+    from parallelrun.report.plans.search import Context
 
 
 _SEARCHING = "searching plans"
@@ -36,15 +37,15 @@ _SEARCHING = "searching plans"
 
 def show(composed: Composed, world: int | None, as_json: bool) -> None:
     """Search, and print the best plans. world: the number of ranks that a launcher has started. Raises ConfigError."""
-    from parallelrun.plan import sizes
-    from parallelrun.report import search as report
+    from parallelrun.planner.search import device_counts
+    from parallelrun.report.plans import search as report
 
     composed = replace(composed, config=chosen.calibrated(composed.config, composed.given))
     config, gpus = composed.config, visible_gpus()
     compared = None
-    if sizes.compares_sizes(config):
+    if device_counts.compares_sizes(config):
         with elapsed.shown(_SEARCHING):
-            compared = sizes.compared(config, composed.given, searches.KEPT)
+            compared = device_counts.compared(config, composed.given, searches.KEPT)
         found = compared[1].found
         typed = [text for text in composed.overrides if text.partition("=")[0] not in ("gpus", "world")]
         config = replace(config, world=found.world)
@@ -57,16 +58,16 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     if as_json:
         print_json({**_document(found, context, compared), "goodput": asdict(useful) if useful else None})
         return
-    from parallelrun.report import sizes as sizes_report
+    from parallelrun.report.plans import cluster_sizes as sizes_report
     from parallelrun.report.screen import open_console
 
     console = open_console()
     if compared:
         sizes_report.show(*compared, config, console)
-    training = sizes.training_of(config, found)
+    training = device_counts.training_of(config, found)
     more = [("training", sizes_report.training_text(training, config))] if training else []
     if useful:
-        from parallelrun.report.training import goodput_text
+        from parallelrun.report.plans.training import goodput_text
 
         more.append(("goodput", goodput_text(useful, None)))
     faster = chosen.faster_precision(config, composed.given)
@@ -85,8 +86,8 @@ def _goodput(composed: Composed, best: Found) -> Goodput | None:
 
 
 def _document(found: Search, context: Context, compared: tuple[list[Size], Size] | None) -> dict[str, Any]:
-    from parallelrun.report import search as report
-    from parallelrun.report import sizes as sizes_report
+    from parallelrun.report.plans import cluster_sizes as sizes_report
+    from parallelrun.report.plans import search as report
 
     config = context.config
     fields = {"schema": 1, "model": config.model.preset, "cluster": config.cluster.name, "world": found.world}
@@ -96,9 +97,9 @@ def _document(found: Search, context: Context, compared: tuple[list[Size], Size]
 
 def _explain(composed: Composed, found: Search, console: Console) -> None:
     """Print why the best plan takes its time, and where another one would win."""
-    from parallelrun.plan.flips import flips
-    from parallelrun.plan.limits import limits
-    from parallelrun.report import why
+    from parallelrun.planner.predict.limits import limits
+    from parallelrun.planner.search.crossovers import flips
+    from parallelrun.report.plans import explain_search
 
     best, cluster = found.best[0], composed.config.cluster
     assert best.time is not None
@@ -106,7 +107,7 @@ def _explain(composed: Composed, found: Search, console: Console) -> None:
     with elapsed.shown(_SEARCHING):
         limited = limits(resolve(config, given=given, gpus=visible_gpus()), cluster, best.time)
         elsewhere = flips(composed.config, composed.given, found)
-    why.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
+    explain_search.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,13 @@ class Ranked:
 
     def document(self) -> dict[str, Any] | None:
         """The field `search` of `plan --json`."""
-        from parallelrun.report import search as report
+        from parallelrun.report.plans import search as report
 
         return report.document(self.found) if self.found else None
 
     def rows(self) -> list[tuple[str, RenderableType]]:
         """Labelled lines."""
-        from parallelrun.report import search as report
+        from parallelrun.report.plans import search as report
 
         if self.is_large:
             return [("rank", report.too_many(searches.MOST_RANKED))]
@@ -148,7 +149,7 @@ def ranked(plan: Plan, config: Config, facts: Facts) -> Ranked | None:
 
     None where its time cannot be compared with that of other plans (servers).
     """
-    from parallelrun.plan import cluster_cost
+    from parallelrun.planner.predict import cluster_cost
 
     assert facts.time is not None
     if not searches.has_rank(plan, config):
@@ -167,9 +168,9 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None
 
     ranked: among all plans, where it was looked for. Raises ConfigError where its time is not predicted.
     """
-    from parallelrun.plan.flips import flips, flips_of
-    from parallelrun.plan.limits import limits
-    from parallelrun.report import why
+    from parallelrun.planner.predict.limits import limits
+    from parallelrun.planner.search.crossovers import flips, flips_of
+    from parallelrun.report.plans import explain_search
 
     if facts.time is None:
         what = f"the time of this plan is not predicted: {why_unknown(plan, config.cluster)}"
@@ -181,7 +182,7 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None
         best = found.best[0] if ranked.is_fastest else None
         with elapsed.shown(_SEARCHING):
             elsewhere = flips(opened, frozenset(), found) if best else (flips_of(plan, config, found, opened), True)
-    why.show(facts.time, limited, elsewhere, (memory, config.cluster), best, console)
+    explain_search.show(facts.time, limited, elsewhere, (memory, config.cluster), best, console)
 
 
 def with_winner(composed: Composed, world: int | None, quiet: bool = False) -> Composed:

@@ -10,18 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.cli import argv as command_lines
-from parallelrun.cli import completion, hosts, workdir
+from parallelrun.cli import workdir
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.json_output import print_json, screen_on_stderr
+from parallelrun.cli.tools import completion
 from parallelrun.config import presets
-from parallelrun.errors import EXIT_OK, ConfigError, Problem
-from parallelrun.launch.environment import Attached, detect
+from parallelrun.launch.host.environment import Attached, detect
+from parallelrun.launch.over_ssh import hosts
 
 if TYPE_CHECKING:
     from parallelrun.config.compose import Composed
-    from parallelrun.config.schema import Config
-    from parallelrun.plan.structure import Plan
+    from parallelrun.config.schema.run_schema import Config
+    from parallelrun.planner.contract.plan import Plan
 
 _RESULTS = {"run": "summary", "verify": "verify", "bench": "bench"}  # verb -> the file with its result
 
@@ -35,7 +37,7 @@ def run(words: list[str]) -> int:
     if attached is not None and attached.rank != 0:  # it composes nothing
         if (words[:1] and words[0] in _SHOWN) or not command_lines.starts_ranks(words):
             return EXIT_OK
-        from parallelrun.launch.attach import follow
+        from parallelrun.launch.entry.attach import follow
 
         gc.enable()
         return follow(words)
@@ -44,7 +46,7 @@ def run(words: list[str]) -> int:
     except Exception as error:
         if attached is not None:  # the other ranks wait for a plan: let them exit with the code of this error
             from parallelrun.cli import errors
-            from parallelrun.launch import attach
+            from parallelrun.launch.entry import attach
 
             known = errors.translate(error)
             attach.abandon(attached, known.exit_code if known else 1)
@@ -55,7 +57,7 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     """Rank 0, or the only process: compose, resolve, hand over."""
     line = command_lines.read(words)
     if not line.multirun and presets.mentions(words, "MULTIRUN"):
-        from parallelrun.cli import sweep_settings
+        from parallelrun.cli.sweeps import sweep_settings
 
         line = sweep_settings.with_mode_of_files(line)
     if line.multirun:
@@ -72,10 +74,10 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     gc.enable()
     workdir.check(composed.changes_directory, attached)
     if hosts.has_others(line.host_ranks) and attached is None:
-        from parallelrun.cli import ssh
+        from parallelrun.launch.over_ssh import ssh
 
         return ssh.run(line.host_ranks, words, line.ssh, composed.config if line.verb == "run" else None)
-    from parallelrun.launch.start import start
+    from parallelrun.launch.entry.start import start
 
     created: list[Path] = []
     with workdir.inside(composed.config, composed.changes_directory, created.append if line.json else None) as started:
@@ -95,7 +97,7 @@ def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> in
     if line.verb == "explain":
         what = "explain shows one plan at a time, not a sweep (-m)"
         raise ConfigError(Problem(what, "command line", command="parallelrun plan ..."))
-    from parallelrun.cli import sweep
+    from parallelrun.cli.sweeps import sweep
     from parallelrun.config import compose
 
     gc.enable()
@@ -154,7 +156,7 @@ def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, P
 def with_surroundings(composed: Composed, attached: Attached | None) -> Composed:
     """`composed` with what the environment and the run to resume say."""
     if os.environ.get("TF_CONFIG"):
-        from parallelrun.launch import tf_config
+        from parallelrun.launch.host import tf_config
 
         composed = replace(composed, config=tf_config.apply(composed.config, os.environ))
     if composed.config.resume is not None:
@@ -167,12 +169,12 @@ def with_surroundings(composed: Composed, attached: Attached | None) -> Composed
 def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) -> tuple[Composed, Plan] | None:
     """The plan of a configuration, which a search may have chosen; None if that search is all that was asked for."""
     from parallelrun.cli import planned
-    from parallelrun.plan import chosen
+    from parallelrun.planner.search import open_keys
 
     world = attached.world if attached is not None else None
     if found := planned.restarted(composed, world):
         return found
-    if line.verb == chosen.PLAN and chosen.is_open(composed.config, composed.given):
+    if line.verb == open_keys.PLAN and open_keys.is_open(composed.config, composed.given):
         from parallelrun.cli import search
 
         search.show(composed, world, line.json)
@@ -206,9 +208,9 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
 
     found: the plan's facts, if already computed.
     """
-    from parallelrun.plan.document import document as plan_document
-    from parallelrun.plan.facts import facts
-    from parallelrun.report import plan as report
+    from parallelrun.planner.facts.document import document as plan_document
+    from parallelrun.planner.facts.plan_facts import facts
+    from parallelrun.report.plans import plan as report
 
     found = found or facts(plan, config)
     written = write_plot(plan, config, found, point)
@@ -234,10 +236,10 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
 
 def show_explanation(plan: Plan, config: Config, as_json: bool) -> None:
     """Print the pipeline's schedule and every message of the plan's strategies; `plot=NAME` draws the messages."""
-    from parallelrun.plan import simulate
-    from parallelrun.plan.messages import explain
-    from parallelrun.report import explain as report
-    from parallelrun.report import plan_details
+    from parallelrun.planner.contract.messages import explain
+    from parallelrun.planner.predict import simulate
+    from parallelrun.report.plans import explain as report
+    from parallelrun.report.plans import plan_details
     from parallelrun.report.screen import open_console, show_section
 
     found = explain(plan)
@@ -267,14 +269,14 @@ def write_plot(plan: Plan, config: Config, found: Any, point: int | None = None)
     if found.data_axis is None:
         what = f"plot={config.plot} draws the cost of combining gradients, and one rank has none to combine"
         raise ConfigError(Problem(what, "plot", "leave plot out or strategy=ddp"))
-    from parallelrun.report import data_axis
+    from parallelrun.report.plans import data_axis
 
     return data_axis.write(found.data_axis, data_axis.title(plan, config), config.plot, point)
 
 
 def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str, Any]:
     """The JSON document of a run: exit code, directory, `status.json` and the verb's result (null if missing)."""
-    from parallelrun.report.sweep_rows import read_json
+    from parallelrun.report.sweeps.sweep_rows import read_json
 
     names = ("status", _RESULTS[verb])
     found = {name: read_json(directory / f"{name}.json") or None if directory else None for name in names}

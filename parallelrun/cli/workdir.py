@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.launch.environment import Attached
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.launch.host.environment import Attached
 
 KEY = "hydra.job.chdir"
 # The paths that a run reads or writes; `~` is expanded already. `resume` may be a word.

@@ -19,23 +19,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
-from parallelrun.config import (
-    from_hf,
-    hydra_settings,
-    hydra_task,
-    presets,
-    recipes,
-    short_names,
-    source,
-    sweeps,
-    untrusted,
-    values,
-)
-from parallelrun.config.model_schema import DatasetConfig, ModelConfig
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config import from_hf, hydra_settings, hydra_task, presets, short_names, source, sweeps, values
 from parallelrun.config.overrides import Override
-from parallelrun.config.recipes import Recipe
-from parallelrun.config.schema import Config, StrategyConfig
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.config.recipes import recipe_files as recipes
+from parallelrun.config.recipes import untrusted
+from parallelrun.config.recipes.recipe_files import Recipe
+from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
+from parallelrun.config.schema.run_schema import Config, StrategyConfig
 
 # Groups of Hydra's own that a single run without Hydra flags does not use; without them, it composes a third faster.
 _UNUSED = tuple(f"hydra/{group}=[]" for group in (

@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from parallelrun.config.keys import known_keys
-from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import completed
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.schema.strategy_keys import completed
 
 # Keys that are never taken over from the saved run.
 _NOT_SAVED = (

@@ -15,10 +15,10 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from parallelrun import registry
-from parallelrun.config.model_schema import ModelConfig, RouterConfig
+from parallelrun.base import registry
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config.schema.model_schema import ModelConfig, RouterConfig
 from parallelrun.config.stored_tensors import differ
-from parallelrun.errors import ConfigError, Problem
 
 CONFIG_FILE = "config.json"
 _MODULE = "hugging_face"

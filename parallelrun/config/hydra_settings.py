@@ -15,8 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from parallelrun.config import sweeps, untrusted, user_folders
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config import sweeps, user_folders
+from parallelrun.config.recipes import untrusted
 
 # Hydra 1.3 must be told not to behave like 1.1; 1.4 warns when it is told.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}

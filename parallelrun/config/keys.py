@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 
-from parallelrun import spelling
-from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import complete_class, completed
+from parallelrun.base import spelling
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.schema.strategy_keys import complete_class, completed
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = {

@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from parallelrun.config import presets, recipes
+from parallelrun.base.errors import Problem
+from parallelrun.config import presets
 from parallelrun.config.keys import (
     GROUPS,
     LIST_TEXTS,
@@ -24,8 +25,8 @@ from parallelrun.config.keys import (
     nearest_keys,
     sections,
 )
+from parallelrun.config.recipes import recipe_files
 from parallelrun.config.values import BOOLEANS, trap, within
-from parallelrun.errors import Problem
 
 _OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<key>[^=\s@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?$", re.DOTALL)
 _ENTRY = re.compile(r"""\s*(?P<key>"[^"]*"|'[^']*'|[^:"']+)\s*:(?P<value>.*)""", re.DOTALL)
@@ -266,7 +267,7 @@ def _check_group(override: Override, where: str) -> list[Problem]:
         return [Problem(f"{text}: every run has a {key} already; write it without +", where, f"{key}={value}")]
     if not value:
         return [Problem(f"{text}: a name is missing", where, command=f"parallelrun ls {key}")]
-    if not (key == "recipe" and recipes.is_path(value)) and (several := _several(override, where)):
+    if not (key == "recipe" and recipe_files.is_path(value)) and (several := _several(override, where)):
         return several
     if key != "recipe" and climbing:
         what = f"{text}: choose a {key} by its name; {climbing[0]} points to another folder"

@@ -12,10 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from parallelrun.config import recipes, user_folders
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config import user_folders
 from parallelrun.config.keys import GROUPS, known_keys, nearest
-from parallelrun.config.recipes import RecipeFile
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.config.recipes import recipe_files
+from parallelrun.config.recipes.recipe_files import RecipeFile
 
 CLUSTER = "cluster"
 
@@ -52,7 +53,7 @@ def own_clusters() -> Path:
 
 def own_file(group: str, name: str) -> Path | None:
     """The file of a cluster of the user's own; None where there is none, or a built-in one of that name."""
-    if group != CLUSTER or not recipes.NAME.match(name) or (folder() / group / f"{name}.yaml").is_file():
+    if group != CLUSTER or not recipe_files.NAME.match(name) or (folder() / group / f"{name}.yaml").is_file():
         return None
     path = own_clusters() / f"{name}.yaml"
     return path if path.is_file() else None
@@ -61,8 +62,8 @@ def own_file(group: str, name: str) -> Path | None:
 def options(group: str) -> list[str]:
     """The sorted names of a group's built-in options; of recipes and clusters, the users' too."""
     if group == "recipe":
-        return list(recipes.find())
-    own = {path.stem for path in own_clusters().glob("*.yaml") if recipes.NAME.match(path.stem)}
+        return list(recipe_files.find())
+    own = {path.stem for path in own_clusters().glob("*.yaml") if recipe_files.NAME.match(path.stem)}
     return sorted({path.stem for path in (folder() / group).glob("*.yaml")} | (own if group == CLUSTER else set()))
 
 
@@ -87,7 +88,7 @@ def values(group: str, name: str) -> dict[str, Any]:
 def described(group: str) -> list[Option]:
     """The options of a group with source and one-line description."""
     if group == "recipe":
-        return [Option(file.name, file.description, file.source) for file in recipes.find().values()]
+        return [Option(file.name, file.description, file.source) for file in recipe_files.find().values()]
     return [
         Option(name, values(group, name).get("description", ""), "user" if own_file(group, name) else "built-in")
         for name in options(group)
@@ -116,7 +117,7 @@ def user_recipes(words: Sequence[str]) -> dict[str, RecipeFile]:
     """The recipes of the user's folders by name. They are checked like any recipe that is not ours."""
     roots = user_folders.folders(words)
     files = [path for root in roots for name in ("recipe", "recipes") for path in sorted((root / name).glob("*.yaml"))]
-    return {path.stem: RecipeFile(path.stem, path, "user") for path in files if recipes.NAME.match(path.stem)}
+    return {path.stem: RecipeFile(path.stem, path, "user") for path in files if recipe_files.NAME.match(path.stem)}
 
 
 def user_keys(words: Sequence[str], group: str) -> dict[str, frozenset[str]]:

@@ -10,8 +10,8 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config.schema.run_schema import Config
 
 
 def fold(config: Config, given: Set[str]) -> tuple[Config, set[str]]:

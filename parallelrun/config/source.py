@@ -23,8 +23,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from parallelrun.config import presets
-from parallelrun.config.recipe_check import LOADER
-from parallelrun.config.strategy_keys import complete_class
+from parallelrun.config.recipes.recipe_check import LOADER
+from parallelrun.config.schema.strategy_keys import complete_class
 
 if TYPE_CHECKING:
     from omegaconf import Container

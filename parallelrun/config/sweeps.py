@@ -11,10 +11,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, RangeSweep
 from hydra.errors import HydraException
 
+from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
 from parallelrun.config.overrides import Override, unquoted
-from parallelrun.errors import ConfigError, Problem
 
 POINT_LIMIT = 10_000
 

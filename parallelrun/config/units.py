@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from parallelrun.base.errors import Problem
 from parallelrun.config.keys import Key
-from parallelrun.errors import Problem
 
 # For a unit, the units that are written instead of it by mistake, each with its size in the right unit. The first one
 # that makes a value plausible is suggested.

@@ -10,8 +10,8 @@ from math import ceil, floor
 from operator import attrgetter, getitem
 from typing import Any
 
+from parallelrun.base.errors import Problem
 from parallelrun.config.keys import Key, example, known_keys
-from parallelrun.errors import Problem
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)$")
 _LARGEST = 2**63 - 1

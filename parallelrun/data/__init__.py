@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from parallelrun import definitions
-from parallelrun.config.schema import Config
+from parallelrun.base.errors import ConfigError
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.masked import mask
-from parallelrun.definitions import Dataset
-from parallelrun.errors import ConfigError
-from parallelrun.model_spec import ModelSpec
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.definitions import Dataset
+from parallelrun.planner.model.model_spec import ModelSpec
 
 
 def open_dataset(config: Config, spec: ModelSpec) -> Dataset:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from parallelrun.base.errors import ConfigError, DataError, EnvironmentProblem, Problem
+from parallelrun.base.user_code import absence
 from parallelrun.data.files import list_files
-from parallelrun.errors import ConfigError, DataError, EnvironmentProblem, Problem
-from parallelrun.user_code import absence
 
 TEXT_PIECE = 2**22  # bytes of a text file that are encoded at once: it is cut after the last line that fits
 ROWS_AT_ONCE = 256  # of parquet and arrow

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelrun.config.schema import Config
+from parallelrun.base.errors import EnvironmentProblem, Problem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.arrays import NDArray, np
-from parallelrun.data.tokenizer import NUM_BYTES
+from parallelrun.data.tokenizing.tokenizer import NUM_BYTES
 from parallelrun.data.tokens import Documents
-from parallelrun.definitions import Dataset
-from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.planner.model.definitions import Dataset
+from parallelrun.planner.model.model_spec import ModelSpec
 
 # A file up to this size is hashed; of a larger one only its size, first and last mebibyte, so that opening is fast.
 FULL_HASH_BYTES = 64 * 2**20

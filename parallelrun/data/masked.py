@@ -8,8 +8,8 @@ from typing import Any
 
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
-from parallelrun.definitions import IGNORED, BatchShare, Dataset, Packing, Split
-from parallelrun.model_spec import ModelSpec
+from parallelrun.planner.model.definitions import IGNORED, BatchShare, Dataset, Packing, Split
+from parallelrun.planner.model.model_spec import ModelSpec
 
 RATE = 0.15  # share of the tokens that the model must predict
 MASKED, RANDOM = 0.8, 0.1  # shares of those that become [MASK] and another token; the rest stay as they are

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelrun.config.schema import Config
+from parallelrun.base.errors import EnvironmentProblem, Problem
+from parallelrun.base.records import sha256_of
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import files
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.tokens import Documents
-from parallelrun.definitions import Dataset, DatasetDefinition, TextTokens
-from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.model_spec import ModelSpec
-from parallelrun.records import sha256_of
+from parallelrun.planner.model.definitions import Dataset, DatasetDefinition, TextTokens
+from parallelrun.planner.model.model_spec import ModelSpec
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

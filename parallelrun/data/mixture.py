@@ -19,17 +19,26 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from parallelrun import definitions, registry
+from parallelrun.base import registry
+from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.base.wording import counted
 from parallelrun.config import presets
 from parallelrun.config.keys import nearest
-from parallelrun.config.model_schema import DatasetConfig
-from parallelrun.config.schema import Config
+from parallelrun.config.schema.model_schema import DatasetConfig
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.shares import counts_after, whole_weights
-from parallelrun.definitions import BatchShare, Dataset, DatasetDefinition, Packing, PartUse, Split, TextTokens
-from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
-from parallelrun.model_spec import ModelSpec
-from parallelrun.wording import counted
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.definitions import (
+    BatchShare,
+    Dataset,
+    DatasetDefinition,
+    Packing,
+    PartUse,
+    Split,
+    TextTokens,
+)
+from parallelrun.planner.model.model_spec import ModelSpec
 
 KEY = "dataset.mixture"
 
@@ -216,7 +225,7 @@ def _violations(part: Any, where: str) -> Iterator[Problem]:
         known = [name for name in registry.names("datasets") if name != "mixture"]
         yield Problem(f"{where}: no such dataset: {part['name']}", where, ", ".join(nearest(part["name"], known)))
     hints = typing.get_type_hints(DatasetConfig)
-    for outside in ("mixture", "cache"):  # `config.untrusted` limits where the one cache may be
+    for outside in ("mixture", "cache"):  # `config.recipes.untrusted` limits where the one cache may be
         del hints[outside]
     for key, value in part.items():
         if key == "weight":

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.shares import counts_after
-from parallelrun.definitions import BatchShare
+from parallelrun.planner.model.definitions import BatchShare
 
 _ROUNDS = 8
 _PLACES, _PART = 0x6D6978, 0x70617274  # keys of the places in a batch, and of the order of a part

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
-from parallelrun.definitions import NUM_EXAMPLES, Packing
+from parallelrun.planner.model.definitions import NUM_EXAMPLES, Packing
 
 WINDOW = 2**16  # documents
 _MOST_KEPT = 8  # results, which forked ranks find computed

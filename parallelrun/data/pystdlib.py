@@ -7,12 +7,12 @@ import sysconfig
 from functools import lru_cache
 from pathlib import Path
 
-from parallelrun.config.schema import Config
+from parallelrun.base.errors import EnvironmentProblem, Problem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import files
-from parallelrun.data.tokenizer import NUM_BYTES
-from parallelrun.definitions import BYTES, Dataset, DatasetDefinition, TextTokens
-from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.data.tokenizing.tokenizer import NUM_BYTES
+from parallelrun.planner.model.definitions import BYTES, Dataset, DatasetDefinition, TextTokens
+from parallelrun.planner.model.model_spec import ModelSpec
 
 DEFAULT_MAX_BYTES = 8 * 2**20
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})

@@ -10,13 +10,13 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.arrays import NDArray, np
-from parallelrun.data.images import resize
+from parallelrun.data.images.image_dataset import resize
 from parallelrun.data.order import derive_key
 from parallelrun.data.tokens import require_samples
-from parallelrun.definitions import IGNORED, NUM_EXAMPLES, Dataset, DatasetDefinition, Packing, Split
-from parallelrun.model_spec import ModelSpec
+from parallelrun.planner.model.definitions import IGNORED, NUM_EXAMPLES, Dataset, DatasetDefinition, Packing, Split
+from parallelrun.planner.model.model_spec import ModelSpec
 
 DEFAULT_VOCAB = 256
 # Each token has four likely successors; one token in twenty is drawn from all of the vocab instead.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallelrun.config.schema import Config
+from parallelrun.base.errors import EnvironmentProblem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import files
 from parallelrun.data.document_files import DocumentFile, find_documents
 from parallelrun.data.megatron import beside, open_tokens
-from parallelrun.data.token_cache import cached_tokens, token_files
-from parallelrun.data.tokenizer import NUM_BYTES, TokenizerFile, find_tokenizer
-from parallelrun.definitions import BYTES, Dataset, DatasetDefinition, TextTokens
-from parallelrun.errors import EnvironmentProblem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.data.tokenizing.token_cache import cached_tokens, token_files
+from parallelrun.data.tokenizing.tokenizer import NUM_BYTES, TokenizerFile, find_tokenizer
+from parallelrun.planner.model.definitions import BYTES, Dataset, DatasetDefinition, TextTokens
+from parallelrun.planner.model.model_spec import ModelSpec
 
 
 class TextFiles(DatasetDefinition):

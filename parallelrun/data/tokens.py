@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
+from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.config.schema.run_schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
 from parallelrun.data.packing import Packs, pack
-from parallelrun.definitions import EVAL, IGNORED, Dataset, Packing, Split
-from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.planner.model.definitions import EVAL, IGNORED, Dataset, Packing, Split
+from parallelrun.planner.model.model_spec import ModelSpec
 
 # With fewer documents than this, a split by documents would be too coarse: their pieces are split instead.
 FEW_DOCUMENTS = 20

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun import torch_private
+from parallelrun.distributed import torch_private
 from parallelrun.models import functions
 from parallelrun.models.autograd import apply
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallelrun.models import lean
+from parallelrun.models import fused_norms
 from parallelrun.models.autograd import apply
 from parallelrun.models.rounding import rounded
 
@@ -56,7 +56,7 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
         bias = rounded(bias, x.dtype)
     if kind == "rmsnorm":
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            return apply(lean.RMSNorm, x, weight, eps)
+            return apply(fused_norms.RMSNorm, x, weight, eps)
         return functional.rms_norm(x, weight.shape, weight, eps)
     return torch.layer_norm(x, weight.shape, weight, bias, eps)  # torch.nn's first reads a setting of cuDNN
 
@@ -65,7 +65,7 @@ def activate(kind: str, *parts: Tensor) -> Tensor:
     """gelu(up), in GPT-2's tanh form or exact, relu(up), or silu(gate) * up (swiglu; Shazeer 2020)."""
     if kind == "swiglu":
         gate, up = parts
-        return functional.silu(gate) * up if torch.compiler.is_compiling() else apply(lean.SwiGLU, gate, up)
+        return functional.silu(gate) * up if torch.compiler.is_compiling() else apply(fused_norms.SwiGLU, gate, up)
     (up,) = parts
     if kind == "relu":
         return functional.relu(up)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config import from_hf
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.model.model_spec import ModelSpec
 
 _MISSING = object()
 # Fields of config.json that do not change what the model computes, or only in training.

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallelrun.layout import Layout
-from parallelrun.mesh import Mesh
-from parallelrun.model_spec import Initialiser, ParameterSpec
+from parallelrun.base.layout import Layout
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.network import Network, allocate
-from parallelrun.plan.parameters import module_layout
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.parameters import module_layout
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.model_spec import Initialiser, ParameterSpec
 
 BLOCK_BYTES = 16 * 2**20
 Ranges = tuple[tuple[int, int], ...]

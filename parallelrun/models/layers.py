@@ -15,14 +15,8 @@ from torch.nn import functional
 
 from parallelrun.models import documents as packed
 from parallelrun.models.documents import DocumentBounds
-from parallelrun.models.functions import (
-    activate,
-    cast,
-    linear,
-    normalise,
-    token_loss,
-)
-from parallelrun.models.held_tokens import ALL
+from parallelrun.models.functions import activate, cast, linear, normalise, token_loss
+from parallelrun.models.local_tokens import ALL
 
 
 class TensorModule(nn.Module):

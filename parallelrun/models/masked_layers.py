@@ -15,8 +15,8 @@ from parallelrun.models import documents as packed
 from parallelrun.models import dropout as masks
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import attend, attend_with_dropout, drop
-from parallelrun.models.held_tokens import ALL
 from parallelrun.models.layers import RoleLayer
+from parallelrun.models.local_tokens import ALL
 
 
 class _HashMasked(RoleLayer):

@@ -13,14 +13,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from parallelrun import shared_memory, torch_private
-from parallelrun.config.schema import Config
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base.precision import Precision
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed import shared_memory, torch_private
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, recompute, rounding
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.layers import RoleLayer, TokenLoss
-from parallelrun.precision import Precision
+from parallelrun.planner.model.model_spec import ModelSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

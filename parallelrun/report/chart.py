@@ -14,8 +14,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.records import write_text
+from parallelrun.base.errors import EnvironmentProblem, Problem
+from parallelrun.base.records import write_text
 from parallelrun.report.figures import drawn_range, tick_texts
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from parallelrun.wording import COLUMNS
+from parallelrun.base.wording import COLUMNS
 
 NO_LIMIT = 10_000  # columns, where there is no terminal
 WIDEST = 120  # columns of a panel

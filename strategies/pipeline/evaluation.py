@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.mesh import Mesh
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.network import Network
-from parallelrun.plan.structure import Plan
-from parallelrun.train.reader import Batch
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.reader import Batch
 
 from . import messages
 from .schedule import Schedule, boundary_shape

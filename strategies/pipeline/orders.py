@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 
-from parallelrun.plan.pipeline_schedule import Action
+from parallelrun.planner.contract.pipeline_schedule import Action
 
 Order = tuple[Action, ...]  # of one pp rank
 Orders = tuple[Order, ...]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.errors import Problem
-from parallelrun.plan.request import Request
-from parallelrun.wording import divisors, nearest
+from parallelrun.base.errors import Problem
+from parallelrun.base.wording import divisors, nearest
+from parallelrun.planner.contract.request import Request
 
 from . import messages, orders
 from .orders import Orders

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from parallelrun import torch_private
-from parallelrun.mesh import Mesh
+from parallelrun.distributed import torch_private
+from parallelrun.distributed.mesh import Mesh
+from parallelrun.distributed.torch_private.pipelining import PipelineScheduleMulti, PipelineScheduleSingle, schedules
 from parallelrun.models import recompute
 from parallelrun.models.network import Network
-from parallelrun.plan.structure import Plan
-from parallelrun.torch_private.pipelining import PipelineScheduleMulti, PipelineScheduleSingle, schedules
-from parallelrun.train.actions import ActionClock
-from parallelrun.train.clocks import clock_of
-from parallelrun.train.pipeline_runner import PipelineRunner
-from parallelrun.train.reader import Batch
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.pipeline_runner import PipelineRunner
+from parallelrun.training.loop.reader import Batch
+from parallelrun.training.metrics.clocks import clock_of
+from parallelrun.training.metrics.schedule_actions import ActionClock
 
 from .evaluation import ForwardPass, total
 from .schedule import Schedule

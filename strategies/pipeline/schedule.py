@@ -9,13 +9,19 @@ from functools import lru_cache
 from math import prod
 from typing import ClassVar
 
-from parallelrun.errors import Problem
-from parallelrun.plan import simulate
-from parallelrun.plan.messages import ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation, ranks_over
-from parallelrun.plan.pipeline_schedule import Action, PipelineSchedule
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.errors import Problem
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.messages import (
+    ExplainedExchange,
+    ExplainedMessage,
+    ExplainedRound,
+    Explanation,
+    ranks_over,
+)
+from parallelrun.planner.contract.pipeline_schedule import Action, PipelineSchedule
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.predict import simulate
 
 from . import messages, orders
 from .orders import Orders

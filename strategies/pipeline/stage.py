@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallelrun import comm, torch_private
+from parallelrun.distributed import comm, torch_private
+from parallelrun.distributed.shared_memory import is_ours
+from parallelrun.distributed.torch_private.pipelining import PipelineStage
 from parallelrun.models.autograd import apply
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.network import Network
-from parallelrun.plan.structure import Plan
-from parallelrun.shared_memory import is_ours
-from parallelrun.torch_private.pipelining import PipelineStage
-from parallelrun.train.actions import ActionClock
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.metrics.schedule_actions import ActionClock
 
 from .evaluation import compute_dtype
 from .messages import SENDS_IN_FLIGHT

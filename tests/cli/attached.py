@@ -15,8 +15,10 @@ from types import SimpleNamespace
 
 def main(text: str) -> int:
     from parallelrun.cli import errors
-    from parallelrun.launch import attach, directory, environment, rendezvous
-    from parallelrun.launch.start import start
+    from parallelrun.launch.entry import attach
+    from parallelrun.launch.entry.start import start
+    from parallelrun.launch.host import directory, environment
+    from parallelrun.launch.store import rendezvous
     from tests.plans import tiny_config, tiny_plan
 
     wanted = json.loads(text)

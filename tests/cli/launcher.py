@@ -224,9 +224,9 @@ _current: socket.socket | None = None  # one per session: this is what makes it 
 
 def main(connection: socket.socket) -> None:
     """The helper: fork a launcher per line that it is sent."""
-    from parallelrun.launch import processes
-    from parallelrun.launch import rank as ranks
-    from parallelrun.launch.rank import Job
+    from parallelrun.launch.host.job import Job
+    from parallelrun.launch.ranks import processes
+    from parallelrun.launch.ranks import rank as ranks
     from tests.plans import tiny_config, tiny_plan
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -240,7 +240,7 @@ def main(connection: socket.socket) -> None:
 
 def _keep(request: dict[str, Any]) -> None:
     """Fork the launcher, wait for it, write down how it ended."""
-    from parallelrun.launch import rank as ranks
+    from parallelrun.launch.ranks import rank as ranks
 
     folder = Path(request["folder"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -317,8 +317,8 @@ def program_in(call: dict[str, Any]) -> int:
 def launch(wanted: dict[str, Any]) -> int:
     """What a launcher does: `start`, its errors said as the command line says them."""
     from parallelrun.cli import errors
-    from parallelrun.launch import processes
-    from parallelrun.launch.start import start
+    from parallelrun.launch.entry.start import start
+    from parallelrun.launch.ranks import processes
     from tests.plans import tiny_config, tiny_plan
 
     processes.method_for = lambda plan: wanted["method"]

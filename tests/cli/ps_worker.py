@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.launch import worker
-from parallelrun.plan.structure import Plan
+from parallelrun.base.context import WorkerContext
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.launch.ranks import worker
+from parallelrun.planner.contract.plan import Plan
 from tests.cli.workers import note
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """Run `parallelrun.launch.worker.run` and note its pid and steps."""
+    """Run `parallelrun.launch.ranks.worker.run` and note its pid and steps."""
     note(context, "started", os.getpid())
 
     def heartbeat(step: int, phase: str) -> None:

@@ -1,7 +1,7 @@
 """Ranks that torchrun and mpirun have started: one run, one voice, one exit code.
 
 One start under each real launcher, torchrun's with ranks that import everything anew; the endings on warm processes
-that carry mpirun's variables. (srun's mapping: tests/unit/launch/test_environment.py.)
+that carry mpirun's variables. (srun's mapping: tests/unit/launch/host/test_environment.py.)
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def test_ranks_that_do_not_come_are_named(tmp_path):
 
 
 def test_the_note_of_rank_0_is_gone_afterwards(tmp_path):
-    from parallelrun.launch import stores
-    from parallelrun.launch.environment import Attached
+    from parallelrun.launch.host.environment import Attached
+    from parallelrun.launch.store import stores
 
     ranks = run_attached(tmp_path)
     assert codes(ranks) == [0, 0], ranks[0].stderr

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from parallelrun.calibrate import devices, session, training
-from parallelrun.calibrate.measurements import CPU
-from parallelrun.cli import calibrate
+from parallelrun.base.errors import ConfigError, EnvironmentProblem
+from parallelrun.cli.calibration import devices, session, training
+from parallelrun.cli.calibration.measurements import CPU
 from parallelrun.cli.main import main
-from parallelrun.errors import ConfigError, EnvironmentProblem
+from parallelrun.cli.tools import calibrate
 from tests.cli.launcher import program_in, run_to_end
 
 TRAINING = ("two ranks", ("model=gpt", "model.hidden=16", "model.layers=2", "model.seq=16", "strategy=ddp", "dp=2",

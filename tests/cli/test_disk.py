@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.launch import directory, preflight, start
-from parallelrun.plan.freeze import load_frozen
-from parallelrun.plan.resolve import resolve
+from parallelrun.launch.entry import start
+from parallelrun.launch.host import directory, preflight
+from parallelrun.planner.resolve.freeze import load_frozen
+from parallelrun.planner.resolve.resolve_config import resolve
 from tests.cli.launcher import run_program
 from tests.plans import tiny_config, tiny_plan
 from tests.vision import RESNET

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun import registry
-from parallelrun.cli import calibrate
+from parallelrun.base import registry
 from parallelrun.cli import help as texts
 from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
-from parallelrun.config import keys, source, strategy_keys
-from parallelrun.plan import shorthands
+from parallelrun.cli.tools import calibrate
+from parallelrun.config import keys, source
+from parallelrun.config.schema import strategy_keys
+from parallelrun.planner.resolve import shorthands
 from tests import other_runners
 from tests.cli.test_plugin import ENTRY_POINTS, PLUGIN, install
 from tests.extras import needs

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallelrun.cli import doctor
-from parallelrun.launch import processes
-from parallelrun.shared_memory import joining
+from parallelrun.cli.tools import doctor
+from parallelrun.distributed.shared_memory import joining
+from parallelrun.launch.ranks import processes
 
 
 @pytest.fixture

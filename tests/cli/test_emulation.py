@@ -30,7 +30,7 @@ def test_ranks_run_on_their_hosts_and_a_killed_one_is_blamed_there(tmp_path):
 @needs_namespaces
 def test_a_run_over_emulated_hosts_uses_gloo_and_leaves_no_interface(tmp_path):
     interfaces = socket.if_nameindex()
-    run = run_launcher(tmp_path, overrides={**TWO_HOSTS, "steps": 1}, worker="parallelrun.launch.worker:run")
+    run = run_launcher(tmp_path, overrides={**TWO_HOSTS, "steps": 1}, worker="parallelrun.launch.ranks.worker:run")
     assert run.wait() == 0, run.stderr
     assert json.loads((run.directory / "summary.json").read_text())["backend"] == "gloo"
     assert socket.if_nameindex() == interfaces

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun import reserve
+from parallelrun.base import reserve
 from parallelrun.cli.main import main
-from parallelrun.launch import directory as directory_module
-from parallelrun.launch.output import Output
+from parallelrun.launch.host import directory as directory_module
+from parallelrun.launch.host.output import Output
 from tests.cli.launcher import run_launcher, run_to_end
 
 TINY = ["model=gpt", "strategy=single", "dataset=synthetic", "model.layers=1", "model.hidden=32", "model.seq=8"]

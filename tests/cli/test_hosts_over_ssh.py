@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.cli import hosts
-from parallelrun.cli import ssh as over_ssh
-from parallelrun.errors import EnvironmentProblem
+from parallelrun.base.errors import EnvironmentProblem
+from parallelrun.launch.over_ssh import hosts
+from parallelrun.launch.over_ssh import ssh as over_ssh
 from tests.cli.launcher import read, survivors, wait_for
 from tests.cli.test_launch_supervisor import listening_addresses
 from tests.servants import ROOT

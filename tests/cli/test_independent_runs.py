@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.plan.structure import Plan
-from parallelrun.verify import run as verify
+from parallelrun.base.context import WorkerContext
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.verify import run as verify
 from tests.cli.launcher import run_launcher
 
 LOCAL_SGD = {"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": 3, "model.layers": 1}
 DILOCO = {"dp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": 10, "model.layers": 1}
-TRAIN = "parallelrun.launch.worker:run"
+TRAIN = "parallelrun.launch.ranks.worker:run"
 
 
 def read(path: Path) -> Any:
@@ -37,7 +37,7 @@ def verify_with_momentum_forgotten(config: Config, plan: Plan, context: WorkerCo
 
 
 def test_verify_passes_and_ends_with_4_on_a_planted_bug_whatever_the_rounds(tmp_path: Path) -> None:
-    for worker, code in (("parallelrun.verify.run:run", 0), (f"{__name__}:verify_with_momentum_forgotten", 4)):
+    for worker, code in (("parallelrun.training.verify.run:run", 0), (f"{__name__}:verify_with_momentum_forgotten", 4)):
         folder = tmp_path / str(code)
         folder.mkdir()
         ended = run_launcher(folder, overrides={**DILOCO, "verb": "verify"}, worker=worker)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.launch.guard import LAUNCHER_GONE
+from parallelrun.launch.failures.guard import LAUNCHER_GONE
 from tests.cli.launcher import PATIENCE_S, is_running, read, run_launcher, survivors, wait_for
 from tests.matrix import FULL
 
@@ -166,7 +166,9 @@ def test_a_hang_names_the_rank_that_does_not_come_and_keeps_all_stacks(hanging, 
     assert run.wait() == 7, run.stderr
     assert (run.status["exit_code"], run.status["failed_rank"], run.status["step"]) == (7, 2, 3)
     assert "hangs: no progress for 4 s" in run.stderr
-    assert 4 < run.noticed_after(2) < 20  # 4 s by its clock (tests/unit/launch/test_times.py), and a slow machine
+    assert (
+        4 < run.noticed_after(2) < 20
+    )  # 4 s by its clock (tests/unit/launch/failures/test_times.py), and a slow machine
     stalled = run.status["stall"]
     assert (stalled["operation"], stalled["number"], stalled["num_bytes"]) == ("all_reduce", 3, 4)
     assert (stalled["arrived"], stalled["site"].partition(" in ")[2]) == ([0, 1, 3], "train: dist.all_reduce(stop)")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from parallelrun.cli import errors
 from parallelrun.cli.main import main
-from parallelrun.report import sweep_rows
+from parallelrun.report.sweeps import sweep_rows
 from tests.extras import needs
 
 TINY = ("dataset=synthetic", "model.layers=1", "model.hidden=16", "model.heads=2", "model.seq=16", "steps=2",

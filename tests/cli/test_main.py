@@ -64,9 +64,10 @@ def test_nothing_is_imported_before_signals_are_taken():
     code = "import sys; n = set(sys.modules); import parallelrun.cli.main; print(*sorted(set(sys.modules) - n))"
     found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.split()
     ours = [name for name in found if name.startswith("parallelrun")]
-    assert ours == ["parallelrun", "parallelrun.cli", "parallelrun.cli.main", "parallelrun.stop_signals"]
+    own = ("base", "base.stop_signals", "base.version", "cli", "cli.main")
+    assert ours == ["parallelrun", *(f"parallelrun.{name}" for name in own)]
     assert len(found) - len(ours) < 30
-    from parallelrun import errors
+    from parallelrun.base import errors
 
     assert program.EXIT_INTERRUPTED == errors.EXIT_INTERRUPTED and program.EXIT_TERMINATED == errors.EXIT_TERMINATED
 
@@ -266,7 +267,7 @@ def test_ls_keys_explains_every_key_that_users_type(run):
 
 def test_the_collector_rests_only_while_a_plan_is_made(run, monkeypatch):
     seen: list[bool] = []
-    monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments: seen.append(gc.isenabled()) or 0)
+    monkeypatch.setattr("parallelrun.launch.entry.start.start", lambda *arguments: seen.append(gc.isenabled()) or 0)
     monkeypatch.setattr("parallelrun.cli.verbs._SHOWN", {"plan": lambda *arguments: seen.append(gc.isenabled())})
     assert [run(line)[0] for line in ("plan dp=2", "strategy=ddp dp=2", "plan tp=3")] == [0, 0, 2]
     assert seen == [False, True] and gc.isenabled()
@@ -320,7 +321,7 @@ def test_a_signal_ends_the_program_without_a_traceback(run, monkeypatch, number,
 
 def test_under_a_launcher_other_ranks_compose_nothing(run, monkeypatch):
     followed = []
-    monkeypatch.setattr("parallelrun.launch.attach.follow", lambda words: followed.append(words) or 0)
+    monkeypatch.setattr("parallelrun.launch.entry.attach.follow", lambda words: followed.append(words) or 0)
     monkeypatch.setattr("parallelrun.config.compose.prepare", lambda *a: pytest.fail("composed"))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": "1"}.items():  # fmt: skip
@@ -332,7 +333,9 @@ def test_under_a_launcher_other_ranks_compose_nothing(run, monkeypatch):
 
 def test_under_a_launcher_rank_0_tells_the_others_when_it_fails(run, monkeypatch):
     told = []
-    monkeypatch.setattr("parallelrun.launch.attach.abandon", lambda attached, code: told.append((attached.world, code)))
+    monkeypatch.setattr(
+        "parallelrun.launch.entry.attach.abandon", lambda attached, code: told.append((attached.world, code))
+    )
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": "1"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
@@ -419,8 +422,8 @@ def test_info_alone_and_with_a_value_answers(run):
 def test_the_frozen_configuration_of_a_run_is_a_recipe_that_repeats_it(run, tmp_path):
     from parallelrun.cli import argv
     from parallelrun.config import compose
-    from parallelrun.plan import freeze
-    from parallelrun.plan.resolve import resolve
+    from parallelrun.planner.resolve import freeze
+    from parallelrun.planner.resolve.resolve_config import resolve
 
     words = ["model=resnet", "strategy=hsdp", "dp=4", "optimizer.lr=0.5", "dataset=synthetic", "steps=3"]
     line = argv.read(words)
@@ -444,7 +447,7 @@ def test_a_run_with_json_prints_one_document_and_its_screen_on_stderr(run, monke
         print("step 1/60")
         return 4
 
-    monkeypatch.setattr("parallelrun.launch.start.start", start)
+    monkeypatch.setattr("parallelrun.launch.entry.start.start", start)
     for verb, result in (("run", "summary"), ("verify", "verify"), ("bench", "bench")):
         code, out, err = run(verb, "--json", "strategy=single")
         document = json.loads(out)

@@ -57,7 +57,12 @@ MISTAKES_AND_PLANS = [
 
 
 # What a plan without a search, without `detail=` and without a predicted time has no use for.
-UNUSED = ("torch", "parallelrun.plan.search", "parallelrun.plan.flips", "parallelrun.report.plan_details")
+UNUSED = (
+    "torch",
+    "parallelrun.planner.search",
+    "parallelrun.planner.search.crossovers",
+    "parallelrun.report.plans.plan_details",
+)
 
 
 def test_neither_a_mistake_nor_a_plan_imports_torch_or_searches_or_writes(tmp_path):

@@ -17,8 +17,8 @@ import torch
 
 import parallelrun as pr
 from parallelrun.api import launcher, launching
-from parallelrun.exchange.source import open_source
-from parallelrun.launch import rank
+from parallelrun.checkpoint.exchange.source import open_source
+from parallelrun.launch.ranks import rank
 from tests.cli.api_launcher import WarmProcess
 from tests.extras import needs
 from tests.unit import user_net

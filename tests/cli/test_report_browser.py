@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from parallelrun.records import append_jsonl
+from parallelrun.base.records import append_jsonl
 from parallelrun.report.page.document import page
-from parallelrun.run_records.read import read
-from tests.unit.report.test_page import full_run
+from parallelrun.report.records.read import read
+from tests.unit.report.page.test_page import full_run
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""

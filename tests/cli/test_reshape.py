@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from parallelrun.cli.main import main
-from parallelrun.launch.rank import WORKER
-from parallelrun.run_records import attempts, reshapes
+from parallelrun.launch.host.job import WORKER
+from parallelrun.report.records import attempts, reshapes
 from tests.cli.launcher import run_launcher, wait_for
 from tests.matrix import FULL
 

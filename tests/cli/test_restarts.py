@@ -12,9 +12,9 @@ import signal
 import pytest
 
 from benchmarks.fault_injection import WORKER, Fault, variable
+from parallelrun.base.errors import EXIT_NO_PROGRESS
 from parallelrun.checkpoint.find import latest
-from parallelrun.errors import EXIT_NO_PROGRESS
-from parallelrun.run_records import attempts
+from parallelrun.report.records import attempts
 from tests.checkpoints import read_whole, same
 from tests.cli.launcher import Launched, run_launcher, run_torchrun, survivors, wait_for
 from tests.matrix import FULL

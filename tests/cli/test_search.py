@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from parallelrun.cli import main as program
-from parallelrun.plan.freeze import load_frozen
-from parallelrun.plan.resolve import resolve
+from parallelrun.planner.resolve.freeze import load_frozen
+from parallelrun.planner.resolve.resolve_config import resolve
 from tests.cli.launcher import run_to_end
 
 MODEL = ("model=gpt2_124m", "cluster=a100_dgx", "precision=bf16", "global_batch=16", "micro_batch=4")
@@ -70,7 +70,7 @@ def test_without_a_number_of_devices_a_plan_is_planned_as_ever(run):
 
 
 def test_explain_draws_the_waterfall_and_names_limits_and_flips(run, monkeypatch):
-    monkeypatch.setattr("parallelrun.plan.flips.BUDGET_S", float("inf"))
+    monkeypatch.setattr("parallelrun.planner.search.crossovers.BUDGET_S", float("inf"))
     code, out, _ = run("plan", *HELD, "strategy=auto", "gpus=4", "explain=true")
     assert code == 0
     why = out.partition("why: the parts of a step:")[2]
@@ -101,7 +101,7 @@ def test_a_plan_that_is_named_is_ranked_among_all(run):
 
 
 def test_a_large_space_is_compared_only_where_that_is_asked_for(run, monkeypatch):
-    monkeypatch.setattr("parallelrun.plan.searches.MOST_RANKED", 100)
+    monkeypatch.setattr("parallelrun.planner.search.requested_searches.MOST_RANKED", 100)
     code, out, _ = run("plan", *NAMED)
     assert code == 0 and of_label("rank", out) == (
         "not compared with more than 100 other plans; explain=true does, in seconds"
@@ -149,7 +149,7 @@ def test_sizes_are_compared_for_an_objective(run):
 def test_auto_starts_the_winner_as_a_plain_plan(run, monkeypatch, verb):
     started = []
     monkeypatch.setattr(
-        "parallelrun.launch.start.start", lambda config, plan, *rest, **more: started.append((config, plan)) or 0
+        "parallelrun.launch.entry.start.start", lambda config, plan, *rest, **more: started.append((config, plan)) or 0
     )
     code, _, err = run(verb, *HELD, "strategy=auto", "world=4")
     assert code == 0 and err.startswith("strategy=auto: ")
@@ -164,7 +164,9 @@ def test_auto_starts_the_winner_as_a_plain_plan(run, monkeypatch, verb):
 def test_auto_in_a_recipe_and_in_a_sweep(run, monkeypatch):
     Path("auto.yaml").write_text("defaults:\n  - override /strategy: auto\nworld: 2\nglobal_batch: 16\n")
     started = []
-    monkeypatch.setattr("parallelrun.launch.start.start", lambda config, plan, *rest, **more: started.append(plan) or 0)
+    monkeypatch.setattr(
+        "parallelrun.launch.entry.start.start", lambda config, plan, *rest, **more: started.append(plan) or 0
+    )
     words = [word for word in HELD if not word.startswith("global_batch")]
     assert run("recipe=./auto.yaml", *words)[0] == 0 and started[0].world == 2
     code, out, _ = run("plan", "-m", "--json", *HELD, "strategy=auto,ddp", "world=4")

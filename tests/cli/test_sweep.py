@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from parallelrun.base.records import write_json
 from parallelrun.cli import main as program
-from parallelrun.records import write_json
-from parallelrun.report import sweep_rows
+from parallelrun.report.sweeps import sweep_rows
 from tests import compositions
 
 pytestmark = pytest.mark.usefixtures("composed_once")
 
 
 class Launcher:
-    """Stands for `launch.start.start`: writes the files of a run and returns the code chosen for its degrees."""
+    """Stands for `launch.entry.start.start`: writes the files of a run and returns the code chosen for its degrees."""
 
     def __init__(self):
         self.codes: dict[str, int] = {}
@@ -44,7 +44,7 @@ class Launcher:
 def launcher(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     launcher = Launcher()
-    monkeypatch.setattr("parallelrun.launch.start.start", launcher)
+    monkeypatch.setattr("parallelrun.launch.entry.start.start", launcher)
     return launcher
 
 
@@ -128,7 +128,7 @@ def wide(tmp_path_factory) -> tuple[Path, str]:
     """A sweep of eight points, of which the last two are illegal: its directory, and what it has printed."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as screen:
         patch.chdir(tmp_path_factory.mktemp("wide"))
-        patch.setattr("parallelrun.launch.start.start", Launcher())
+        patch.setattr("parallelrun.launch.entry.start.start", Launcher())
         compositions.keep(patch)
         assert sweep("strategy=ddp,ps,tp,single world=4 optimizer.lr=1e-3,2e-3") == 0
         return only_directory().resolve(), screen.getvalue()
@@ -269,7 +269,7 @@ def test_points_keep_no_last_state_unless_asked(launcher, monkeypatch):
         seen.append(config.checkpoint.last)
         return launcher(config, *rest)
 
-    monkeypatch.setattr("parallelrun.launch.start.start", start)
+    monkeypatch.setattr("parallelrun.launch.entry.start.start", start)
     assert sweep("strategy=ddp,tp world=2") == sweep("strategy=ddp,tp world=2 checkpoint.last=true") == 0
     assert seen == [False, False, True, True]
 

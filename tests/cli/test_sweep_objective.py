@@ -11,10 +11,10 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
+from parallelrun.base.errors import ConfigError
+from parallelrun.base.records import write_json
 from parallelrun.cli import main as program
-from parallelrun.cli.objective import Pruned, objective
-from parallelrun.errors import ConfigError
-from parallelrun.records import write_json
+from parallelrun.cli.sweeps.objective import Pruned, objective
 from tests.extras import needs
 
 pytestmark = pytest.mark.usefixtures("composed_once")
@@ -32,7 +32,7 @@ def losses(monkeypatch, tmp_path) -> dict[str, float | None]:
         return 0 if loss is not None else 6
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("parallelrun.launch.start.start", start)
+    monkeypatch.setattr("parallelrun.launch.entry.start.start", start)
     return losses
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from parallelrun.base.records import append_jsonl, write_json
 from parallelrun.cli import main as program
-from parallelrun.cli.points import close, exclusive, note, record
-from parallelrun.config.schema import Config
-from parallelrun.records import append_jsonl, write_json
-from parallelrun.report import sweep_rows
+from parallelrun.cli.sweeps.points import close, exclusive, note, record
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.report.sweeps import sweep_rows
 
 
 class Runs:
-    """Stands for `launch.start.start`: keeps what each run was started with, and where it worked."""
+    """Stands for `launch.entry.start.start`: keeps what each run was started with, and where it worked."""
 
     def __init__(self) -> None:
         self.configs: list[Config] = []
@@ -41,7 +41,7 @@ class Runs:
 def runs(monkeypatch, tmp_path) -> Runs:
     monkeypatch.chdir(tmp_path)
     runs = Runs()
-    monkeypatch.setattr("parallelrun.launch.start.start", runs)
+    monkeypatch.setattr("parallelrun.launch.entry.start.start", runs)
     return runs
 
 
@@ -142,7 +142,7 @@ def test_a_run_may_work_in_its_own_directory(runs, tmp_path, before):
 
 
 def test_ranks_of_another_launcher_stay_where_it_started_them(runs, monkeypatch, capsys):
-    monkeypatch.setattr("parallelrun.launch.attach.abandon", lambda attached, code: None)
+    monkeypatch.setattr("parallelrun.launch.entry.attach.abandon", lambda attached, code: None)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}.items():
         monkeypatch.setenv(name, value)

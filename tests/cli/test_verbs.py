@@ -45,7 +45,7 @@ def test_verify_proves_a_plan_and_writes_its_verdict(tmp_path: Path) -> None:
 def test_a_difference_ends_with_4_and_is_shown(tmp_path: Path) -> None:
     """An impossible tolerance stands for a wrong plan: rounding alone breaks it. On warm ranks."""
     wanted = {"dp": 2, "verb": "verify", "verify.tolerance": 1e-30, "model.layers": 1}
-    ended = run_launcher(tmp_path, overrides=wanted, worker="parallelrun.verify.run:run")
+    ended = run_launcher(tmp_path, overrides=wanted, worker="parallelrun.training.verify.run:run")
     assert ended.wait() == 4, ended.stderr
     assert "DIFFERS" in ended.stdout and not read(ended.directory / "verify.json")["passed"]
 
@@ -69,7 +69,7 @@ SLOW = {"cluster.peak_tflops": 0.001, "cluster.memory_gb_s": 0.1, "cluster.intra
 def test_the_prediction_is_shown_beside_what_was_measured(verb, file, measured, tmp_path: Path) -> None:
     """Steps are predicted to take five seconds more than they do, by one constant."""
     wanted = {"dp": 2, "verb": verb, "bench.steps": 2, "bench.warmup": 1, **SLOW}
-    ended = run_launcher(tmp_path, overrides=wanted, worker="parallelrun.launch.worker:run")
+    ended = run_launcher(tmp_path, overrides=wanted, worker="parallelrun.launch.ranks.worker:run")
     assert ended.wait() == 0, ended.stderr
     found = read(ended.directory / file)
     predicted = found["predicted"]

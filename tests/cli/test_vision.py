@@ -11,9 +11,9 @@ import pytest
 from parallelrun.cli import main as program
 from parallelrun.config import compose
 from parallelrun.config.overrides import read
-from parallelrun.config.schema import Config
-from parallelrun.report import run as report
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.report.progress import ProgressLine
+from parallelrun.report.runs import final_panel as report
 from tests.cli.launcher import run_to_end
 from tests.plans import tiny_plan
 from tests.vision import ALEXNET

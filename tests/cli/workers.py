@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
-from parallelrun.plan.structure import Plan
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Plan
 
 GROUPS: list = []  # of two ranks each, for `elsewhere`
 
@@ -111,7 +111,7 @@ def environment(config: Config, plan: Plan, context: WorkerContext) -> int:
 def fail_in_save(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The real training, in which rank `rank` raises `do` in the place of writing its file of a checkpoint."""
     from parallelrun.checkpoint import storage
-    from parallelrun.launch import worker
+    from parallelrun.launch.ranks import worker
 
     wanted = {"rank": 3, "do": "ValueError", **wish()}
     errors = {
@@ -132,8 +132,9 @@ def fail_in_save(config: Config, plan: Plan, context: WorkerContext) -> int:
 def on_a_full_disk(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The real training, for whose metrics.jsonl the disk has no room: before step 4 (`returns`), at the end (`kept
     back`, the room that the run keeps back) or never (`never`, nor for what went wrong)."""
-    from parallelrun import reserve
-    from parallelrun.launch import failure, worker
+    from parallelrun.base import reserve
+    from parallelrun.launch.failures import failure
+    from parallelrun.launch.ranks import worker
 
     wanted, metrics = wish()["room"], context.directory / "metrics.jsonl"
     if context.rank:
@@ -160,7 +161,7 @@ def on_a_full_disk(config: Config, plan: Plan, context: WorkerContext) -> int:
 
 def slowly(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The real training with a pause in each step, so that it leaves the cores to the test that waits for it."""
-    from parallelrun.launch import worker
+    from parallelrun.launch.ranks import worker
 
     def beat(step: int, phase: str) -> None:
         if phase == "step":
@@ -172,8 +173,8 @@ def slowly(config: Config, plan: Plan, context: WorkerContext) -> int:
 
 def differ(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The real training, in which rank `rank` sends its `number`-th all-reduce of `purpose` otherwise: `do`."""
-    from parallelrun import comm
-    from parallelrun.launch import worker
+    from parallelrun.distributed import comm
+    from parallelrun.launch.ranks import worker
 
     wanted, real, seen, kept = {"rank": 3, "number": 3, **wish()}, comm.all_reduce, [0], []
 

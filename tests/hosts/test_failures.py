@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.launch.reach import LAUNCHER_LOST
+from parallelrun.launch.failures.reach import LAUNCHER_LOST
 from tests import node_failures
 from tests.cli.launcher import read, survivors, wait_for
 from tests.hosts.jobs import PATIENCE_S, Job, by_mpirun, by_torchrun

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from parallelrun.checkpoint.find import latest
-from parallelrun.launch.guard import RANKS_GONE
-from parallelrun.run_records import attempts
+from parallelrun.launch.failures.guard import RANKS_GONE
+from parallelrun.report.records import attempts
 from tests.checkpoints import read_whole, same
 from tests.cli.launcher import read, survivors, wait_for
 from tests.hosts.jobs import Job, environ

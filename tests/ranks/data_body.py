@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.plan import prediction
-from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Collective
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import evaluate, train_step
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import evaluate, train_step
 from tests.plans import tiny_config
 
 Ranges = tuple[tuple[int, int], ...]

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.mesh import Group
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts
 from parallelrun.models.moe.routing import Routing
-from parallelrun.plan.load import expert_dispatcher
+from parallelrun.planner.contract.classes import expert_dispatcher
 from parallelrun.strategies.expert.capacity import slots
 from parallelrun.strategies.expert.capacity.runtime import CapacityTokenDispatcher
 from parallelrun.strategies.expert.common.all_to_all import AllToAll, ByteCounter, finish, start

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional
 
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.layout import Layout
-from parallelrun.mesh import Mesh, build_mesh
-from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.structure import Collective
-from parallelrun.product import ActivationLayout, Move, Product, transfers
-from parallelrun.product import forms as products
+from parallelrun.base.layout import Layout
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import Mesh, build_mesh
+from parallelrun.planner.contract.mesh_shape import MeshShape
+from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.model.product import ActivationLayout, Move, Product, transfers
+from parallelrun.planner.model.product import forms as products
 from parallelrun.strategies.tensor.grid import lookup, matmul
-from parallelrun.verify.measure import tensor_errors
+from parallelrun.training.verify.measure import tensor_errors
 
 GRID, DEEP, CUBE = (
     ActivationLayout(("row",), ("col",)),

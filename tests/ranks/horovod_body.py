@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.mesh import Group
-from parallelrun.plan.parameters import held_parameters
-from parallelrun.plan.resolve import resolve
+from parallelrun.distributed.mesh import Group
+from parallelrun.planner.contract.parameters import held_parameters
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.compression.powersgd import FactoredSum
 from parallelrun.strategies.data.horovod.adasum import all_combine
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests import mutants
 from tests.plans import tiny_config, tiny_plan
 

@@ -10,16 +10,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.config.schema import Config
-from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.network import Network
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.strategies.pipeline.schedule import boundary_bytes, boundary_shape
-from parallelrun.train.build import build_model_parts
-from parallelrun.train.pipeline_runner import build_runner
-from parallelrun.train.reader import Batch
+from parallelrun.training.loop.build import build_model_parts
+from parallelrun.training.loop.pipeline_runner import build_runner
+from parallelrun.training.loop.reader import Batch
 from tests.live_bytes import LiveBytes
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelrun.base.context import WorkerContext
 from parallelrun.checkpoint import storage
 from parallelrun.checkpoint.background import HostMemory
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Plan
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.ps import apply_log, runtime, server, worker
 from parallelrun.strategies.data.ps.apply_log import AppliedUpdate, DroppedPush
 from parallelrun.strategies.data.ps.connections import ShardBuffers

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import torch_private
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.mesh import Group, build_mesh
-from parallelrun.sequences import Lane
+from parallelrun.distributed import torch_private
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import Group, build_mesh
+from parallelrun.distributed.sequences import Lane
 from parallelrun.strategies.data.common.allreduce import rounds as round_module
 from parallelrun.strategies.data.common.allreduce import runtime
 from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, NativeAllReduce

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from parallelrun.base.errors import CheckpointError, EnvironmentProblem, SaveFailed
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.find import complete_steps, keep_last
-from parallelrun.errors import CheckpointError, EnvironmentProblem, SaveFailed
-from parallelrun.plan.structure import WORLD
+from parallelrun.planner.contract.plan import WORLD
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
 from tests.matrix import FULL
 from tests.plans import tiny_plan

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun.config.schema import PrecisionConfig
-from parallelrun.context import WorkerContext
-from parallelrun.errors import SaveFailed
-from parallelrun.train.build import build
-from parallelrun.train.checkpointing import Checkpoints
-from parallelrun.train.schedules import LossScaler
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.errors import SaveFailed
+from parallelrun.config.schema.run_schema import PrecisionConfig
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.checkpointing import Checkpoints
+from parallelrun.training.loop.schedules import LossScaler
 from tests.checkpoints import read_whole
 from tests.matrix import FULL
 from tests.plans import tiny_config, tiny_plan

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from parallelrun.base.errors import CheckpointError, EnvironmentProblem, Problem
 from parallelrun.checkpoint.together import RanksFailed, _Ranks, words
-from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
 
 FULL_DISK = OSError(errno.ENOSPC, "No space left on device", "step_3")
 TORN = CheckpointError(Problem("rank_1.safetensors is torn", "step_3", command="parallelrun resume=step_2"))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.errors import EXIT_PREEMPTED, CheckpointError
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.planners import LocalPart
-from parallelrun.config.schema import PrecisionConfig
-from parallelrun.context import WorkerContext
-from parallelrun.errors import EXIT_PREEMPTED, CheckpointError
-from parallelrun.mesh import build_mesh
-from parallelrun.train import checkpointing, loop
-from parallelrun.train.build import build
-from parallelrun.train.recorder import Recorder
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.config.schema.run_schema import PrecisionConfig
+from parallelrun.distributed.mesh import build_mesh
+from parallelrun.training.loop import checkpointing
+from parallelrun.training.loop import training_loop as loop
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
+from parallelrun.training.metrics.recorder import Recorder
 from tests.checkpoints import read_whole, same
 from tests.plans import tiny_config, tiny_plan
 from tests.vision import RESNET

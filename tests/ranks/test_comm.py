@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelrun import comm, torch_private
-from parallelrun.comm import gather_json
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.mesh import Group, Mesh, build_mesh
-from parallelrun.plan.structure import Collective
+from parallelrun.distributed import comm, torch_private
+from parallelrun.distributed.comm import gather_json
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import Group, Mesh, build_mesh
+from parallelrun.planner.contract.plan import Collective
 from tests.plans import tiny_plan
 from tests.pool import run_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallelrun.strategies.data.common.compression import powersgd
-from parallelrun.train.build import Training
+from parallelrun.training.loop.build import Training
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
 from tests.ranks import horovod_body as body

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun.mesh import Group
+from parallelrun.distributed.mesh import Group
 from parallelrun.models import dropout
 from parallelrun.models.masked_layers import AttentionProduct
-from parallelrun.plan.context_order import ORDERS
+from parallelrun.planner.contract.context_order import ORDERS
 from parallelrun.strategies.context.allgather.runtime import GatherTransport
 from parallelrun.strategies.context.common.layers import ContextAttention
 from parallelrun.strategies.context.common.ring import RingTransport

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 from tests.pool import RanksFailed, run_ranks
 

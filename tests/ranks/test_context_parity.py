@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallelrun.errors import ConfigError
+from parallelrun.base.errors import ConfigError
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_plan

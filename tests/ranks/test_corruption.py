@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.errors import EXIT_CORRUPTION, CorruptionError
-from parallelrun.plan.corruption import EACH_CHECK, checks
-from parallelrun.plan.prediction import group_size, wire_bytes
-from parallelrun.train.build import build
-from parallelrun.train.corruption.probe import Probe
-from parallelrun.train.corruption.replicas import Replicas
-from parallelrun.train.corruption.state import Snapshot
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import finish_gradients, forward_backward, train_step
+from parallelrun.base.errors import EXIT_CORRUPTION, CorruptionError
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.planner.facts.corruption_cost import EACH_CHECK, checks
+from parallelrun.planner.predict.prediction import group_size, wire_bytes
+from parallelrun.training.corruption.probe import Probe
+from parallelrun.training.corruption.replicas import Replicas
+from parallelrun.training.corruption.state import Snapshot
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import finish_gradients, forward_backward, train_step
 from tests.corruption import (
     ACTIVATIONS,
     AVERAGES,

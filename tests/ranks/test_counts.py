@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parallelrun.train.build import Training
+from parallelrun.training.loop.build import Training
 from tests.parity import assert_equal, parity
 from tests.vision import RESNET
 

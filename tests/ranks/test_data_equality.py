@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelrun.plan.resolve import resolve
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.reducer import FlatBucket
-from parallelrun.train.build import Training
-from parallelrun.train.step import finish_gradients, forward_backward
-from parallelrun.verify.measure import BOUNDS, tensor_errors
+from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.step import finish_gradients, forward_backward
+from parallelrun.training.verify.measure import BOUNDS, tensor_errors
 from tests.matrix import FULL
 from tests.plans import tiny_config
 from tests.pool import run_ranks

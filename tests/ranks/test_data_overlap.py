@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from parallelrun.optimizer import Optimizer
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import evaluate, train_step
+from parallelrun.models.optimizer import Optimizer
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import evaluate, train_step
 from tests.pool import run_ranks
 from tests.ranks.data_body import start
 

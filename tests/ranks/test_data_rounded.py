@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallelrun.strategies.data.common import zero_plan
-from parallelrun.train.build import Training
+from parallelrun.training.loop.build import Training
 from tests.matrix import FULL
 from tests.ranks.data_body import Outcome, assemble, run, start
 from tests.ranks.test_data_equality import PIPELINE, SEQUENCE, SMALL_BUCKETS, ZERO1, ZERO2, on_ranks, shapes_of

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallelrun.errors import CheckpointError
-from parallelrun.exchange.export import export
-from parallelrun.exchange.source import open_source
-from parallelrun.launch.directory import write_text
-from parallelrun.plan.freeze import freeze
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build
-from parallelrun.train.checkpointing import save
-from parallelrun.train.schedules import LossScaler
+from parallelrun.base.errors import CheckpointError
+from parallelrun.checkpoint.exchange.export import export
+from parallelrun.checkpoint.exchange.source import open_source
+from parallelrun.launch.host.directory import write_text
+from parallelrun.planner.resolve.freeze import freeze
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.checkpointing import save
+from parallelrun.training.loop.schedules import LossScaler
 from tests.exchange import CASES, VOCAB, make
 from tests.plans import tiny_config
 from tests.pool import run_ranks

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelrun.mesh import build_mesh
+from parallelrun.distributed.mesh import build_mesh
 from parallelrun.models import dropout, initialise
-from parallelrun.train.build import build_model_parts
+from parallelrun.training.loop.build import build_model_parts
 from tests.live_bytes import saving
 from tests.pool import run_ranks
 from tests.tensor_cases import batch_of, gpt_plan

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import comm, sequences
-from parallelrun.errors import CollectiveMismatch
-from parallelrun.mesh import build_mesh
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build
-from parallelrun.train.first_steps import FirstSteps
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.base.errors import CollectiveMismatch
+from parallelrun.distributed import comm, sequences
+from parallelrun.distributed.mesh import build_mesh
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
+from parallelrun.training.metrics.first_steps import FirstSteps
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 

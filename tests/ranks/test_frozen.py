@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.config.schema import PrecisionConfig
-from parallelrun.plan import prediction
-from parallelrun.train import checkpointing
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.config.schema.run_schema import PrecisionConfig
+from parallelrun.planner.predict import prediction
+from parallelrun.training.loop import checkpointing
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.checkpoints import read_whole
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity

@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallelrun.config.model_schema import RouterConfig
-from parallelrun.errors import ConfigError
-from parallelrun.inference.generate import Generator, Sampling
-from parallelrun.inference.model import plan_for
-from parallelrun.mesh import build_mesh
+from parallelrun.base.errors import ConfigError
+from parallelrun.config.schema.model_schema import RouterConfig
+from parallelrun.distributed.mesh import build_mesh
 from parallelrun.strategies.tensor.megatron.layers import SequencePositionEmbedding
+from parallelrun.training.inference.generate import Generator, Sampling
+from parallelrun.training.inference.model import plan_for
 from tests.exchange import SEQ, make, network_of
 from tests.pool import run_ranks
 

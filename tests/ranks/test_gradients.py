@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.train import gradients
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.training.loop import gradients
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.pool import run_ranks
 from tests.ranks.data_body import start
 

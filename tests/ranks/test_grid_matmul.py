@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from parallelrun.product import transfers
+from parallelrun.planner.model.product import transfers
 from tests.pool import run_ranks
 from tests.ranks.grid_matmul_body import SAMPLES, SEQ, Case, Found, prove, prove_all, split_all
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.mesh import Group, build_mesh
+from parallelrun.distributed import comm
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import Group, build_mesh
 from parallelrun.models import layers as single_device
 from parallelrun.models import recompute
 from parallelrun.models.gpt import network as gpt

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from parallelrun.train import heap
+from parallelrun.training.loop import malloc
 from tests.pool import run_ranks
 
 NUM_BYTES, TIMES = 34 * 2**20, 4  # above the largest size that glibc keeps by itself
@@ -16,7 +16,7 @@ FIRST = 10  # aligned allocations leave a few bytes behind each, until glibc's c
 
 def faults() -> int:
     """Pages of memory that was new to this process, over some tensors that were allocated, filled and freed."""
-    heap.keep_freed_memory()
+    malloc.keep_freed_memory()
     for number in range(FIRST):
         torch.empty(NUM_BYTES, dtype=torch.uint8).fill_(number)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -32,4 +32,4 @@ def test_large_tensors_are_allocated_from_memory_that_is_there() -> None:
 
 def test_the_users_settings_stay() -> None:
     with mock.patch.dict("os.environ", {"MALLOC_TRIM_THRESHOLD_": "131072"}):
-        assert not heap.keep_freed_memory()
+        assert not malloc.keep_freed_memory()

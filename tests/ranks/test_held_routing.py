@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parallelrun.models.moe.router import Router
-from parallelrun.train.build import Training
-from parallelrun.verify.trace import decisions_are_held
+from parallelrun.training.loop.build import Training
+from parallelrun.training.verify.trace import decisions_are_held
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config, tiny_plan

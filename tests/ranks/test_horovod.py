@@ -11,7 +11,7 @@ import torch
 
 from parallelrun.strategies.data.horovod import adasum
 from parallelrun.strategies.data.horovod.plan import Horovod
-from parallelrun.train.build import Training
+from parallelrun.training.loop.build import Training
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks

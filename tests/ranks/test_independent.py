@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.plan import prediction
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import SYNC
-from parallelrun.train.build import Training, build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
-from parallelrun.verify.measure import BOUNDS, tensor_errors
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.planner.contract.plan import SYNC
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
+from parallelrun.training.verify.measure import BOUNDS, tensor_errors
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from parallelrun.strategies.tensor.megatron.layers import ParallelSharedInput
-from parallelrun.train.build import Training
+from parallelrun.training.loop.build import Training
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import torch_private
-from parallelrun.comm.counter import ENGINE
-from parallelrun.plan import prediction
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.distributed import torch_private
+from parallelrun.distributed.comm.counter import ENGINE
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 from tests.pool import run_ranks
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun import comm
-from parallelrun.errors import VerificationError
+from parallelrun.base.errors import VerificationError
+from parallelrun.distributed import comm
 from parallelrun.models.matmul import network
-from parallelrun.plan.freeze import filled
-from parallelrun.plan.resolve import resolve
+from parallelrun.planner.resolve.freeze import filled
+from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import tiny_config
 from tests.pool import RanksFailed, run_ranks
 

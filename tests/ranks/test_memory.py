@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.plan import prediction
-from parallelrun.plan.resolve import resolve
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.allreduce import runtime as allreduce
-from parallelrun.train.build import build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests import vision
 from tests.matrix import FULL as FULL_RUN
 from tests.peak_bytes import PeakBytes

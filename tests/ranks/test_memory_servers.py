@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parallelrun.plan import prediction
+from parallelrun.planner.predict import prediction
 from tests.ranks.ps_body import ps_plan, run
 from tests.ranks.test_memory import BOUND, GPT
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import comm
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.mesh import build_mesh
+from parallelrun.distributed import comm
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import build_mesh
 from tests.plans import tiny_plan
 from tests.pool import run_ranks
 

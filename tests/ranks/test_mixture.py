@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from parallelrun.context import WorkerContext
-from parallelrun.train import loop
-from parallelrun.train.build import build
-from parallelrun.train.recorder import Recorder
+from parallelrun.base.context import WorkerContext
+from parallelrun.training.loop import training_loop
+from parallelrun.training.loop.build import build
+from parallelrun.training.metrics.recorder import Recorder
 from tests.plans import tiny_config, tiny_plan
 from tests.ranks.test_checkpoint_training import SAVED, train, world
 
@@ -39,7 +39,7 @@ def run_whole(folder):
     context = WorkerContext(
         0, 1, 0, torch.device("cpu"), folder, lambda *_: None, lambda: False, lambda step: None, console_owner=False
     )
-    return loop.train(training, context, Recorder(training, context))
+    return training_loop.train(training, context, Recorder(training, context))
 
 
 def test_samples_and_epochs_of_each_part_are_recorded(tmp_path, run_ranks):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallelrun.mesh import build_mesh
+from parallelrun.distributed.mesh import build_mesh
 from parallelrun.models import initialise
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build_model_parts
-from parallelrun.train.data_runtime import data_runtime
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import build_model_parts
+from parallelrun.training.loop.data_runtime import data_runtime
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 

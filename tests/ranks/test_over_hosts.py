@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import shared_memory
-from parallelrun.comm import waiting
-from parallelrun.shared_memory import collectives
-from parallelrun.shared_memory.joining import SEVERAL_HOSTS
+from parallelrun.distributed import shared_memory
+from parallelrun.distributed.comm import waiting
+from parallelrun.distributed.shared_memory import collectives
+from parallelrun.distributed.shared_memory.joining import SEVERAL_HOSTS
 from tests.overlapping_groups import out_of_order
 from tests.pool import RanksFailed, run_ranks
 

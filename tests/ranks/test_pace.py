@@ -8,11 +8,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from parallelrun.context import WorkerContext
-from parallelrun.train import loop
-from parallelrun.train.build import build
-from parallelrun.train.pace import WINDOW
-from parallelrun.train.recorder import Recorder
+from parallelrun.base.context import WorkerContext
+from parallelrun.training.loop import training_loop
+from parallelrun.training.loop.build import build
+from parallelrun.training.metrics.pace import WINDOW
+from parallelrun.training.metrics.recorder import Recorder
 from tests.plans import tiny_config, tiny_plan
 
 
@@ -34,7 +34,7 @@ def train(folder, overrides, slow):
 
     if rank == slow:
         training.runner.train = slept
-    loop.train(training, context, Recorder(training, context))
+    training_loop.train(training, context, Recorder(training, context))
     return paces[-1]
 
 

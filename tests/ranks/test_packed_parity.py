@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from parallelrun.comm import gather_json
-from parallelrun.context import WorkerContext
+from parallelrun.base.context import WorkerContext
 from parallelrun.data import open_dataset
 from parallelrun.data.order import make_sampler
+from parallelrun.distributed.comm import gather_json
 from parallelrun.models.documents import DocumentBounds
-from parallelrun.plan import prediction
-from parallelrun.plan.context_order import ORDERS, document_work, imbalance_of
+from parallelrun.planner.contract.context_order import ORDERS, document_work, imbalance_of
+from parallelrun.planner.predict import prediction
 from parallelrun.strategies.context.common.product import AttentionCall
-from parallelrun.train import attention_work, loop
-from parallelrun.train.build import Training, build
-from parallelrun.train.reader import Batch
-from parallelrun.train.recorder import Recorder
-from parallelrun.train.step import forward_backward
+from parallelrun.training.loop import training_loop
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.reader import Batch
+from parallelrun.training.loop.step import forward_backward
+from parallelrun.training.metrics import attention_work
+from parallelrun.training.metrics.recorder import Recorder
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config, tiny_plan
 
@@ -180,7 +181,7 @@ def run_to(folder: Any, steps: int, resume: str | None) -> int:
     context = WorkerContext(
         0, 1, 0, torch.device("cpu"), folder, lambda *_: None, lambda: False, lambda step: None, console_owner=False
     )
-    return loop.train(training, context, Recorder(training, context))
+    return training_loop.train(training, context, Recorder(training, context))
 
 
 def test_a_run_counts_tokens_without_padding_also_after_a_resume(tmp_path: Path, run_ranks: Any) -> None:

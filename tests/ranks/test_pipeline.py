@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 import torch
 
-from parallelrun.config.strategy_keys import narrowed
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.config.schema.strategy_keys import narrowed
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.strategies.pipeline.schedule import boundary_bytes
-from parallelrun.train.actions import schedule_document
+from parallelrun.training.metrics.schedule_actions import schedule_document
 from tests.matrix import FULL
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks

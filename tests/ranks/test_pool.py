@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import torch_private
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.train import first_steps, step
+from parallelrun.distributed import torch_private
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.training.loop import step
+from parallelrun.training.metrics import first_steps
 from tests.cli.launcher import survivors
 from tests.parity import _cell, _reference, _settings
 from tests.pool import RanksFailed, run_ranks

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.errors import ConfigError
-from parallelrun.plan import prediction
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build
-from parallelrun.train.profiler import StepProfiler
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.base.errors import ConfigError
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
+from parallelrun.training.metrics.profiler import StepProfiler
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 

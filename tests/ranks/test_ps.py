@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallelrun.base.errors import VerificationError
 from parallelrun.data.order import Sampler
-from parallelrun.errors import VerificationError
 from parallelrun.strategies.data.ps import apply_log
 from parallelrun.strategies.data.ps.reference import LogReplay, checked
-from parallelrun.train.build import build
-from parallelrun.train.reader import Reader
-from parallelrun.train.schedules import learning_rate
-from parallelrun.verify.checked import checked_config
-from parallelrun.verify.single_device import single_device as single_device
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.reader import Reader
+from parallelrun.training.loop.schedules import learning_rate
+from parallelrun.training.verify.checked import checked_config
+from parallelrun.training.verify.single_device import single_device as single_device
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
 
 TWO_SERVERS = {"strategy.data.servers": 2}
@@ -192,8 +192,8 @@ def test_one_async_worker_is_plain_sgd(tmp_path, optimizer) -> None:
     assert all(row.staleness == (0,) for row in updates(tmp_path))
     config, plan = single_device(ps_config(settings), ps_plan(settings))
     training = build(config, plan, torch.device("cpu"))
-    from parallelrun.train.schedules import LossScaler
-    from parallelrun.train.step import train_step
+    from parallelrun.training.loop.schedules import LossScaler
+    from parallelrun.training.loop.step import train_step
 
     scaler = LossScaler(config.precision, scaled=False)
     for step in range(1, 5):
@@ -320,8 +320,8 @@ def test_each_async_worker_resumes_at_its_own_clock(tmp_path) -> None:
 
 def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
     from parallelrun.checkpoint import store
-    from parallelrun.train.schedules import LossScaler
-    from parallelrun.train.step import train_step
+    from parallelrun.training.loop.schedules import LossScaler
+    from parallelrun.training.loop.step import train_step
 
     settings = {"steps": 2, "checkpoint.last": True, **TWO_SERVERS}
     run(tmp_path / "servers", settings)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun.context import WorkerContext
-from parallelrun.train import loop
-from parallelrun.train.build import build
-from parallelrun.train.recorder import Recorder
+from parallelrun.base.context import WorkerContext
+from parallelrun.training.loop import training_loop
+from parallelrun.training.loop.build import build
+from parallelrun.training.metrics.recorder import Recorder
 from tests.plans import tiny_config, tiny_plan
 
 STEPS = 2
@@ -30,7 +30,7 @@ def train_whole(folder, changes):
         lambda step: None, console_owner=False,
     )  # fmt: skip
     try:
-        return loop.train(training, context, Recorder(training, context))
+        return training_loop.train(training, context, Recorder(training, context))
     finally:
         training.close()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallelrun.config.schema import PrecisionConfig
-from parallelrun.train import reshape
-from parallelrun.train.build import build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.config.schema.run_schema import PrecisionConfig
+from parallelrun.training.loop import reshape
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.matrix import FULL
 from tests.plans import tiny_config, tiny_plan
 from tests.vision import RESNET

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.plan import prediction
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.routing import PURPOSE
-from parallelrun.train.build import Training, build
-from parallelrun.train.routing import RoutingUpdater
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import evaluate, train_step
-from parallelrun.verify.trace import Trace, _gather
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.planner.pieces.router_settings import PURPOSE
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.router_step import RoutingUpdater
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import evaluate, train_step
+from parallelrun.training.verify.trace import Trace, _gather
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config
 from tests.pool import run_ranks

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import comm
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.mesh import build_mesh, build_server_group
+from parallelrun.distributed import comm
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import build_mesh, build_server_group
 from tests.plans import tiny_plan
 from tests.pool import run_ranks
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import shared_memory
-from parallelrun.shared_memory import collectives
+from parallelrun.distributed import shared_memory
+from parallelrun.distributed.shared_memory import collectives
 from tests.matrix import FULL
 from tests.pool import run_ranks
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import shared_memory
-from parallelrun.shared_memory import channel, engine, messages
+from parallelrun.distributed import shared_memory
+from parallelrun.distributed.shared_memory import channel, engine, messages
 from tests.overlapping_groups import out_of_order
 from tests.pool import RanksFailed, run_ranks
 
@@ -247,7 +247,7 @@ def test_collectives_that_do_not_match_are_refused(how: str) -> None:
 
 def without_memory(how: str) -> tuple[bool, float, str]:
     """Rank 1 cannot have the memory that a group or a collective needs."""
-    from parallelrun.shared_memory import arena
+    from parallelrun.distributed.shared_memory import arena
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "no memory")
@@ -283,7 +283,7 @@ def test_a_collective_without_memory_is_a_clear_error() -> None:
 def without_memory_raised() -> None:
     told = without_memory("of a collective")[2]
     if dist.get_rank() == 1:
-        from parallelrun.errors import EnvironmentProblem
+        from parallelrun.base.errors import EnvironmentProblem
 
         assert told.startswith("EnvironmentProblem 3"), told
         raise EnvironmentProblem(told)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.shared_memory import engine, messages, process, shared_collective
+from parallelrun.distributed.shared_memory import engine, messages, process, shared_collective
 from tests.pool import run_ranks
 
 NUM_CALLS = 50

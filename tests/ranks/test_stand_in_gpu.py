@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun.context import WorkerContext
-from parallelrun.launch import worker
+from parallelrun.base.context import WorkerContext
+from parallelrun.launch.ranks import worker
 from tests.matrix import FULL
 from tests.plans import tiny_config, tiny_plan
 from tests.stand_in_gpu import OnGpu, stand_in_gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallelrun.config.model_schema import RouterConfig
+from parallelrun.config.schema.model_schema import RouterConfig
 from tests.parity import assert_equal, parity
 from tests.ranks.test_tensor_gpt import APART, SEQUENCE, assert_proved
 from tests.tensor_cases import llama

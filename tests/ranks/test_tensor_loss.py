@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from parallelrun.layout import chunk_range
-from parallelrun.mesh import Group
+from parallelrun.base.layout import chunk_range
+from parallelrun.distributed.mesh import Group
 from parallelrun.strategies.tensor.common.cross_entropy import VocabParallelLoss
 from tests.pool import run_ranks
 from tests.tensor_cases import BOUND

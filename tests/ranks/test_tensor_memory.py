@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallelrun.config.model_schema import RouterConfig
-from parallelrun.plan.routing_statistics import size
+from parallelrun.config.schema.model_schema import RouterConfig
+from parallelrun.planner.pieces.routing_statistics import size
 from tests.pool import run_ranks
 from tests.tensor_cases import gpt_plan, held_by_layer, llama, saved_by_block
 

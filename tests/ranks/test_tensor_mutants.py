@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import comm
-from parallelrun.config.model_schema import RouterConfig
-from parallelrun.layout import Layout
-from parallelrun.mesh import Mesh
+from parallelrun.base.layout import Layout
+from parallelrun.config.schema.model_schema import RouterConfig
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.moe.layer import AuxiliaryLoss

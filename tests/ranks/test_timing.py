@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import comm, torch_private
 from parallelrun.data.order import Sampler
-from parallelrun.definitions import Split
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import Training, build
-from parallelrun.train.medians import mean_times, median_times
-from parallelrun.train.reader import Reader
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
-from parallelrun.train.timing import StepClock, StepTimes
+from parallelrun.distributed import comm, torch_private
+from parallelrun.planner.model.definitions import Split
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.reader import Reader
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
+from parallelrun.training.metrics.medians import mean_times, median_times
+from parallelrun.training.metrics.timing import StepClock, StepTimes
 from tests.plans import tiny_config
 from tests.pool import run_ranks
 

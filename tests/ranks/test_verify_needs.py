@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.train.build import build
-from parallelrun.verify.checked import checked_config, checked_plan, needs
-from parallelrun.verify.run import judge, plan_trace, reference_trace
+from parallelrun.training.loop.build import build
+from parallelrun.training.verify.checked import checked_config, checked_plan, needs
+from parallelrun.training.verify.run import judge, plan_trace, reference_trace
 from tests import vision
 from tests.peak_bytes import PeakBytes, tensors_in
 from tests.plans import tiny_config, tiny_plan

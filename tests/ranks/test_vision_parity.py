@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from parallelrun import comm
+from parallelrun.distributed import comm
 from parallelrun.models.vision import batch_norm
 from parallelrun.models.vision.batch_norm import BatchNorm
-from parallelrun.train.build import Training
+from parallelrun.training.loop.build import Training
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.vision import ALEXNET, BOTTLENECK, IMAGES, RESNET, VGG

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parallelrun.report import sweep_rows
+from parallelrun.report.sweeps import sweep_rows
 from tests.extras import needs
 from tests.matrix import FULL
 from tests.slurm.cluster import SlurmCluster, wait

@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from parallelrun.shared_memory import arena as arenas
-from parallelrun.shared_memory.arena import Arena
+from parallelrun.distributed.shared_memory import arena as arenas
+from parallelrun.distributed.shared_memory.arena import Arena
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun import comm
+from parallelrun.distributed import comm
 
 
 def mesh(device: str, process_group: object) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.calibration import PLANS, line, scores
-from parallelrun.calibrate.session import composed
-from parallelrun.calibrate.training import STEPS
-from parallelrun.plan.freeze import freeze
+from parallelrun.cli.calibration.session import composed
+from parallelrun.cli.calibration.training import STEPS
+from parallelrun.planner.resolve.freeze import freeze
 
 
 def rows(*pairs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.data import CASES, _reading
-from parallelrun import registry
+from parallelrun.base import registry
 
 
 def test_every_dataset_is_measured(tmp_path):

@@ -8,7 +8,7 @@ from benchmarks.fault_cases import HARMLESS, LOST, PER_RUN, Case, cases
 from benchmarks.fault_injection import Fault
 from benchmarks.fault_report import CHECKS, append, document, known, show
 from benchmarks.faults import blame
-from parallelrun.run_records.attempts import Attempt
+from parallelrun.report.records.attempts import Attempt
 
 
 def test_a_seed_chooses_the_same_faults_in_steps_that_all_are_reached():

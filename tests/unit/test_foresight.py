@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import foresight, stacks
 from benchmarks.foresight import Row, cases, planned, rows_of, scores, sets, table
-from parallelrun.plan.step_time.stack import OURS
+from parallelrun.planner.predict.step_time.stack import OURS
 
 ROOT = Path(__file__).parents[2]
 STORED = json.loads(max(ROOT.glob("benchmarks/results/*-foresight.json")).read_text())["rows"]

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import foresight_memory
 from benchmarks.foresight_memory import GIB, Nanotron, Row, rows_of, scores
-from parallelrun.plan.structure import Memory
+from parallelrun.planner.contract.plan import Memory
 from tests.plans import tiny_plan
 
 SIZES = {"h": "3072", "ffn": "8192", "V": "131072", "L": "28"}

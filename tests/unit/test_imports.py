@@ -41,14 +41,14 @@ def test_every_contract_is_kept(tree):
 
 
 def test_an_import_that_goes_up_is_found(tree):
-    module = tree / "parallelrun" / "plan" / "batch.py"
+    module = tree / "parallelrun" / "planner" / "pieces" / "batch.py"
     text = module.read_text()
     try:
-        module.write_text(text + "\n\ndef broken():\n    from parallelrun.train import loop\n    return loop\n")
+        module.write_text(text + "\n\ndef broken():\n    from parallelrun.training.loop import step\n    return step\n")
         done = lint(tree)
     finally:
         module.write_text(text)
-    assert done.returncode != 0 and "parallelrun.plan.batch -> parallelrun.train.loop" in done.stdout
+    assert done.returncode != 0 and "parallelrun.planner.pieces.batch -> parallelrun.training.loop.step" in done.stdout
 
 
 def test_private_names_of_torch_stand_in_one_package():

@@ -11,9 +11,9 @@ from math import prod
 import numpy as np
 import pytest
 
-from parallelrun.layout import Layout
-from parallelrun.product import ActivationLayout, Move, Product, transfers
-from parallelrun.product import forms as products
+from parallelrun.base.layout import Layout
+from parallelrun.planner.model.product import ActivationLayout, Move, Product, transfers
+from parallelrun.planner.model.product import forms as products
 
 Place = dict[str, int]
 Blocks = dict[tuple[int, ...], np.ndarray]

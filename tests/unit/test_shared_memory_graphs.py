@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallelrun import comm, shared_memory
-from parallelrun.mesh import Group
-from parallelrun.shared_memory.group import SharedMemoryGroup
+from parallelrun.distributed import comm, shared_memory
+from parallelrun.distributed.mesh import Group
+from parallelrun.distributed.shared_memory.group import SharedMemoryGroup
 from tests.cli.launcher import run_to_end
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base.errors import Problem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hugging_face import Family, Fields, FixedTensor, Piece, both, options
 from parallelrun.models.transformer import spec as transformer
+from parallelrun.planner.model.model_spec import ModelSpec
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}  # theirs -> ours
 

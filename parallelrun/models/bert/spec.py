@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from parallelrun import definitions
-from parallelrun.config.model_schema import ModelConfig
-from parallelrun.config.schema import Config
-from parallelrun.definitions import ModelDefinition
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.model_spec import BlockSpec, ModelSpec
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config.schema.model_schema import ModelConfig
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.transformer import spec as transformer
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.definitions import ModelDefinition
+from parallelrun.planner.model.model_spec import BlockSpec, ModelSpec
 
 FIXED = {"norm": "layernorm", "position": "learned", "tied_embeddings": True, "experts": 0}
 GELUS = ("gelu", "gelu_exact")

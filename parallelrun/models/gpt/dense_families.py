@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from parallelrun.config.model_schema import ModelConfig
-from parallelrun.config.schema import Config
-from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base.errors import Problem
+from parallelrun.config.schema.model_schema import ModelConfig
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hugging_face import ROPE_KEYS, Family, Fields, Piece, both, options
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
+from parallelrun.planner.model.model_spec import ModelSpec
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs -> ours
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec
-from parallelrun.model_spec.router import RouterSpec
+from parallelrun.base.errors import Problem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.gpt.dense_families import LLAMA_KEYS, Llama, decoder_fields, decoder_values, gated, rope_fields
 from parallelrun.models.hugging_face import Fields, FixedTensor, Piece, options
 from parallelrun.models.moe import spec as moe
+from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
 class Mixtral(Llama):

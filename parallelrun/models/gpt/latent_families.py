@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base.errors import Problem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.gpt.dense_families import LLAMA_KEYS, decoder_fields, decoder_values
 from parallelrun.models.gpt.expert_families import Glm4Moe, routing_differences
 from parallelrun.models.hugging_face import Fields, FixedTensor, Piece, options
 from parallelrun.models.transformer.latent_spec import KEYS
+from parallelrun.planner.model.model_spec import ModelSpec
 
 NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 LATENT_KEYS = (*KEYS, "q_lora_rank")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallelrun.config.schema import Config
-from parallelrun.model_spec import ModelSpec
-from parallelrun.model_spec.router import RouterSpec
+from parallelrun.base.precision import Precision
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.layers import TensorModule
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.moe.spec import has_experts
@@ -14,7 +13,8 @@ from parallelrun.models.network import Network, assemble
 from parallelrun.models.transformer.latent_attention import self_attention
 from parallelrun.models.transformer.modules import FeedForward, InputEmbedding, LayerFactory, OutputHead
 from parallelrun.models.transformer.spec import ffn_size
-from parallelrun.precision import Precision
+from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
 class GptBlock(TensorModule):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from math import sqrt
 
-from parallelrun.config.model_schema import ModelConfig
-from parallelrun.config.schema import Config
-from parallelrun.definitions import ModelDefinition
-from parallelrun.errors import ConfigError
-from parallelrun.model_spec import BlockSpec, Initialiser, ModelSpec
+from parallelrun.base.errors import ConfigError
+from parallelrun.config.schema.model_schema import ModelConfig
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
+from parallelrun.planner.model.definitions import ModelDefinition
+from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, ModelSpec
 
 
 class GptDefinition(ModelDefinition):

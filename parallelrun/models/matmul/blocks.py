@@ -12,10 +12,10 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.layout import Layout, chunk_range
-from parallelrun.mesh import Group, Mesh
-from parallelrun.product import ActivationLayout, Move, Product
+from parallelrun.base.layout import Layout, chunk_range
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.planner.model.product import ActivationLayout, Move, Product
 
 PURPOSE = "lesson"
 ROWS, COLUMNS = 0, 1  # dims

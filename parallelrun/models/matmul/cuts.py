@@ -2,17 +2,17 @@
 
 data: each rank has some rows of X and all of W (data parallelism). 1D: all of X and some columns of W, then some
 columns of X and the matching rows of W (the two halves of Megatron's tensor parallelism). 2D, 2.5D and 3D: every matrix
-is split along both dims (`parallelrun.product`).
+is split along both dims (`parallelrun.planner.model.product`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parallelrun.layout import Layout
-from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.product import ActivationLayout, Product
-from parallelrun.product import forms as products
+from parallelrun.base.layout import Layout
+from parallelrun.planner.contract.mesh_shape import MeshShape
+from parallelrun.planner.model.product import ActivationLayout, Product
+from parallelrun.planner.model.product import forms as products
 
 GRID_TEXTS = {
     "summa": "Every rank keeps one block of X, of W and of Y. The inner dim is cut into panels. For each panel, a "

@@ -7,14 +7,14 @@ from textwrap import wrap
 import torch
 from torch import Tensor
 
-from parallelrun.comm import gather_json
-from parallelrun.config.schema import Config
-from parallelrun.errors import VerificationError
-from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.base.errors import VerificationError
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed.comm import gather_json
+from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models.matmul.blocks import COLUMNS, ROWS, BlockOperations, MatrixBlock, picture
 from parallelrun.models.matmul.cuts import ProductCut, cuts
 from parallelrun.models.matmul.spec import WEIGHT
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.plan import Plan
 
 WIDTH, INDENT = 100, "   "
 

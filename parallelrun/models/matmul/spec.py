@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parallelrun.config.schema import Config
-from parallelrun.definitions import ModelDefinition
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.model.definitions import ModelDefinition
+from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
 WEIGHT = "product.weight"
 

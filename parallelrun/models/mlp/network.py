@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallelrun.config.schema import Config
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base.precision import Precision
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.layers import TensorModule
 from parallelrun.models.network import Network, assemble
 from parallelrun.models.transformer.modules import FeedForward, LayerFactory, OutputHead
 from parallelrun.models.transformer.spec import ffn_size
-from parallelrun.precision import Precision
+from parallelrun.planner.model.model_spec import ModelSpec
 
 
 class MlpEmbedding(TensorModule):

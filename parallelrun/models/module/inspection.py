@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallelrun import torch_private, user_code
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem, with_article
-from parallelrun.model_spec import MEASURED, BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.base import user_code
+from parallelrun.base.errors import ConfigError, Problem, with_article
+from parallelrun.base.precision import BYTES, TABLE
+from parallelrun.base.registry import has
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed import torch_private
 from parallelrun.models import layers
 from parallelrun.models.module import network, slices, source
 from parallelrun.models.module.measuring import flops_of, saved_tensors
-from parallelrun.plan.load import tensor_strategy
-from parallelrun.precision import BYTES, TABLE
-from parallelrun.registry import has
+from parallelrun.planner.contract.classes import tensor_strategy
+from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
 OWN = Initialiser("own")
 CHECKED_PARAMETERS = 20_000_000  # larger modules are not run on real numbers: that would take seconds

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.base.precision import Precision
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import source
 from parallelrun.models.network import Network, allocate, store
 from parallelrun.models.rounding import rounded
-from parallelrun.plan.load import data_strategy
-from parallelrun.precision import Precision
+from parallelrun.planner.contract.classes import data_strategy
+from parallelrun.planner.model.model_spec import ModelSpec
 
 ROOT = "module"  # the name of the user's module in the network
 

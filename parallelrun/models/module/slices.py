@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.module import source
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelrun import user_code
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem, with_article
+from parallelrun.base import user_code
+from parallelrun.base.errors import ConfigError, Problem, with_article
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module.spec import named

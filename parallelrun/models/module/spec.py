@@ -6,10 +6,10 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from parallelrun.config.schema import Config
-from parallelrun.definitions import ModelDefinition
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.model.definitions import ModelDefinition
+from parallelrun.planner.model.model_spec import ModelSpec
 
 
 def named(source: str | None) -> tuple[str, str]:

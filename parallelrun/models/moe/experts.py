@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallelrun import torch_private
+from parallelrun.distributed import torch_private
 from parallelrun.models.layers import Activation, RoleLayer
 from parallelrun.models.rounding import rounded
 

@@ -12,16 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models.autograd import apply
 from parallelrun.models.layers import ExpertOutput, SharedInput, TensorModule
+from parallelrun.models.moe import rows
+from parallelrun.models.moe import spec as sizes
+from parallelrun.models.moe.experts import Experts
+from parallelrun.models.moe.router import Router
+from parallelrun.models.moe.routing import Routing
 from parallelrun.models.transformer.modules import FeedForward, LayerFactory
-
-from . import rows
-from . import spec as sizes
-from .experts import Experts
-from .router import Router
-from .routing import Routing
+from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
 class LocalDispatcher:

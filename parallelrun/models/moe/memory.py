@@ -7,12 +7,11 @@ counts the rows of a rank that has all experts, the expert dispatcher those that
 
 from __future__ import annotations
 
-from parallelrun.model_spec import BlockSpec, LayerSpec
-from parallelrun.model_spec.router import RouterSpec
-from parallelrun.plan.structure import Plan
-from parallelrun.precision import BYTES
-
-from .spec import inside_dim
+from parallelrun.base.precision import BYTES
+from parallelrun.models.moe.spec import inside_dim
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
+from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
 def router_of(plan: Plan) -> RouterSpec:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallelrun.model_spec.router import RouterSpec
 from parallelrun.models import documents, dropout
 from parallelrun.models.functions import accurate_dtype
-from parallelrun.models.held_tokens import ALL
 from parallelrun.models.layers import RoleLayer
+from parallelrun.models.local_tokens import ALL
 from parallelrun.models.moe.routing import Routing, draws_second, route
+from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
 class HeldDecisions(Protocol):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallelrun.model_spec.router import RouterSpec
+from parallelrun.planner.model.model_spec.router import RouterSpec
 
 LEAST_SUM = 1e-20  # smallest sum by which weights are divided (DeepSeek-V3's), so that 0 / 0 is 0, in backward too
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from parallelrun.models.autograd import apply
-
-from .routing import Routing
+from parallelrun.models.moe.routing import Routing
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ experts in every layer; DeepSeek-V3 (2024): the first layers dense, many small e
 
 from __future__ import annotations
 
-from parallelrun.config.model_schema import ModelConfig
-from parallelrun.errors import Problem
-from parallelrun.model_spec import Initialiser, LayerSpec, ParameterSpec
-from parallelrun.model_spec.router import RouterSpec
+from parallelrun.base.errors import Problem
+from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.models.transformer import spec as transformer
+from parallelrun.planner.model.model_spec import Initialiser, LayerSpec, ParameterSpec
+from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
 def has_experts(index: int, model: ModelConfig) -> bool:
@@ -48,7 +48,7 @@ def router_spec(model: ModelConfig) -> RouterSpec | None:
 
 
 def check(model: ModelConfig) -> list[Problem]:
-    """Problems of the experts' sizes that no plan could solve. `plan/routing.py` checks the router."""
+    """Problems of the experts' sizes that no plan could solve. `pieces/router_settings.py` checks the router."""
     if not model.experts or any(has_experts(index, model) for index in range(model.layers)):
         return []
     what = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.vision import operations as ops
 from parallelrun.models.vision.spec import KEYS, ClassifierDefinition, num_per_stage
 

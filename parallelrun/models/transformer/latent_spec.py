@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from math import log
 
-from parallelrun.config.model_schema import ModelConfig
-from parallelrun.errors import Problem
-from parallelrun.model_spec.attention import LatentSpec
+from parallelrun.base.errors import Problem
+from parallelrun.config.schema.model_schema import ModelConfig
+from parallelrun.planner.model.model_spec.attention import LatentSpec
 
 KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # all of them, or none
 

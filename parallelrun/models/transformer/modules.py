@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallelrun.config.model_schema import ModelConfig
-from parallelrun.config.schema import Config
+from parallelrun.base.precision import Precision
+from parallelrun.config.schema.model_schema import ModelConfig
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import documents as packed
 from parallelrun.models import functions, layers
-from parallelrun.models.held_tokens import ALL, HeldTokens
+from parallelrun.models.local_tokens import ALL, HeldTokens
 from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 from parallelrun.models.transformer import spec as sizes
 from parallelrun.models.transformer.latent_spec import rotary_growth
-from parallelrun.precision import Precision
 
 
 class LayerFactory:

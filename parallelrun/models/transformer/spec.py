@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from parallelrun.config.model_schema import ModelConfig
-from parallelrun.errors import Problem
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, weight_and_bias
-from parallelrun.model_spec.attention import LatentSpec
+from parallelrun.base.errors import Problem
+from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.models.transformer import latent_spec
+from parallelrun.planner.model.model_spec import (
+    BlockSpec,
+    Initialiser,
+    LayerSpec,
+    ModelSpec,
+    ParameterSpec,
+    weight_and_bias,
+)
+from parallelrun.planner.model.model_spec.attention import LatentSpec
 
 TEXT_KEYS = frozenset({
     "layers", "hidden", "ffn", "vocab", "seq", "norm", "norm_eps", "activation", "bias", "norm_bias", "tied_embeddings",

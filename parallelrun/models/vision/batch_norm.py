@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallelrun import comm
-from parallelrun.mesh import Mesh
-from parallelrun.model_spec import SAMPLE_SET_ROLE
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import dropout
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.layers import RoleLayer
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.model_spec import SAMPLE_SET_ROLE
 
 PURPOSE = "statistics"
 
@@ -60,7 +60,7 @@ def _pieces(first: int, stop: int, size: int) -> tuple[SetPiece, ...]:
 
 class BatchNorm(RoleLayer):
     """x (batch, channels, ...) normalised per channel, in at least fp32. Parameters `weight`, `bias` and, frozen,
-    `running_mean`, `running_var`, which evaluation uses and `train.statistics` updates.
+    `running_mean`, `running_var`, which evaluation uses and `training.loop.batchnorm_statistics` updates.
 
     momentum: the share of a step's statistics in the running ones. sets: see `give_sets`; None: each microbatch is one
     set.

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from parallelrun.model_spec.backward import BackwardStep, BlockBackward
 from parallelrun.models.vision import operations as ops
+from parallelrun.planner.model.model_spec.backward import BackwardStep, BlockBackward
 
 
 def backward_of(

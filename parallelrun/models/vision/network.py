@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallelrun import definitions
-from parallelrun.config.schema import Config
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base.precision import Precision
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.network import Network, assemble
@@ -18,7 +17,8 @@ from parallelrun.models.rounding import rounded
 from parallelrun.models.vision import operations as ops
 from parallelrun.models.vision.batch_norm import BatchNorm
 from parallelrun.models.vision.spec import ClassifierDefinition
-from parallelrun.precision import Precision
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.model_spec import ModelSpec
 
 
 class Convolution(nn.Module):

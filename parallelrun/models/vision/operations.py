@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod, sqrt
 
-from parallelrun.model_spec import SAMPLE_SET_ROLE, Initialiser, LayerSpec, ParameterSpec, weight_and_bias
+from parallelrun.planner.model.model_spec import SAMPLE_SET_ROLE, Initialiser, LayerSpec, ParameterSpec, weight_and_bias
 
 Shape = tuple[int, ...]
 ZEROS, ONES = Initialiser("zeros"), Initialiser("ones")

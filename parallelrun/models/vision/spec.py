@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from parallelrun import definitions
-from parallelrun.config.schema import Config
-from parallelrun.definitions import ModelDefinition
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.model_spec import BlockSpec, ModelSpec
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.vision import operations as ops
 from parallelrun.models.vision.memory import backward_of
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.definitions import ModelDefinition
+from parallelrun.planner.model.model_spec import BlockSpec, ModelSpec
 
 KEYS = frozenset({"vocab", "image", "channels", "width", "label_smoothing"})  # of every image classifier
 INDEX_ELEMENTS = 2  # an int64 index is as large as two elements of fp32

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from parallelrun.base.wording import counted
 from parallelrun.report.page import schedules, sections
 from parallelrun.report.page.style import style_sheet
-from parallelrun.run_records.compare import columns_of, compare
-from parallelrun.run_records.read import RunRecord
-from parallelrun.wording import counted
+from parallelrun.report.records.read import RunRecord
+from parallelrun.report.records.run_differences import columns_of, compare
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from parallelrun.errors import ConfigError
+from parallelrun.base.errors import ConfigError
+from parallelrun.base.wording import counted
 from parallelrun.report.figures import evenly, seconds_text
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import GanttCell
 from parallelrun.report.page.sections import MOST_ROWS
-from parallelrun.run_records.compare import Column
-from parallelrun.run_records.find import CONFIG
-from parallelrun.run_records.read import RunRecord, broken, read_object
-from parallelrun.wording import counted
+from parallelrun.report.records.find import CONFIG
+from parallelrun.report.records.read import RunRecord, broken, read_object
+from parallelrun.report.records.run_differences import Column
 
 MEASURED = "schedule.json"  # written by train.recorder
 MOST_PIPELINES = 4  # runs whose schedules are drawn
@@ -40,9 +40,9 @@ def pipeline(columns: Sequence[Column]) -> str:
 
 
 def _predicted(run: RunRecord) -> str:
-    from parallelrun.plan import simulate
-    from parallelrun.plan.freeze import load_frozen
-    from parallelrun.plan.resolve import resolve
+    from parallelrun.planner.predict import simulate
+    from parallelrun.planner.resolve.freeze import load_frozen
+    from parallelrun.planner.resolve.resolve_config import resolve
 
     try:
         plan = resolve(load_frozen((run.directory / CONFIG).read_text(encoding="utf-8")))

@@ -10,17 +10,17 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from parallelrun.report import compare as tables
 from parallelrun.report.figures import bytes_text, seconds_text
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine
-from parallelrun.report.routing import heat_colour
-from parallelrun.report.routing import read as read_maps
-from parallelrun.report.sweep_rows import read as read_rows
-from parallelrun.report.sweep_rows import varied
-from parallelrun.run_records.compare import Column, RunComparison, spread_of
-from parallelrun.run_records.find import CONFIG
-from parallelrun.run_records.read import RunRecord, broken, read_object
+from parallelrun.report.records.find import CONFIG
+from parallelrun.report.records.read import RunRecord, broken, read_object
+from parallelrun.report.records.run_differences import Column, RunComparison, spread_of
+from parallelrun.report.runs import run_comparison as tables
+from parallelrun.report.runs.expert_load import heat_colour
+from parallelrun.report.runs.expert_load import read as read_maps
+from parallelrun.report.sweeps.sweep_rows import read as read_rows
+from parallelrun.report.sweeps.sweep_rows import varied
 
 MOST_LINES = 20  # of a chart
 _LONGEST = 48  # characters of a run's name

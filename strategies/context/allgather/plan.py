@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.plan import Collective, Plan
 
 from ..common.plan import GRADIENTS, KEYS, BlockwiseContext
 from .keys import AllGatherContextConfig

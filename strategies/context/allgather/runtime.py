@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.mesh import Group
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group
 from parallelrun.models.functions import accurate_dtype
 
 from ..common import runtime

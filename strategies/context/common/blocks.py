@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallelrun import torch_private
+from parallelrun.distributed import torch_private
 from parallelrun.models.functions import accurate_dtype, cast, drop
 
 from .tiles import Tile

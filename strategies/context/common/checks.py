@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd, lcm
 
-from parallelrun.errors import Problem
-from parallelrun.plan.context_order import CONTIGUOUS, ORDERS
-from parallelrun.plan.load import tensor_strategy
-from parallelrun.plan.request import Request
-from parallelrun.wording import divisors, either, nearest
+from parallelrun.base.errors import Problem
+from parallelrun.base.wording import divisors, either, nearest
+from parallelrun.planner.contract.classes import tensor_strategy
+from parallelrun.planner.contract.context_order import CONTIGUOUS, ORDERS
+from parallelrun.planner.contract.request import Request
 
 ULYSSES = "strategy.context.ulysses"
 

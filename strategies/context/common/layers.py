@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallelrun.mesh import Group
+from parallelrun.distributed.mesh import Group
 from parallelrun.models import documents, dropout
 from parallelrun.models.autograd import apply
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import attend
 from parallelrun.models.masked_layers import AttentionProduct
-from parallelrun.plan.context_order import Spans
+from parallelrun.planner.contract.context_order import Spans
 
 from .blocks import DroppedPart
 from .heads import to_heads, to_sequence

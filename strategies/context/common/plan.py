@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.config.schema import ContextConfig
-from parallelrun.errors import Problem
-from parallelrun.model_spec import BlockSpec
-from parallelrun.plan.context_order import ORDERS, Imbalance, Spans, imbalance, packed_imbalance, part
-from parallelrun.plan.context_strategy import ContextStrategy
-from parallelrun.plan.data_strategy import FlattenedDims, MeshDims
-from parallelrun.plan.messages import (
+from parallelrun.base.errors import Problem
+from parallelrun.base.precision import BYTES
+from parallelrun.config.schema.run_schema import ContextConfig
+from parallelrun.planner.contract.context_order import ORDERS, Imbalance, Spans, imbalance, packed_imbalance, part
+from parallelrun.planner.contract.context_strategy import ContextStrategy
+from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
+from parallelrun.planner.contract.messages import (
     ExplainedExchange,
     ExplainedMessage,
     ExplainedRound,
@@ -25,10 +25,10 @@ from parallelrun.plan.messages import (
     calls_of,
     ranks_over,
 )
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan, once
-from parallelrun.precision import BYTES
-from parallelrun.product import degree
+from parallelrun.planner.contract.plan import Collective, Plan, once
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec import BlockSpec
+from parallelrun.planner.model.product import degree
 
 from . import checks
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun.mesh import Group
+from parallelrun.distributed.mesh import Group
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import accurate_dtype
-from parallelrun.plan.context_order import Spans
+from parallelrun.planner.contract.context_order import Spans
 
 from .blocks import DroppedPart, Merged, attend_to_block, block_gradients
 from .tiles import Tile, document_tiles, tiles

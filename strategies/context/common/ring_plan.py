@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.plan.step_time import overlap
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.predict.step_time import overlap
 
 from .plan import GRADIENTS, KEYS, BlockwiseContext
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.mesh import Group
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply
 from parallelrun.models.moe.routing import Routing
 

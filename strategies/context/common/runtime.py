@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parallelrun.mesh import Group, Mesh
-from parallelrun.models.held_tokens import SomeTokens, hold
+from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.models.local_tokens import SomeTokens, hold
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.models.moe.router import Router
 from parallelrun.models.network import Network
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.plan import Plan
 
 from .layers import ContextAttention
 from .plan import AXIS, BlockwiseContext

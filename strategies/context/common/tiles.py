@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallelrun.plan.context_order import Span, Spans, inside
+from parallelrun.planner.contract.context_order import Span, Spans, inside
 
 
 class Tile(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.schema import ContextConfig
+from parallelrun.config.schema.run_schema import ContextConfig
 
 
 @dataclass

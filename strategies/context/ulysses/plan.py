@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.plan.request import Request
+from parallelrun.planner.contract.request import Request
 
 from ..common.plan import BlockwiseContext
 from .keys import UlyssesContextConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from parallelrun.config.schema import Config, ContextConfig
-from parallelrun.plan.request import Request
+from parallelrun.config.schema.run_schema import Config, ContextConfig
+from parallelrun.planner.contract.request import Request
 
 from ..common import checks
 from ..common.ring_plan import RingContext

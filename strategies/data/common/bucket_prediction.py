@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from parallelrun.errors import Problem
-from parallelrun.layout import Layout
-from parallelrun.plan.parameters import HeldParameter, distinct_parameters, element_bytes, held_parameters
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.base.errors import Problem
+from parallelrun.base.layout import Layout
+from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes, held_parameters
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.request import Request
 
 from .buckets import Shape, exchanged_numel, reduce_bytes
 
@@ -50,7 +50,7 @@ def local_shapes(held: Sequence[HeldParameter], coordinate: dict[str, int], plan
 
 
 def final_collectives(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-    """The messages of `train.gradients.Gradients.finalise`, after the data strategy is done.
+    """The messages of `training.loop.gradients.Gradients.finalise`, after the data strategy is done.
 
     One all-reduce per set of partial axes (per axis of the set) and one over the embedding group.
     """

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from parallelrun.errors import Problem
-from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import Bucket, DataStrategy, ExchangeForm
-from parallelrun.plan.parameters import HeldParameter
-from parallelrun.plan.prediction import merge
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.base.errors import Problem
+from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
+from parallelrun.planner.contract.parameters import HeldParameter
+from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.predict import data_cost
+from parallelrun.planner.predict.prediction import merge
 
 from .bucket_prediction import buckets_of, final_collectives
 from .buckets import Shape, partition

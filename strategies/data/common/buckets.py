@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from parallelrun.layout import Layout
-from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan.data_strategy import Bucket
-from parallelrun.plan.expert_axes import replica_axis
-from parallelrun.plan.parameters import HeldParameter
-from parallelrun.plan.structure import Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.layout import Layout
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.data_strategy import Bucket
+from parallelrun.planner.contract.parameters import HeldParameter
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.model_spec import ParameterSpec
+from parallelrun.planner.pieces.expert_axes import replica_axis
 
 FIRST_BUCKET_BYTES = 2**20
 MAX_PENDING = 2  # zero2's exchanges that have not ended: one bucket is sent while the next one fills

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import Bucket, DataStrategy, ExchangeForm
-from parallelrun.plan.parameters import HeldParameter
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import SYNC, Collective, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
+from parallelrun.planner.contract.parameters import HeldParameter
+from parallelrun.planner.contract.plan import SYNC, Collective, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.predict import data_cost
 
 from .bucket_prediction import buckets_of, final_collectives
 from .buckets import Shape, partition

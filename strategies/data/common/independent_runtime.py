@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallelrun import comm
-from parallelrun.mesh import Mesh
-from parallelrun.plan.structure import SYNC, Plan
-from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Mesh
+from parallelrun.planner.contract.plan import SYNC, Plan
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match, trained
 
 from .independent_plan import IndependentReplicas
 

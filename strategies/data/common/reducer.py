@@ -14,12 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallelrun import comm, registry, shared_memory, torch_private
-from parallelrun.comm import Waitable
-from parallelrun.mesh import Group, Mesh
-from parallelrun.plan.parameters import HeldParameter
-from parallelrun.plan.structure import Plan
-from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, trained
+from parallelrun.base import registry
+from parallelrun.distributed import comm, shared_memory, torch_private
+from parallelrun.distributed.comm import Waitable
+from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.planner.contract.parameters import HeldParameter
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, trained
 
 Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into a bucket's buffer
 Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place

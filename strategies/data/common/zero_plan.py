@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parallelrun.errors import Problem
-from parallelrun.layout import Layout
-from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import Bucket, DataStrategy, ExchangeForm
-from parallelrun.plan.expert_axes import replica_axis
-from parallelrun.plan.parameters import HeldParameter, distinct_parameters
-from parallelrun.plan.prediction import merge
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Equivalence, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.errors import Problem
+from parallelrun.base.layout import Layout
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
+from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters
+from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec import ParameterSpec
+from parallelrun.planner.pieces.expert_axes import replica_axis
+from parallelrun.planner.predict import data_cost
+from parallelrun.planner.predict.prediction import merge
 
 from .bucket_prediction import RankBuckets, buckets_of, check_shardable, final_collectives
 from .buckets import ROUNDED_ROLES, Shape, is_summed, partition, reduce_bytes, shard_dim, shard_layout

@@ -15,15 +15,15 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from parallelrun import comm
-from parallelrun.comm import Waitable
-from parallelrun.layout import chunk_range
-from parallelrun.mesh import Group, Mesh
-from parallelrun.plan.data_strategy import Bucket
-from parallelrun.plan.expert_axes import replica_axis
-from parallelrun.plan.parameters import HeldParameter, LocalParameter
-from parallelrun.plan.structure import Plan
-from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, trained
+from parallelrun.base.layout import chunk_range
+from parallelrun.distributed import comm
+from parallelrun.distributed.comm import Waitable
+from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.planner.contract.data_strategy import Bucket
+from parallelrun.planner.contract.parameters import HeldParameter, LocalParameter
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.pieces.expert_axes import replica_axis
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, trained
 
 from .buckets import shard_dim
 from .reducer import GradientBucket, Reducer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.schema import DataStrategyConfig
+from parallelrun.config.schema.run_schema import DataStrategyConfig
 
 from ..common.bucketed_plan import BucketedAllReduce
 from .keys import DDPConfig

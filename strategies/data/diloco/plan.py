@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from parallelrun.errors import Problem
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Equivalence, Plan
+from parallelrun.base.errors import Problem
+from parallelrun.planner.contract.plan import Equivalence, Plan
+from parallelrun.planner.contract.request import Request
 
 from ..common.independent_plan import IndependentReplicas
 from .keys import DiLoCoConfig

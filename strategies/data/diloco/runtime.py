@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from parallelrun.mesh import Mesh
-from parallelrun.plan.structure import Plan
-from parallelrun.train.data_runtime import Pair
+from parallelrun.distributed.mesh import Mesh
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.data_runtime import Pair
 
 from ..common.independent_runtime import IndependentRuntime
 from .plan import DiLoCo

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallelrun.errors import Problem
-from parallelrun.layout import Layout
-from parallelrun.plan.load import splits_backward, tensor_strategy
-from parallelrun.plan.request import Request
+from parallelrun.base.errors import Problem
+from parallelrun.base.layout import Layout
+from parallelrun.planner.contract.classes import splits_backward, tensor_strategy
+from parallelrun.planner.contract.request import Request
 
 from .keys import FSDPConfig
 

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parallelrun.config.schema import DataStrategyConfig
-from parallelrun.errors import Problem
-from parallelrun.layout import Layout
-from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import ExchangeForm
-from parallelrun.plan.load import splits_backward
-from parallelrun.plan.parameters import distinct_parameters
-from parallelrun.plan.peak import gradient_bytes
-from parallelrun.plan.prediction import merge
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Equivalence, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.errors import Problem
+from parallelrun.base.layout import Layout
+from parallelrun.base.precision import BYTES
+from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.planner.contract.classes import splits_backward
+from parallelrun.planner.contract.data_strategy import ExchangeForm
+from parallelrun.planner.contract.parameters import distinct_parameters
+from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.memory.peak import gradient_bytes
+from parallelrun.planner.model.model_spec import ParameterSpec
+from parallelrun.planner.predict import data_cost
+from parallelrun.planner.predict.prediction import merge
 
 from ..common.bucket_prediction import buckets_of, check_shardable, final_collectives, local_shapes
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from parallelrun import comm, torch_private
-from parallelrun.comm import Waitable
-from parallelrun.mesh import Mesh
-from parallelrun.plan.parameters import LocalParameter, held_parameters
-from parallelrun.plan.structure import Plan
-from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, match, trained
+from parallelrun.distributed import comm, torch_private
+from parallelrun.distributed.comm import Waitable
+from parallelrun.distributed.mesh import Mesh
+from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, match, trained
 
 from ..common.buckets import shard_dim
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_whole, shard_axis

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parallelrun.layout import Layout
-from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan.data_strategy import Bucket, DataStrategy, FlattenedDims, MeshDims
-from parallelrun.plan.expert_axes import DP, EXPERT, replica_axis
-from parallelrun.plan.parameters import HeldParameter, distinct_parameters, held_parameters
-from parallelrun.plan.structure import Plan, Stage, once
+from parallelrun.base.layout import Layout
+from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, FlattenedDims, MeshDims
+from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, held_parameters
+from parallelrun.planner.contract.plan import Plan, Stage, once
+from parallelrun.planner.model.model_spec import ParameterSpec
+from parallelrun.planner.pieces.expert_axes import DP, EXPERT, replica_axis
 
 from ..common.buckets import ROUNDED_ROLES, Shape, partition, shard_layout
 

@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.mesh import Group
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group
 
 from ..common.allreduce.rounds import halvings
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from parallelrun.errors import Problem
-from parallelrun.plan.request import Request
-from parallelrun.wording import either, nearest
+from parallelrun.base.errors import Problem
+from parallelrun.base.wording import either, nearest
+from parallelrun.planner.contract.request import Request
 
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import ALGORITHMS

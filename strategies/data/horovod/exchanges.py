@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-from parallelrun.comm import Waitable
+from parallelrun.distributed.comm import Waitable
 
 
 class WatchedExchange:

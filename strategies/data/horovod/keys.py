@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.field import key
+from parallelrun.config.schema.field import key
 
 from ..common.keys import AlgorithmKeys
 

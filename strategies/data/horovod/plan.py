@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from parallelrun.errors import Problem
-from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Equivalence, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.errors import Problem
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
+from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.request import Request
 
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.members import places_on

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallelrun.config.schema import Config
-from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import ReplayRule, Tensors
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.verify.replay import ReplayRule, Tensors
 
 from ..common.compression.reference import rule as rule_of_sum
 from ..common.compression.reference import stored_parts

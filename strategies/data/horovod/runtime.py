@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallelrun import comm, torch_private
-from parallelrun.comm import Waitable
-from parallelrun.context import WorkerContext
-from parallelrun.layout import Layout
-from parallelrun.mesh import Group, Mesh
-from parallelrun.plan.expert_axes import replica_axis
-from parallelrun.plan.structure import Plan
-from parallelrun.train.build import Training
-from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.layout import Layout
+from parallelrun.distributed import comm, torch_private
+from parallelrun.distributed.comm import Waitable
+from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.pieces.expert_axes import replica_axis
+from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match, trained
 
 from ..common.allreduce.runtime import all_reduce
 from ..common.reducer import BucketedRuntime, Part

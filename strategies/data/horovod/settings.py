@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.plan import Plan
 
 from ..common.allreduce.rounds import SumsByMessages
 

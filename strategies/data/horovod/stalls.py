@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from parallelrun import torch_private
+from parallelrun.distributed import torch_private
 
 from .exchanges import WatchedExchange
 from .settings import HorovodSettings
 
 if TYPE_CHECKING:
-    from parallelrun.context import WorkerContext
-    from parallelrun.plan.structure import Plan
+    from parallelrun.base.context import WorkerContext
+    from parallelrun.planner.contract.plan import Plan
 
     from ..common.reducer import FlatBucket
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.plan import Plan
 
 from .exchanges import WatchedExchange
 from .settings import HorovodSettings

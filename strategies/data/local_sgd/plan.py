@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.plan.structure import Equivalence, Plan
+from parallelrun.planner.contract.plan import Equivalence, Plan
 
 from ..common.independent_plan import IndependentReplicas
 from .keys import LocalSGDConfig

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from parallelrun.plan.data_strategy import DataStrategy
-from parallelrun.plan.expert_axes import replica_axis
-from parallelrun.plan.prediction import merge
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.planner.contract.data_strategy import DataStrategy
+from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.pieces.expert_axes import replica_axis
+from parallelrun.planner.predict.prediction import merge
 
 from ..common.bucket_prediction import final_collectives, local_shapes, trained_parameters
 from ..common.buckets import is_summed, reduce_bytes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parallelrun import comm
-from parallelrun.plan.expert_axes import replica_axis
-from parallelrun.train.data_runtime import DataRuntime
+from parallelrun.distributed import comm
+from parallelrun.planner.pieces.expert_axes import replica_axis
+from parallelrun.training.loop.data_runtime import DataRuntime
 
 
 class NaiveDDPRuntime(DataRuntime):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelrun.records import append_jsonl
+from parallelrun.base.records import append_jsonl
 
 NAME = "apply_log.jsonl"
 

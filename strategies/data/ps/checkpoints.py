@@ -7,15 +7,15 @@ from collections.abc import Mapping
 
 import torch
 
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.errors import SaveFailed
 from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.find import FOLDER, keep_last
 from parallelrun.checkpoint.store import write_parts
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.errors import SaveFailed
-from parallelrun.mesh import Group
-from parallelrun.plan.structure import Plan
-from parallelrun.train.checkpointing import MAX_FAILED_SAVES, SaveTimes
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed.mesh import Group
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.checkpointing import MAX_FAILED_SAVES, SaveTimes
 
 from .store import ShardStore
 

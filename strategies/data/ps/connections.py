@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import comm, torch_private
-from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.distributed import comm, torch_private
+from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.plan import Collective, Plan
 
 from .plan import sharding
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest

@@ -10,14 +10,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from parallelrun.context import WorkerContext
-from parallelrun.records import write_json
-from parallelrun.train.build import Training
-from parallelrun.train.recorder import Recorder
-from parallelrun.train.schedules import learning_rate
-from parallelrun.train.step import Evaluation
-from parallelrun.train.step_record import StepRecord
-from parallelrun.train.timing import StepClock
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.records import write_json
+from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.schedules import learning_rate
+from parallelrun.training.loop.step import Evaluation
+from parallelrun.training.loop.step_record import StepRecord
+from parallelrun.training.metrics.recorder import Recorder
+from parallelrun.training.metrics.timing import StepClock
 
 from .apply_log import AppliedUpdate, ApplyLogReader
 from .plan import ParameterServer, sharding

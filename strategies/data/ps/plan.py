@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import Problem
-from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
-from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
-from parallelrun.plan.prediction import INT64_BYTES
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
-from parallelrun.precision import BYTES, TABLE
-from parallelrun.wording import counted
+from parallelrun.base.errors import Problem
+from parallelrun.base.precision import BYTES, TABLE
+from parallelrun.base.wording import counted
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.data_strategy import DataStrategy, ExchangeForm
+from parallelrun.planner.contract.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
+from parallelrun.planner.contract.plan import Collective, Equivalence, Memory, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.predict import data_cost
+from parallelrun.planner.predict.prediction import INT64_BYTES
 
 from .keys import ParameterServerConfig
 from .protocol import AXIS, CONTROL, NORM_BYTES, PULL, PUSH, REPLY_BYTES, REQUEST_BYTES

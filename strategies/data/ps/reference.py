@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.errors import Problem, VerificationError
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.order import make_sampler
-from parallelrun.errors import Problem, VerificationError
-from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.structure import Plan
-from parallelrun.train.build import Training, build
-from parallelrun.train.reader import Reader
-from parallelrun.train.schedules import learning_rate
-from parallelrun.train.step import evaluate
-from parallelrun.verify.checked import checked_config, checked_plan
-from parallelrun.verify.replay import weights_of
-from parallelrun.verify.run import conclude, judge, reference_trace
-from parallelrun.verify.single_device import single_device
-from parallelrun.verify.trace import Trace
+from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.reader import Reader
+from parallelrun.training.loop.schedules import learning_rate
+from parallelrun.training.loop.step import evaluate
+from parallelrun.training.verify.checked import checked_config, checked_plan
+from parallelrun.training.verify.replay import weights_of
+from parallelrun.training.verify.run import conclude, judge, reference_trace
+from parallelrun.training.verify.single_device import single_device
+from parallelrun.training.verify.trace import Trace
 
 from . import apply_log
 from .apply_log import AppliedUpdate, LogRow, Push

@@ -5,23 +5,23 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 
-from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.records import write_json
-from parallelrun.report import run as report
-from parallelrun.report.bench import show as show_bench
-from parallelrun.run_records import attempts
-from parallelrun.train import bench
-from parallelrun.train.build import Training, build
-from parallelrun.train.checkpointing import SaveTimes
-from parallelrun.train.data_runtime import DataRuntime
-from parallelrun.train.profiler import StepProfiler
-from parallelrun.train.recorder import peak_bytes
-from parallelrun.train.step import Evaluation, measure
-from parallelrun.train.timing import StepClock
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.errors import EXIT_OK, EXIT_PREEMPTED
+from parallelrun.base.records import write_json
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.report.records import attempts
+from parallelrun.report.runs import final_panel as report
+from parallelrun.report.runs.bench import show as show_bench
+from parallelrun.training.loop import bench
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.checkpointing import SaveTimes
+from parallelrun.training.loop.data_runtime import DataRuntime
+from parallelrun.training.loop.step import Evaluation, measure
+from parallelrun.training.metrics.profiler import StepProfiler
+from parallelrun.training.metrics.recorder import peak_bytes
+from parallelrun.training.metrics.timing import StepClock
 
 from . import reference
 from .connections import collect_facts, publish_facts
@@ -32,7 +32,7 @@ from .worker import Worker
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """Run `config.verb` as this rank, worker or server; return the exit code. `launch/worker.py` calls it."""
+    """Run `config.verb` as this rank, worker or server; return the exit code. `launch/ranks/worker.py` calls it."""
     if config.verb == "verify":
         config, plan = reference.checked(config, plan)
     if config.verb == "bench":

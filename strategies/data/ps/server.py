@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.config.schema import Config
-from parallelrun.context import WorkerContext
-from parallelrun.mesh import build_server_group
-from parallelrun.plan.prediction import merge
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.train.gradients import clip_coefficient
-from parallelrun.train.recorder import peak_bytes
-from parallelrun.train.schedules import learning_rate
+from parallelrun.base.context import WorkerContext
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import build_server_group
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.predict.prediction import merge
+from parallelrun.training.loop.gradients import clip_coefficient
+from parallelrun.training.loop.schedules import learning_rate
+from parallelrun.training.metrics.recorder import peak_bytes
 
 from . import apply_log
 from .apply_log import AppliedUpdate, DroppedPush, LogRow, LogStatistics, Push

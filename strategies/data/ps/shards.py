@@ -13,8 +13,8 @@ from heapq import heappop, heappush
 from math import prod
 from typing import NamedTuple
 
-from parallelrun.layout import chunk_range
-from parallelrun.model_spec import ModelSpec, ParameterSpec
+from parallelrun.base.layout import chunk_range
+from parallelrun.planner.model.model_spec import ModelSpec, ParameterSpec
 
 FINEST = 16  # no piece is below 1/16 of a server's fair share: smaller ones hardly improve the balance
 

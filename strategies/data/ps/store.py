@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun import registry
+from parallelrun.base import registry
+from parallelrun.base.errors import EXIT_ENVIRONMENT
+from parallelrun.base.layout import Layout
 from parallelrun.checkpoint.data import check_data
+from parallelrun.checkpoint.exchange.source import initial_weights
 from parallelrun.checkpoint.index import check_model
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner
 from parallelrun.checkpoint.resume import check_global_batch, resolve_resume
 from parallelrun.checkpoint.storage import SafetensorsReader
 from parallelrun.checkpoint.store import parts_to_load, parts_to_save, read_parts
-from parallelrun.config.schema import Config
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import open_dataset
-from parallelrun.definitions import Dataset
-from parallelrun.errors import EXIT_ENVIRONMENT
-from parallelrun.exchange.source import initial_weights
-from parallelrun.layout import Layout
-from parallelrun.model_spec import ParameterSpec
 from parallelrun.models import initialise
-from parallelrun.optimizer import Optimizer
-from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.structure import Plan
-from parallelrun.train.schedules import LossScaler
+from parallelrun.models.optimizer import Optimizer
+from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.definitions import Dataset
+from parallelrun.planner.model.model_spec import ParameterSpec
+from parallelrun.training.loop.schedules import LossScaler
 
 from .connections import shard_views
 from .plan import ParameterServer, sharding

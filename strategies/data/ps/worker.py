@@ -10,17 +10,17 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from parallelrun import torch_private
-from parallelrun.context import WorkerContext
+from parallelrun.base.context import WorkerContext
 from parallelrun.data.order import make_sampler
-from parallelrun.train.build import Training
-from parallelrun.train.checkpointing import due
-from parallelrun.train.gradients import clip_coefficient
-from parallelrun.train.loop import check_finite
-from parallelrun.train.reader import Batch, Reader
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import Evaluation, StepResult
-from parallelrun.train.step import count_valid as count_globally
+from parallelrun.distributed import torch_private
+from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.checkpointing import due
+from parallelrun.training.loop.gradients import clip_coefficient
+from parallelrun.training.loop.reader import Batch, Reader
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import Evaluation, StepResult
+from parallelrun.training.loop.step import count_valid as count_globally
+from parallelrun.training.loop.training_loop import check_finite
 
 from .connections import ServerClient
 from .plan import ParameterServer
@@ -161,7 +161,7 @@ def clip(gradients: list[Tensor], limit: float) -> float:
 
 @torch.no_grad()
 def evaluate_locally(training: Training, num_workers: int, heartbeat: Callable[[int], None]) -> Evaluation:
-    """Like `train.step.measure`, but compute all workers' parts of the validation batches in this process."""
+    """Like `training.loop.step.measure`, but compute all workers' parts of the validation batches in this process."""
     split, config = training.dataset.val, training.config
     size = training.plan.batch.global_batch
     sampler = make_sampler(len(split), size, config.seed, split.shares, shuffle=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallelrun.comm import Waitable
-from parallelrun.mesh import Group
+from parallelrun.distributed.comm import Waitable
+from parallelrun.distributed.mesh import Group
 
 from ..common.allreduce.rounds import SumsByMessages
 from ..common.allreduce.runtime import all_reduce

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from parallelrun.config.schema import DataStrategyConfig
-from parallelrun.plan.structure import Plan
+from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.planner.contract.plan import Plan
 
 from ..common.bucket_prediction import buckets_of
 from ..common.zero_plan import ZeRO, received_bytes

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.schema import DataStrategyConfig
-from parallelrun.layout import Layout
-from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan.structure import Plan
+from parallelrun.base.layout import Layout
+from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.model_spec import ParameterSpec
 
 from ..common.bucket_prediction import RankBuckets, buckets_of
 from ..common.buckets import MAX_PENDING

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from parallelrun import torch_private
-from parallelrun.plan.data_strategy import Bucket
-from parallelrun.plan.parameters import HeldParameter
+from parallelrun.distributed import torch_private
+from parallelrun.planner.contract.data_strategy import Bucket
+from parallelrun.planner.contract.parameters import HeldParameter
 
 from ..common.buckets import MAX_PENDING
 from ..common.reducer import GradientBucket

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallelrun.base.precision import BYTES
 from parallelrun.models.moe.memory import num_assignments, num_kept, num_slots
-from parallelrun.plan.structure import Plan
-from parallelrun.precision import BYTES
+from parallelrun.planner.contract.plan import Plan
 
 from ..common import plan as common
 

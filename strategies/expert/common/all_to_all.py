@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.mesh import Group
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply
 
 from .plan import COUNTS, ROWS

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parallelrun.mesh import Mesh
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.moe.experts import Experts
 from parallelrun.models.moe.layer import LocalDispatcher, MoE
 from parallelrun.models.moe.routing import Routing
 from parallelrun.models.network import Network
-from parallelrun.plan.expert_dispatcher import ExpertDispatcher
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
+from parallelrun.planner.contract.plan import Plan
 
 from .all_to_all import ByteCounter
 from .plan import AXIS, levels

@@ -16,16 +16,16 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from parallelrun.errors import Problem
-from parallelrun.model_spec import BlockSpec
+from parallelrun.base.errors import Problem
+from parallelrun.base.precision import BYTES
+from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.models.moe.memory import num_kept, num_slots, router_of, row_bytes
-from parallelrun.plan.data_strategy import FlattenedDims, MeshDims
-from parallelrun.plan.expert_dispatcher import ExpertDispatcher
-from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Equivalence, Plan
-from parallelrun.precision import BYTES
-from parallelrun.wording import divisors, either, nearest
+from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
+from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
+from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
+from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec import BlockSpec
 
 AXIS, OUTER, INNER = "ep", "ep_outer", "ep_inner"
 KEY = "strategy.expert"
@@ -63,7 +63,7 @@ class AllToAllDispatcher(ExpertDispatcher):
     def check(cls, request: Request) -> list[Problem]:
         """Chunks are whole routing groups of a microbatch; inner groups are equal parts of ep.
 
-        `plan/expert_axes.py` checks that ep divides the experts and dp.
+        `planner/pieces/expert_axes.py` checks that ep divides the experts and dp.
         """
         return [*_check_chunks(request), *_check_group_size(request)]
 

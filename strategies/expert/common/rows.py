@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun.mesh import Group
+from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply
 
 from .all_to_all import AllToAll, finish, start

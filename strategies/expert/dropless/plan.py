@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.plan import Plan
 
 from ..common import plan as common
 

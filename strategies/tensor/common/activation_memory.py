@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
-from parallelrun.plan.parameters import element_bytes
-from parallelrun.plan.structure import Plan, once
-from parallelrun.precision import BYTES
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.parameters import element_bytes
+from parallelrun.planner.contract.plan import Plan, once
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ParameterSpec
 
 INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
 

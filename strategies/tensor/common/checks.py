@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 
-from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec
-from parallelrun.plan.request import Request
-from parallelrun.wording import divisors
+from parallelrun.base.errors import Problem
+from parallelrun.base.wording import divisors
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec import ModelSpec
 
 _ROOT = "module."  # prefix of the layers of a user's module in their names
 

@@ -15,12 +15,12 @@ is predicted by itself.
 
 from __future__ import annotations
 
-from parallelrun.model_spec import BlockSpec, LayerSpec
+from parallelrun.base.precision import BYTES
 from parallelrun.models.moe.memory import expert_width, num_assignments, num_groups, num_kept, router_of, row_bytes
-from parallelrun.plan.parameters import element_bytes
-from parallelrun.plan.structure import Plan
-from parallelrun.plan.tensor_strategy import LayerBackward
-from parallelrun.precision import BYTES
+from parallelrun.planner.contract.parameters import element_bytes
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.contract.tensor_strategy import LayerBackward
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 
 from .activation_memory import INDEX, MASK, activates_again, local_numel, recomputed
 

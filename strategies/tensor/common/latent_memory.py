@@ -10,9 +10,9 @@ l: rows of the whole sequence and of a rank's slice; H: heads of a rank; f: feat
 
 from __future__ import annotations
 
-from parallelrun.model_spec import BlockSpec, LayerSpec
-from parallelrun.plan.structure import Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 
 
 def latent_layers(block: BlockSpec, plan: Plan) -> tuple[LayerSpec, ...]:

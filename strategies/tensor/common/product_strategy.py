@@ -26,13 +26,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from parallelrun.model_spec import MEASURED, SAMPLE_SET_ROLE, BlockSpec, LayerSpec
-from parallelrun.model_spec.backward import BackwardStep
-from parallelrun.plan.parameters import block_dtypes, element_bytes
-from parallelrun.plan.structure import Plan, once
-from parallelrun.plan.tensor_strategy import LayerBackward
-from parallelrun.precision import BYTES
-from parallelrun.product import ActivationLayout, Product, degree, num_panels, transfers
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.parameters import block_dtypes, element_bytes
+from parallelrun.planner.contract.plan import Plan, once
+from parallelrun.planner.contract.tensor_strategy import LayerBackward
+from parallelrun.planner.model.model_spec import MEASURED, SAMPLE_SET_ROLE, BlockSpec, LayerSpec
+from parallelrun.planner.model.model_spec.backward import BackwardStep
+from parallelrun.planner.model.product import ActivationLayout, Product, degree, num_panels, transfers
 
 from . import expert_memory, latent_memory, step_memory
 from .activation_memory import (

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallelrun.layout import Layout
-from parallelrun.mesh import Mesh
-from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan.structure import Plan
+from parallelrun.base.layout import Layout
+from parallelrun.distributed.mesh import Mesh
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.model_spec import ParameterSpec
 
 
 class TakesOver(nn.Module):

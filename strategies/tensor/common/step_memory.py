@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from parallelrun.model_spec import BlockSpec, LayerSpec
-from parallelrun.model_spec.backward import BackwardStep, BlockBackward
-from parallelrun.plan.structure import Plan
-from parallelrun.plan.tensor_strategy import LayerBackward
-from parallelrun.precision import BYTES
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.contract.tensor_strategy import LayerBackward
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
+from parallelrun.planner.model.model_spec.backward import BackwardStep, BlockBackward
 
 from .activation_memory import INDEX, rounded_bytes
 

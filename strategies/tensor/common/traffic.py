@@ -1,6 +1,6 @@
 """Traffic of a tensor strategy's layers in closed form; each layer multiplies as its `Product` says. Torch-free.
 
-Per microbatch, all that the products of a block move (`parallelrun.product.transfers`):
+Per microbatch, all that the products of a block move (`parallelrun.planner.model.product.transfers`):
 operands and their gradients in the compute dtype, gradients of weights in the dtype in which gradients are reduced. In
 addition, over each axis that splits features, r being the rows of a rank:
 
@@ -19,12 +19,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
-from parallelrun.model_spec import BlockSpec, LayerSpec
-from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION, TensorCollective, TensorStrategy
-from parallelrun.precision import BYTES
-from parallelrun.product import Product, Transfer, transfers
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.tensor_strategy import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTATION,
+    TensorCollective,
+    TensorStrategy,
+)
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
+from parallelrun.planner.model.product import Product, Transfer, transfers
 
 from . import step_memory
 from .activation_memory import rounded_bytes

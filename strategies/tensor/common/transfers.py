@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.mesh import Group
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group
 
 Finish = Callable[[], Tensor]  # waits for a collective and returns its result
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallelrun.layout import Layout
-from parallelrun.mesh import Group, Mesh
-from parallelrun.product import Move, Product
+from parallelrun.base.layout import Layout
+from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.planner.model.product import Move, Product
 
 from ..common.transfers import Finish, start_all_gather, start_reduce_scatter
 from .block_matrix import BlockMatrix

@@ -12,12 +12,12 @@ from itertools import islice
 from math import lcm, prod
 from typing import Any
 
-from parallelrun import definitions
-from parallelrun.errors import Problem
-from parallelrun.plan.load import splits_backward
-from parallelrun.plan.request import Request
-from parallelrun.precision import BYTES, TABLE
-from parallelrun.wording import divisors, either, nearest
+from parallelrun.base.errors import Problem
+from parallelrun.base.precision import BYTES, TABLE
+from parallelrun.base.wording import divisors, either, nearest
+from parallelrun.planner.contract.classes import splits_backward
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model import definitions
 
 from ..common import checks as common
 from .forms import FormChoice

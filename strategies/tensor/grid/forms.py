@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import product as combinations
 from math import gcd, lcm
 
-from parallelrun.model_spec import LayerSpec, ModelSpec, Pair, ParameterSpec
-from parallelrun.product import ActivationLayout, Product, Sizes, degree, num_panels, transfers
-from parallelrun.product import forms as products
+from parallelrun.planner.model.model_spec import LayerSpec, ModelSpec, Pair, ParameterSpec
+from parallelrun.planner.model.product import ActivationLayout, Product, Sizes, degree, num_panels, transfers
+from parallelrun.planner.model.product import forms as products
 
 MAKE: dict[str, Callable[[ActivationLayout], Product]] = {
     "stationary_y": products.stationary_y,

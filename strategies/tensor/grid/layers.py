@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from parallelrun.mesh import Mesh
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.masked_layers import AttentionProduct, HashDropout
-from parallelrun.product import ActivationLayout, Product
+from parallelrun.planner.model.product import ActivationLayout, Product
 
 from ..common.sharding import EvenSlice, TakesOver, slice_of
 from . import matmul

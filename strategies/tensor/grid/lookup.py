@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallelrun.layout import Layout
-from parallelrun.mesh import Mesh
+from parallelrun.base.layout import Layout
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.autograd import apply
-from parallelrun.product import Product
+from parallelrun.planner.model.product import Product
 
 from .buffers import ActivationPacking, MoveGroup, WeightPacking, move_group, weight_packing
 from .matmul import MatmulOptions

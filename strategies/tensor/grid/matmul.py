@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallelrun.mesh import Mesh
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.autograd import apply_to_all
-from parallelrun.plan.structure import Plan
-from parallelrun.product import Product
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.product import Product
 
 from ..common.traffic import overlaps
 from . import split_backward, summa

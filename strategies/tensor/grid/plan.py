@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import Problem
-from parallelrun.layout import Layout
-from parallelrun.model_spec import BlockSpec, LayerSpec, Pair, ParameterSpec
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan, once
-from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
-from parallelrun.precision import BYTES
-from parallelrun.product import ActivationLayout, Move, Product
-from parallelrun.product import forms as products
-from parallelrun.wording import divisors
+from parallelrun.base.errors import Problem
+from parallelrun.base.layout import Layout
+from parallelrun.base.precision import BYTES
+from parallelrun.base.wording import divisors
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Collective, Plan, once
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.contract.tensor_strategy import LayoutChoice, MeshDims
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, Pair, ParameterSpec
+from parallelrun.planner.model.product import ActivationLayout, Move, Product
+from parallelrun.planner.model.product import forms as products
 
 from ..common.activation_memory import local_numel
 from ..common.product_strategy import ProductStrategy

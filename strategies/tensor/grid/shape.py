@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from math import isqrt
 from typing import ClassVar
 
-from parallelrun.plan.request import Request
+from parallelrun.planner.contract.request import Request
 
 from .keys import GridConfig
 

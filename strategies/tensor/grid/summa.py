@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun import comm
-from parallelrun.mesh import Group, Mesh
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.models.autograd import apply_to_all
-from parallelrun.product import Product, num_panels
+from parallelrun.planner.model.product import Product, num_panels
 
 from ..common.transfers import Finish, when_done
 from .buffers import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS

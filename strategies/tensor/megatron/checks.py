@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from parallelrun.errors import Problem
-from parallelrun.model_spec import LayerSpec, ModelSpec
+from parallelrun.base.errors import Problem
+from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.models.moe.spec import inside_dim
-from parallelrun.plan.request import Request
-from parallelrun.wording import divisors, either, nearest
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec import LayerSpec, ModelSpec
 
 from ..common import checks as common
 

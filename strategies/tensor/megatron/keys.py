@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.field import key
-from parallelrun.config.schema import TensorStrategyConfig
+from parallelrun.config.schema.field import key
+from parallelrun.config.schema.run_schema import TensorStrategyConfig
 
 
 @dataclass

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallelrun import comm
-from parallelrun.mesh import Group
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply, apply_to_all
 from parallelrun.models.functions import cast_all, linear
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import Problem
-from parallelrun.layout import Layout
-from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.base.errors import Problem
+from parallelrun.base.layout import Layout
+from parallelrun.base.precision import BYTES
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.moe.spec import inside_dim
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
-from parallelrun.precision import BYTES
-from parallelrun.product import ActivationLayout, Product
-from parallelrun.product.forms import column_1d, row_1d
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.contract.tensor_strategy import LayoutChoice, MeshDims
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.planner.model.product import ActivationLayout, Product
+from parallelrun.planner.model.product.forms import column_1d, row_1d
 
 from ..common.activation_memory import local_numel
 from ..common.product_strategy import ProductStrategy

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from parallelrun.mesh import Mesh
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.models.network import Network
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.plan import Plan
 
 from ..common.cross_entropy import VocabParallelLoss
 from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters

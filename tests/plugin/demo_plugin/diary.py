@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from parallelrun.trackers import TrackedRun, Tracker
+from parallelrun.report.trackers import TrackedRun, Tracker
 
 
 class Diary(Tracker):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from parallelrun.config.schema import Config
-from parallelrun.definitions import Dataset, DatasetDefinition, Split
-from parallelrun.model_spec import ModelSpec
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.model.definitions import Dataset, DatasetDefinition, Split
+from parallelrun.planner.model.model_spec import ModelSpec
 
 CLASSES = 4
 

@@ -9,9 +9,9 @@ import parallelrun as pr
 if TYPE_CHECKING:
     from typing_extensions import assert_type
 
-    from parallelrun.config.schema import Config
+    from parallelrun.config.schema.run_schema import Config
     from parallelrun.models.network import Network
-    from parallelrun.plan.structure import Plan
+    from parallelrun.planner.contract.plan import Plan
 
     def use() -> None:
         planned = pr.plan("model=gpt", "tp=2", config_dir="conf")

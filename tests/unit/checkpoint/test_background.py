@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallelrun import torch_private
 from parallelrun.checkpoint.background import BackgroundWriter
-from parallelrun.comm import counter
-from parallelrun.mesh import Group
+from parallelrun.distributed import torch_private
+from parallelrun.distributed.comm import counter
+from parallelrun.distributed.mesh import Group
 from tests.plans import tiny_plan
 
 

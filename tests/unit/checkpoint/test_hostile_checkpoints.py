@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from parallelrun.base.errors import CheckpointError
 from parallelrun.checkpoint.find import complete_steps
 from parallelrun.checkpoint.resume import choose, resolve_resume
 from parallelrun.checkpoint.schema import MAX_INDEX_BYTES
 from parallelrun.cli import errors as screen
 from parallelrun.cli.main import main
-from parallelrun.errors import CheckpointError
 from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
 

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from parallelrun.base.errors import CheckpointError
+from parallelrun.base.records import sha256_of
 from parallelrun.checkpoint.files import write_bytes
 from parallelrun.checkpoint.find import complete_steps, keep_last, latest
 from parallelrun.checkpoint.index import (
@@ -26,8 +28,6 @@ from parallelrun.checkpoint.index import (
 )
 from parallelrun.checkpoint.resume import choose, resolve_resume
 from parallelrun.checkpoint.schema import decode, read_index
-from parallelrun.errors import CheckpointError
-from parallelrun.records import sha256_of
 from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
 

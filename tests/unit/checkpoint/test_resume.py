@@ -8,14 +8,14 @@ import shutil
 
 import pytest
 
+from parallelrun.base.errors import CheckpointError
 from parallelrun.checkpoint import find, resume
 from parallelrun.checkpoint.find import complete_steps
 from parallelrun.checkpoint.resume import Chosen, choose, hold, newest, resolve_resume
 from parallelrun.checkpoint.schema import read_index
-from parallelrun.errors import CheckpointError
-from parallelrun.launch import start as launcher
-from parallelrun.plan.freeze import freeze
-from parallelrun.train.checkpointing import due
+from parallelrun.launch.entry import start as launcher
+from parallelrun.planner.resolve.freeze import freeze
+from parallelrun.training.loop.checkpointing import due
 from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from parallelrun.base.errors import CheckpointError
 from parallelrun.checkpoint.data import check_data
-from parallelrun.definitions import Dataset
-from parallelrun.errors import CheckpointError
-from parallelrun.launch.start import start
+from parallelrun.launch.entry.start import start
+from parallelrun.planner.model.definitions import Dataset
 from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
 
@@ -22,8 +22,8 @@ SAME = {"name": "text", "fingerprint": NEW, "settings": SETTINGS}
 def trained_on(tmp_path, monkeypatch):
     """Start a run that goes on from a checkpoint whose data had a given record; its manifest."""
     opened = Dataset("text", 32, NEW, None, None, settings=SETTINGS)
-    monkeypatch.setattr("parallelrun.launch.start.open_dataset", lambda *_: opened)
-    monkeypatch.setattr("parallelrun.launch.start._inline", lambda *_: 1 / 0)
+    monkeypatch.setattr("parallelrun.launch.entry.start.open_dataset", lambda *_: opened)
+    monkeypatch.setattr("parallelrun.launch.entry.start._inline", lambda *_: 1 / 0)
 
     def go_on(dataset, changes=False, **extra) -> dict:
         extra |= {"dataset": dataset} if dataset else {}
@@ -84,7 +84,7 @@ def test_other_data_that_are_allowed_are_said_with_both_values_and_recorded(trai
 def test_what_is_started_and_read_is_said_before_it_is_read(capsys, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(
-        "parallelrun.launch.start.open_dataset", lambda *_: said.append(capsys.readouterr().err) or 1 / 0
+        "parallelrun.launch.entry.start.open_dataset", lambda *_: said.append(capsys.readouterr().err) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
         start(tiny_config({"dataset.name": "text"}), tiny_plan(), [], [])

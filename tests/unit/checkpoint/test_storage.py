@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from parallelrun.base.errors import CheckpointError
 from parallelrun.checkpoint.files import Entry, write_safetensors
 from parallelrun.checkpoint.planners import LocalPart, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from parallelrun.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

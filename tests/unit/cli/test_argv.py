@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from parallelrun.base.errors import ConfigError
 from parallelrun.cli.argv import read, starts_ranks
-from parallelrun.errors import ConfigError
 from tests.matrix import examples
 
 

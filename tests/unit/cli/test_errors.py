@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.cli import errors
 from parallelrun.cli.main import main
-from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 
 
 def test_the_shape_of_a_message():

@@ -17,8 +17,8 @@ from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
 from parallelrun.config.keys import GROUPS
 from parallelrun.config.overrides import split
-from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import completed
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.schema.strategy_keys import completed
 from tests.matrix import FULL
 from tests.unit.bad_commands import CATALOGUE, FILES, OWN_MODULES, PROSE
 
@@ -80,9 +80,9 @@ def shell(capsys, monkeypatch, tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments, **more: 0)
-    monkeypatch.setattr("parallelrun.cli.ssh.run", lambda *arguments: 0)
-    monkeypatch.setattr("parallelrun.cli.doctor.main", lambda words: 0)
+    monkeypatch.setattr("parallelrun.launch.entry.start.start", lambda *arguments, **more: 0)
+    monkeypatch.setattr("parallelrun.launch.over_ssh.ssh.run", lambda *arguments: 0)
+    monkeypatch.setattr("parallelrun.cli.tools.doctor.main", lambda words: 0)
     return Shell(capsys)
 
 

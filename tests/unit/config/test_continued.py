@@ -8,9 +8,9 @@ import pytest
 
 from parallelrun.config.continued import continued, differences
 from parallelrun.config.keys import GROUPS
-from parallelrun.config.strategy_keys import completed
-from parallelrun.plan.freeze import freeze, load_frozen
-from parallelrun.plan.resolve import resolve
+from parallelrun.config.schema.strategy_keys import completed
+from parallelrun.planner.resolve.freeze import freeze, load_frozen
+from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import tiny_config, tiny_plan
 
 SAVED = {"dp": 2, "tp": 2, "model.layers": 2, "checkpoint.every": 5, "steps": 9, "seed": 7, "strategy.name": "ptdp"}

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.config import compose, presets, recipes
+from parallelrun.base.errors import ConfigError
+from parallelrun.base.precision import TABLE
+from parallelrun.config import compose, presets
 from parallelrun.config.keys import GROUPS
 from parallelrun.config.overrides import read
-from parallelrun.errors import ConfigError
-from parallelrun.plan import cluster_cost, prediction, simulate
-from parallelrun.plan.document import document as describe
-from parallelrun.plan.resolve import resolve
-from parallelrun.precision import TABLE
+from parallelrun.config.recipes import recipe_files
+from parallelrun.planner.facts.document import document as describe
+from parallelrun.planner.predict import cluster_cost, prediction, simulate
+from parallelrun.planner.resolve.resolve_config import resolve
 from tests.matrix import FULL
 
 
@@ -171,16 +172,22 @@ def test_the_small_gpt_divides_by_what_is_promised(overrides):
     assert plan("model=gpt", *overrides.split()).batch.global_batch == 48
 
 
-@pytest.mark.parametrize("name", sorted(name for name, file in recipes.find({}).items() if file.source == "built-in"))
+@pytest.mark.parametrize(
+    "name", sorted(name for name, file in recipe_files.find({}).items() if file.source == "built-in")
+)
 def test_every_recipe_is_described_and_legal(name):
     found = composed(f"recipe={name}")
-    assert recipes.find({})[name].description
+    assert recipe_files.find({})[name].description
     assert plan(f"recipe={name}").world >= 1
-    loaded = recipes.load(replace(recipes.find({})[name], source="user"))  # built-in ones obey the strangers' rules too
+    loaded = recipe_files.load(
+        replace(recipe_files.find({})[name], source="user")
+    )  # built-in ones obey the strangers' rules too
     assert loaded.keys <= found.given
 
 
-@pytest.mark.parametrize("name", sorted(name for name, file in recipes.find({}).items() if file.source == "built-in"))
+@pytest.mark.parametrize(
+    "name", sorted(name for name, file in recipe_files.find({}).items() if file.source == "built-in")
+)
 def test_every_recipe_fits_its_own_cluster(name):
     found = composed(f"recipe={name}")
     document = describe(plan(f"recipe={name}"), found.config)

@@ -11,8 +11,8 @@ from omegaconf.errors import ValidationError
 
 from parallelrun.cli import argv
 from parallelrun.config import compose, presets, source
-from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import complete_class
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.schema.strategy_keys import complete_class
 from tests.compositions import compose_as_ever
 
 

@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from parallelrun import spelling
+from parallelrun.base import spelling
+from parallelrun.base.wording import closest
 from parallelrun.cli.main import main
 from parallelrun.config import presets
 from parallelrun.config.keys import _ELSEWHERE, GROUPS, example, known_keys, nearest_keys
 from parallelrun.config.overrides import read, suggest_pairs
-from parallelrun.wording import closest
 
 KEYS = {key.name: key for key in known_keys().values() if not key.is_of_presets}
 LETTERS = string.ascii_lowercase + "_"

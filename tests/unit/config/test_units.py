@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from parallelrun.base.errors import ConfigError
 from parallelrun.cli.main import main
 from parallelrun.config.keys import known_keys
 from parallelrun.config.units import CONFUSED
-from parallelrun.errors import ConfigError
-from parallelrun.plan.resolve import resolve
+from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import pairs, tiny_config, tiny_plan
 
 # One way, per device, with the units that people write them in by mistake (prediction.md, hardware facts).

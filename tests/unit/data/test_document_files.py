@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from parallelrun.base.errors import ConfigError, DataError, EnvironmentProblem
 from parallelrun.data import document_files
 from parallelrun.data.document_files import find_documents
-from parallelrun.errors import ConfigError, DataError, EnvironmentProblem
 from tests.extras import needs
 from tests.unit.data.files import jsonl
 

@@ -7,11 +7,11 @@ import struct
 import numpy as np
 import pytest
 
-from parallelrun.config.schema import Config
+from parallelrun.base.errors import EnvironmentProblem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import megatron, open_dataset
 from parallelrun.data.megatron import element_type, open_indexed, write_indexed
-from parallelrun.errors import EnvironmentProblem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec import ModelSpec
 
 # The example of the shared notes: documents [1..5] as sequences of 3 and 2, and [7, 8]; uint16.
 EXAMPLE = [[np.array([1, 2, 3]), np.array([4, 5])], [np.array([7, 8])]]

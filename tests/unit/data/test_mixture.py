@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as drawn
 
-from parallelrun import definitions
+from parallelrun.base.errors import ConfigError
 from parallelrun.cli.main import main
-from parallelrun.config.model_schema import DatasetConfig
-from parallelrun.config.schema import Config
+from parallelrun.config.schema.model_schema import DatasetConfig
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import open_dataset, shares
 from parallelrun.data.mixture import parts_of
 from parallelrun.data.order import MixedSampler, Sampler, make_sampler
 from parallelrun.data.shares import counts_after, whole_weights
-from parallelrun.definitions import BatchShare
-from parallelrun.errors import ConfigError
-from parallelrun.model_spec import ModelSpec
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.definitions import BatchShare
+from parallelrun.planner.model.model_spec import ModelSpec
 from tests.unit.data.files import jsonl, word_tokenizer
 
 SIZES = (10, 7, 1000)

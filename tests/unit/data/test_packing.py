@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parallelrun.base.errors import EnvironmentProblem
 from parallelrun.data import open_dataset, packing
 from parallelrun.data.megatron import write_indexed
 from parallelrun.data.packing import best_fit_decreasing, pack
-from parallelrun.definitions import IGNORED, Dataset, Split
-from parallelrun.errors import EnvironmentProblem
-from parallelrun.plan.resolve import spec_of
+from parallelrun.planner.model.definitions import IGNORED, Dataset, Split
+from parallelrun.planner.resolve.resolve_config import spec_of
 from tests.plans import tiny_config
 
 SEQ = 16

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallelrun import definitions
 from parallelrun.checkpoint.data import data_changes
 from parallelrun.data import open_dataset
 from parallelrun.data.megatron import write_indexed
 from parallelrun.data.order import make_sampler
-from parallelrun.definitions import Dataset
-from parallelrun.plan.resolve import spec_of
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.definitions import Dataset
+from parallelrun.planner.resolve.resolve_config import spec_of
 from tests.plans import tiny_config
 from tests.unit.data.files import jsonl
 from tests.vision import RESNET

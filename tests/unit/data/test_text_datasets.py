@@ -10,11 +10,11 @@ import time
 import numpy as np
 import pytest
 
-from parallelrun.config.schema import Config
+from parallelrun.base.errors import ConfigError, EnvironmentProblem
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import files, open_dataset, pystdlib, synthetic, text
 from parallelrun.data.tokens import Documents, TokenWindows, held_out
-from parallelrun.errors import ConfigError, EnvironmentProblem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec import ModelSpec
 from tests.plans import collate
 
 SEQ = 8
@@ -221,9 +221,9 @@ class TestPystdlib:
     def test_it_opens_fast_and_without_torch(self):
         code = (
             "import sys, time\n"
-            "from parallelrun.config.schema import Config\n"
+            "from parallelrun.config.schema.run_schema import Config\n"
             "from parallelrun.data import open_dataset\n"
-            "from parallelrun.model_spec import ModelSpec\n"
+            "from parallelrun.planner.model.model_spec import ModelSpec\n"
             "begin = time.process_time()\n"
             "open_dataset(Config(), ModelSpec('x', 'tokens', (), (64,), (64, 4), 64, 256, seq=64))\n"
             "print(time.process_time() - begin, 'torch' in sys.modules)"

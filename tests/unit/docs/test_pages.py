@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from parallelrun import registry
+from parallelrun.base import registry
 from parallelrun.cli.main import main
 from tests.unit.docs import DOCS, docs_module
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 import yaml
 
-from parallelrun.config.schema import Config
+from parallelrun.base.errors import ConfigError
+from parallelrun.base.precision import TABLE
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.data.masked import IGNORED, RATE, MaskedSplit
-from parallelrun.errors import ConfigError
 from parallelrun.models import initialise
 from parallelrun.models.bert import network, spec
 from parallelrun.models.network import Network
-from parallelrun.precision import TABLE
 from tests.plans import tiny_config, tiny_plan
 
 PRESETS = Path(__file__).parents[3] / "conf" / "model"

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelrun import registry
-from parallelrun.definitions import IGNORED
-from parallelrun.errors import ConfigError
-from parallelrun.launch import preflight
+from parallelrun.base import registry
+from parallelrun.base.errors import ConfigError
+from parallelrun.launch.host import preflight
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, functions, initialise
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.models.network import Network, compile_blocks
+from parallelrun.planner.model.definitions import IGNORED
 from tests.plans import tiny_config, tiny_plan
 
 SEQ, VOCAB = 24, 32
@@ -29,7 +29,7 @@ def network(**changes: Any) -> Network:
     config, plan = tiny_config(settings), tiny_plan(settings)
     with torch.device("meta"):
         built: Network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
-    from parallelrun.mesh import build_mesh
+    from parallelrun.distributed.mesh import build_mesh
 
     initialise.materialise([built], plan, build_mesh(plan, torch.device("cpu")), 3)
     return built

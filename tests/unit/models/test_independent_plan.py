@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallelrun.errors import ConfigError
-from parallelrun.plan.resolve import resolve
+from parallelrun.base.errors import ConfigError
+from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import tiny_config, tiny_plan
 
 LOCAL_SGD, DILOCO = {"strategy.data.kind": "local_sgd"}, {"strategy.data.kind": "diloco"}

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallelrun.layout import Layout
-from parallelrun.mesh import build_mesh
-from parallelrun.model_spec import Initialiser, ParameterSpec
+from parallelrun.base.layout import Layout
+from parallelrun.base.precision import TABLE
+from parallelrun.distributed.mesh import build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.gpt import network
-from parallelrun.precision import TABLE
+from parallelrun.planner.model.model_spec import Initialiser, ParameterSpec
 from tests.plans import tiny_plan
 
 WEIGHT = ParameterSpec("layers.0.mlp.up.up.weight", (37, 12), Initialiser("normal", 0.5), "column_parallel")

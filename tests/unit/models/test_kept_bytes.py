@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from parallelrun.models import functions
-from parallelrun.plan.backward_block import backward_block
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build
+from parallelrun.planner.memory.backward_block import backward_block
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import build
 from tests.peak_bytes import PeakBytes
 from tests.plans import tiny_config
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun import user_code
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError
-from parallelrun.mesh import build_mesh
+from parallelrun.base import user_code
+from parallelrun.base.errors import ConfigError
+from parallelrun.base.precision import TABLE
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed.mesh import build_mesh
 from parallelrun.models import dropout, initialise, recompute
-from parallelrun.models.held_tokens import HeldTokens, hold
+from parallelrun.models.local_tokens import HeldTokens, hold
 from parallelrun.models.module import network, source, spec
 from parallelrun.models.network import Network, compile_blocks
-from parallelrun.precision import TABLE
-from parallelrun.train.build import build
-from parallelrun.train.schedules import LossScaler
-from parallelrun.train.step import train_step
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.plans import narrow_config, tiny_config, tiny_plan
 from tests.unit import user_net
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from parallelrun import definitions
-from parallelrun.config.model_schema import ModelConfig
-from parallelrun.errors import ConfigError
-from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import whole_network
+from parallelrun.base.errors import ConfigError
+from parallelrun.config.schema.model_schema import ModelConfig
+from parallelrun.planner.model import definitions
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import whole_network
 from tests.exchange import LATENT
 from tests.plans import narrow_config, tiny_config
 from tests.vision import ALEXNET, BOTTLENECK, VGG

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelrun.config.model_schema import RouterConfig
+from parallelrun.base.precision import TABLE
+from parallelrun.config.schema.model_schema import RouterConfig
 from parallelrun.models import initialise, recompute, rounding
 from parallelrun.models.gpt import network, spec
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network, compile_blocks
-from parallelrun.precision import TABLE
 from tests.live_bytes import LiveBytes
 from tests.plans import tiny_config
 

@@ -10,14 +10,15 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallelrun import definitions, registry
+from parallelrun.base import registry
+from parallelrun.base.errors import ConfigError
+from parallelrun.base.precision import TABLE
 from parallelrun.config import presets
-from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError
-from parallelrun.model_spec import ModelSpec
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import initialise
 from parallelrun.models.network import Network
-from parallelrun.precision import TABLE
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.model_spec import ModelSpec
 from tests.plans import tiny_config
 from tests.vision import ALEXNET, BOTTLENECK, RESNET, VGG
 

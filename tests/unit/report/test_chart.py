@@ -9,7 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from parallelrun.errors import EnvironmentProblem
+from parallelrun.base.errors import EnvironmentProblem
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text, digits, seconds_text
 

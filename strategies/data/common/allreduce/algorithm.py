@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from parallelrun.errors import Problem
-from parallelrun.plan import data_cost
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.base.errors import Problem
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.predict import data_cost
 
 from ..keys import AlgorithmKeys
 from .rounds import SCATTER_REDUCE, Number, Rounds

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.plan.messages import ExplainedExchange, ExplainedMessage, ExplainedRound
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedMessage, ExplainedRound
 
 from .algorithm import Algorithm
 from .rounds import ALL_GATHER, SCATTER_REDUCE, PeerMessage, Rounds, Span

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.plan import Plan
 
 from .rounds import Number
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.errors import Problem
-from parallelrun.plan.data_strategy import ExchangeForm
-from parallelrun.plan.expert_axes import DP, EXPERT
-from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.wording import one_of
+from parallelrun.base.errors import Problem
+from parallelrun.base.wording import one_of
+from parallelrun.planner.contract.data_strategy import ExchangeForm
+from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.pieces.expert_axes import DP, EXPERT
 
 from ..bucket_prediction import final_collectives
 from ..bucketed_plan import BucketedAllReduce

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from parallelrun.errors import Problem
-from parallelrun.plan import data_cost
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Plan
-from parallelrun.wording import divisors, either, nearest
+from parallelrun.base.errors import Problem
+from parallelrun.base.wording import divisors, either, nearest
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.predict import data_cost
 
 from ..keys import AlgorithmKeys
 from .algorithm import GROUP_SIZE, Algorithm, Counts, num_pieces

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from parallelrun.plan.data_strategy import DataStrategy
-from parallelrun.plan.structure import Plan
+from parallelrun.planner.contract.data_strategy import DataStrategy
+from parallelrun.planner.contract.plan import Plan
 
 SCATTER_REDUCE, ALL_GATHER = "scatter_reduce", "all_gather"  # what arrives is added; what arrives is the sum
 Span = tuple[int, int]

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import comm, torch_private
-from parallelrun.comm import Waitable
-from parallelrun.mesh import Group
+from parallelrun.distributed import comm, torch_private
+from parallelrun.distributed.comm import Waitable
+from parallelrun.distributed.mesh import Group
 
 from .rounds import ALL_GATHER, SCATTER_REDUCE, PeerMessage, Rounds, piece_elements
 

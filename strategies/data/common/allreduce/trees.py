@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from parallelrun.plan import data_cost
+from parallelrun.planner.predict import data_cost
 
 from .algorithm import Algorithm, Counts, num_pieces
 from .rounds import ALL_GATHER, SCATTER_REDUCE, Number, Round, Rounds, Span, halved, halvings, message

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from parallelrun.comm import Waitable
-from parallelrun.plan.structure import Plan
+from parallelrun.distributed.comm import Waitable
+from parallelrun.planner.contract.plan import Plan
 
 from ..reducer import Part, Sum
 

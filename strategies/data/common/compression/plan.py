@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.config.schema import Config
-from parallelrun.errors import Problem
-from parallelrun.plan.parameters import HeldParameter
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Equivalence, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.errors import Problem
+from parallelrun.base.precision import BYTES
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.parameters import HeldParameter
+from parallelrun.planner.contract.plan import Equivalence, Plan
+from parallelrun.planner.contract.request import Request
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallelrun import torch_private
-from parallelrun.comm import Waitable
-from parallelrun.plan.structure import Plan
+from parallelrun.distributed import torch_private
+from parallelrun.distributed.comm import Waitable
+from parallelrun.planner.contract.plan import Plan
 
 from ..bucketed_plan import BucketedAllReduce
 from ..reducer import Part, Sum

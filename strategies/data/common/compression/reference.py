@@ -10,10 +10,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from parallelrun.config.schema import Config
-from parallelrun.plan.parameters import HeldParameter, held_parameters
-from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import ReplayRule
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.parameters import HeldParameter, held_parameters
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.verify.replay import ReplayRule
 
 from ..bucketed_plan import BucketedAllReduce
 from .factors import first_right_factor, next_right_factor, orthonormal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.schema import Config, TensorStrategyConfig
+from parallelrun.config.schema.run_schema import Config, TensorStrategyConfig
 from parallelrun.strategies.tensor.megatron.plan import Megatron1D
 
 

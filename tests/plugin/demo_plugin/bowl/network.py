@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from parallelrun.config.schema import Config
-from parallelrun.model_spec import ModelSpec
+from parallelrun.base.precision import Precision
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.layers import ColumnLinear, RowLinear, VocabHead
 from parallelrun.models.network import Network, assemble
-from parallelrun.precision import Precision
+from parallelrun.planner.model.model_spec import ModelSpec
 
 
 class Body(nn.Module):

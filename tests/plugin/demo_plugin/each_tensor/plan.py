@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.field import key
-from parallelrun.config.schema import DataStrategyConfig
-from parallelrun.plan.data_strategy import DataStrategy
-from parallelrun.plan.parameters import held_parameters
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Equivalence, Plan
-from parallelrun.precision import BYTES
+from parallelrun.base.precision import BYTES
+from parallelrun.config.schema.field import key
+from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.planner.contract.data_strategy import DataStrategy
+from parallelrun.planner.contract.parameters import held_parameters
+from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.request import Request
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from parallelrun import comm
-from parallelrun.comm import Waitable
-from parallelrun.train.data_runtime import DataRuntime
+from parallelrun.distributed import comm
+from parallelrun.distributed.comm import Waitable
+from parallelrun.training.loop.data_runtime import DataRuntime
 
 from .plan import EachTensor
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from parallelrun import torch_private
+from parallelrun.distributed import torch_private
 from parallelrun.models.functions import attend, attend_with_dropout
-from parallelrun.plan.context_order import ORDERS, Span
+from parallelrun.planner.contract.context_order import ORDERS, Span
 from parallelrun.strategies.context.common import blocks
 from parallelrun.strategies.context.common.blocks import DroppedPart, Merged, attend_to_block, block_gradients
 from parallelrun.strategies.context.common.tiles import document_tiles, tiles

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from parallelrun.errors import ConfigError
-from parallelrun.plan import prediction
+from parallelrun.base.errors import ConfigError
+from parallelrun.planner.predict import prediction
 from tests.plans import pairs, tiny_config, tiny_plan
 
 KIND, ORDER, ULYSSES = "strategy.context.kind", "strategy.context.order", "strategy.context.ulysses"
 
 
 def problems(overrides: dict[str, Any], given: frozenset[str] = frozenset()) -> list[tuple[str, str, str]]:
-    from parallelrun.plan.resolve import resolve
+    from parallelrun.planner.resolve.resolve_config import resolve
 
     with pytest.raises(ConfigError) as caught:
         resolve(tiny_config(overrides), given=given)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from parallelrun.plan import peak, prediction
-from parallelrun.plan.document import context, document
-from parallelrun.plan.simulate import stage_flops
-from parallelrun.plan.step_time.blocks import ATTENTION, CONTEXT
-from parallelrun.plan.step_time.links import collective_s
-from parallelrun.plan.step_time.rates import rates_of
-from parallelrun.plan.step_time.step import blocks_of
+from parallelrun.planner.facts.document import context, document
+from parallelrun.planner.memory import peak
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.simulate import stage_flops
+from parallelrun.planner.predict.step_time.blocks import ATTENTION, CONTEXT
+from parallelrun.planner.predict.step_time.links import collective_s
+from parallelrun.planner.predict.step_time.rates import rates_of
+from parallelrun.planner.predict.step_time.step import blocks_of
 from tests.plans import tiny_config, tiny_plan
 
 KIND, ORDER = "strategy.context.kind", "strategy.context.order"

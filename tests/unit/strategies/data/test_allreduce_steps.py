@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallelrun.base.wording import divisors
 from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, Counts
 from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
 from parallelrun.strategies.data.common.allreduce.rounds import ALL_GATHER, SCATTER_REDUCE, Rounds, segments
 from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling, TreeAllReduce, folded
-from parallelrun.wording import divisors
 
 
 def tables(algorithm: Algorithm, size: int, numel: int) -> list[Rounds]:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelrun.layout import Layout
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ParameterSpec
-from parallelrun.plan.load import data_strategy
-from parallelrun.plan.parameters import held_parameters, owns
-from parallelrun.plan.request import Request
+from parallelrun.base.layout import Layout
+from parallelrun.planner.contract.classes import data_strategy
+from parallelrun.planner.contract.parameters import held_parameters, owns
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSpec, ParameterSpec
 from parallelrun.strategies.data.common import buckets
 from tests.plans import narrow_config, tiny_plan
 

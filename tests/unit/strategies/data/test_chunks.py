@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from parallelrun.mesh import Group
-from parallelrun.plan.parameters import held_parameters
-from parallelrun.plan.structure import Plan
+from parallelrun.distributed.mesh import Group
+from parallelrun.planner.contract.parameters import held_parameters
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.strategies.data.common.zero_runtime import ChunkedWeight, Chunks, cut
 from tests.plans import tiny_plan
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallelrun.errors import ConfigError
-from parallelrun.plan import prediction
+from parallelrun.base.errors import ConfigError
+from parallelrun.planner.predict import prediction
 from parallelrun.strategies.data.common.compression.factors import (
     first_right_factor,
     next_right_factor,
@@ -73,7 +73,7 @@ def test_what_means_nothing_is_refused(overrides, said):
 
 def test_other_ways_do_not_read_it():
     with pytest.raises(ConfigError, match=r"compression=fp16 is read by none"):
-        from parallelrun.plan.resolve import resolve
+        from parallelrun.planner.resolve.resolve_config import resolve
         from tests.plans import tiny_config
 
         config = tiny_config({"dp": 2, "strategy.data.kind": "fsdp", "strategy.data.compression": "fp16"})
@@ -134,7 +134,7 @@ def test_iterating_on_one_matrix_finds_its_best_approximation():
 
 def test_memory_counts_what_compression_keeps():
     """As many bytes as the runtime holds: halves; or messages, errors, and right factors three times."""
-    from parallelrun.plan.parameters import held_parameters
+    from parallelrun.planner.contract.parameters import held_parameters
     from parallelrun.strategies.data.common.compression.fp16 import HalfSum
     from parallelrun.strategies.data.common.compression.powersgd import FactoredSum
 
@@ -156,7 +156,7 @@ def test_memory_counts_what_compression_keeps():
 
 
 def test_every_compression_has_a_module_that_sends_and_no_other_is_registered():
-    from parallelrun import registry
+    from parallelrun.base import registry
     from parallelrun.strategies.data.common.compression.plan import KINDS
 
     compressing = {kind for kind, one in KINDS.items() if one.compresses}

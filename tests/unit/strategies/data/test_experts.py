@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.plan.data_strategy import Bucket
-from parallelrun.plan.parameters import held_parameters, owns
-from parallelrun.plan.prediction import memory
-from parallelrun.plan.structure import Plan
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.planner.contract.data_strategy import Bucket
+from parallelrun.planner.contract.parameters import held_parameters, owns
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.predict.prediction import memory
 from parallelrun.strategies.data.common import bucket_prediction, buckets
 from parallelrun.strategies.data.fsdp.units import Unit
 from tests.plans import tiny_plan

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from parallelrun.errors import ConfigError
-from parallelrun.plan.prediction import memory
+from parallelrun.base.errors import ConfigError
+from parallelrun.planner.predict.prediction import memory
 from parallelrun.strategies.data.fsdp.units import Unit
 from tests.plans import tiny_plan
 

@@ -7,11 +7,12 @@ import re
 import pytest
 import torch
 
-from parallelrun.cli import argv, hosts
-from parallelrun.errors import ConfigError
-from parallelrun.plan import prediction
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.traffic import traffic_of
+from parallelrun.base.errors import ConfigError
+from parallelrun.cli import argv
+from parallelrun.launch.over_ssh import hosts
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.traffic import traffic_of
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.allreduce.rounds import halvings
 from parallelrun.strategies.data.horovod import adasum, halving
 from parallelrun.strategies.data.horovod.stalls import SubmissionProgress, find_stalls
@@ -285,7 +286,7 @@ def test_a_stall_is_looked_for_within_process_sets():
     ],
 )
 def test_plan_can_show_it(settings):
-    from parallelrun.plan.facts import facts
+    from parallelrun.planner.facts.plan_facts import facts
 
     config = tiny_config({"dp": 4, "cluster.inter_gb_s": 3.0, "cluster.intra_gb_s": 3.0, **HOROVOD, **data(**settings)})
     assert facts(resolve(config), config)

@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallelrun.errors import ConfigError
-from parallelrun.launch import directory, failure
-from parallelrun.plan import prediction
-from parallelrun.plan.document import document, server_rows
-from parallelrun.plan.freeze import freeze, load_frozen
-from parallelrun.plan.rank_classes import rank_classes
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.traffic import traffic_of
+from parallelrun.base.errors import ConfigError
+from parallelrun.launch.failures import failure
+from parallelrun.launch.host import directory
+from parallelrun.planner.facts.document import document, server_rows
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.rank_classes import rank_classes
+from parallelrun.planner.predict.traffic import traffic_of
+from parallelrun.planner.resolve.freeze import freeze, load_frozen
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.ps.plan import sharding
 from parallelrun.strategies.data.ps.shards import Shard, assign, num_rows
 from tests.plans import tiny_config, tiny_plan

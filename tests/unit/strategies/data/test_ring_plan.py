@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from parallelrun.errors import ConfigError
-from parallelrun.plan import prediction
-from parallelrun.plan.data_cost import Link, halving_doubling, hierarchical, ring
-from parallelrun.plan.document import link_rows
-from parallelrun.plan.freeze import freeze, load_frozen
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.traffic import traffic_of
+from parallelrun.base.errors import ConfigError
+from parallelrun.planner.facts.document import link_rows
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.data_cost import Link, halving_doubling, hierarchical, ring
+from parallelrun.planner.predict.traffic import traffic_of
+from parallelrun.planner.resolve.freeze import freeze, load_frozen
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, NativeAllReduce
 from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
 from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling

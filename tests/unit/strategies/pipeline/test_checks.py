@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from parallelrun import registry
-from parallelrun.errors import ConfigError
+from parallelrun.base import registry
+from parallelrun.base.errors import ConfigError
 from parallelrun.models.gpt import spec as gpt
-from parallelrun.plan.load import pipeline_schedule
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import BatchSizes
+from parallelrun.planner.contract.classes import pipeline_schedule
+from parallelrun.planner.contract.plan import BatchSizes
+from parallelrun.planner.contract.request import Request
 from tests.plans import tiny_config, tiny_plan
 
 KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]

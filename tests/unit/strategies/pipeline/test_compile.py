@@ -7,7 +7,7 @@ import torch._functorch.config as compiler_settings
 from torch import nn
 from torch.nn import functional
 
-from parallelrun import torch_private
+from parallelrun.distributed import torch_private
 
 
 class Block(nn.Module):

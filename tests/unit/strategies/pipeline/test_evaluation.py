@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parallelrun.plan.resolve import resolve
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.pipeline import evaluation
 from tests.plans import tiny_config
 

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallelrun.config.strategy_keys import narrowed
-from parallelrun.errors import EXIT_CONFIG, ConfigError
-from parallelrun.layout import Layout
-from parallelrun.model_spec import LayerSpec
-from parallelrun.plan.freeze import freeze, load_frozen
-from parallelrun.plan.request import Request
-from parallelrun.plan.resolve import resolve
-from parallelrun.plan.shorthands import fold
-from parallelrun.plan.structure import Plan
-from parallelrun.product import ActivationLayout, Product, num_panels
+from parallelrun.base.errors import EXIT_CONFIG, ConfigError
+from parallelrun.base.layout import Layout
+from parallelrun.config.schema.strategy_keys import narrowed
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec import LayerSpec
+from parallelrun.planner.model.product import ActivationLayout, Product, num_panels
+from parallelrun.planner.resolve.freeze import freeze, load_frozen
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.planner.resolve.shorthands import fold
 from parallelrun.strategies.tensor.grid import forms as grid_forms
 from parallelrun.strategies.tensor.grid.plan import GridStrategy, Tensor2D, Tensor3D, Tensor25D
 from tests.matrix import examples
 from tests.plans import pairs, tiny_config, tiny_plan
-from tests.unit.plan.test_properties import cover
+from tests.unit.planner.contract.test_properties import cover
 
 NINE = {"layout": "2d", "tp": 9, "model.hidden": 18, "model.heads": 9, "model.ffn": 36, "global_batch": 9}
 TWO_BY_THREE = {"layout": "2d", "tp": 6, "grid": "2x3", "model.hidden": 24, "model.heads": 12, "global_batch": 12}

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallelrun.config.cluster_schema import ClusterConfig
-from parallelrun.model_spec import LayerSpec
-from parallelrun.plan import prediction
-from parallelrun.plan.hosts import stays_in_node
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.traffic import traffic_of
+from parallelrun.config.schema.cluster_schema import ClusterConfig
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.model.model_spec import LayerSpec
+from parallelrun.planner.pieces.hosts import stays_in_node
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.traffic import traffic_of
 from tests.plans import tiny_plan
 
 FLAT = {"layout": "2d", "tp": 4, "model.layers": 1, "strategy.tensor.form": "stationary_y"}

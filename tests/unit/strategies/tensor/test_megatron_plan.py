@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallelrun.errors import ConfigError
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
-from parallelrun.plan.load import pipeline_schedule
-from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.base.errors import ConfigError
+from parallelrun.planner.contract.classes import pipeline_schedule
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.strategies.tensor.megatron.plan import Megatron1D
 from tests.plans import narrow_config, tiny_plan
 

@@ -1,0 +1,24 @@
+"""Check for optional packages without importing them, before any rank starts. Torch-free."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from parallelrun.base.errors import EnvironmentProblem, Problem
+
+_PIP_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # where the name for pip differs from the module's
+
+
+def require(module: str, option: str, where: str, suggestion: str = "", extra: str = "") -> Path:
+    """Return the folder of a package that `option` needs. Raises EnvironmentProblem (with the fix) if it is absent.
+
+    extra: the extra of parallelrun that installs it.
+    """
+    found = find_spec(module)
+    if found is None or not found.origin:
+        name = _PIP_NAMES.get(module, module)
+        what = f"{option} needs the package {name}, which is not installed"
+        wanted = f"'parallelrun[{extra}]'" if extra else name
+        raise EnvironmentProblem(Problem(what, where, suggestion, f"pip install {wanted}"))
+    return Path(found.origin).parent

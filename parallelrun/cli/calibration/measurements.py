@@ -1,0 +1,106 @@
+"""The measurements of a calibration: plain data that is written to JSON and read back. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from parallelrun.base.errors import EnvironmentProblem, Problem
+from parallelrun.base.records import write_json
+
+WALL, CPU = "wall", "cpu"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds on the wall, CPU seconds of all ranks over the cores they can use, and the spread of the wall time:
+    interquartile range over median."""
+
+    wall_s: float
+    cpu_s: float
+    spread: float = 0.0
+
+    def seconds(self, clock: str) -> float:
+        """By one of the two clocks."""
+        return self.cpu_s if clock == CPU else self.wall_s
+
+
+@dataclass(frozen=True)
+class TimedProduct:
+    """A matrix product: rows x inner times inner x columns. On CPUs by one thread, while every core does one."""
+
+    rows: int
+    inner: int
+    columns: int
+    sample: Sample
+    precision: str = "fp32"
+
+    def flops_s(self, clock: str) -> float:
+        """FLOP/s by one of the two clocks."""
+        return 2.0 * self.rows * self.inner * self.columns / self.sample.seconds(clock)
+
+
+@dataclass(frozen=True)
+class TimedExchange:
+    """One call of a collective over `ranks` ranks. num_bytes: payload, as `plan.structure.Collective` counts it."""
+
+    operation: str
+    num_bytes: int
+    ranks: int
+    sample: Sample
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A training step. config: the frozen configuration of its run. source: calibrate, or the run's directory."""
+
+    name: str
+    config: str
+    sample: Sample
+    source: str = "calibrate"
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything that was measured. clock: wall, or cpu on a machine that others use too. peaks: FLOP/s by precision.
+
+    facts: date, host, versions and device.
+    busy_share: the part of the wall time in which ranks had a core. memory_bytes_s: the fastest copy, in caches too.
+    skipped: what there was no time for, or what failed.
+    """
+
+    clock: str
+    device: str
+    cores: int
+    facts: Mapping[str, Any]
+    peaks: Mapping[str, float]
+    memory_bytes_s: float
+    multiprocessors: int = 0
+    memory_bytes: float = 0.0
+    products: tuple[TimedProduct, ...] = ()
+    exchanges: tuple[TimedExchange, ...] = ()
+    steps: tuple[TimedStep, ...] = ()
+    skipped: tuple[str, ...] = ()
+    seconds: float = 0.0
+    busy_share: float = 1.0
+
+
+def save(measured: Measurements, path: Path) -> None:
+    """Write `measured` as JSON. Raises OSError."""
+    write_json(path, asdict(measured))
+
+
+def load(path: Path) -> Measurements:
+    """Read what `save` wrote. Raises EnvironmentProblem if it is not that."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        known = {one.name: values[one.name] for one in fields(Measurements) if one.name in values}
+        for name, kind in (("products", TimedProduct), ("exchanges", TimedExchange), ("steps", TimedStep)):
+            known[name] = tuple(kind(**{**row, "sample": Sample(**row["sample"])}) for row in values[name])
+        return Measurements(**{**known, "skipped": tuple(values["skipped"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{path} does not hold the measurements of a calibration: {type(error).__name__}: {error}"
+        raise EnvironmentProblem(Problem(what, "cluster", command="parallelrun calibrate, to measure again")) from error

@@ -1,0 +1,217 @@
+"""A calibration from start to end: which ranks are started, in which order, within a budget of seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.cli.calibration import training
+from parallelrun.cli.calibration.measurements import (
+    CPU,
+    WALL,
+    Measurements,
+    Sample,
+    TimedExchange,
+    TimedProduct,
+    TimedStep,
+)
+from parallelrun.config import compose
+from parallelrun.config import overrides as override_checks
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.launch.host.environment import num_cores, visible_gpus
+from parallelrun.launch.host.preflight import available_bytes
+from parallelrun.launch.ranks.task import run_task, task_root
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.resolve.freeze import filled, freeze
+from parallelrun.planner.resolve.resolve_config import resolve
+
+WORKERS = "parallelrun.cli.calibration.worker"
+SHARED = 0.9  # a rank that gets a core for less of the time shares the machine with others
+LEAST_S = 30.0  # a smaller budget hardly reaches the first training
+MEASUREMENT_S, SHORT_S = 0.08, 0.01  # of one product or copy
+ALLOWED_S = 15.0  # the longest that a training of the list is expected to take
+
+
+@dataclass
+class Session:
+    """seconds: the budget. backend: of CPU collectives. timed: how trainings are timed. say: hears progress."""
+
+    seconds: float = 100.0
+    backend: str = "auto"
+    device: str = "auto"
+    timed: Sequence[str] = ()
+    say: Callable[[str], None] = lambda text: None
+    _began: float = field(default_factory=time.monotonic)
+    _skipped: list[str] = field(default_factory=list)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.seconds - (time.monotonic() - self._began)
+
+    def measure(self) -> Measurements:
+        """Measure this machine. Raises EnvironmentProblem if not even products can be measured, ConfigError."""
+        if self.seconds < LEAST_S:
+            what = f"seconds={self.seconds:g} is not enough to measure anything"
+            raise ConfigError(Problem(what, "seconds", f"seconds={LEAST_S:g}"))
+        gpus = visible_gpus() if self.device != "cpu" else 0
+        on_cpu, own = not gpus, gpus or num_cores()
+        with task_root("calibrate") as root:
+            ranks = list(self._devices(root, own, on_cpu))
+            products = _over_ranks([row["products"] for row in ranks], TimedProduct)
+            busy = _median(one.sample.cpu_s / one.sample.wall_s for one in products) if on_cpu else 1.0
+            clock = WALL if busy >= SHARED else CPU
+            exchanges = list(self._exchanges(root, own, on_cpu))
+            steps = list(self._trainings(root, own, on_cpu, clock))
+        if not steps:
+            what = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
+            raise ConfigError(Problem(what, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
+        peaks = _over_ranks([list(row["peaks"].values()) for row in ranks], TimedProduct)
+        return Measurements(
+            clock=clock,
+            device="cpu" if on_cpu else "cuda",
+            cores=own,
+            facts=_facts(ranks[0], self.backend, on_cpu),
+            peaks=highest_rates([*peaks, *products], clock),
+            memory_bytes_s=_median(row["memory_bytes_s"][clock] for row in ranks),
+            multiprocessors=ranks[0].get("multiprocessors", 0),
+            memory_bytes=ranks[0].get("memory_bytes") or (available_bytes() or 0) / own,
+            products=tuple(products),
+            exchanges=tuple(exchanges),
+            steps=tuple(steps),
+            skipped=tuple(self._skipped),
+            seconds=time.monotonic() - self._began,
+            busy_share=busy,
+        )
+
+    def _devices(self, root: Path, own: int, on_cpu: bool) -> Iterator[dict[str, Any]]:
+        self.say(f"matrix products and memory of {own} {'core' if on_cpu else 'GPU'}{'s' * (own > 1)}")
+        seconds = MEASUREMENT_S if self.left_s > 60 else SHORT_S
+        yield from self._measured(root, own, on_cpu, ["products"], seconds)
+
+    def _exchanges(self, root: Path, own: int, on_cpu: bool) -> Iterator[TimedExchange]:
+        """Groups as large as the cores or GPUs, half as large, and on CPUs twice as large."""
+        sizes = sorted({size for size in ((2, 2 * own) if on_cpu else (own, own // 2)) if size > 1})
+        if not sizes:
+            self._skipped.append("collectives: one GPU has nobody to exchange with; the rates of links are not fitted")
+        for size in sizes:
+            self.say(f"collectives of {size} ranks")
+            found = self._measured(root, size, on_cpu, ["exchanges"], SHORT_S)
+            rows = [
+                [TimedExchange(**{**row, "sample": Sample(**row["sample"])}) for row in one["exchanges"]]
+                for one in found
+            ]
+            crowd = min(size, own) if on_cpu else size
+            for same in zip(*rows):
+                cpu = sum(one.sample.cpu_s for one in same) / crowd
+                wall = max(one.sample.wall_s for one in same)
+                yield replace(same[0], sample=Sample(wall, cpu, _median(one.sample.spread for one in same)))
+
+    def _measured(self, root: Path, ranks: int, on_cpu: bool, parts: list[str], seconds: float) -> list[dict[str, Any]]:
+        device = "cpu" if on_cpu else "cuda"
+        config = replace(Config(), dp=ranks, global_batch=ranks, device=device, backend=self.backend)
+        plan = resolve(config)
+        folder = run_task(root, config, plan, f"{WORKERS}:measure", {"parts": parts, "seconds": seconds})
+        return [json.loads((folder / f"measured_{rank}.json").read_text()) for rank in range(ranks)]
+
+    def _trainings(self, root: Path, own: int, on_cpu: bool, clock: str) -> Iterator[TimedStep]:
+        longest = ALLOWED_S
+        for name, words in training.STEPS if on_cpu else training.STEPS_ON_GPUS:
+            if self.left_s < longest:
+                self._skipped.append(f"{name}: no time was left")
+                continue
+            self.say(f"training: {name}")
+            began = time.monotonic()
+            try:
+                step = self.training(root, name, words, own, on_cpu, clock)
+            except (ConfigError, EnvironmentProblem) as error:
+                self._skipped.append(f"{name}: {error}")
+                continue
+            longest = max(longest, time.monotonic() - began)
+            yield step
+
+    def training(
+        self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool, clock: str = WALL
+    ) -> TimedStep:
+        """Bench one training on this machine. Raises ConfigError, EnvironmentProblem.
+
+        By the CPU clock, threads that spin while they wait for each other, and those of servers, cannot be counted.
+        """
+        config, plan = composed(
+            [
+                f"backend={self.backend}",
+                f"device={'cpu' if on_cpu else 'cuda'}",
+                *(self.timed or training.TIMED_STEPS),
+                *words,
+            ]
+        )
+        if clock == CPU and (plan.servers or plan.world <= own // 2):
+            what = "the threads of servers are not counted" if plan.servers else "waiting threads of a rank would count"
+            raise EnvironmentProblem(f"CPU time does not show it: {what}")
+        if not on_cpu and plan.world > own:
+            raise EnvironmentProblem(f"{plan.world} ranks on {own} GPUs")
+        folder = run_task(root, filled(config, plan), plan, f"{WORKERS}:steps")
+        return TimedStep(name, freeze(config, plan), sample_of(json.loads((folder / "bench.json").read_text()), own))
+
+
+def highest_rates(products: Sequence[TimedProduct], clock: str) -> dict[str, float]:
+    """FLOP/s of the fastest product of each precision: another one may beat the large square one."""
+    found: dict[str, float] = {}
+    for one in products:
+        found[one.precision] = max(one.flops_s(clock), found.get(one.precision, 0.0))
+    return found
+
+
+def composed(words: Sequence[str]) -> tuple[Config, Plan]:
+    """The configuration and plan of `words` of a bench. Raises ConfigError."""
+    found, problems = override_checks.read(list(words), False, "calibrate")
+    if problems:
+        raise ConfigError(*problems)
+    made, _ = compose.compose_once(compose.prepare(found, (), "bench", False))
+    return made.config, resolve(made.config, given=made.given)
+
+
+def sample_of(bench: dict[str, Any], own: int) -> Sample:
+    """The sample of a bench.json. own: the cores of the machine. CPU seconds are 0 where nobody counted them."""
+    spread = (bench["upper_quartile_s"] - bench["lower_quartile_s"]) / bench["median_s"]
+    used = bench["world"] * max(1, own // bench["world"])  # a rank has its share of the cores as threads
+    share = bench.get("cpu_s", 0.0) / min(own, used)
+    return Sample(bench["median_s"], share, spread)
+
+
+def _over_ranks(rows: list[list[dict[str, Any]]], kind: type[TimedProduct]) -> list[TimedProduct]:
+    """The same measurements of several ranks, each by its medians."""
+    found = []
+    for same in zip(*rows):
+        samples = [Sample(**one["sample"]) for one in same]
+        middle = (_median(getattr(one, name) for one in samples) for name in ("wall_s", "cpu_s", "spread"))
+        found.append(kind(**{**same[0], "sample": Sample(*middle)}))
+    return found
+
+
+def _median(values: Any) -> float:
+    return float(statistics.median(values))
+
+
+def _facts(rank: dict[str, Any], backend: str, on_cpu: bool) -> dict[str, Any]:
+    names = ("parallelrun", "torch", "numpy")
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "host": platform.node(),
+        "device": rank.get("device") or f"CPU {platform.machine()}",
+        "backend": rank.get("backend") or backend,
+        "load": round(os.getloadavg()[0], 1) if on_cpu else None,
+        "python": sys.version.split()[0],
+        "versions": {name: metadata.version(name) for name in names},
+    }

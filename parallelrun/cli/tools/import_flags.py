@@ -1,0 +1,110 @@
+"""`parallelrun import-flags`: the settings of another runner as a recipe. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallelrun.base.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
+from parallelrun.cli.flag_formats import recipe, sources
+from parallelrun.cli.flag_formats.settings import Translation
+from parallelrun.config.keys import GROUPS
+
+if TYPE_CHECKING:
+    from parallelrun.planner.contract.plan import Plan
+
+_MODEL_AXES = ("pp", "tp", "cp", "ep")
+_DESCRIPTION = """Translate the settings of another runner into a recipe: a file with arguments of Megatron-LM (a shell
+script), a job of torchtitan (TOML or Python), a configuration of DeepSpeed (JSON) or accelerate (YAML); or, after --,
+a command line of Megatron-LM. The format is recognised by its content. What has no counterpart is listed."""
+
+
+def main(words: list[str]) -> int:
+    """Print the recipe, or write it. Raises ConfigError with every fault of the file and of the plan it describes."""
+    asked, command_line = _parsed(words)
+    source = sources.of_words(command_line) if command_line else sources.of_file(Path(asked.file), asked.config)
+    found = source.translate()
+    recipe.with_overrides(found, _overrides(asked.overrides), GROUPS)
+    plan = recipe.check(found, lambda: _plan(found))
+    text = recipe.text(found, source.kind, source.shown, plan)
+    if asked.to is None:
+        sys.stdout.write(text)
+        return EXIT_OK
+    _write(Path(asked.to).expanduser(), text)
+    for title, lines in recipe.lists(found):
+        print(f"{title}: {len(lines)}")
+        for line in lines:
+            print(f"  {line}")
+    print(f"written: {asked.to}; try:\nparallelrun plan recipe={asked.to}")
+    return EXIT_OK
+
+
+def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(the options, the words after --)."""
+    own, command_line = words, []
+    if "--" in words:
+        own, command_line = words[: words.index("--")], words[words.index("--") + 1 :]
+    parser = argparse.ArgumentParser("parallelrun import-flags", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("file", nargs="?", help="the file; or the arguments after --")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys of the recipe that the file lacks: model="
+    )
+    parser.add_argument("--to", metavar="FILE", help="write the recipe here, and print the lists (default: print it)")
+    parser.add_argument("--config", metavar="FUNCTION", help="of a Python file of torchtitan: the one to translate")
+    asked = parser.parse_args(own)
+    if asked.file is not None and "=" in asked.file:
+        asked.file, asked.overrides = None, [asked.file, *asked.overrides]
+    if (asked.file is None) == (not command_line):
+        what = "give either a file, or after -- the arguments of pretrain_gpt.py"
+        raise ConfigError(Problem(what, "command line", command="parallelrun import-flags --help"))
+    return asked, command_line
+
+
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    import yaml
+
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(Problem(f"{word}: not key=value", "command line"))
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+def _plan(found: Translation) -> Plan:
+    """Compose and resolve the recipe; data that is not on this machine is not looked for. Where the number of ranks is
+    open, the plan has the fewest, so that no demonstration decides whether the recipe is legal."""
+    from parallelrun.config import compose, overrides
+    from parallelrun.planner.resolve.resolve_config import resolve
+
+    path = found.values.get("dataset.path")
+    if path is not None and not Path(f"{path}.idx").is_file() and not Path(path).exists():
+        values = {key: value for key, value in found.values.items() if not key.startswith("dataset.")}
+        found = replace(found, values=values, groups={**found.groups, "dataset": "synthetic"})
+    with tempfile.TemporaryDirectory(prefix="parallelrun-recipe-") as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(recipe.text(found, "", ""), encoding="utf-8")
+        read, _ = overrides.read([f"recipe={file}"], False, "recipe")
+        composed, _ = compose.compose_once(compose.prepare(read, (), "plan", False))
+        world = (
+            None if not recipe.world_is_open(found) else math.prod(found.values.get(axis, 1) for axis in _MODEL_AXES)
+        )
+        return resolve(composed.config, given=composed.given, world=world)
+
+
+def _write(path: Path, text: str) -> None:
+    from parallelrun.base.records import write_text
+
+    if path.exists():
+        raise ConfigError(Problem(f"{path} exists", "--to", "another name"))
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise EnvironmentProblem(Problem(f"cannot write {path}: {error.strerror}", "--to")) from error

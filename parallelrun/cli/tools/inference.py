@@ -1,0 +1,207 @@
+"""`generate` continues a text with a trained model, also on several ranks; `eval` scores it on a dataset."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.checkpoint.exchange.paths import check_paths
+from parallelrun.cli import argv as command_lines
+from parallelrun.cli import help
+from parallelrun.cli.argv import CommandLine
+from parallelrun.cli.json_output import print_json
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.model import definitions
+from parallelrun.report.records import find
+from parallelrun.training.inference import SPLITS
+
+if TYPE_CHECKING:
+    from parallelrun.checkpoint.exchange.source import StoredModel
+    from parallelrun.training.inference.generate import Sampling
+
+_GENERATE = """usage: parallelrun generate RUN TEXT [key=value ...] [--json]
+
+Continue TEXT with a trained language model. RUN: the directory of a run, checkpoint, import, export or Hugging Face
+model; or, as in `parallelrun runs show`, latest, a run's name, or the random end of its directory.
+
+  max_tokens=100    tokens to generate
+  temperature=1.0   0: always the most likely token
+  top_k=null        draw among so many most likely tokens
+  seed=0            of the draws
+  tokens=[1,2,3]    a prompt of token ids in place of TEXT, for a model without a tokenizer
+  tp=1              ranks that hold the model together (1D tensor parallel), each with its heads' keys and values"""
+_EVAL = """usage: parallelrun eval RUN [key=value ...] [--json]
+
+Mean loss, perplexity, bits per byte (of models of bytes) and top-1 of trained weights. RUN: as in generate.
+
+  split=val         val | train | all
+  samples=null      number of samples at most
+  dataset=... path=... dataset.*   other data than the run's; precision=..."""
+
+_DATA_KEYS = ("dataset", "precision", "path", "tokenizer")
+
+
+def generate(words: list[str]) -> int:
+    """`parallelrun generate RUN TEXT [key=value ...]`."""
+    if (code := help.answered(words, _GENERATE)) is not None:
+        return code
+    as_json, words = "--json" in words, [word for word in words if word != "--json"]
+    text = words[1] if len(words) > 1 and not words[1].startswith("tokens=") else None
+    known = ("max_tokens", "temperature", "top_k", "seed", "tokens", "tp")
+    asked = _Arguments(words[1 if text is None else 2 :], known)
+    if (text is None) == ("tokens" not in asked.values):
+        what = "give a text, or token ids as tokens=[1,2,3]"
+        asked.problems.append(Problem(what, "text", command="parallelrun generate --help"))
+    count = asked.number("max_tokens", int, 100, lambda value: value >= 1)
+    top_k = asked.number("top_k", int, None, lambda value: value >= 1)
+    temperature = asked.number("temperature", float, 1.0, lambda value: value >= 0 and math.isfinite(value))
+    seed = asked.number("seed", int, 0, lambda value: 0 <= value < 2**63)
+    tp = asked.number("tp", int, 1, lambda value: value >= 1)
+    given = asked.token_ids("tokens")
+    path = str(find.directory_of(words[0]))
+    check_paths(path, "run", problems=asked.problems)
+    from parallelrun.checkpoint.exchange.source import open_source
+    from parallelrun.checkpoint.exchange.tokenizer import Codec
+    from parallelrun.training.inference.generate import Generator, Sampling, check_causal, check_prompt
+    from parallelrun.training.inference.text import collected
+
+    source = open_source(path, "run")
+    source.weights.verify()
+    codec = Codec(source) if given is None else None
+    prompt = given if given is not None else codec.encode(text or "") if codec else []
+    check_causal(source)
+    check_prompt(prompt, source.spec.vocab)
+    sampling = Sampling(temperature, top_k, seed)
+    if tp > 1:
+        found, rate = _on_ranks(source, tp, prompt, count, sampling, codec is not None, as_json)
+    else:
+        model = Generator(source)
+        began = time.perf_counter()
+        found = collected(model.tokens(prompt, count, sampling), prompt, codec, as_json)
+        rate = len(found) / (time.perf_counter() - began)
+    if as_json:
+        said = codec.decode(found) if codec else None
+        print_json({"prompt": text, "prompt_tokens": prompt, "tokens": found, "text": said, "tokens_per_s": rate})
+    return EXIT_OK
+
+
+def _on_ranks(
+    source: StoredModel, tp: int, prompt: list[int], count: int, sampling: Sampling, has_text: bool, quiet: bool
+) -> tuple[list[int], float]:
+    """The tokens that `tp` ranks generate, and how many a second. Raises ConfigError, EnvironmentProblem."""
+    from parallelrun.launch.ranks.task import run_task, task_root
+    from parallelrun.training.inference.model import plan_for
+    from parallelrun.training.inference.worker import GENERATED
+
+    config, plan = plan_for(source, tp)
+    asked = {"source": str(source.path), "prompt": prompt, "count": count, "sampling": asdict(sampling),
+             "has_text": has_text, "quiet": quiet}  # fmt: skip
+    with task_root("generate") as root:
+        folder = run_task(root, config, plan, "parallelrun.training.inference.worker:generate", asked)
+        found = json.loads((folder / GENERATED).read_text(encoding="utf-8"))
+    return found["tokens"], found["tokens_per_s"]
+
+
+def evaluate(words: list[str]) -> int:
+    """`parallelrun eval RUN [key=value ...]`."""
+    if (code := help.answered(words, _EVAL)) is not None:
+        return code
+    as_json = "--json" in words
+    own = [word for word in words[1:] if word.startswith(("split=", "samples="))]
+    asked = _Arguments(own, ("split", "samples"))
+    limit = asked.number("samples", int, None, lambda value: value >= 1)
+    split = asked.values.get("split", "val")
+    if split not in SPLITS:
+        asked.problems.append(Problem(f"split={split}: must be one of {', '.join(SPLITS)}", "split"))
+    line = _data_words([word for word in words[1:] if word not in own and word != "--json"], asked.problems)
+    path = str(find.directory_of(words[0]))
+    check_paths(path, "run", problems=asked.problems)
+    from parallelrun.checkpoint.exchange.source import open_source
+    from parallelrun.training.inference.evaluate import evaluate as score
+
+    source = open_source(path, "run")
+    source.weights.verify()
+    config = _with_overrides(source.config, line)
+    scores = score(source, config, split, limit)
+    fields = {"source": str(source.path), "split": split, **asdict(scores)}
+    if as_json:
+        print_json(fields)
+        return EXIT_OK
+    by_part = {f"loss, {label}": loss for label, loss in fields.pop("parts").items()}
+    for name, value in {**fields, **by_part}.items():
+        if value is not None:
+            print(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
+    return EXIT_OK
+
+
+def _data_words(words: list[str], problems: list[Problem]) -> CommandLine:
+    """What the command line says of the data and the precision; `problems` gets all that is wrong with it."""
+    try:
+        line = command_lines.read(words)
+    except ConfigError as error:
+        problems += error.problems
+        return command_lines.read([])
+    wrong = [one.key for one in line.overrides if one.key.partition(".")[0] not in _DATA_KEYS]
+    if wrong or line.flags:
+        what = f"eval reads dataset, path, precision, split and samples, not {', '.join([*wrong, *line.flags])}"
+        problems.append(Problem(what, "command line", command="parallelrun eval --help"))
+    return line
+
+
+def _with_overrides(saved: Config, line: CommandLine) -> Config:
+    """The saved configuration with the data and precision of the command line. Raises ConfigError."""
+    from parallelrun.config import compose
+    from parallelrun.config.continued import continued
+
+    composed, _ = compose.compose_once(compose.prepare(line.overrides, (), "run", line.trust))
+    config = continued(composed.config, composed.given, saved) if line.overrides else saved
+    if definitions.dataset(config).vocab_follows_model and "dataset" not in composed.given:
+        what = f"dataset={config.dataset.name} is random and says nothing about trained weights"
+        raise ConfigError(Problem(what, "dataset", "dataset=text path=FILE_OR_FOLDER"))
+    return replace(config, model=saved.model, verb=definitions.EVAL, global_batch=1, local_batch=None)
+
+
+class _Arguments:
+    """The `key=value` words of a command: values by key, and every problem, for `check_paths`."""
+
+    def __init__(self, words: Sequence[str], known: Sequence[str]):
+        self.values: dict[str, str] = {}
+        self.problems: list[Problem] = []
+        known_words = [f"{key}=" for key in known]
+        for word in words:
+            key, equals, value = word.partition("=")
+            if not equals or key not in known or key in self.values:
+                wrong = "is given twice" if key in self.values else f"is none of {', '.join(known_words)}"
+                wrong += "" if equals else "; a text is one argument: quote it"
+                self.problems.append(Problem(f"{word} {wrong}", "command line"))
+            self.values.setdefault(key, value)
+
+    def number(self, key: str, kind: type, default: Any, holds: Callable[[Any], bool]) -> Any:
+        """The number of a key; `default` if it is not given, or wrong."""
+        text = self.values.get(key)
+        if text is None or (text == "null" and default is None):
+            return default
+        with suppress(ValueError):
+            value = kind(text)
+            if holds(value):
+                return value
+        whole = "whole " if kind is int else ""
+        self.problems.append(Problem(f"{key}={text}: not a {whole}number in its range", key))
+        return default
+
+    def token_ids(self, key: str) -> list[int] | None:
+        """The token ids of a key; None if it is not given, or wrong."""
+        text = self.values.get(key)
+        if text is None:
+            return None
+        try:
+            return [int(one) for one in text.strip("[]").split(",")]
+        except ValueError:
+            self.problems.append(Problem(f"{key}={text}: not a list of token ids such as [1,2,3]", key))
+            return None

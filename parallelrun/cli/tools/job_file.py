@@ -1,0 +1,196 @@
+"""The text of a job's file for Slurm, Kubernetes or SkyPilot: `parallelrun slurm|k8s|sky KEY=VALUE ...`.
+
+The words of the run and the settings of the job are told apart, and the plan is checked before anything waits in a
+queue. No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.base.wording import counted
+from parallelrun.cli import argv as command_lines
+from parallelrun.cli import help, verbs
+from parallelrun.cli.argv import CommandLine
+from parallelrun.config.compose import Composed
+from parallelrun.config.keys import GROUPS, known_keys
+from parallelrun.config.schema.model_schema import DatasetConfig
+from parallelrun.config.schema.run_schema import Config, PrecisionConfig
+from parallelrun.launch.host.directory import name_of
+from parallelrun.launch.job_files.kubernetes import KubernetesJob
+from parallelrun.launch.job_files.nodes import JobFile
+from parallelrun.launch.job_files.skypilot import SkyPilotJob
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.planner.search.open_keys import faster_precision, is_open
+
+_RESUME = "resume"
+_PYTHON = "python"
+
+
+def k8s(words: list[str]) -> int:
+    """Print a TrainJob for Kubernetes. Raises ConfigError (2) with all mistakes."""
+    return _print("k8s", KubernetesJob(), words, _K8S_HELP)
+
+
+def sky(words: list[str]) -> int:
+    """Print a task of SkyPilot. Raises ConfigError (2) with all mistakes."""
+    return _print("sky", SkyPilotJob(), words, _SKY_HELP)
+
+
+def _print(verb: str, job: JobFile, words: list[str], usage: str) -> int:
+    if (code := help.answered(words, usage)) is not None:
+        return code
+    print(text(verb, job, words, words, "python"), end="")
+    return EXIT_OK
+
+
+def text(verb: str, job: JobFile, given: Sequence[str], typed: Sequence[str], python: str) -> str:
+    """The file of a job. verb: slurm | k8s | sky; job: with the defaults; typed: for the reader; python: by default.
+
+    Raises ConfigError with all mistakes.
+    """
+    settings, rest, problems = _settings(job, given)
+    python = settings.pop(_PYTHON, python)
+    job = replace(job, **settings)
+    try:
+        line, composed = _composed(verb, job, rest)
+        if "gpus_per_node" not in settings and job.num_ranks == 0 and (gpus := _gpus_of_cluster(composed)):
+            job = replace(job, gpus_per_node=gpus)
+            line, composed = _composed(verb, job, rest)
+        problems += job.problems()
+        plan = _planned(job, composed)
+    except ConfigError as error:
+        raise ConfigError(*dict.fromkeys([*problems, *job.problems(), *error.problems])) from error
+    if problems:
+        raise ConfigError(*problems)
+    job = job if job.job_name else job.named(name_of(composed.config, plan))
+    command = [*rest, *([] if _given(line, _RESUME) or line.verb != "run" else [f"{_RESUME}=auto"])]
+    command += [word for word in job.words() if not _given(line, word.partition("=")[0])]
+    if job.gpus_per_node and not _given(line, "device"):
+        command.append("device=cuda")
+    ranks = f"{counted(job.num_ranks, 'rank')} on {counted(job.nodes, 'node')}"
+    degrees = " ".join(f"{axis}={degree}" for axis, degree in plan.degrees.items() if degree > 1)
+    head = [f"{plan.spec.name}, {plan.preset}: {degrees or 'one device'}, {ranks}"]
+    for warning in _warnings(job, composed) if line.verb == "run" else ():
+        head.append(f"warning: {warning}")
+        print(head[-1], file=sys.stderr)
+    return job.text(command, python, "\n# ".join(head), shlex.join(["parallelrun", verb, *typed]))
+
+
+def _warnings(job: JobFile, composed: Composed) -> list[str]:
+    """What a user who waits in a queue would not want to have left at its default."""
+    config, given, lines = composed.config, composed.given, []
+    is_default = config.precision.name == PrecisionConfig().name and not given & {"precision", "precision.name"}
+    if job.gpus_per_node and config.device != "cpu" and is_default:
+        faster = faster_precision(config, given)
+        if not faster and not config.cluster.peak_tflops:
+            faster = f"{config.precision.name}, the default; GPUs compute several times as fast in bf16: precision=bf16"
+        lines += [faster] if faster else []
+    if "steps" not in given and config.steps == Config().steps:
+        lines.append(f"steps={config.steps}, the default, is a trial: steps=10000")
+    if config.dataset.name == DatasetConfig().name and not any(key.startswith("dataset") for key in given):
+        lines.append(f"dataset={config.dataset.name}, the default, is Python's own source text: dataset=text path=FILE")
+    return lines
+
+
+def _gpus_of_cluster(composed: Composed) -> int | None:
+    """The GPUs of a node of the cluster that the user has named."""
+    cluster = composed.config.cluster
+    is_named = any(key.split(".")[0] == "cluster" for key in composed.given)
+    return cluster.gpus_per_node if is_named and not cluster.cores and composed.config.device != "cpu" else None
+
+
+def _settings(job: JobFile, words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
+    """(the job's settings, the words of the run, mistakes in the settings)."""
+    types = {one.name: one.type for one in fields(job)} | {_PYTHON: "str"}
+    settings: dict[str, Any] = {}
+    rest, problems = [], []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in types or not equals:
+            is_known = key in known_keys() or key in GROUPS or not equals or not key.isidentifier()
+            near = [] if is_known else difflib.get_close_matches(key, types, n=1, cutoff=0.8)
+            if near:
+                problems.append(Problem(f"{key}: neither a key nor a setting of the job", key, f"{near[0]}={value}"))
+            else:
+                rest.append(word)
+        elif types[key] != "int":
+            settings[key] = value
+        elif value.isdecimal():
+            settings[key] = int(value)
+        else:
+            problems.append(Problem(f"{word}: not a whole number", key, f"{key}=1"))
+    return settings, rest, problems
+
+
+def _composed(verb: str, job: JobFile, words: Sequence[str]) -> tuple[CommandLine, Composed]:
+    """The parsed words of the run, and its configuration."""
+    line = command_lines.read(list(words))
+    if line.multirun or line.verb in ("plan", "explain"):
+        what = f"{verb} writes the file of one run; {'-m' if line.multirun else line.verb} starts none by itself"
+        command = "parallelrun -m hydra/launcher=submitit_slurm ..." if line.multirun else "parallelrun plan ..."
+        raise ConfigError(Problem(what, "command line", command=command))
+    on_gpus = ["device=cuda"] if job.gpus_per_node and not _given(line, "device") else []
+    found = verbs.compose_line(command_lines.read([*words, *on_gpus]), None)
+    if found is None:
+        raise ConfigError(Problem("Hydra's own flags answer at once; no job is needed", "command line"))
+    composed, _ = found
+    if is_open(composed.config, composed.given):
+        what = "a search for the best plan belongs before the job"
+        raise ConfigError(Problem(what, "strategy", command=f"parallelrun plan gpus={job.num_ranks or 8} ..."))
+    return line, composed
+
+
+def _planned(job: JobFile, composed: Composed) -> Plan:
+    """The plan on the job's ranks. Raises ConfigError, with the number of nodes that the plan would fill."""
+    config, given, gpus = composed.config, composed.given, job.gpus_per_node * job.nodes
+    try:
+        return resolve(config, given=given, world=job.num_ranks or None, gpus=gpus)
+    except ConfigError as error:
+        needed = _world_of_plan(config, given)
+        on_a_node = job.num_ranks // job.nodes if job.nodes > 0 else 0
+        if not needed or not on_a_node or needed % on_a_node or needed == job.num_ranks:
+            raise
+        what = f"the plan has {counted(needed, 'rank')}, and {counted(job.nodes, 'node')} of {on_a_node} have "
+        more = Problem(f"{what}{job.num_ranks}", "nodes", f"nodes={needed // on_a_node}", kind="arithmetic")
+        raise ConfigError(more, *(problem for problem in error.problems if problem.where != "world")) from error
+
+
+def _world_of_plan(config: Config, given: frozenset[str]) -> int | None:
+    """The number of ranks that the given degrees ask for; None if the plan is wrong in itself."""
+    try:
+        return resolve(config, given=given).world
+    except ConfigError:
+        return None
+
+
+def _given(line: CommandLine, key: str) -> bool:
+    return any(override.key == key for override in line.overrides)
+
+
+_K8S_HELP = """parallelrun k8s KEY=VALUE ... nodes=2 gpus_per_node=8 ...
+
+Print a TrainJob of Kubeflow Trainer for Kubernetes, to edit and to start
+by `kubectl apply -f FILE`. The keys are those of `parallelrun`, and the plan is checked here. The settings of the job:
+  nodes=1 gpus_per_node=8          one rank for each GPU
+  nodes=1 tasks_per_node=4         ranks on CPUs
+  image=IMAGE                      a container with parallelrun, needed
+  claim=CLAIM                      a PersistentVolumeClaim for the runs, which all nodes can write, needed
+  namespace=default runtime=torch-distributed job_name=
+  python=python                    the Python in the container"""
+
+_SKY_HELP = """parallelrun sky KEY=VALUE ... nodes=2 gpus_per_node=8 ...
+
+Print a task of SkyPilot, to edit and to start
+by `sky jobs launch FILE`. The keys are those of `parallelrun`, and the plan is checked here. The settings of the job:
+  nodes=1 accelerator=H100 gpus_per_node=8   one rank for each GPU; without both, one rank on the CPUs of each node
+  bucket=NAME                      for the runs, which all nodes see, needed
+  infra=aws|gcp/us-central1|k8s... spot=1 job_name=
+  python=python                    the Python on the nodes"""

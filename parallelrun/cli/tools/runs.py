@@ -1,0 +1,154 @@
+"""`parallelrun runs ls|show|rerun|gc`: the run directories of a folder. torch is imported by `rerun` only."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from parallelrun.base.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
+from parallelrun.cli.json_output import print_json
+from parallelrun.cli.tools.compare import RUNS_HELP
+from parallelrun.report.records import find
+from parallelrun.report.records.read import read
+from parallelrun.report.records.rows import EMPTY, STATES, RunRow, read_row
+
+_RUNS = "runs"
+SHOWN = 20  # runs of the table without --limit
+
+
+def main(words: list[str]) -> int:
+    """Carry out a command on runs. Raises ConfigError (exit 2), ParallelrunError (exit 4) for broken files."""
+    arguments = _parser().parse_args(words)
+    carry_out: Callable[[argparse.Namespace, Path], int] = arguments.carry_out
+    return carry_out(arguments, Path(arguments.runs).expanduser())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "parallelrun runs", description="List, show, repeat and clean up run directories.", allow_abbrev=False
+    )
+    tools = parser.add_subparsers(required=True, metavar="ls|show|rerun|gc")
+
+    def tool(name: str, carry_out: Callable[[argparse.Namespace, Path], int], text: str) -> argparse.ArgumentParser:
+        added = tools.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.set_defaults(carry_out=carry_out)
+        added.add_argument("--runs", default=_RUNS, help="the folder of run directories (default: runs)")
+        if name != "rerun":
+            added.add_argument("--json", action="store_true", help="one JSON document")
+        return added
+
+    ls = tool("ls", _ls, "list runs, the newest first")
+    ls.add_argument("name", nargs="?", default="*", help="only runs with this name; * and ? stand for other letters")
+    ls.add_argument("--state", choices=STATES, help="only runs in this state")
+    ls.add_argument("--limit", type=_count, default=SHOWN, help=f"the number of runs (default: {SHOWN})")
+    ls.add_argument("--all", action="store_true", help="all runs")
+    show = tool("show", _show, "show one run: command, versions, state, results")
+    show.add_argument("run", help=RUNS_HELP)
+    rerun = tool("rerun", _rerun, "repeat a run from its own configuration, and compare the losses")
+    rerun.add_argument("run", help=RUNS_HELP)
+    rerun.add_argument("--trust", action="store_true", help="let the run's configuration name code")
+    rerun.add_argument("--check", action="store_true", help="exit 4 if the losses are not bitwise equal")
+    gc = tool("gc", _gc, "list what can be removed: failed and old runs, checkpoints beyond keep; --yes removes it")
+    gc.add_argument("--yes", action="store_true", help="remove it; without this nothing is changed")
+    gc.add_argument("--older-than", type=_days, metavar="DAYS", help="also all runs that ended so many days ago")
+    gc.add_argument("--keep", type=_count, help="checkpoints to keep of each run (default: its own checkpoint.keep)")
+    gc.add_argument("--keep-failed", action="store_true", help="leave runs that failed without a checkpoint")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a number from 1 is needed")
+    return int(text)
+
+
+def _days(text: str) -> float:
+    days = text.removesuffix("d")
+    if not days.replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: a number of days such as 30 or 30d is needed")
+    return float(days) * 86400
+
+
+def _ls(arguments: argparse.Namespace, runs: Path) -> int:
+    """Print the table of runs. Reads only the runs that it shows, unless a state is asked for."""
+    from parallelrun.report.runs import run_list as report
+    from parallelrun.report.screen import open_console
+
+    _check_exists(runs)
+    directories = [path for path in find.all_runs(runs) if fnmatch.fnmatch(path.parent.name, arguments.name)]
+    limit = len(directories) if arguments.all else arguments.limit
+    rows: list[RunRow] = []
+    num_read = 0
+    for directory in directories:
+        if len(rows) == limit:
+            break
+        num_read += 1
+        row = read_row(directory)
+        if row.state != EMPTY and arguments.state in (None, row.state):
+            rows.append(row)
+    if arguments.json:
+        print_json({"runs": [report.document(row) for row in rows], "num_runs": len(directories)})
+    elif rows:
+        report.show_table(rows, len(directories) - num_read, open_console())
+    else:
+        print(f"no such runs in {runs}")
+    return EXIT_OK
+
+
+def _check_exists(runs: Path) -> None:
+    """Raise ConfigError for a folder that is not there, but for the default one: then there are no runs yet."""
+    if not runs.is_dir() and str(runs) != _RUNS:
+        raise ConfigError(Problem(f"{runs}: no such folder", "--runs"))
+
+
+def _show(arguments: argparse.Namespace, runs: Path) -> int:
+    from parallelrun.launch.failures.cleanup import size_of
+    from parallelrun.report.runs import final_panel as run_report
+    from parallelrun.report.runs import run_list as report
+    from parallelrun.report.screen import open_console
+
+    directory = find.one(arguments.run, runs)
+    run, row = read(directory), read_row(directory)
+    if arguments.json:
+        print_json({**report.document(row), "manifest": run.manifest, "config": run.config, "results": run.results})
+        return EXIT_OK
+    console = open_console()
+    report.facts(run, row, size_of(directory), console)
+    if (directory / "summary.json").exists() and (directory / "comm.json").exists() and run.rows:
+        console.print()
+        run_report.show(directory, console)
+    return EXIT_OK
+
+
+def _rerun(arguments: argparse.Namespace, runs: Path) -> int:
+    from parallelrun.cli.tools import rerun
+
+    return rerun.rerun(find.one(arguments.run, runs), runs, arguments.trust, arguments.check)
+
+
+def _gc(arguments: argparse.Namespace, runs: Path) -> int:
+    from parallelrun.launch.failures import cleanup
+    from parallelrun.report.figures import bytes_text
+
+    _check_exists(runs)
+    policy = cleanup.Policy(not arguments.keep_failed, arguments.older_than, arguments.keep)
+    found = cleanup.removable(runs, policy)
+    try:
+        found = [*cleanup.remove(runs, found)] if arguments.yes else found
+    except OSError as error:
+        raise EnvironmentProblem(Problem(f"cannot remove {error.filename}: {error.strerror}", "--runs")) from error
+    total = sum(one.num_bytes for one in found)
+    if arguments.json:
+        rows = [{"run": one.run, "reason": one.reason, "bytes": one.num_bytes} for one in found]
+        print_json({"removed": arguments.yes, "items": rows, "bytes": total})
+        return EXIT_OK
+    for one in found:
+        print(f"{os.path.relpath(one.run)}: {one.reason}, {bytes_text(one.num_bytes)}")
+    done = "removed" if arguments.yes else "would be removed (--yes does it)"
+    print(f"{len(found)} of the above {done}: {bytes_text(total)}" if found else "nothing to remove")
+    sys.stdout.flush()
+    return EXIT_OK

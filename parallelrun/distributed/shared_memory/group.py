@@ -1,0 +1,289 @@
+"""The process group of torch whose operations go through shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallelrun.distributed import torch_private
+from parallelrun.distributed.shared_memory.channel import CollectiveChannel
+from parallelrun.distributed.shared_memory.collectives import Collectives
+from parallelrun.distributed.shared_memory.current_operation import Awaited, awaited_in
+from parallelrun.distributed.shared_memory.engine import Engine
+from parallelrun.distributed.shared_memory.messages import MessageChannel
+from parallelrun.distributed.shared_memory.named_group import NamedGroup, Place, observed
+from parallelrun.distributed.shared_memory.reductions import reduction_of
+from parallelrun.distributed.shared_memory.tensors import Outputs, as_list, plain
+from parallelrun.distributed.shared_memory.work import SharedMemoryWork
+
+_LEAVE_S = 10.0  # a group that is destroyed waits so long for operations that its peers may still need
+
+
+class SharedMemoryGroup(NamedGroup):
+    """A group of ranks of one host. Its methods are those of torch.distributed's groups on CPU tensors.
+
+    make: the collectives that `channel` issues.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        engine: Engine,
+        make: Collectives,
+        channel: CollectiveChannel,
+        messages: MessageChannel,
+    ):
+        super().__init__(place.store, place.rank, place.size)
+        self._engine, self._size, self._number = engine, place.size, place.rank
+        self._timeout_s = place.timeout.total_seconds()
+        self._make, self._collectives = make, channel
+        self._messages = messages
+        self._open = True
+        self._coalesced: list[SharedMemoryWork] | None = None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the group, when what was issued has ended."""
+        if self._open:
+            self._open = False
+            self._engine.finish(_LEAVE_S)
+            with self._engine.mutex:
+                self._collectives.close()
+
+    def abort(self) -> None:
+        """Leave the group at once."""
+        if self._open:
+            self._open = False
+            with self._engine.mutex:
+                self._collectives.close()
+
+    @property
+    def num_issued(self) -> int:
+        """Return how many collectives this member has issued."""
+        return self._collectives.num_issued
+
+    def awaited(self) -> Awaited | None:
+        """Return what a thread of this process waits for in this group; None if none does."""
+        return awaited_in(self._engine, self._collectives, self._messages)
+
+    # collectives
+
+    @observed("barrier")
+    def barrier(self, opts: Any = None) -> SharedMemoryWork:
+        return self._issue([self._make.barrier()], opts, [])
+
+    @observed("allreduce_")
+    def allreduce(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        return self._all_reduce(tensors, opts.reduceOp if opts is not None else dist.ReduceOp.SUM, opts)
+
+    @observed("allreduce_")
+    def all_reduce(self, tensor: Tensor, op: Any, async_op: bool) -> SharedMemoryWork | None:
+        """Reduce a tensor in place, as `torch.distributed.all_reduce` does. With async_op, return the Work."""
+        values = tensor.data
+        if not values.is_contiguous():
+            work = self._all_reduce(tensor, op)
+            return work if async_op or not work.wait() else None
+        collective = self._make.all_reduce(values, reduction_of(op, values.dtype))
+        if async_op:
+            with self._engine.mutex:
+                self._collectives.issue(collective)
+            return SharedMemoryWork(self._engine, (collective,), self._timeout_s, [tensor])
+        torch_private.timed(partial(self._complete, collective))
+        return None
+
+    def _complete(self, collective: Any) -> None:
+        with self._engine.mutex:
+            self._collectives.issue(collective)
+        self._engine.wait(collective, self._timeout_s)
+        if collective.error is not None:
+            raise collective.error
+
+    @observed("allreduce_coalesced_")
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        return self._all_reduce(tensors, opts.reduceOp if opts is not None else dist.ReduceOp.SUM, opts)
+
+    def _all_reduce(self, tensors: Any, op: Any, opts: Any = None) -> SharedMemoryWork:
+        held = Outputs(as_list(tensors))
+        made = [self._make.all_reduce(one, reduction_of(op, one.dtype)) for one in held.contiguous(filled=True)]
+        return self._issue(made, opts, held.tensors, held.copies)
+
+    @observed("broadcast_")
+    def broadcast(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        root = opts.rootRank if opts is not None else 0
+        held = Outputs(as_list(tensors))
+        made = [self._make.broadcast(one, root) for one in held.contiguous(filled=root == self._number)]
+        return self._issue(made, opts, held.tensors, held.copies)
+
+    @observed("reduce_")
+    def reduce(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        held = Outputs(as_list(tensors))
+        made = [
+            self._make.reduce(one, opts.rootRank, reduction_of(opts.reduceOp, one.dtype))
+            for one in held.contiguous(filled=True)
+        ]
+        return self._issue(made, opts, held.tensors, held.copies)
+
+    @observed("allgather_")
+    def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        return self._all_gather(outputs, tensors, opts)
+
+    def _all_gather(self, outputs: Any, tensors: Any, opts: Any) -> SharedMemoryWork:
+        made, held = [], Outputs([one for row in outputs for one in row])
+        parts = iter(held.contiguous(filled=False))
+        for row, tensor in zip(outputs, tensors):
+            made.append(self._make.all_gather([next(parts) for _ in row], plain(tensor)))
+        return self._issue(made, opts, held.tensors, held.copies)
+
+    @observed("allgather_coalesced_")
+    def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        """outputs: for each rank, one for each tensor."""
+        return self._all_gather([list(row) for row in zip(*outputs)], tensors, opts)
+
+    @observed("_allgather_base_")
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedMemoryWork:
+        return self._gather_into([output], [tensor], opts)
+
+    @observed("allgather_into_tensor_coalesced_")
+    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        return self._gather_into(outputs, tensors, opts)
+
+    def _gather_into(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> SharedMemoryWork:
+        held = Outputs(outputs)
+        made = []
+        for output, tensor in zip(held.contiguous(filled=False), tensors):
+            made.append(self._make.all_gather(self._split(output), plain(tensor)))
+        return self._issue(made, opts, held.tensors, held.copies)
+
+    @observed("gather_")
+    def gather(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        held = Outputs(outputs[0] if outputs else [])
+        parts = held.contiguous(filled=False)
+        return self._issue(
+            [self._make.gather(parts, plain(tensors[0]), opts.rootRank)], opts, held.tensors, held.copies
+        )
+
+    @observed("scatter_")
+    def scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        held = Outputs(outputs)
+        parts = [plain(one) for one in tensors[0]] if tensors else []
+        made = self._make.scatter(held.contiguous(filled=False)[0], parts, opts.rootRank)
+        return self._issue([made], opts, held.tensors, held.copies)
+
+    @observed("reduce_scatter_")
+    def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        return self._reduce_scatter(outputs, [[plain(one) for one in row] for row in tensors], opts)
+
+    @observed("_reduce_scatter_base_")
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedMemoryWork:
+        return self._reduce_scatter([output], [self._split(plain(tensor))], opts)
+
+    @observed("reduce_scatter_tensor_coalesced_")
+    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        return self._reduce_scatter(outputs, [self._split(plain(one)) for one in tensors], opts)
+
+    def _reduce_scatter(self, outputs: Any, rows: list[list[Tensor]], opts: Any) -> SharedMemoryWork:
+        held = Outputs(outputs)
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        made = [
+            self._make.reduce_scatter(output, row, reduction_of(op, output.dtype))
+            for output, row in zip(held.contiguous(filled=False), rows)
+        ]
+        return self._issue(made, opts, held.tensors, held.copies)
+
+    @observed("alltoall_base_")
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_sizes: Any = (), input_sizes: Any = (), opts: Any = None
+    ) -> SharedMemoryWork:
+        held = Outputs([output])
+        whole, source = held.contiguous(filled=False)[0], plain(tensor)
+        arriving = list(whole.split(list(output_sizes))) if output_sizes else self._split(whole)
+        leaving = list(source.split(list(input_sizes))) if input_sizes else self._split(source)
+        return self._issue([self._make.all_to_all(arriving, leaving)], opts, held.tensors, held.copies)
+
+    @observed("alltoall_")
+    def alltoall(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
+        held = Outputs(outputs)
+        made = self._make.all_to_all(held.contiguous(filled=False), [plain(one) for one in tensors])
+        return self._issue([made], opts, held.tensors, held.copies)
+
+    # messages
+
+    @observed("send")
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> SharedMemoryWork:
+        with self._engine.mutex:
+            sent = [self._messages.send(plain(one), self._other(peer), tag) for one in tensors]
+        return self._work(sent, None, list(tensors))
+
+    @observed("recv_")
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> SharedMemoryWork:
+        return self._receive(tensors, self._other(peer), tag)
+
+    @observed("recv_any_source_")
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> SharedMemoryWork:
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Any, peer: int | None, tag: int) -> SharedMemoryWork:
+        held = Outputs(as_list(tensors))
+        with self._engine.mutex:
+            received = [self._messages.receive(one, peer, tag) for one in held.contiguous(filled=False)]
+        return self._work(received, None, held.tensors, held.copies)
+
+    def _other(self, peer: int) -> int:
+        if not 0 <= peer < self._size or peer == self._number:
+            raise RuntimeError(f"[shared memory] rank {self._number} of {self._size} has no other rank {peer}")
+        return peer
+
+    # the names of torch 2.11
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> SharedMemoryWork:
+        works, self._coalesced = self._coalesced or [], None
+        operations = [one for work in works for one in work._operations]
+        copies = [pair for work in works for pair in work._copies]
+        return SharedMemoryWork(
+            self._engine, operations, self._timeout_s, [t for w in works for t in w.result()], copies
+        )
+
+    def _split(self, tensor: Tensor) -> list[Tensor]:
+        """Return the equal parts of a contiguous tensor, flat, one per rank."""
+        if tensor.numel() % self._size:
+            raise RuntimeError(f"[shared memory] {tuple(tensor.shape)} does not split into {self._size} equal parts")
+        return list(tensor.view(self._size, -1).unbind()) if tensor.numel() else [tensor.view(-1)] * self._size
+
+    def _issue(
+        self,
+        made: list[Any],
+        opts: Any,
+        results: list[Tensor],
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> SharedMemoryWork:
+        with self._engine.mutex:
+            for collective in made:
+                self._collectives.issue(collective)
+        return self._work(made, opts, results, copies)
+
+    def _work(
+        self, operations: Any, opts: Any, results: list[Tensor], copies: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> SharedMemoryWork:
+        asked = opts.timeout if opts is not None else None
+        timeout_s = asked.total_seconds() if asked is not None and asked > timedelta(0) else self._timeout_s
+        work = SharedMemoryWork(self._engine, operations, timeout_s, results, copies)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work

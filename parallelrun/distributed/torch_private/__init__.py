@@ -1,0 +1,55 @@
+"""The only package that uses torch's private symbols. Each function says why it needs them."""
+
+from parallelrun.distributed.torch_private.attention import (
+    fused_attention,
+    fused_attention_backward,
+    has_fused_attention,
+)
+from parallelrun.distributed.torch_private.compiler import (
+    before_compiling,
+    import_compiler,
+    keep_compiled_buffers,
+    spare_guard_timing,
+    uncompiled,
+)
+from parallelrun.distributed.torch_private.fsdp import (
+    detach_shards_at_once,
+    empty_parameter,
+    fsdp_initialise,
+    fsdp_reduce,
+)
+from parallelrun.distributed.torch_private.groups import (
+    default_store,
+    device_for_objects,
+    gloo_group,
+    num_collectives,
+    process_groups,
+)
+from parallelrun.distributed.torch_private.measuring import fused_on_meta
+from parallelrun.distributed.torch_private.observers import (
+    current_dispatch_modes,
+    dispatch_modes,
+    is_observed,
+    observe,
+    observed,
+    observers,
+)
+from parallelrun.distributed.torch_private.pipelines import (
+    greet_others_only,
+    receive_on_demand,
+    set_messages,
+    start_messages,
+    trust_metadata,
+)
+from parallelrun.distributed.torch_private.products import products_of_training, torchs_own_products, use_fast_products
+from parallelrun.distributed.torch_private.tensors import (
+    add_all,
+    copy_all,
+    fused_adamw,
+    grouped_product,
+    has_grouped_product,
+    multiply,
+    norms,
+    silu_backward,
+)
+from parallelrun.distributed.torch_private.timing import import_profiler, in_stream, phase, timed, timed_waits

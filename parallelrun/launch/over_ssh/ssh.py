@@ -1,0 +1,197 @@
+"""Start the ranks of several hosts from one machine over ssh, as horovodrun does: `-np 16 -H server1:4,server2:4`.
+
+Each host's agent (`launch/over_ssh/ssh_agent.py`) starts ranks with torchrun's variables, and from then on they are
+ranks as under torchrun (`launch/entry/attach.py`). torchrun itself would not do: it always exits with 1, and its ranks
+outlive it if it is killed. With `restarts` all ranks are started again on the same hosts, by the rules of `torchrun
+--max-restarts` (`launch/entry/reattach.py`). The user's words never pass a remote shell: they are sent to the agents'
+stdin."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+
+from parallelrun.base.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    EXIT_RANK_DIED,
+    EXIT_TERMINATED,
+    EnvironmentProblem,
+    Problem,
+)
+from parallelrun.base.stop_signals import STOP_SIGNALS, handlers
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.launch.entry import reattach
+from parallelrun.launch.host import interfaces
+from parallelrun.launch.host.environment import TOKEN, for_other_hosts
+from parallelrun.launch.over_ssh.host_ranks import GRACE_S, Order
+from parallelrun.launch.over_ssh.hosts import HostRanks, SshOptions
+from parallelrun.launch.over_ssh.ssh_connection import CONNECT_S, SshConnection
+from parallelrun.report.records import attempts
+
+OTHERS_S = GRACE_S + 5.0  # after a host has ended with a failure: time for the others to notice, to report and to end
+INTERRUPT_S = 5.0  # after Ctrl-C: time to unwind
+END_S = 5.0  # for an agent to end after its stdin was closed
+_PORTS = range(20_000, 30_000)  # rank 0 listens on a random one, or one of the seven after it
+_TICK_S = 0.05
+
+
+def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, asked: Config | None = None) -> int:
+    """Run `parallelrun <words>` on all hosts and return its exit code. No process outlives this call.
+
+    asked: the configuration that `words` mean, if the ranks may be started again. Raises EnvironmentProblem when a host
+    cannot be reached or has no parallelrun.
+    """
+    signals: list[int] = []
+    used = [host for host in hosts if host.num_ranks]
+    job, most = secrets.token_hex(8), asked.restarts if asked is not None else 0
+    code = EXIT_OK
+    with handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
+        for number in count():
+            try:
+                with SshAttempt(used, ssh, signals) as attempt:
+                    attempt.start(words, reattach.variables(job, most, number))
+                    code = attempt.watch()
+            except EnvironmentProblem as problem:
+                if not number:
+                    raise
+                print(f"  not restarted: {problem}", file=sys.stderr, flush=True)
+                return code
+            if code == EXIT_OK or signals or asked is None or not most:
+                return code
+            following = _code_if_final(asked, reattach.variables(job, most, number + 1), code, attempt.noticed)
+            if following is not None:
+                return following
+    raise AssertionError("unreachable")
+
+
+def _code_if_final(asked: Config, variables: Mapping[str, str], code: int, noticed: float) -> int | None:
+    """Return the exit code of the run, whose last attempt has failed with `code`; None if it must be started again."""
+    directory = reattach.earlier(Path(asked.runs).expanduser(), variables)
+    if directory is None:  # it has failed before a run began
+        return code
+    _, _, decision = reattach.judged(directory, asked.restarts)
+    if not decision.restart:
+        print(f"  not restarted: {decision.why}", file=sys.stderr, flush=True)
+        return decision.exit_code or code
+    attempts.mark(directory, noticed=noticed, ended=time.time())
+    return None
+
+
+class SshAttempt:
+    """One start of the ranks over several hosts. No process of it outlives the context.
+
+    noticed: when the first host has failed, in seconds since the epoch.
+    """
+
+    def __init__(self, hosts: Sequence[HostRanks], ssh: SshOptions, signals: Sequence[int]):
+        self._signals, self._codes = signals, dict[str, int]()  # by host, in the order in which they ended
+        self._forwarded, self._deadline, self._ended_by_us = 0, float("inf"), set[str]()
+        self.noticed = 0.0
+        self._agents = [SshConnection(host, ssh) for host in hosts]
+
+    def __enter__(self) -> SshAttempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self._agents:
+            agent.hang_up()
+        deadline = time.monotonic() + END_S
+        for agent in self._agents:
+            agent.end(deadline)
+
+    def start(self, words: Sequence[str], more: Mapping[str, str]) -> None:
+        """Wait until all hosts are reached, and start their ranks. more: variables for all ranks. Raises
+        EnvironmentProblem; a signal raises KeyboardInterrupt."""
+        deadline = time.monotonic() + CONNECT_S
+        while waiting := [agent for agent in self._agents if agent.addresses is None]:
+            if self._signals:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline or all(agent.process.poll() is not None for agent in waiting):
+                raise EnvironmentProblem(*(agent.unreachable() for agent in waiting))
+            time.sleep(_TICK_S)
+        hosts = [agent.host for agent in self._agents]
+        print(f"starting {', '.join(f'{host.ranks} on {host.name}' for host in hosts)}", file=sys.stderr, flush=True)
+        environ = {
+            "WORLD_SIZE": str(sum(host.num_ranks for host in hosts)),
+            "MASTER_ADDR": _address_of_rank_0(self._agents),
+            "MASTER_PORT": str(secrets.choice(_PORTS)),
+            TOKEN: secrets.token_hex(16),
+            **for_other_hosts(os.environ),
+            **more,
+        }
+        for agent in self._agents:
+            own = {**environ, "LOCAL_WORLD_SIZE": str(agent.host.num_ranks)}
+            agent.send(json.dumps(asdict(Order([*words], agent.host.first_rank, agent.host.num_ranks, own))))
+
+    def watch(self) -> int:
+        """Forward signals until all hosts have ended. Return the run's exit code."""
+        while waiting := [agent for agent in self._agents if agent.host.name not in self._codes]:
+            for agent in waiting:
+                status = agent.process.poll()
+                if status is not None:
+                    self._ended(agent, status)
+            self._forward_signals(waiting)
+            if time.monotonic() > self._deadline:
+                self._ended_by_us |= {agent.host.name for agent in waiting}
+                for agent in waiting:
+                    agent.hang_up()
+                    if time.monotonic() > self._deadline + END_S:
+                        agent.process.kill()
+            time.sleep(_TICK_S)
+        return self._exit_code()
+
+    def _ended(self, agent: SshConnection, status: int) -> None:
+        host = agent.host
+        if (status < 0 or status == agent.LOST) and host.name not in self._ended_by_us:
+            lost = f"error: the connection to host {host.name} ({host.ranks}) was lost"
+            print(lost, file=sys.stderr, flush=True)
+        self._codes[host.name] = EXIT_RANK_DIED if status < 0 or status == agent.LOST else status
+        if self._codes[host.name] != EXIT_OK:
+            self.noticed = self.noticed or time.time()
+            self._deadline = min(self._deadline, time.monotonic() + OTHERS_S)
+
+    def _forward_signals(self, agents: Sequence[SshConnection]) -> None:
+        """The first Ctrl-C unwinds, the first SIGTERM ends after a step and a save; a second signal kills."""
+        for number in self._signals[self._forwarded :]:
+            self._forwarded += 1
+            if self._forwarded > 1:
+                self._deadline = min(self._deadline, time.monotonic())
+            elif number == signal.SIGINT:
+                self._deadline = min(self._deadline, time.monotonic() + INTERRUPT_S)
+            for agent in agents:
+                agent.send(signal.Signals(number).name)
+
+    def _exit_code(self) -> int:
+        """The signal's code, else that of the first host (rank 0 knows the cause), else of the first failed host."""
+        if self._signals and (signal.SIGINT in self._signals or len(self._signals) > 1):
+            return EXIT_INTERRUPTED if signal.SIGINT in self._signals else EXIT_TERMINATED
+        own = {name: code for name, code in self._codes.items() if name not in self._ended_by_us} or self._codes
+        first = self._agents[0].host.name
+        ordered = [own[name] for name in (first, *own) if name in own]
+        return next((code for code in ordered if code not in (EXIT_OK, EXIT_PREEMPTED)), max(ordered))
+
+
+def _address_of_rank_0(agents: Sequence[SshConnection]) -> str:
+    """The address at which the others reach rank 0: its host's as the launcher has reached it. If that is this host: as
+    the others see it, or, since they see a jump host (ProxyJump) instead, the one from which packets to them leave."""
+    addresses = [agent.addresses or ("", "") for agent in agents]
+    address = addresses[0][0]
+    if agents[0].host.is_here:
+        seen = [launcher for _, launcher in addresses if launcher and interfaces.is_own(launcher)]
+        routed = [found for own, _ in addresses if own and (found := interfaces.address_towards(own))]
+        address = (seen or routed or [os.uname().nodename])[0]
+    others = {own for own, _ in addresses[1:] if not (own.startswith("127.") or own in ("", "::1"))}
+    if others and (address.startswith("127.") or address == "::1"):
+        what = f"rank 0 would listen on {address}, which the other hosts cannot reach"
+        raise EnvironmentProblem(Problem(what, "-H", "name the first host as the network knows it"))
+    return address

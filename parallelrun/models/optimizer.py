@@ -1,0 +1,184 @@
+"""torch's AdamW, SGD and Adagrad on this rank's tensors, with state by one-device name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config.schema.run_schema import OptimizerConfig
+from parallelrun.distributed import torch_private
+from parallelrun.planner.contract.optimizers import OPTIMIZERS
+from parallelrun.planner.contract.parameters import LocalParameter
+
+STEP = "step"
+CHUNK = 2**22  # bytes of weights that are updated together if somebody reads them before and after: they stay in cache
+Around = Callable[[int | None], AbstractContextManager[object]]
+
+
+class Optimizer:
+    """Updates local tensors. Weight decay applies to logical tensors of two or more dims, not to biases and norms."""
+
+    def __init__(self, config: OptimizerConfig, parameters: Sequence[LocalParameter]):
+        """parameters: contiguous, as their gradients in `step`: torch's fused updates do not look at strides."""
+        self._tensors = {parameter.name: parameter.tensor for parameter in parameters}
+        strided = [name for name, tensor in self._tensors.items() if not tensor.is_contiguous()]
+        assert not strided, f"not contiguous: {strided}"
+        assert len(self._tensors) == len(parameters), "two parameters of one rank have the same name"
+        decayed = [p.tensor for p in parameters if len(p.spec.shape) >= 2]
+        plain = [p.tensor for p in parameters if len(p.spec.shape) < 2]
+        groups = [
+            {"params": tensors, "weight_decay": decay}
+            for tensors, decay in ((decayed, config.weight_decay), (plain, 0.0))
+            if tensors
+        ]
+        self._torch = _make(config, groups) if groups else None  # a stage may have only frozen parameters
+        self._repeats: _AdamWSteps | None = None  # once torch has created the state
+
+    def step(self, lr: float, around: Around | None = None) -> None:
+        """Update every tensor by its `.grad` with the learning rate `lr`.
+
+        around: entered around the update of each of `chunks` with its number, or once with None around that of all.
+        """
+        if self._torch is None:
+            return
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        if self._repeats is None:  # later, another look at every gradient would cost more than it could tell
+            strided = [n for n, p in self._tensors.items() if p.grad is not None and not p.grad.is_contiguous()]
+            assert not strided, f"gradients that are not contiguous: {strided}"
+        if self._repeats is None or not self._repeats.step(lr, around):
+            with around(None) if around else nullcontext():
+                self._torch.step()
+            self._repeats = self._repeats or _AdamWSteps.of(self._torch)
+
+    @property
+    def chunks(self) -> Sequence[Sequence[Tensor]]:
+        """The tensors that are updated one after another, about CHUNK bytes at a time on the CPU; (): all at once.
+
+        All at once, too, if they are no more than CHUNK bytes."""
+        return self._repeats.chunks if self._repeats else ()
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """Return the live state of one parameter by kind: of the tensor's shape (`exp_avg`, ...) or 0-d (`step`).
+
+        It is empty before the first step (except for Adagrad) and for SGD without momentum. Raises KeyError.
+        """
+        found = self._torch.state.get(self._tensors[name], {}) if self._torch else {}
+        return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+
+    def load_state(self, name: str, state: dict[str, Tensor]) -> None:
+        """Set the state of one parameter to copies of the tensors of `state`, in any dtype. Raises KeyError."""
+        tensor = self._tensors[name]
+        loaded = {}
+        for key, value in state.items():
+            if value.dim() and value.shape != tensor.shape:
+                raise ValueError(f"{key} of {name} has shape {tuple(value.shape)}, its part here {tuple(tensor.shape)}")
+            # torch's Adam needs its step in fp32; the fused update needs it on the device.
+            dtype = torch.float32 if key == STEP else tensor.dtype
+            value = value.detach().to(device=tensor.device, dtype=dtype)
+            loaded[key] = value.clone(memory_format=torch.contiguous_format)
+        if loaded and self._torch:
+            self._torch.state[tensor] = loaded
+            self._repeats = None
+
+
+@dataclass(frozen=True)
+class _AdamWGroup:
+    """Parameters of one dtype with one weight decay, their state, and the numbers that do not change."""
+
+    parameters: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def parts(self) -> Iterator[slice]:
+        """Ranges of parameters of about CHUNK bytes on the CPU; on other devices all."""
+        start = size = 0
+        for index, tensor in enumerate(self.parameters):
+            size += tensor.nbytes
+            if size >= CHUNK and tensor.device.type == "cpu":
+                yield slice(start, index + 1)
+                start, size = index + 1, 0
+        if start < len(self.parameters):
+            yield slice(start, len(self.parameters))
+
+
+class _AdamWSteps:
+    """Takes steps as `torch.optim.AdamW` does, to the same bits, from lists that are made once.
+
+    torch makes them in every step, by loops over the parameters that cost small models more than the update itself.
+    """
+
+    def __init__(self, groups: list[_AdamWGroup]):
+        self._groups = groups
+        self._parts = [(group, part) for group in groups for part in group.parts()]
+        chunks = [group.parameters[part] for group, part in self._parts]
+        self.chunks = chunks if sum(tensor.nbytes for chunk in chunks for tensor in chunk) > CHUNK else []
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> _AdamWSteps | None:
+        """Return the steps of an optimizer that has state; None if it is not AdamW or some parameter has no state."""
+        if not isinstance(optimizer, torch.optim.AdamW):
+            return None
+        groups = []
+        for given in optimizer.param_groups:
+            numbers = (given["betas"], given["eps"], given["weight_decay"])
+            for dtype in {tensor.dtype for tensor in given["params"]}:
+                tensors = [tensor for tensor in given["params"] if tensor.dtype == dtype]
+                states = [optimizer.state.get(tensor) for tensor in tensors]
+                kept = [state for state in states if state]
+                if len(kept) < len(tensors):
+                    return None
+                averages, squares, steps = ([state[kind] for state in kept] for kind in ("exp_avg", "exp_avg_sq", STEP))
+                groups.append(_AdamWGroup(tensors, averages, squares, steps, *numbers))
+        return cls(groups)
+
+    @torch.no_grad()
+    def step(self, lr: float, around: Around | None) -> bool:
+        """Update every tensor. Do nothing and return False if one has no gradient: torch leaves that one as it is."""
+        gradients = [[tensor.grad for tensor in group.parameters] for group in self._groups]
+        present = [[gradient for gradient in found if gradient is not None] for found in gradients]
+        if any(len(some) < len(found) for some, found in zip(present, gradients)):
+            return False
+        gradient_of = {id(group): found for group, found in zip(self._groups, present)}
+        every = self._parts if around else [(group, slice(None)) for group in self._groups]
+        for number, (group, part) in enumerate(every):
+            with around(number) if around else nullcontext():
+                torch_private.fused_adamw(
+                    group.parameters[part],
+                    gradient_of[id(group)][part],
+                    group.exp_avgs[part],
+                    group.exp_avg_sqs[part],
+                    group.steps[part],
+                    lr=lr,
+                    betas=group.betas,
+                    eps=group.eps,
+                    weight_decay=group.weight_decay,
+                )
+        return True
+
+
+def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return the torch optimizer, fused if torch supports it on the device. Raises ConfigError."""
+    if config.name == "adamw":
+        beta1, beta2 = config.betas
+        kind = torch_private.uncompiled(torch.optim.AdamW)
+        return kind(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    if config.name == "sgd":
+        return torch_private.uncompiled(torch.optim.SGD)(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    if config.name == "adagrad":
+        on_cpu = all(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
+        return torch_private.uncompiled(torch.optim.Adagrad)(
+            groups, lr=config.lr, eps=config.eps, fused=on_cpu or None
+        )  # torch has fused Adagrad only on CPU
+    fix = " or ".join(f"optimizer={kind}" for kind in OPTIMIZERS)
+    raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", fix))

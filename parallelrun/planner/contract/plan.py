@@ -1,0 +1,289 @@
+"""The Plan: the immutable result of `resolve`. Torch-free.
+
+A Plan depends only on the config and the world. Every rank derives the same one from the frozen `config.yaml`, so it is
+not sent between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from parallelrun.base.precision import Precision
+from parallelrun.planner.contract.mesh_shape import MeshShape
+from parallelrun.planner.model.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from parallelrun.planner.contract.context_strategy import ContextStrategy
+    from parallelrun.planner.contract.data_strategy import DataStrategy
+    from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
+    from parallelrun.planner.contract.pipeline_schedule import PipelineSchedule
+    from parallelrun.planner.contract.tensor_strategy import TensorStrategy
+
+Value = TypeVar("Value")
+# fp64 numbers that are summed over all ranks in every step (`training.loop.step`): loss sum, valid targets and stop,
+# besides
+# the squared norms of `Plan.num_norms` gradients
+CONTROL_ELEMENTS = 3
+WORLD, EMBEDDING = "world", "embedding"  # groups that are not mesh axes: all ranks; the holders of a tied weight
+DATA_CONTEXT = "dp_cp"  # dp x cp as one axis
+SYNC = "sync"  # purpose of the traffic between independent replicas, once every `DataStrategy.sync_every` steps
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Batch arithmetic, in samples: global_batch = dp x micro_batch x microbatches."""
+
+    global_batch: int
+    micro_batch: int
+    microbatches: int
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples of one data replica in a step."""
+        return self.micro_batch * self.microbatches
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its index along the model, the pp rank that runs it, and the blocks it holds."""
+
+    index: int
+    pp_rank: int
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SampleSets:
+    """The samples that share BatchNorm statistics: sets of `size` consecutive samples of the global batch.
+
+    spread: a set is split over data replicas, which exchange its sums in forward and backward; else every microbatch
+    consists of complete sets. exchanged: replicas exchange statistics in every step (only running ones if not spread).
+    """
+
+    size: int
+    spread: bool
+    exchanged: bool
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """How a plan's result compares with that of one device.
+
+    kind: `exact`, `exact_when` (under the condition in `detail`) or `replay` (equals a single-process replay of the
+    algorithm in `detail`). bound: the largest error of a replay if the backend chooses the order of low-precision
+    sums; None: the usual bound. floor: the magnitude below which these sums have no relative precision.
+    """
+
+    kind: str
+    detail: str = ""
+    bound: float | None = None
+    floor: float = 0.0
+
+
+def once(cache: dict[object, Any], key: object, compute: Callable[[], Value]) -> Value:
+    """The value under `key`, computed if it is not in the cache yet."""
+    if key not in cache:
+        cache[key] = compute()
+    found: Value = cache[key]
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a worker must know except hyper-parameters.
+
+    optimizer_states: state tensors that the optimizer keeps per weight. servers: the last ranks, which are outside the
+    mesh (server k has rank num_workers + k). filled: sentences on values that were filled in (`dp=3 (filled: world 4,
+    tp 1)`). warnings: sentences for the user.
+    """
+
+    preset: str
+    world: int
+    mesh: MeshShape
+    batch: BatchSizes
+    data: DataStrategy
+    tensor: TensorStrategy
+    pipeline: PipelineSchedule
+    stages: tuple[Stage, ...]
+    spec: ModelSpec
+    precision: Precision
+    recompute: str
+    dropout: float
+    device: str  # cpu | cuda
+    optimizer: str
+    optimizer_states: int
+    equivalence: Equivalence
+    servers: int = 0
+    filled: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    sample_sets: SampleSets | None = None  # None: the model has no BatchNorm
+    expert: ExpertDispatcher | None = None  # None: every rank holds all experts (ep=1)
+    context: ContextStrategy | None = None  # None: every rank has complete sequences (cp=1)
+
+    @cached_property
+    def cache(self) -> dict[object, Any]:
+        """A cache of values computed from this plan, each under a unique key. Valid because a plan never changes."""
+        return {}
+
+    @cached_property
+    def weights_cache(self) -> dict[object, Any]:
+        """As `cache`, of values that depend neither on the batch nor on recomputation; plans that differ in nothing
+        else share it."""
+        return {}
+
+    @cached_property
+    def blocks_cache(self) -> dict[object, Any]:
+        """As `cache`, of values that depend on a block, on how tp, ep and cp split it, and on a microbatch: a search
+        shares it between plans that differ in dp, pp, the data strategy, the number of microbatches and recomputation.
+        """
+        return {}
+
+    def sharing(self, **changes: Any) -> Plan:
+        """The plan with other recomputation or another number of microbatches, and caches that depend on neither."""
+        found = replace(self, **changes)
+        vars(found).update(weights_cache=self.weights_cache, blocks_cache=self.blocks_cache)
+        return found
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """pp, dp, cp, tp, ep in rank order."""
+        return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
+
+    @cached_property
+    def data_axis(self) -> str:
+        """The axis over which gradients are summed and counts are added: dp, or dp x cp where sequences are divided.
+
+        Samples are divided over dp alone.
+        """
+        return DATA_CONTEXT if self.context else "dp"
+
+    @cached_property
+    def num_data_ranks(self) -> int:
+        """The ranks of `data_axis`."""
+        return self.mesh.size(self.data_axis)
+
+    @property
+    def seq(self) -> int:
+        """The positions of a sequence that a rank holds, before sequence parallel divides them."""
+        return self.spec.seq // self.mesh.size("cp")
+
+    @cached_property
+    def num_rows(self) -> int:
+        """The rows of the matrix that a layer reads: a rank's positions of all samples of a replica's microbatch."""
+        return self.batch.micro_batch * prod(self.spec.boundary_shape[:-1]) // self.mesh.size("cp")
+
+    @property
+    def num_norms(self) -> int:
+        """The number of gradient norms: one for the global gradient, or one for each independent replica."""
+        return self.mesh.size("dp") if self.data.independent else 1
+
+    @property
+    def num_workers(self) -> int:
+        """The ranks of the mesh."""
+        return self.mesh.num_ranks
+
+    def role(self, rank: int) -> str:
+        """worker | server."""
+        assert 0 <= rank < self.world, f"rank {rank} is not in a world of {self.world}"
+        return "worker" if rank < self.num_workers else "server"
+
+    def stages_of(self, pp_rank: int) -> tuple[Stage, ...]:
+        """The stages that a pp rank runs, by stage index."""
+        return self._of_pp_rank.get(pp_rank, ())
+
+    @cached_property
+    def _of_pp_rank(self) -> dict[int, tuple[Stage, ...]]:
+        found: dict[int, list[Stage]] = {}
+        for stage in self.stages:
+            found.setdefault(stage.pp_rank, []).append(stage)
+        return {pp_rank: tuple(stages) for pp_rank, stages in found.items()}
+
+    @property
+    def counts_right_answers(self) -> bool:
+        """Whether evaluation counts top-1 hits: for classifiers whose last stage has all logits on each rank."""
+        splits_classes = self.mesh.size("tp") > 1 and any(layer.layer_role == "head" for layer in self.spec.layers())
+        return self.spec.kind != "tokens" and not splits_classes
+
+    @property
+    def last_stage_pp_rank(self) -> int:
+        """The pp rank that computes the loss."""
+        return self.stages[-1].pp_rank
+
+    @property
+    def tied_copies(self) -> tuple[tuple[str, str], ...]:
+        """(copy, original) names of tied weights on two pp ranks, which need the embedding group."""
+        if not self.spec.tied or self.stages[0].pp_rank == self.stages[-1].pp_rank:
+            return ()
+        return self.spec.tied
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One rank's predicted communication in a training step over one axis for one purpose.
+
+    operation: all_reduce | all_gather | reduce_scatter | broadcast | reduce | all_to_all | send | recv. payload_bytes:
+    the sum of the calls' buffers (all-reduce, broadcast, reduce: the tensor; all-gather, reduce-scatter, all-to-all:
+    the full-size buffer; point to point: counted at the sender, `recv` rows have 0). most_bytes: None if the payload is
+    exact. If it depends on the data (dropless experts), payload_bytes assumes an even load and most_bytes is the bound.
+    """
+
+    axis: str
+    operation: str
+    purpose: str
+    calls: int
+    payload_bytes: int
+    most_bytes: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """(axis, operation, purpose), which is unique among the rows of a rank."""
+        return self.axis, self.operation, self.purpose
+
+    def allows(self, calls: int, payload_bytes: int) -> bool:
+        """Return whether the measured calls and bytes match this prediction.
+
+        Calls must be equal, and bytes too, unless they depend on the data: then they must not exceed the bound.
+        """
+        within = payload_bytes == self.payload_bytes if self.most_bytes is None else payload_bytes <= self.most_bytes
+        return calls == self.calls and within
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, by purpose. leaves_out: memory that is not counted.
+
+    weights: with gathered ones that stay. gradients: with buckets and receive buffers. activations: saved for backward.
+    temporary: tensors that exist only during the current backward computation (gradients of activations, logits,
+    recomputed and gathered tensors, messages), and the batch. context, slack: what a GPU holds beside tensors, where
+    the cluster gives constants for it (`device_memory`): the CUDA context and communicators; unused blocks of the
+    allocator.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int = 0
+    leaves_out: tuple[str, ...] = field(default=())
+    context: int = 0
+    slack: int = 0
+
+    @property
+    def tensors(self) -> int:
+        """Bytes of all tensors: what `torch.cuda.max_memory_allocated` measures."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.temporary
+
+    @property
+    def total(self) -> int:
+        return self.tensors + self.context + self.slack
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name, which sum to `total`; what a GPU holds beside tensors only where it is known."""
+        names = ("weights", "gradients", "optimizer", "activations", "temporary")
+        beside = {"context": self.context, "slack": self.slack}
+        return {name: getattr(self, name) for name in names} | {name: size for name, size in beside.items() if size}

@@ -1,0 +1,228 @@
+"""A plan as plain data: `plan --json` prints it, plan.json stores it and `report.plans.plan` draws it. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from parallelrun.config.schema.cluster_schema import ClusterConfig
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import WORLD, Memory, Plan
+from parallelrun.planner.facts.advice import warnings
+from parallelrun.planner.facts.corruption_cost import checks
+from parallelrun.planner.facts.plan_facts import Facts, facts
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.definitions import Packing, PartUse
+from parallelrun.planner.pieces.hosts import backend_of_axis, ranks_per_node
+from parallelrun.planner.pieces.packing import packing_document, with_packing
+from parallelrun.planner.predict import cluster_cost, prediction, simulate
+from parallelrun.planner.predict.data_axis import DataAxis
+from parallelrun.planner.predict.step_time.step import why_unknown
+
+MOST_LINKED_RANKS = 64  # links are listed for at most this many ranks
+
+
+def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str, Any]:
+    """The plan with every rank, stage and row, ready for JSON. found: the result of `facts`, if already computed."""
+    found = found or facts(plan, config)
+    return {
+        "schema": 1,
+        "preset": plan.preset,
+        "model": _model(plan),
+        "world": plan.world,
+        "degrees": plan.degrees,
+        "device": plan.device,
+        "precision": plan.precision.name,
+        "optimizer": plan.optimizer,
+        "recompute": plan.recompute,
+        "dropout": plan.dropout,
+        "batch": {**asdict(plan.batch), "replica_batch": plan.batch.replica_batch},
+        "data": plan.data.document(),
+        "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},
+        "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
+        "experts": experts(plan),
+        "context": context(plan, found.packing),
+        "equivalence": asdict(plan.equivalence),
+        "mixture": [asdict(part) for part in mixture(plan, config)] or None,
+        "packing": packing_document(plan.spec, found.packing),
+        "filled": list(plan.filled),
+        "warnings": warnings(plan, config, found),
+        "axes": axis_rows(plan),
+        "backend": backends(plan, config),
+        "ranks": [rank_row(plan, rank, config.cluster) for rank in range(plan.world)],
+        "stages": stage_rows(plan),
+        "servers": server_rows(plan),
+        **_predictions(plan, config, found),
+    }
+
+
+def mixture(plan: Plan, config: Config) -> list[PartUse]:
+    """Return the run's use of each part of a mixture of datasets."""
+    dataset = definitions.dataset(config)
+    return dataset.uses(config, plan.spec, plan.batch.global_batch)
+
+
+def _predictions(plan: Plan, config: Config, found: Facts) -> dict[str, Any]:
+    """Predicted memory, schedule, traffic and cost."""
+    worst, cluster = found.memories[found.heaviest_pp_rank], config.cluster
+    return {
+        "memory": {
+            "per_position": [{"position": pp_rank, **_bytes(memory)} for pp_rank, memory in found.memories.items()],
+            "heaviest_position": found.heaviest_pp_rank,
+            "heaviest_gib": worst.total / 2**30,
+            "leaves_out": list(worst.leaves_out),
+            "fits": cluster_cost.fits(worst, cluster),
+            "why": cluster_cost.why_fits(worst, cluster),
+            "checkpoint_copies_bytes": prediction.copied_bytes(config, plan),
+        },
+        "schedule": {
+            "kind": plan.pipeline.kind,
+            "chunks": plan.pipeline.virtual_stages,
+            "bubble_of_total": found.simulation.bubble_of_total,
+            "bubble_of_ideal": found.simulation.bubble_of_ideal,
+        },
+        "communication": {
+            "busiest_rank": found.busiest_rank,
+            "rows": [asdict(row) for row in found.traffic if row.purpose != prediction.CONTROL],
+            "control": [asdict(row) for row in found.traffic if row.purpose == prediction.CONTROL],
+            "links": link_rows(plan),
+        },
+        "cost": asdict(found.cost),
+        "time": asdict(found.time) if found.time else None,
+        "time_unknown": {"why": why_unknown(plan, cluster), "at_least": found.known_parts} if not found.time else None,
+        "training": asdict(found.training) if found.training else None,
+        "goodput": asdict(found.goodput) if found.goodput else None,
+        "sdc": asdict(looking) if (looking := checks(plan, config)) else None,
+        "layouts": asdict(found.layouts) if found.layouts else None,
+        "data_axis": _data_axis(found.data_axis) if found.data_axis else None,
+    }
+
+
+def _data_axis(data_axis: DataAxis) -> dict[str, Any]:
+    fields = asdict(data_axis)
+    fields["ways"] = fields.pop("strategies")  # the name that JSON has always had
+    return fields
+
+
+def _model(plan: Plan) -> dict[str, Any]:
+    spec = plan.spec
+    sizes = {key: getattr(spec, key) for key in ("vocab", "hidden", "heads")}
+    counts = {"parameters": spec.num_parameters, "blocks": len(spec.blocks)}
+    return {"name": spec.name, **counts, **sizes, "layers": spec.num_layers, "seq": spec.seq}
+
+
+def _bytes(memory: Memory) -> dict[str, int]:
+    return {**memory.parts, "total": memory.total}
+
+
+def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
+    """One row of the rank table. gpu: index within the host; None on CPU, unless the cluster has GPUs."""
+    per_node = ranks_per_node(cluster, plan.world)
+    coordinate = plan.mesh.coordinate(rank) if plan.role(rank) == "worker" else {}
+    axes = [axis for axis in ("pp", "dp", "cp", "ep", "tp") if axis not in ("cp", "ep") or plan.mesh.size(axis) > 1]
+    return {
+        "rank": rank,
+        "node": rank // per_node,
+        "gpu": rank % per_node if coordinate and (plan.device == "cuda" or cluster.gpus_per_node) else None,
+        "role": plan.role(rank),
+        **{axis: coordinate.get(axis, 0) if coordinate else None for axis in axes},
+        **{mesh_dim: coordinate.get(mesh_dim) for mesh_dim in plan.mesh.mesh_dim_names if mesh_dim not in axes},
+    }
+
+
+def axis_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Every axis with its degree, its number of groups and its first group; the slowest axis first."""
+    rows = []
+    names = list(plan.mesh.mesh_dim_names)
+    for flattened, parts in plan.mesh.flattened:
+        names.insert(names.index(parts[0]), flattened)
+    for axis in names:
+        size, first = plan.mesh.size(axis), plan.mesh.group_of(0, axis)
+        rows.append({"axis": axis, "degree": size, "groups": plan.num_workers // size, "first_group": list(first)})
+    return rows
+
+
+def backends(plan: Plan, config: Config) -> dict[str, str]:
+    """Return what would carry the collectives of each axis of several ranks, and of all ranks if some are servers."""
+    names = (*plan.mesh.mesh_dim_names, *(name for name, _ in plan.mesh.flattened))
+    axes = [*(axis for axis in dict.fromkeys(names) if plan.mesh.size(axis) > 1), *([WORLD] if plan.servers else [])]
+    return {axis: backend_of_axis(plan, config, axis) for axis in axes}
+
+
+def stage_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Every stage: its pp rank, blocks, FLOPs and logical parameters (a tied copy counts with its original)."""
+    flops = simulate.stage_flops(plan)
+    return [
+        {
+            "stage": stage.index,
+            "position": stage.pp_rank,
+            "blocks": list(stage.blocks),
+            "parameters": sum(plan.spec.block(name).num_parameters for name in stage.blocks),
+            "forward_flops": flops[stage.index],
+        }
+        for stage in plan.stages
+    ]
+
+
+def server_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Every server: its rank, number of shards, memory, and its share over the mean share (1.0: even)."""
+    if not plan.servers:
+        return []
+    memories = [plan.data.server_memory(server, plan) for server in range(plan.servers)]
+    mean = sum(memory.weights for memory in memories) / plan.servers
+    return [
+        {
+            "server": server,
+            "rank": plan.num_workers + server,
+            "shards": plan.data.num_shards(server, plan),
+            "of_mean": memory.weights / mean,
+            **_bytes(memory),
+        }
+        for server, memory in enumerate(memories)
+    ]
+
+
+def link_rows(plan: Plan) -> list[dict[str, int]]:
+    """Bytes per step from rank to rank, if the data strategy itself chooses the links.
+
+    Empty above MOST_LINKED_RANKS ranks: the number of links can grow with the square of the ranks.
+    """
+    if plan.mesh.size("dp") == 1 or plan.world > MOST_LINKED_RANKS:
+        return []
+    return [{"from": pair[0], "to": pair[1], "bytes": size} for pair, size in sorted(plan.data.links(plan).items())]
+
+
+def context(plan: Plan, packing: Packing | None = None) -> dict[str, Any] | None:
+    """The strategy of cp, the positions of a rank, and by order the work of the slowest rank's attention over the mean;
+    None at cp=1. Where the order makes no difference, there is only the plan's own. packing: of documents in samples,
+    where it is known; otherwise the imbalance is that of whole samples."""
+    if plan.context is None:
+        return None
+    own, plan = plan.context, with_packing(plan, packing)
+    found = {own.order: own.imbalance(plan)}
+    for order in own.orders(plan):
+        found[order] = replace(own, order=order).imbalance(plan)
+    return {"kind": own.kind, **asdict(own), "positions": plan.seq, "imbalance": found}
+
+
+def experts(plan: Plan) -> dict[str, Any] | None:
+    """Number, layers, capacity and distribution of the experts; None for a model without experts.
+
+    layers: blocks that have experts. group_tokens: tokens of a routing group. capacity, eval_capacity: the most tokens
+    of a group that an expert takes, None without a limit. held: experts of a layer that a rank holds.
+    """
+    router, spec = plan.spec.router, plan.spec
+    if router is None:
+        return None
+    tokens = router.group_samples * spec.targets_per_sample
+    dispatcher = {"kind": "none", "chunks": 1, "group_size": 1, "overlap": True}
+    return {
+        "experts": spec.experts,
+        "held": spec.experts // plan.mesh.size("ep"),
+        "layers": [b.name for b in spec.blocks if any(layer.layer_role == "router" for layer in b.layers)],
+        "group_tokens": tokens,
+        "capacity": router.capacity(tokens, spec.experts) if router.limited else None,
+        "eval_capacity": router.capacity(tokens, spec.experts, training=False) if router.limited else None,
+        "router": asdict(router),
+        "way": {"kind": plan.expert.kind, **asdict(plan.expert)} if plan.expert else dispatcher,
+    }

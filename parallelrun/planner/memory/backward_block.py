@@ -1,0 +1,95 @@
+"""The bytes of one block in its backward pass, from what each of its layers needs. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.parameters import block_dtypes
+from parallelrun.planner.contract.plan import Plan, once
+from parallelrun.planner.contract.tensor_strategy import LayerBackward
+
+
+@dataclass(frozen=True)
+class BackwardBlock:
+    """The bytes of a block in its backward pass.
+
+    kept: saved by every microbatch in flight. passes: its layers in forward order. again: saved tensors that are
+    recomputed first. forward: what recomputing them needs besides.
+    """
+
+    kept: int
+    passes: tuple[LayerBackward, ...]
+    again: int = 0
+    forward: int = 0
+
+    def working_bytes(self, accumulates: bool) -> int:
+        """The peak of the pass beyond `kept`.
+
+        accumulates: weight gradients are kept until the pass ends; else each is added to a sum and freed.
+        """
+        remaining = total = sum(one.kept for one in self.passes)
+        most, produced = self.forward, 0
+        for one in reversed(self.passes):
+            here = one.arriving + one.giving + one.scratch + one.weights
+            most = max(most, remaining - total + produced + here)
+            produced += one.weights if accumulates else 0
+            remaining -= one.kept
+        return self.again + most
+
+
+def backward_blocks(names: Iterable[str], plan: Plan) -> list[BackwardBlock]:
+    alike, rounded = plan.spec.first_alike, keeps_rounded(plan)
+    found = {alike[name]: backward_block(name, plan, rounded) for name in dict.fromkeys(map(alike.__getitem__, names))}
+    return [found[alike[name]] for name in names]
+
+
+def keeps_rounded(plan: Plan) -> bool:
+    """Whether a second forward rounds weights and keeps them: not gathered ones, nor where backward is split
+    (`recompute.KEPT`)."""
+    rounds = plan.precision.compute != plan.precision.stored and not plan.pipeline.splits_backward
+    gathered = plan.data.shards_weights and plan.data.exchange_form(plan).gathers_rounded
+    return plan.recompute == "full" and rounds and not gathered
+
+
+def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
+    """The block's backward pass, computed once for equal blocks; the last block also computes the loss. rounded: see
+    `keeps_rounded`."""
+
+    def compute() -> BackwardBlock:
+        block = plan.spec.block(name)
+        passes = plan.tensor.layer_backwards(block, plan)
+        extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
+        kept = plan.tensor.saved_bytes(block, plan) + extra
+        held = kept if block.backward is None or block.backward.saves_input else 0  # of what the passes keep
+        again = sum(one.kept for one in passes) - held if plan.recompute == "full" and block.is_recomputed else 0
+        if again > 0 and rounded and (copies := plan.tensor.rounded_again_bytes(block, plan)):
+            again, passes = again + copies, _with_rounded(passes, copies)
+        forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
+        forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
+        return BackwardBlock(kept, passes, max(0, again), forward)
+
+    is_last, dtypes = name == plan.spec.blocks[-1].name, block_dtypes(name, plan)
+    key = "backward block", plan.spec.first_alike[name], is_last, plan.recompute, rounded, dtypes
+    return once(plan.blocks_cache, key, compute)
+
+
+def with_rounded_gradients(block: BackwardBlock, plan: Plan) -> BackwardBlock:
+    """The block with every weight's gradient in the compute dtype alone: the least that any data strategy needs."""
+    stored, compute = BYTES[plan.precision.stored], BYTES[plan.precision.compute]
+    if stored == compute:
+        return block
+    passes = [(one, one.weights * compute // stored) for one in block.passes]
+    changed = tuple(replace(one, weights=weights, scratch=max(0, one.scratch - weights)) for one, weights in passes)
+    return replace(block, passes=changed)
+
+
+def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[LayerBackward, ...]:
+    """With the rounded weights that a second forward keeps. What a layer has saved is freed before the gradient of its
+    weights, in the compute dtype until then, is there in the stored one, too."""
+    weights, found = sum(one.weights for one in passes), []
+    for one in passes:
+        kept = one.kept + rounded * one.weights // weights
+        found.append(replace(one, kept=kept, scratch=one.scratch - min(one.weights, kept)))
+    return tuple(found)

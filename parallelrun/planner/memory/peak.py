@@ -1,0 +1,255 @@
+"""The peak memory of a worker in a step, from a walk through its schedule's backward passes. Torch-free.
+
+Memory is highest in backward: a stage's backward pass begins with the activations of all its microbatches in flight,
+and adds gradients of activations and weights block by block. Forward needs less than the backward pass that follows it,
+and so does the optimizer, unless a step has hardly any activations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes
+from parallelrun.planner.contract.pipeline_schedule import Action
+from parallelrun.planner.contract.plan import Plan, Stage, Value, once
+from parallelrun.planner.memory.backward_block import backward_blocks
+
+ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
+INDEX_BYTES = 8  # of a token, of a target and of a sample's index
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The bytes of a rank at one moment, without weights, optimizer state and the data strategy's permanent buffers.
+
+    gradients: of stages whose backward has run. activations: saved for backward. temporary: tensors that exist only
+    during a block's backward pass, and the batch.
+    """
+
+    gradients: int
+    activations: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.temporary
+
+
+def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
+    """Bytes of the gradients that backward produces: in the weights' dtype, not sharded by the data strategy."""
+    sizes, trained = plan.mesh.sizes, (p for p in held if not p.spec.frozen)
+    return sum(
+        element_bytes(p.spec, plan, p.layout) * p.layout.local_numel(p.spec.shape, sizes, coordinate) for p in trained
+    )
+
+
+def first_alike_rank(plan: Plan, pp_rank: int) -> int:
+    """The first pp rank with blocks and neighbours as this one's: their ranks send and store the same."""
+    return once(plan.weights_cache, "alike", lambda: _first_alike(plan))[pp_rank]
+
+
+def _first_alike(plan: Plan) -> list[int]:
+    """By pp rank."""
+    last, alike, stages = len(plan.stages) - 1, plan.spec.first_alike, plan.stages
+    found: list[tuple[object, ...]] = [()] * plan.mesh.size("pp")
+    for index, stage in enumerate(stages):
+        holds_before = index == 0 or stages[index - 1].pp_rank == stage.pp_rank
+        holds_next = index == last or stages[index + 1].pp_rank == stage.pp_rank
+        own = holds_before, holds_next, tuple(alike[name] for name in stage.blocks)
+        found[stage.pp_rank] += (own,)
+    first: dict[object, int] = {}
+    return [first.setdefault(own, pp_rank) for pp_rank, own in enumerate(found)]
+
+
+def within_stage(coordinate: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return a rank's index on every axis but pp."""
+    return tuple(sorted((axis, index) for axis, index in coordinate.items() if axis != "pp"))
+
+
+class Walk:
+    """A walk through one rank's step. Each stage is measured once; the actions give the microbatches in flight."""
+
+    def __init__(self, plan: Plan, pp_rank: int, coordinate: dict[str, int]):
+        self._plan, self._pp_rank, self._coordinate = plan, pp_rank, coordinate
+        stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
+        self._number = {index: number for number, index in enumerate(stages)}  # of a stage on this rank
+        # Equal pp ranks differ only in the microbatches in flight, so everything else is computed once for them.
+        key = "peak", first_alike_rank(plan, pp_rank), within_stage(coordinate)
+        self._shared: dict[object, Any] = once(plan.cache, key, dict)
+        of_weights: dict[object, Any] = once(plan.weights_cache, key, dict)
+        self._gradients = {
+            index: once(of_weights, self._number[index], partial(_by_block, stage, plan, pp_rank, coordinate))
+            for index, stage in stages.items()
+        }
+        self._blocks = {index: backward_blocks(stage.blocks, plan) for index, stage in stages.items()}
+        self._kept = {
+            index: sum(block.kept for block in self._blocks[index]) + _input_beside(stage, plan)
+            for index, stage in stages.items()
+        }
+        self._waiting = {index: self._waits(index, 0) for index in stages}
+
+    def _once(self, what: str, index: int, number: int, compute: Callable[[], Value]) -> Value:
+        """Return `compute()` for backward pass `number` of a stage, computed once for equal pp ranks."""
+        return once(self._shared, (what, self._number[index], number), compute)
+
+    def worst(self, has_messages: bool = True) -> Moment:
+        """The moment at which the rank holds most. has_messages: False for a lower bound, without buffers of messages:
+        the order of this rank's actions is enough for it."""
+        begun: Counter[int] = Counter()  # backward passes by stage
+        batch, gradients = batch_bytes(self._plan, self._pp_rank), 0
+        apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
+        bytes_apart = {index: self._apart(index) for index in self._blocks}
+        bytes_behind = {index: self._behind(index) for index in self._blocks}
+        worst: Moment | None = None
+        most = -1
+        for (kind, index, _), activations in self._live_bytes(has_messages):
+            if kind == "F":
+                continue
+            has_input_gradient = index > 0
+            split = kind in "IW" and has_input_gradient
+            if kind == "I" and has_input_gradient:
+                apart += bytes_apart[index]
+            if kind != "I" or has_input_gradient:
+                number = begun[index]
+                beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
+                temporary = batch + apart + beyond
+                if gradients + activations + temporary > most:
+                    worst = Moment(gradients, activations, temporary)
+                    most = worst.total
+            if kind in "BW":
+                gradients += 0 if begun[index] else self._complete(index)
+                begun[index] += 1
+            if kind == "I" and has_input_gradient:
+                apart -= bytes_behind[index]
+            if kind == "W" and has_input_gradient:
+                apart -= bytes_apart[index] - bytes_behind[index]
+        plan = self._plan
+        last = plan.data.ending_bytes(self._pp_rank, self._coordinate, plan) if plan.num_data_ranks > 1 else 0
+        end = Moment(gradients, 0, last + batch)
+        return end if worst is None or end.total > most else worst
+
+    def _live_bytes(self, has_messages: bool) -> Iterable[tuple[Action, int]]:
+        """The rank's actions, each with the bytes of activations, and messages, that are held when it begins."""
+        if has_messages:
+            yield from self._plan.pipeline.live_bytes(self._plan, self._pp_rank, self._kept)
+            return
+        live = 0
+        for action in self._plan.pipeline.order(self._plan, self._pp_rank):
+            yield action, live
+            if action.kind != "I":
+                live += self._kept[action.stage] if action.kind == "F" else -self._kept[action.stage]
+
+    def _apart(self, index: int) -> int:
+        """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations."""
+        return sum(block.again + sum(one.reads for one in block.passes) for block in self._blocks[index])
+
+    def _behind(self, index: int) -> int:
+        """Bytes that a stage saves behind its last layer with weights, as for the loss: freed when its I pass ends."""
+        passes = [one for block in self._blocks[index] for one in block.passes]
+        last = max((place for place, one in enumerate(passes) if one.weights), default=len(passes))
+        return sum(one.kept for one in passes[last + 1 :])
+
+    def _of_weights(self, index: int, kind: str, number: int) -> int:
+        """Bytes of weight gradients in pass `number` of a stage before they are added up, beyond what it began with: of
+        two layers, as torch holds one's until it has the next's, and of one weight as it was computed. torch takes the
+        layers in forward order, and frees what each read. I: the largest stands for others."""
+        precision, found = self._plan.precision, [p for block in self._blocks[index] for p in block.passes if p.weights]
+        if kind == "I" or number == 0:  # the first become the sums
+            return max((one.weights for one in found), default=0)
+
+        def compute() -> int:
+            rounded = BYTES[precision.compute] if precision.compute != precision.stored else 0
+            most = before = freed = 0
+            for one in found:
+                beside = min(one.scratch, one.weights * rounded // BYTES[precision.stored])
+                most = max(most, before + one.weights + beside - freed)
+                before = one.weights
+                freed += one.kept + one.reads
+            return most
+
+        return self._once("weights", index, 0, compute)
+
+    def _waits(self, index: int, number: int) -> list[int] | None:
+        plan = self._plan
+        if plan.num_data_ranks == 1:
+            return None
+        compute = partial(plan.data.backward_bytes, index, number, self._coordinate, plan)
+        return self._once("waits", index, number, compute)
+
+    def _complete(self, index: int) -> int:
+        """Bytes of gradients of a stage whose backward has run, unless the data strategy takes them away."""
+        return sum(self._gradients[index]) if self._waiting[index] is None else 0
+
+    def _beyond_kept(self, index: int, number: int) -> int:
+        """The peak of backward pass `number` of a stage beyond the saved activations of all microbatches in flight."""
+        middle = 0 < number < self._plan.batch.microbatches - 1  # all equal from the third on
+        number = min(number, 2) if middle else number
+        return self._once("beyond", index, number, partial(self._compute_beyond, index, number))
+
+    def _compute_beyond(self, index: int, number: int) -> int:
+        plan, blocks, gradients = self._plan, self._blocks[index], self._gradients[index]
+        waiting = self._waits(index, number)
+        closing = plan.data.closing_bytes(index, number, self._coordinate, plan) if waiting is not None else []
+        accumulates = number == 0 or waiting is not None
+        left = [] if accumulates else self._left(index)
+        working = {id(block): block.working_bytes(accumulates) for block in {id(one): one for one in blocks}.values()}
+        freed = produced = most = 0
+        for i in reversed(range(len(blocks))):
+            other = waiting[i] if waiting is not None else produced
+            most = max(most, working[id(blocks[i])] + other - freed)
+            freed += blocks[i].kept
+            most = max(most, closing[i] - freed) if closing else most
+            produced += gradients[i] if accumulates else left[i]
+        return most
+
+    def _left(self, index: int) -> list[int]:
+        """Bytes, by block of a stage, of gradients that wait for the block that shares the weight: autograd adds both
+        before it adds them to the sum over microbatches."""
+        plan, (stage,) = self._plan, [one for one in self._plan.stages_of(self._pp_rank) if one.index == index]
+        found = dict.fromkeys(stage.blocks, 0)
+        for held, _ in distinct_parameters(plan, self._pp_rank):
+            reads = plan.spec.readers.get(held.spec.name)
+            if held.stage == index and reads in found and held.block in found:
+                found[reads] += gradient_bytes(plan, [held], self._coordinate)
+        return [*found.values()]
+
+
+def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]) -> list[int]:
+    """Bytes of gradients per block of a stage. A tied weight counts in the block that reads it, which runs first."""
+    alike = plan.spec.first_alike
+    first = {
+        alike[block]: block for block in reversed(stage.blocks)
+    }  # of equal blocks; one with a tied weight has none
+    sizes = dict.fromkeys(first.values(), 0)
+    for parameter, _ in distinct_parameters(plan, pp_rank):
+        if parameter.stage == stage.index:
+            reads = plan.spec.readers.get(parameter.spec.name)
+            block = reads if reads in sizes else parameter.block
+            sizes[block] += gradient_bytes(plan, [parameter], coordinate)
+    return [sizes[first[alike[block]]] for block in stage.blocks]
+
+
+def _input_beside(stage: Stage, plan: Plan) -> int:
+    """Bytes of a stage's input that its first block does not save, because a block before it would have."""
+    first = plan.spec.block(stage.blocks[0])
+    if stage.index == 0 or first.backward is None or first.backward.saves_input:
+        return 0
+    return prod(first.input_shape or ()) * plan.batch.micro_batch * BYTES[plan.precision.compute]
+
+
+def batch_bytes(plan: Plan, pp_rank: int) -> int:
+    """Bytes of the data replica's samples of a step: inputs on the first stage, targets on the last, and the
+    positions of packed documents."""
+    spec, samples = plan.spec, plan.batch.replica_batch
+    each = INDEX_BYTES if spec.kind == "tokens" else BYTES[plan.precision.compute]
+    cp = plan.mesh.size("cp")
+    inputs = prod(spec.sample_shape) // cp * each if pp_rank == plan.stages[0].pp_rank else 0
+    targets = spec.targets_per_sample // cp * INDEX_BYTES if pp_rank == plan.last_stage_pp_rank else 0
+    positions = spec.seq * INDEX_BYTES if spec.packed else 0
+    return samples * (inputs + targets + positions + INDEX_BYTES)

@@ -1,0 +1,271 @@
+"""A model as torch-free data. `plan` uses it, and a test checks that the model's module matches it.
+
+A spec lists, in order, the blocks (pipeline stages are cut between them), their layers with a layer role, and each
+layer's logical parameters by one-device name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from parallelrun.planner.model.model_spec.attention import LatentSpec
+from parallelrun.planner.model.model_spec.backward import BlockBackward
+from parallelrun.planner.model.model_spec.parameters import Initialiser, ParameterSpec, weight_and_bias
+from parallelrun.planner.model.model_spec.router import RouterSpec
+
+MEASURED = "block"  # kind of the blocks of a user's module, whose FLOPs and saved elements are measured
+SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer with a role, which a tensor strategy may replace.
+
+    name: one-device module name (`layers.0.attention.qkv`). layer_role: `column_parallel` (one input, one or more
+    outputs that may be split), `row_parallel` (its input may be split), `linear` (never split), `embedding`,
+    `position_embedding`, `head`, `norm`, `dropout`, `router`, `expert`; `shared_input` and `expert_output` (without
+    parameters) around router and experts, the former also of a key that heads share; empty for a user's layer without
+    a role. in_features and out_features are global; `column_parallel` counts the sum of its outputs. A `head` with a
+    tied weight has no `parameters`, and `tied` names the parameter it reads. possible_roles: the roles that a user's
+    own layer can have.
+    """
+
+    name: str
+    layer_role: str
+    in_features: int
+    out_features: int
+    parameters: tuple[ParameterSpec, ...] = ()
+    tied: str | None = None
+    possible_roles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The column-parallel layers of a block that read one input, and the row-parallel layer that reads their outputs.
+
+    A column-parallel layer without a following row-parallel layer has row None; a row-parallel layer without preceding
+    column-parallel layers has no columns. inside: the layers between the two.
+    """
+
+    columns: tuple[LayerSpec, ...]
+    row: LayerSpec | None
+    inside: tuple[LayerSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One block, which a pipeline stage never divides.
+
+    kind: `embedding`, `transformer`, `head`, or a model's own kind. forward_flops: for one sample. convolution_flops,
+    attention_flops: the parts of them in convolutions and, of a user's module, in products of activations with each
+    other. saved_elements: activation elements saved for backward per sample; None for transformer blocks, for which the
+    tensor strategy computes them. input_shape: of one sample, if it differs from block to block (images); None: the
+    model's boundary_shape. backward: where the model describes it. saves_after_sum: of a user's module, whether
+    backward needs a tensor that forward computes after its last row-parallel layer or embedding; None: its layers tell.
+    """
+
+    name: str
+    kind: str
+    layers: tuple[LayerSpec, ...]
+    forward_flops: float
+    saved_elements: float | None = None
+    input_shape: tuple[int, ...] | None = None
+    backward: BlockBackward | None = None
+    saves_after_sum: bool | None = None
+    convolution_flops: float = 0.0
+    attention_flops: float = 0.0
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        return tuple(parameter for layer in self.layers for parameter in layer.parameters)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether `recompute` repeats it: not the embedding or the head, where it would save nothing."""
+        return self.kind not in ("embedding", "head")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as `plan` sees it. Sizes are global; `kind` is `tokens` (language models), `features` or `images`.
+
+    sample_shape, boundary_shape: of one sample, at the input and between blocks (`(seq, hidden)` for gpt).
+    targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
+    parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
+    language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
+    attending to itself, and padding. attended: the tokens of its document that a token has on average, where they
+    are known; None: seq. documents: the lengths of the documents of some samples, where they are known.
+    """
+
+    name: str
+    kind: str
+    blocks: tuple[BlockSpec, ...]
+    sample_shape: tuple[int, ...]
+    boundary_shape: tuple[int, ...]
+    targets_per_sample: int
+    vocab: int
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    ffn: int = 0
+    seq: int = 0
+    num_layers: int = 0
+    activation: str = "gelu"
+    norm: str = "layernorm"
+    attention_dropout: float = 0.0
+    tied: tuple[tuple[str, str], ...] = ()
+    mask_token: int | None = None
+    experts: int = 0
+    router: RouterSpec | None = None  # None: no layer has experts
+    latent: LatentSpec | None = None  # None: queries, keys and values are products of x, hidden / heads wide
+    packed: bool = False
+    attended: float | None = None
+    documents: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Every logical parameter by one-device name, in block order."""
+        return {p.name: p for block in self.blocks for p in block.parameters}
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(block.num_parameters for block in self.blocks)
+
+    @property
+    def num_frozen(self) -> int:
+        """Elements of frozen parameters."""
+        return sum(parameter.numel for parameter in self.parameters.values() if parameter.frozen)
+
+    @property
+    def has_ignored(self) -> bool:
+        """Whether some targets are ignored, so that valid ones are counted before every step."""
+        return self.packed or self.mask_token is not None
+
+    @cached_property
+    def learns_positions(self) -> bool:
+        """Whether positions are embedded by a table, and not by rotating queries and keys."""
+        return any(layer.layer_role == "position_embedding" for layer in self.layers())
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens attend to earlier ones only: not in a model that fills in masked tokens."""
+        return self.mask_token is None
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """For one sample."""
+        return sum(block.forward_flops for block in self.blocks)
+
+    @property
+    def qk_features(self) -> int:
+        """Features of the queries, or keys, of all query heads together: those that scores are sums over."""
+        return self.heads * self.latent.head_dim if self.latent else self.hidden
+
+    @property
+    def attention_features(self) -> int:
+        """Features that attention multiplies by each score: those of queries and of values."""
+        return self.qk_features + (self.heads * self.latent.value if self.latent else self.hidden)
+
+    @cached_property
+    def has_convolutions(self) -> bool:
+        return any(block.convolution_flops for block in self.blocks)
+
+    def block(self, name: str) -> BlockSpec:
+        """The block of that name. Raises KeyError."""
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, BlockSpec]:
+        return {block.name: block for block in self.blocks}
+
+    @cached_property
+    def first_alike(self) -> dict[str, str]:
+        """By block name: the first block with equal costs. A block with a tied weight equals no other."""
+        tied = {name for pair in self.tied for name in pair}
+        found: dict[object, str] = {}
+        return {block.name: found.setdefault(_block_key(block, tied), block.name) for block in self.blocks}
+
+    @cached_property
+    def tied_blocks(self) -> dict[str, frozenset[str]]:
+        """By the name of a tied parameter: the block that owns it and the blocks that read it."""
+        originals = {original for _, original in self.tied}
+        owners = [(p.name, block.name) for block in self.blocks for p in block.parameters if p.name in originals]
+        readers = [(layer.tied, block.name) for block in self.blocks for layer in block.layers if layer.tied]
+        return {name: frozenset(block for one, block in owners + readers if one == name) for name in originals}
+
+    @cached_property
+    def readers(self) -> dict[str, str]:
+        """By the name of a tied parameter: the block that reads it, by a layer without a weight of its own."""
+        return {layer.tied: block.name for block in self.blocks for layer in block.layers if layer.tied}
+
+    @cached_property
+    def layer_of(self) -> dict[str, LayerSpec]:
+        """The layer that lists each logical parameter, by the parameter's name."""
+        return {parameter.name: layer for layer in self.layers() for parameter in layer.parameters}
+
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Every `Pair`, in order."""
+        return tuple({id(pair): pair for pair in self.pair_of.values()}.values())
+
+    @cached_property
+    def distinct_pairs(self) -> tuple[Pair, ...]:
+        """The first of all pairs with equal shapes and heads."""
+        found: dict[object, Pair] = {}
+        for pair in self.pairs:
+            layers = (*pair.columns, *((pair.row,) if pair.row else ()))
+            found.setdefault(tuple(_key(layer) for layer in layers), pair)
+        return tuple(found.values())
+
+    @cached_property
+    def distinct_layers(self) -> tuple[LayerSpec, ...]:
+        """The first of all layers with equal roles, shapes and heads."""
+        found: dict[object, LayerSpec] = {}
+        for layer in self.layers():
+            found.setdefault(_key(layer), layer)
+        return tuple(found.values())
+
+    @cached_property
+    def pair_of(self) -> dict[str, Pair]:
+        """By layer name: the pair that contains a layer."""
+        return {name: pair for block in self.blocks for name, pair in _pairs(block).items()}
+
+    def layers(self) -> Iterator[LayerSpec]:
+        for block in self.blocks:
+            yield from block.layers
+
+
+def _block_key(block: BlockSpec, tied: set[str]) -> object:
+    """Equal for blocks of equal costs."""
+    layers = tuple((_key(x), tuple((p.frozen, p.layer_role) for p in x.parameters)) for x in block.layers)
+    is_tied = any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers)
+    name = block.name if is_tied else ""
+    flops = block.forward_flops, block.convolution_flops, block.attention_flops
+    return block.kind, name, flops, block.saved_elements, block.saves_after_sum, block.input_shape, layers
+
+
+def _key(layer: LayerSpec) -> object:
+    """Equal for layers of equal sizes."""
+    return layer.layer_role, layer.in_features, layer.out_features, tuple((p.shape, p.heads) for p in layer.parameters)
+
+
+def _pairs(block: BlockSpec) -> dict[str, Pair]:
+    """By layer name, in order: the pair of each layer of `block` that has one."""
+    found: dict[str, Pair] = {}
+    opened: list[LayerSpec] = []
+    for layer in block.layers:
+        if layer.layer_role == "row_parallel":
+            columns = tuple(other for other in opened if other.layer_role == "column_parallel")
+            pair = Pair(columns, layer, tuple(other for other in opened if other.layer_role != "column_parallel"))
+            found |= {inside.name: pair for inside in (*opened, layer)}
+            opened = []
+        elif layer.layer_role == "column_parallel" or opened:
+            opened.append(layer)
+    found |= {layer.name: Pair((layer,), None) for layer in opened if layer.layer_role == "column_parallel"}
+    return found

@@ -1,0 +1,150 @@
+"""The ep axis: its degree, which divides dp, and the mesh dims that dp is then flattened from. Torch-free.
+
+The experts of a layer are sharded over ep ranks, which are also data replicas: ep adds no ranks. Each expert is
+replicated over `expert_dp`, the ranks of dp that have the same ep rank; every other parameter is replicated over dp
+(GShard, Lepikhin et al. 2020; the "expert data parallel" groups of DeepSpeed-MoE and Megatron).
+"""
+
+from __future__ import annotations
+
+from math import gcd, prod
+
+from parallelrun.base.errors import Problem
+from parallelrun.base.layout import Layout
+from parallelrun.base.wording import divisors, either, nearest
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.data_strategy import DataStrategy, FlattenedDims, MeshDims
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model import definitions
+
+EP, DP, EXPERT = "ep", "dp", "expert_"
+
+
+def degree(
+    config: Config, asked: int | None, dp: int, cp: int, experts: int, filled: list[str], problems: list[Problem]
+) -> int:
+    """ep as the user set it, or as a preset of experts fills it; 1, with the violations appended, if it is illegal.
+
+    experts: number in a layer of the model, 0 for none. A preset fills an unset ep with the largest common divisor of
+    dp x cp and the experts.
+    """
+    ranks, of = dp * cp, "dp" if cp == 1 else "dp x cp"
+    if experts < 1:
+        if config.strategy.expert.fills or (asked or 1) > 1:
+            said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={config.strategy.name}"
+            what = f"{said} shards the experts of a layer, and model={config.model.preset} has none"
+            fixes = ["model.experts=8"] if "experts" in (definitions.model(config).own_keys or ()) else []
+            fixes += ["model=moe_gpt"] if config.model.preset != "moe_gpt" else []
+            fix = " or ".join(fixes)
+            problems.append(Problem(what, "ep" if (asked or 1) > 1 else "strategy", fix, kind="undefined"))
+        return 1
+    if asked is None:
+        if not config.strategy.expert.fills:
+            return 1
+        largest = gcd(ranks, experts)
+        filled.append(f"ep={largest} (filled: the largest that divides {of} {ranks} and {experts} experts)")
+        return largest
+    legal = either("ep", nearest(asked, [n for n in divisors(gcd(ranks, experts)) if n > 1] or [1]))
+    found = []
+    for key, number, what in (
+        ("model.experts", experts, f"{experts} experts of a layer are not divisible by ep={asked}"),
+        (of, ranks, f"ep={asked} does not divide {of}={ranks}, whose ranks hold the experts"),
+    ):
+        if number % asked:
+            around = sorted({max(1, number // asked) * asked, -(-number // asked) * asked})
+            what += f"; divisors: {_listed(number)}"
+            step = asked // gcd(asked, cp)
+            around = around if key != of or cp == 1 else sorted({max(1, dp // step) * step, -(-dp // step) * step})
+            key = "dp" if key == of else key
+            found.append(Problem(what, "ep", f"{legal} or {either(key, around)}", kind="arithmetic"))
+    problems += found
+    return 1 if found else asked
+
+
+def _listed(number: int) -> str:
+    found = divisors(number)
+    return ", ".join(map(str, found if len(found) <= 12 else [*found[:6], "...", *found[-3:]]))
+
+
+def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
+    """Check that a data strategy allows experts that are sharded over its ranks.
+
+    Replicas must step together, because tokens are exchanged, and ep must divide the innermost mesh dim of dp (under
+    HSDP, the ranks that share one copy).
+    """
+    if strategy.check(request):  # reported on their own: an illegal strategy cannot be resolved
+        return []
+    data, problems = strategy.resolve(request), []
+    if not (data.in_step and data.takes_experts):
+        where = "strategy.data.kind"
+        said = f"{where}={data.kind}" + (f" ({data.detail})" if data.detail else "")
+        kind, what = "not_built", f"ep={request.ep}: {said} does not support experts that are sharded over dp"
+        if not data.in_step:
+            sends = f"ep={request.ep} sends tokens to other ranks of dp in every step"
+            kind, what = "undefined", f"{sends}; replicas are not in step under {said}"
+        problems.append(Problem(what, where, f"{where}=ddp or ep=1", kind=kind))
+    axis, size = data.mesh_dims(request.num_data_ranks)[0][-1]
+    if axis != DP and size % request.ep:
+        shard, cp = "strategy.data.shard", request.cp
+        of = f"dp={request.dp}" if cp == 1 else f"dp x cp={request.num_data_ranks}"
+        legal = [n for n in divisors(request.num_data_ranks) if n % request.ep == 0]
+        fixes = [either("ep", nearest(request.ep, divisors(gcd(size, request.spec.experts)))), either(shard, legal[:2])]
+        what = f"ep={request.ep} does not divide {shard}={size}, the inner part of {of}"
+        problems.append(Problem(what, "ep", " or ".join(filter(None, fixes)), kind="arithmetic"))
+    return problems
+
+
+def split(
+    data_dims: MeshDims, data_flattened: FlattenedDims, ep_dims: MeshDims, ep_flattened: FlattenedDims
+) -> tuple[MeshDims, FlattenedDims]:
+    """(mesh dims, flattened dims) of dp with ep: the innermost mesh dim of dp becomes `expert_<dim>` x ep.
+
+    data_*: the data strategy's dims of dp. ep_*: the expert dispatcher's dims of ep (one level or two), empty without
+    ep. `expert_dp` is dp without ep.
+    """
+    if not ep_dims:
+        return data_dims, data_flattened
+    *outer, (minor, size) = data_dims
+    inner = prod(part for _, part in ep_dims)
+    assert size % inner == 0, f"ep={inner} does not divide {minor}={size}"
+    rest, names = EXPERT + minor, tuple(name for name, _ in ep_dims)
+    mesh_dims = (*outer, (rest, size // inner), *ep_dims)
+    flattened = {minor: (rest, *names)}
+    for axis, parts in data_flattened:
+        flattened[axis] = tuple(mesh_dim for part in parts for mesh_dim in flattened.get(part, (part,)))
+    if minor != DP:
+        flattened[EXPERT + DP] = tuple(mesh_dim for mesh_dim in flattened[DP] if mesh_dim not in names)
+    return mesh_dims, (*ep_flattened, *flattened.items())
+
+
+def is_of_experts(axis: str) -> bool:
+    """Return whether the axis exists only because of ep: ep, its two levels, or `expert_dp` and its parts."""
+    return axis.partition("_")[0] in (EP, EXPERT.rstrip("_"))
+
+
+def replica_axis(layout: Layout, plan: Plan) -> str:
+    """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for sharded experts,
+    else `plan.data_axis`. Gradients need no division: losses are sums, scaled by the global count before backward."""
+    return EXPERT + DP if plan.mesh.size(EP) > 1 and EP in layout.axes else plan.data_axis
+
+
+def axis_views(plan: Plan) -> dict[str, str]:
+    """Return a description of what each axis shards or replicates, if ep splits dp into several views; else empty."""
+    ep, experts = plan.mesh.size(EP), plan.spec.experts
+    if ep == 1:
+        return {}
+    texts = {
+        "pp": "stages",
+        "dp": "replicas of the data",
+        "dp_replicate": "copies of each shard",
+        "dp_shard": "shards of all but experts",
+        "expert_dp": "copies of the same experts",
+        "expert_dp_shard": "shards of the same experts",
+        "ep": f"{experts} experts, {experts // ep} each",
+        "ep_outer": f"groups of {plan.mesh.size('ep_inner')} ranks of ep",
+        "ep_inner": "ranks of ep inside a group",
+        "tp": "features",
+    }
+    names = (*plan.mesh.mesh_dim_names, *(axis for axis, _ in plan.mesh.flattened))
+    return {axis: texts[axis] for axis in names if axis in texts}

@@ -1,0 +1,59 @@
+"""Packed documents in a plan: which models read them, and what is known of their lengths. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from parallelrun.base.errors import EnvironmentProblem, Problem
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model import definitions
+from parallelrun.planner.model.definitions import Packing
+from parallelrun.planner.model.model_spec import BlockSpec, ModelSpec
+
+
+def packed_spec(config: Config, spec: ModelSpec, problems: list[Problem]) -> ModelSpec:
+    """The spec of the samples that `dataset.pack` makes. Adds a problem for a model that mixes what is in a sample."""
+    if not config.dataset.pack or not definitions.dataset(config).packs:
+        return spec
+    if not definitions.model(config).packs:
+        what = f"dataset.pack=true: model={spec.name} does not know where in a sample a document ends"
+        problems.append(Problem(what, "dataset.pack", "leave dataset.pack out, or model=gpt", kind="not_built"))
+        return spec
+    return replace(spec, packed=True)
+
+
+def packing_of(config: Config, spec: ModelSpec) -> Packing | None:
+    """How the dataset's documents fill the samples; None without packing, or where that is not known before the run."""
+    if not spec.packed:
+        return None
+    definition = definitions.dataset(config)
+    try:
+        return definition.open(config, spec).train.packing() if definition.is_ready(config) else None
+    except EnvironmentProblem:
+        return None  # the run will say what is wrong
+
+
+def with_packing(plan: Plan, packing: Packing | None) -> Plan:
+    """The plan with the FLOPs of these documents in place of whole samples; its stages stay."""
+    if packing is None:
+        return plan
+    attended = packing.squares / plan.spec.seq
+    # as `transformer_flops` counts them: scores and their product with v
+    saved = 2.0 * plan.spec.seq * (plan.spec.seq - attended) * plan.spec.attention_features
+
+    def shorter(block: BlockSpec) -> BlockSpec:
+        return replace(block, forward_flops=block.forward_flops - saved) if block.kind == "transformer" else block
+
+    blocks = tuple(map(shorter, plan.spec.blocks))
+    return replace(plan, spec=replace(plan.spec, attended=attended, documents=packing.examples, blocks=blocks))
+
+
+def packing_document(spec: ModelSpec, packing: Packing | None) -> dict[str, Any] | None:
+    """`packing`, ready for JSON. padding: its share; attention: its work over that of whole samples; cut: documents
+    that are longer than a sample."""
+    if packing is None:
+        return {"known": False} if spec.packed else None
+    shares = {"padding": 1.0 - packing.tokens / spec.seq, "attention": packing.squares / spec.seq**2}
+    return {"known": True, "documents_per_sample": packing.documents, **shares, "cut": packing.cut}

@@ -1,0 +1,220 @@
+"""Event simulation of a pipeline schedule: the begin and end of every action, and each pp rank's idle time. Torch-free.
+
+The schedule gives the order of actions, and the model's FLOPs give their times. Messages take no time, so the bubble is
+that of the schedule alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from operator import add, itemgetter
+
+from parallelrun.planner.contract.pipeline_schedule import Action
+from parallelrun.planner.contract.plan import Plan, once
+
+FEW_ACTIONS = 4096  # a step of so many is simulated in full, and can be drawn
+Times = Mapping[str, Sequence[float]]  # kind of action -> seconds (or any unit) per stage index
+
+
+@dataclass(frozen=True)
+class Event:
+    """One action with its begin and end, in the unit of the times given."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The timeline of one step. Per pp rank, orders: its actions; ends: the end of each action; busy: its working time.
+
+    num_microbatches: the number in `orders`. makespan and busy cover the full step even if `orders` has fewer
+    microbatches (see `of_plan`).
+    """
+
+    orders: tuple[Sequence[Action], ...]
+    ends: tuple[Sequence[float], ...]
+    times: Times
+    makespan: float
+    busy: tuple[float, ...]
+    num_microbatches: int
+
+    def events(self, pp_rank: int) -> list[Event]:
+        """The timeline of one pp rank."""
+        return [
+            Event(a.kind, a.stage, a.microbatch, end - self.times[a.kind][a.stage], end)
+            for a, end in zip(self.orders[pp_rank], self.ends[pp_rank])
+        ]
+
+    @property
+    def ideal(self) -> float:
+        """The step's time if no pp rank were ever idle."""
+        return sum(self.busy) / len(self.busy)
+
+    @property
+    def bubble_of_total(self) -> float:
+        """The idle part of the step, averaged over pp ranks."""
+        return 1 - self.ideal / self.makespan if self.makespan else 0.0
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """Idle time over ideal time: (p - 1) / m for GPipe and 1F1B on equal stages."""
+        return self.makespan / self.ideal - 1 if self.ideal else 0.0
+
+
+def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) -> Simulation:
+    """Run every pp rank through its actions, each as early as its rank and its inputs allow.
+
+    A forward needs the forward of the previous stage; a backward (B or I) needs the backward of the next stage and its
+    own forward. Asserts that the schedule does not deadlock.
+    """
+    assert len(times["F"]) == num_stages
+    number = 1 + max((max(map(itemgetter(2), order)) for order in orders if order), default=0)
+    size, last = num_stages * number, num_stages - 1
+    end: list[float | None] = [None] * (2 * size)  # of forwards by stage x number + microbatch, then of backwards
+    waiting: dict[int, int] = {}  # index into `end` -> the pp rank that is blocked on it
+    ends: list[list[float]] = [[] for _ in orders]
+    clock, worked = [0.0] * len(orders), [0.0] * len(orders)
+    runnable = list(range(len(orders)))
+    while runnable:
+        pp_rank = runnable.pop()
+        finished, now, work = ends[pp_rank], clock[pp_rank], worked[pp_rank]
+        for kind, stage, microbatch in islice(orders[pp_rank], len(finished), None):
+            seconds = times[kind][stage]
+            if kind == "W":
+                now += seconds
+                work += seconds
+                finished.append(now)
+                continue
+            if kind == "F":
+                own = stage * number + microbatch
+                needed = own - number
+            else:
+                own = size + stage * number + microbatch
+                needed = own + number if stage < last else own - size  # the last stage's needs its own forward
+            if needed >= 0:
+                ready = end[needed]
+                if ready is None:
+                    waiting[needed] = pp_rank
+                    break
+                if ready > now:
+                    now = ready
+            now += seconds
+            work += seconds
+            finished.append(now)
+            end[own] = now
+            if own in waiting:
+                runnable.append(waiting.pop(own))
+        clock[pp_rank], worked[pp_rank] = now, work
+    left = [pp_rank for pp_rank, order in enumerate(orders) if len(ends[pp_rank]) < len(order)]
+    assert not left, f"pp ranks {left} are in a deadlock"
+    return Simulation(tuple(orders), tuple(ends), times, max(clock, default=0.0), tuple(worked), number)
+
+
+def action_times(plan: Plan) -> dict[str, list[float]]:
+    """FLOPs of one microbatch on one rank per action kind and stage: B = 2F, I = W = F, and recomputation with B or I.
+
+    Recomputation repeats all blocks except the embedding and the head. Stage 0 has no input gradient, so W computes
+    its entire backward.
+    """
+    forward = stage_flops(plan)
+    again = stage_flops(plan, recomputed=True) if plan.recompute == "full" else [0.0] * len(forward)
+    inputs = [flops + extra if stage else 0.0 for stage, (flops, extra) in enumerate(zip(forward, again))]
+    weights = [flops if stage else 2 * flops + again[0] for stage, flops in enumerate(forward)]
+    both = [2 * flops + extra for flops, extra in zip(forward, again)]
+    return {"F": forward, "B": both, "I": inputs, "W": weights}
+
+
+def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
+    """Forward FLOPs of one microbatch on one rank, per stage: an equal share for each tp and cp rank.
+
+    recomputed: count only the blocks that recomputation repeats.
+    """
+    share = plan.batch.micro_batch / plan.mesh.size("tp") / plan.mesh.size("cp")
+    stages = [[plan.spec.block(name) for name in stage.blocks] for stage in plan.stages]
+    return [share * sum(b.forward_flops for b in blocks if b.is_recomputed or not recomputed) for blocks in stages]
+
+
+def of_plan(plan: Plan, microbatches: int | None = None) -> Simulation:
+    """Simulate a plan's step, with FLOPs as times. microbatches: their number, if it is not the plan's."""
+    times = action_times(plan)
+    if any(times["F"]):
+        return run(plan, times, microbatches)
+    return of_schedule(plan if microbatches is None else _with_microbatches(plan, microbatches))  # no FLOPs are known
+
+
+def run(plan: Plan, times: Times, microbatches: int | None = None) -> Simulation:
+    """Simulate a plan's step with the given times of actions. microbatches: see `of_plan`.
+
+    Of many microbatches, only some are simulated if a further round then takes the longest forward and the longest
+    backward of any pp rank. No round takes longer, so all others take as long, and their times are added. A round is
+    one microbatch, or where a rank runs several stages one per pp rank, or more where they are not divisible by pp (no
+    order is known of numbers that are not in whole rounds).
+    """
+    pp, count = plan.mesh.size("pp"), plan.batch.microbatches if microbatches is None else microbatches
+    each, begin = 1, pp
+    if len(plan.stages) > pp:
+        num_rounds = count // pp
+        each = begin = pp if not num_rounds or count % num_rounds else count // num_rounds
+    first = begin + each + (count - begin) % each
+    if pp == 1 or 2 * count * len(plan.stages) <= FEW_ACTIONS:
+        return _simulate_with(plan, count, times)
+    for rounds in (first, first + begin):
+        if rounds + each >= count:
+            break
+        before, after = (_simulate_with(plan, some, times) for some in (rounds, rounds + each))
+        works = [late - early for early, late in zip(before.busy, after.busy)]
+        forwards = [each * sum(times["F"][stage.index] for stage in plan.stages_of(rank)) for rank in range(pp)]
+        slowest = max(forwards) + max(work - forward for work, forward in zip(works, forwards))
+        if abs(after.makespan - before.makespan - slowest) <= 1e-9 * slowest:
+            more = (count - after.num_microbatches) // each
+            return replace(
+                after,
+                makespan=after.makespan + more * slowest,
+                busy=tuple(busy * count / after.num_microbatches for busy in after.busy),
+            )
+    return _simulate_with(plan, count, times)
+
+
+def least(plan: Plan, times: Times) -> float:
+    """The least time of a step, whatever the order of actions: that of the pp rank for which this is longest.
+
+    Before it can begin, a microbatch goes forward through all earlier stages; then it does its work. A backward pass
+    is its last action, after which the microbatch goes back through them, unless backward is split.
+    """
+    splits = plan.pipeline.splits_backward
+    backs = list(map(add, times["I"], times["W"])) if splits else times["B"]
+    works = [0.0] * plan.mesh.size("pp")
+    outside: dict[int, float] = {}  # by pp rank, what is before its first forward and behind its last backward
+    forward = backward = 0.0
+    for stage, ahead, back in zip(plan.stages, times["F"], backs):
+        rank = stage.pp_rank
+        if rank not in outside:
+            outside[rank] = forward + backward
+        works[rank] += ahead + back
+        forward += ahead
+        if not splits:
+            backward += back
+    return max(outside[rank] + plan.batch.microbatches * work for rank, work in enumerate(works))
+
+
+def of_schedule(plan: Plan) -> Simulation:
+    """Simulate the full step with equal stages: a forward takes 1, a backward 2."""
+    times = {kind: [time] * len(plan.stages) for kind, time in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
+    return simulate(plan.pipeline.actions(plan), times, len(plan.stages))
+
+
+def _simulate_with(plan: Plan, count: int, times: Times) -> Simulation:
+    """Simulate so many microbatches, once: steps of many microbatches begin and end alike."""
+    key = "simulated", count, tuple((kind, tuple(row)) for kind, row in times.items())
+    changed = _with_microbatches(plan, count)
+    return once(plan.cache, key, lambda: simulate(plan.pipeline.actions(changed), times, len(plan.stages)))
+
+
+def _with_microbatches(plan: Plan, count: int) -> Plan:
+    return plan.sharing(batch=replace(plan.batch, microbatches=count))

@@ -1,0 +1,250 @@
+"""Seconds of one microbatch of one block on one rank, by pass and by kind of work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from parallelrun.base.precision import BYTES
+from parallelrun.config.schema.cluster_schema import ClusterConfig
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
+from parallelrun.planner.model.product import Product
+from parallelrun.planner.pieces import sample_sets
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.step_time import host, other_blocks, streaming
+from parallelrun.planner.predict.step_time.kernels import attention_s, product_s, streaming_s
+from parallelrun.planner.predict.step_time.links import collective_s
+from parallelrun.planner.predict.step_time.overlap import tensor_s
+from parallelrun.planner.predict.step_time.rates import Rates
+from parallelrun.planner.predict.step_time.stack import SoftwareStack
+
+PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound", "host"
+TENSOR, EXPERT, STATISTICS = "tensor communication", "expert communication", "statistics communication"
+CONTEXT = "context communication"
+Parts = dict[str, float]
+Shape = tuple[int, int, int]  # rows, inner, columns of a product
+
+# Bytes of a 16-bit score in attention that keeps them, forward and backward: a kernel for scale, mask and softmax
+# (Narayanan et al. 2021, 4.2), and dropout with its mask.
+SCORE_BYTES = (9, 11)
+OF_GROUPED = 0.85  # of the rate of one product, for those of all experts in one kernel (SimuMax, A100: 0.61 to 0.72)
+BACKWARD_OF_ATTENTION = 2.8  # fused: five products for two, at a lower rate
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds by kind of work. again: of recomputation, before backward."""
+
+    forward: Parts = field(default_factory=dict)
+    backward: Parts = field(default_factory=dict)
+    again: Parts = field(default_factory=dict)
+
+
+def block_time(
+    block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack
+) -> BlockTime | None:
+    """Return the time of a block; None if the cluster gives no rate for a link it needs."""
+    shapes = list(_shapes(block, plan))
+    forward, backward = _products(shapes, plan, rates), _products(shapes, plan, rates, backward=True)
+    if block.kind == "transformer":
+        _add_attention(forward, backward, block, plan, rates, stack)
+    else:
+        _add_others(forward, backward, block, plan, cluster, rates)
+    _add_streaming(forward, backward, shapes, block, plan, rates, stack)
+    time = BlockTime(forward, backward, _recomputed(shapes, block, forward, plan, rates, stack))
+    calls = [0.0, 0.0]
+    checks = [0.0, 0.0]
+    for kind, parts, row, share in _traffic(block, plan, time):
+        seconds = collective_s(row, plan, cluster, rates)
+        if seconds is None:
+            return None
+        if rates.synchronous and kind == TENSOR:
+            seconds += host.around_layers_s(row, plan, rates)
+        parts[kind] = parts.get(kind, 0.0) + share * seconds
+        if parts is not time.again:
+            calls[parts is backward] += share * row.calls
+            checks[parts is backward] += share * row.calls * host.check_s(prediction.group_size(plan, row.axis), stack)
+    for parts, is_backward in ((forward, False), (backward, True)):
+        if parts.get(TENSOR) and not rates.synchronous:
+            parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], stack, plan, is_backward)
+    for parts in (forward, backward, time.again):
+        if plan.context and parts.get(CONTEXT) and not rates.synchronous:
+            parts[CONTEXT] = plan.context.exposed_s(parts[CONTEXT], parts.get(ATTENTION, 0.0), plan)
+    _add_host(time, calls, checks, block, plan, rates, stack)
+    return time
+
+
+def _add_host(
+    time: BlockTime,
+    calls: Sequence[float],
+    checks: Sequence[float],
+    block: BlockSpec,
+    plan: Plan,
+    rates: Rates,
+    stack: SoftwareStack,
+) -> None:
+    """Add the host's time to issue the operations of a pass, where it exceeds the device's time for them. On CPU, the
+    host computes each operation after issuing it, so the two times add up."""
+    forward, backward = host.operations(block, plan.spec)
+    if plan.mesh.size("tp") > 1 and block.kind == "transformer":
+        forward += stack.tensor_operations[0] / stack.operations
+        backward += stack.tensor_operations[1] / stack.operations
+    again = forward + stack.recompute_operations / stack.operations
+    issued = (
+        (time.forward, forward, calls[0], checks[0]),
+        (time.backward, backward, calls[1], checks[1]),
+        (time.again, again, calls[0], checks[0]),
+    )
+    for parts, number, sent, checking in issued:
+        if PRODUCTS not in parts:
+            continue  # nothing is computed again, or not all
+        if rates.synchronous:
+            parts[HOST] = number * rates.operation_s
+        else:
+            seconds = (stack.operations * number + host.OF_COLLECTIVE * sent) * rates.operation_s + checking
+            parts[HOST] = host.waited_s(seconds, sum(parts.values()))
+
+
+def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[str, Parts, Collective, float]]:
+    """(kind of work, pass, collective, the part of it that belongs to one microbatch in that pass)."""
+    passes = {FORWARD: time.forward, RECOMPUTATION: time.again, BACKWARD: time.backward}
+    if plan.mesh.size("tp") > 1:
+        for one in plan.tensor.traffic(block, plan):
+            yield TENSOR, passes[one.during], one.row, 1.0
+    if plan.expert:  # rows are dispatched and combined alike in every pass
+        used = [
+            time.forward,
+            time.backward,
+            *([time.again] if plan.recompute == "full" and block.is_recomputed else []),
+        ]
+        for row in plan.expert.collectives((block,), plan):
+            for parts in used:
+                yield EXPERT, parts, row, 1 / len(used) / plan.batch.microbatches
+    if plan.context:
+        in_forward, in_backward = plan.context.traffic(block, plan)
+        again = [time.again] if plan.recompute == "full" and block.is_recomputed else []
+        for parts in (time.forward, *again):
+            yield from ((CONTEXT, parts, row, 1.0) for row in in_forward)
+        yield from ((CONTEXT, time.backward, row, 1.0) for row in in_backward)
+    for row in sample_sets.collectives((block,), plan):
+        for parts in (time.forward, time.backward):
+            yield STATISTICS, parts, row, 1 / 2 / plan.batch.microbatches
+
+
+def _recomputed(
+    shapes: Sequence[Shape], block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stack: SoftwareStack
+) -> Parts:
+    """Return the time of recomputation in backward. Its host time and collectives are added later."""
+    if not block.is_recomputed or plan.recompute == "none":
+        return {}
+    if plan.recompute == "selective":
+        if stack.stops_early:
+            return {MEMORY_BOUND: streaming.recomputed(plan, forward[MEMORY_BOUND])}
+        return {ATTENTION: forward[ATTENTION]}
+    again = dict(forward)
+    if stack.stops_early and shapes:
+        again[PRODUCTS] -= product_s(*shapes[-1], BYTES[plan.precision.compute], rates)
+    return again
+
+
+def _products(shapes: Sequence[Shape], plan: Plan, rates: Rates, backward: bool = False) -> Parts:
+    width, seconds = BYTES[plan.precision.compute], 0.0
+    for rows, inner, columns in shapes:
+        if backward:
+            seconds += product_s(rows, columns, inner, width, rates) + product_s(columns, rows, inner, width, rates)
+        else:
+            seconds += product_s(rows, inner, columns, width, rates)
+    return {PRODUCTS: seconds}
+
+
+def _dense_layers(block: BlockSpec, plan: Plan) -> Iterator[tuple[LayerSpec, Product]]:
+    """The layers that multiply, without experts, which are counted apart."""
+    for layer in block.layers:
+        product = plan.tensor.product_of(layer, plan)
+        if product and not product.lookup and not layer.layer_role.startswith(("expert", "router", "shared")):
+            yield layer, product
+
+
+def _dense_flops(block: BlockSpec, plan: Plan) -> float:
+    """FLOPs in forward of one microbatch in the layers that multiply, over all tp ranks."""
+    return sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
+
+
+def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
+    """Yield the shape of every matrix product that a rank computes in forward."""
+    for layer, product in _dense_layers(block, plan):
+        rows, _ = product.gathered_x.local(plan.num_rows, layer.in_features, plan.mesh.sizes)
+        shape = (layer.out_features, layer.in_features)
+        columns, inner = product.gathered_weight.local_shape(shape, plan.mesh.sizes, {})
+        yield rows, layer.in_features if product.panels else inner, columns
+
+
+def _add_attention(
+    forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates, stack: SoftwareStack
+) -> None:
+    """Attention, an equal share for each tp rank, of the cp ranks the slowest's. Other FLOPs are those of experts."""
+    tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
+    attended = spec.attended or spec.seq
+    flops = 2.0 * plan.num_rows * attended * spec.attention_features
+    head_size = spec.qk_features // max(1, spec.heads)
+    if stack.fused_attention:
+        causal = spec.is_causal  # which halves the work
+        computed = 4.0 * plan.num_rows * attended * spec.qk_features / (2 if causal else 1)  # zeros behind values too
+        forward[ATTENTION] = attention_s(computed / tp / stack.attention, attended, head_size, causal, rates)
+        backward[ATTENTION] = BACKWARD_OF_ATTENTION * forward[ATTENTION]
+    else:
+        heads = max(1, plan.batch.micro_batch * spec.heads // tp)
+        moved = [streaming_s(each * width / 2 * heads * plan.seq * spec.seq, 2, rates) for each in SCORE_BYTES]
+        multiplied = product_s(plan.seq, head_size, spec.seq, width, rates, heads)
+        multiplied += product_s(plan.seq, spec.seq, head_size, width, rates, heads)
+        forward[ATTENTION] = multiplied + moved[0]
+        backward[ATTENTION] = 2 * multiplied + moved[1]
+    if plan.context:
+        slowest = plan.context.imbalance(plan)
+        forward[ATTENTION], backward[ATTENTION] = slowest * forward[ATTENTION], slowest * backward[ATTENTION]
+    of_experts = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("cp") - _dense_flops(block, plan) - flops
+    if of_experts > 1e-3 * flops:
+        seconds = of_experts / tp / (rates.peak_flops * rates.product_efficiency * OF_GROUPED)
+        forward[PRODUCTS] += seconds
+        backward[PRODUCTS] += 2 * seconds
+
+
+def _add_others(
+    forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates
+) -> None:
+    """Add the FLOPs of a block outside the layers with known shapes: convolutions, attention, of which each tp rank
+    that has some of the heads computes an equal share, and other products of a user's module."""
+    samples, dense = plan.batch.micro_batch / plan.mesh.size("cp"), _dense_flops(block, plan)
+    left = samples * (block.forward_flops - block.convolution_flops - block.attention_flops) - dense
+    products = left / rates.product_efficiency if left > 1e-3 * dense else 0.0
+    if block.convolution_flops:
+        assert cluster.convolution_efficiency, "cluster.convolution_efficiency is not given"
+        products += samples * block.convolution_flops / cluster.convolution_efficiency
+    forward[PRODUCTS] += products / rates.peak_flops
+    backward[PRODUCTS] += 2 * products / rates.peak_flops
+    if block.attention_flops:
+        tp = plan.mesh.size("tp") if any(layer.layer_role == "row_parallel" for layer in block.layers) else 1
+        seconds = samples * block.attention_flops / tp / (rates.peak_flops * rates.attention_efficiency)
+        forward[ATTENTION], backward[ATTENTION] = seconds, BACKWARD_OF_ATTENTION * seconds
+
+
+def _add_streaming(
+    forward: Parts,
+    backward: Parts,
+    shapes: Sequence[Shape],
+    block: BlockSpec,
+    plan: Plan,
+    rates: Rates,
+    stack: SoftwareStack,
+) -> None:
+    if block.kind in ("transformer", "head", "embedding"):
+        both = streaming.of_block(block, plan, rates, stack)
+    else:
+        both = other_blocks.streaming(block, plan, rates)
+    of_experts = sum(one.numel for one in block.parameters if one.layer_role == "expert")
+    dense = sum(inner * columns for _, inner, columns in shapes)
+    elements = dense + of_experts / plan.mesh.size("ep") / plan.mesh.size("tp")
+    weights = streaming.of_weights(elements, plan, rates, stack)
+    forward[MEMORY_BOUND], backward[MEMORY_BOUND] = both[0] + weights[0], both[1] + weights[1]

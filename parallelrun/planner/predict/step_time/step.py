@@ -1,0 +1,293 @@
+"""The time of a step: stages in the pipeline's schedule, then what no computation hides."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from parallelrun.base.precision import BYTES
+from parallelrun.config.schema.cluster_schema import ClusterConfig
+from parallelrun.planner.contract.plan import Collective, Plan, Stage, once
+from parallelrun.planner.model.model_spec import BlockSpec
+from parallelrun.planner.predict import prediction, simulate
+from parallelrun.planner.predict.step_time import cores, host, other_blocks, overlap, servers, spread
+from parallelrun.planner.predict.step_time.blocks import BlockTime, Parts, block_time
+from parallelrun.planner.predict.step_time.kernels import streaming_s
+from parallelrun.planner.predict.step_time.links import collective_s
+from parallelrun.planner.predict.step_time.rates import Rates, not_given, rates_of
+from parallelrun.planner.predict.step_time.shared_times import Known, of_blocks, of_stages, of_weights
+from parallelrun.planner.predict.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
+from parallelrun.planner.predict.step_time.stack import OURS, SoftwareStack
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and of its parts, which add up to it. mfu: model FLOPs over what the devices could do at their
+    peak."""
+
+    step_s: float
+    p10_s: float
+    p90_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    parts: Mapping[str, float]
+
+
+CountedBlocks = tuple[tuple[str, int], ...]  # of a stage: the first equal block of the model, and how many of them
+
+
+def step_time(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS) -> StepTime | None:
+    """Predict a step; None for the reasons that `why_unknown` gives. stack: the program that runs the plan."""
+    return step_time_with({}, plan, cluster, stack)
+
+
+def step_time_with(
+    known: Known, plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS, least: bool = False
+) -> StepTime | None:
+    """`step_time` of one of many plans. known: parts that plans share, by what they depend on; it is filled.
+
+    Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
+    optimizer, cluster, stack and partition. least: with a lower bound of the schedule's length, which is not simulated.
+    """
+    setting = _setting(plan, cluster, stack, known)
+    if setting is None:
+        return None
+    rates, stack = setting
+    stages = stages_of(plan, cluster, rates, stack, known)
+    messages = messages_of(plan, cluster, rates, stack, known)
+    data = once(known, ("data", of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
+    if stages is None or messages is None or data is None:
+        return None
+    key = "schedule", least, plan.pipeline, plan.batch.microbatches, of_stages(plan)
+    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages, least))
+    parts = _parts_of(plan, stages)
+    parts[PIPELINE] = messages * plan.batch.microbatches
+    parts[BUBBLE] = makespan - busy
+    parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
+    parts[DATA] += host.around_data_s(plan, rates)
+    weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
+    if plan.data.rounds_weights:  # the factors below are of weights in the stored dtype
+        weights = prediction.stored_bytes(plan)
+    parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
+    parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
+    if plan.servers:
+        exchanged = servers.exchange(plan, cluster, rates, makespan)
+        if exchanged is None:
+            return None
+        parts[DATA], parts[OPTIMIZER] = exchanged
+    total = sum(parts.values())
+    tokens = plan.batch.global_batch * max(plan.spec.seq, 1) / total / plan.world
+    flops = 3 * plan.spec.forward_flops * plan.batch.global_batch
+    mfu = flops / total / plan.num_workers / rates.peak_flops
+    shown = {name: seconds for name, seconds in parts.items() if seconds}
+    return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
+
+
+def _setting(
+    plan: Plan, cluster: ClusterConfig, stack: SoftwareStack, known: Known
+) -> tuple[Rates, SoftwareStack] | None:
+    """(the rates of one rank, what the program does on such a device); None where the time of a step is unknown."""
+    return once(known, ("setting", plan.world, plan.servers), lambda: _compute_setting(plan, cluster, stack))
+
+
+def _compute_setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[Rates, SoftwareStack] | None:
+    rates = rates_of(cluster, plan.precision.name)
+    if rates is None or why_unknown(plan, cluster):
+        return None
+    rates = cores.of_a_rank(rates, plan, cluster)
+    keeps_scores = rates.synchronous and host.keeps_scores(plan.spec)
+    return rates, replace(stack, fused_attention=False) if keeps_scores else stack
+
+
+def least_s(known: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
+    """A lower bound of the schedule's length, and so of a step; None as `step_time`. known: see `step_time_with`."""
+    setting = _setting(plan, cluster, OURS, known)
+    if setting is None:
+        return None
+    stages, messages = stages_of(plan, cluster, *setting, known), messages_of(plan, cluster, *setting, known)
+    return None if stages is None or messages is None else _schedule(plan, cluster, stages, messages, True)[0]
+
+
+def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
+    """Return why the time of a step cannot be predicted; empty if it can."""
+    reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
+    return reason or not_given(plan, cluster)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one microbatch. parts: of both passes together."""
+
+    forward: float
+    backward: float
+    parts: Parts
+
+
+def stages_of(
+    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known
+) -> list[StageTime] | None:
+    """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
+
+    time_of = _blocks_of(plan, cluster, rates, stack, known)
+    key = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages)
+    blocks = once(known, ("blocks of stages", *key), lambda: [_counted(stage, plan) for stage in plan.stages])
+    return once(known, ("stages", of_stages(plan)), lambda: _stages(plan, blocks, time_of))
+
+
+def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
+    """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
+    setting = _setting(plan, cluster, OURS, known)
+    assert setting is not None, "asked only where the cluster gives the rates"
+    return _blocks_of(plan, cluster, *setting, known)
+
+
+def _blocks_of(
+    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known
+) -> Callable[[BlockSpec], BlockTime | None]:
+    times: Known = once(known, ("blocks", of_blocks(plan)), dict)
+
+    def time_of(block: BlockSpec) -> BlockTime | None:
+        alike = plan.spec.first_alike[block.name]
+        return once(times, alike, lambda: block_time(block, plan, cluster, rates, stack))
+
+    return time_of
+
+
+def _counted(stage: Stage, plan: Plan) -> CountedBlocks:
+    return tuple(Counter(plan.spec.first_alike[name] for name in stage.blocks).items())
+
+
+def _stages(
+    plan: Plan, blocks: list[CountedBlocks], time_of: Callable[[BlockSpec], BlockTime | None]
+) -> list[StageTime] | None:
+    """Stages with equal blocks take equally long."""
+    found: dict[CountedBlocks, StageTime] = {}
+    for counted in dict.fromkeys(blocks):
+        forward = backward = 0.0
+        parts: Parts = defaultdict(float)
+        for name, number in counted:
+            time = time_of(plan.spec.block(name))
+            if time is None:
+                return None
+            again = sum(time.again.values())
+            forward += number * sum(time.forward.values())
+            backward += number * (sum(time.backward.values()) + again)
+            for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
+                parts[kind] += number * seconds
+        found[counted] = StageTime(forward, backward, dict(parts))
+    return [found[counted] for counted in blocks]
+
+
+def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known) -> float | None:
+    """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
+    if plan.mesh.size("pp") == 1:
+        return 0.0
+    return once(known, ("messages", of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
+
+
+def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> float | None:
+    seconds = 0.0
+    for row in prediction.merge(plan.pipeline.collectives(plan.mesh.size("pp") // 2, plan)):
+        if row.axis != "pp" or row.operation != "send":
+            continue
+        parts = [row]
+        if stack.scattered_messages and not plan.tensor.sequence_parallel:
+            part = replace(row, payload_bytes=row.payload_bytes // plan.mesh.size("tp"))
+            parts = [part, replace(row, axis="tp", operation="all_gather")]
+        for part in parts:
+            took = collective_s(part, plan, cluster, rates)
+            if took is None:
+                return None
+            seconds += took
+    return seconds / plan.batch.microbatches
+
+
+def _schedule(
+    plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float, least: bool = False
+) -> tuple[float, float]:
+    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works). least: of the former, a
+    lower bound."""
+    pp, count = plan.mesh.size("pp"), plan.batch.microbatches
+    each = messages * pp / len(stages) / 2
+    forward, backward = [one.forward + each for one in stages], [one.backward + each for one in stages]
+    busy = count * (sum(forward) + sum(backward)) / pp
+    if pp == 1:
+        return busy, busy
+    half = [seconds / 2 for seconds in backward]
+    times = {"F": forward, "B": backward, "I": half, "W": half}
+    if least:
+        return busy if cores.ranks_per_core(plan, cluster) > 1 else simulate.least(plan, times), busy
+    return cores.makespan(plan, cluster, times, busy), busy
+
+
+def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
+    """The mean over pp ranks of the seconds of all microbatches, by kind of work."""
+    parts: Parts = defaultdict(float)
+    alike = Counter(map(id, stages))
+    for stage in {id(stage): stage for stage in stages}.values():
+        often = alike[id(stage)] * plan.batch.microbatches / plan.mesh.size("pp")
+        for name, seconds in stage.parts.items():
+            parts[name] += seconds * often
+    return dict(parts)
+
+
+class DataTime(NamedTuple):
+    """Seconds of a step's data communication: gathers of weights; sums of gradients, the last ones included; late, what
+    no computation can hide."""
+
+    gathers: float
+    sums: float
+    late: float
+
+
+def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> DataTime | None:
+    gathers = sums = late = 0.0
+    for row in _data_rows(plan, stack):
+        sent = _sent(row, plan, stack)
+        seconds = collective_s(sent, plan, cluster, rates)
+        if seconds is None:
+            return None
+        often = 1 / prediction.steps_between(plan, row.purpose)
+        late += often * sent.calls * host.check_s(prediction.group_size(plan, row.axis), stack)
+        if row.operation == "all_gather":
+            gathers += often * seconds
+        elif sent.operation != row.operation:
+            late += often * seconds
+        else:
+            sums += often * seconds
+    return DataTime(gathers, sums, late)
+
+
+def _data_rows(plan: Plan, stack: SoftwareStack) -> list[Collective]:
+    """The data strategy's collectives. A program that rounds weights gathers all of them so, ours some as stored."""
+    coordinate = plan.mesh.coordinate(0)
+    rows = plan.data.collectives(coordinate["pp"], coordinate, plan)
+    if plan.data.shards_weights or not stack.rounded_weights:
+        return rows
+    share = BYTES[plan.precision.compute] / BYTES[plan.precision.reduce] / plan.data.num_exchanges(plan)
+    rounded = {row.axis: round(share * row.payload_bytes) for row in rows if row.operation == "reduce_scatter"}
+    return [replace(one, payload_bytes=rounded[one.axis]) if one.operation == "all_gather" else one for one in rows]
+
+
+def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
+    """A row of the data strategy as the program sends it."""
+    compute, own = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
+    if row.operation == "all_gather":
+        is_rounded = stack.rounded_weights or plan.data.exchange_form(plan).gathers_rounded
+        own, factor = (compute if is_rounded else BYTES[plan.precision.stored]), 1.0
+    else:
+        factor = compute / own if stack.rounded_gradients else 1.0
+    calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (own * stack.bucket))
+    sent = replace(row, calls=min(row.calls, calls), payload_bytes=round(factor * row.payload_bytes))
+    if not stack.whole_sums or row.operation == "all_reduce" or plan.data.shards_weights:
+        return sent
+    return replace(sent, calls=1, operation="all_gather" if row.operation == "all_gather" else "all_reduce")
+
+
+def _exposed(plan: Plan, data: DataTime, stages: list[StageTime], stack: SoftwareStack) -> float:
+    """Return the seconds of the data strategy's communication that a pp rank's computation does not hide."""
+    pp = plan.mesh.size("pp")
+    forward, backward = (sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
+    return data.late + overlap.data_s(data.gathers, data.sums, forward, backward, stack, plan)

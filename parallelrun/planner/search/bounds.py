@@ -1,0 +1,180 @@
+"""Lower bounds of a candidate's time and memory, by which a search leaves out most candidates. Torch-free.
+
+They come from the same predictions as a plan's own figures: of blocks alone, without what depends on the whole plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from parallelrun.config.schema.cluster_schema import ClusterConfig
+from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.planner.contract.classes import data_strategy
+from parallelrun.planner.contract.data_strategy import DataStrategy
+from parallelrun.planner.contract.mesh_shape import MeshShape
+from parallelrun.planner.contract.parameters import block_layouts
+from parallelrun.planner.contract.plan import BatchSizes, Plan, Stage, once
+from parallelrun.planner.memory.backward_block import backward_block, with_rounded_gradients
+from parallelrun.planner.model.model_spec import BlockSpec
+from parallelrun.planner.pieces import context_axes, expert_axes
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.step_time.shared_times import Known
+from parallelrun.planner.predict.step_time.step import blocks_of, why_unknown
+from parallelrun.planner.search.legal import Legal, LegalGroup, tensor_of
+
+
+class Bounds:
+    """Lower bounds of the step time of a space's candidates. known: see `step_time_with`."""
+
+    def __init__(self, legal: Legal, cluster: ClusterConfig, known: Known):
+        self._legal, self._cluster, self._known = legal, cluster, known
+        self._found: Known = {}
+        alike = legal.spec.first_alike
+        self._blocks = {name: legal.spec.block(name) for name in dict.fromkeys(alike.values())}
+        counts = Counter(alike[block.name] for block in legal.spec.blocks)
+        self._plainest, self._most = legal.space.recomputes()[0], legal.space.recomputes()[-1]
+        self._commonest = max(counts, key=lambda name: (counts[name], self._blocks[name].forward_flops))
+
+    def paths(self, group: LegalGroup) -> list[tuple[int, float, int]]:
+        """Numbers of blocks, as in `simulate.least`: forward before a pp rank can begin, of its own (on average where
+        pp ranks share cores), backward after its last action. Of all pp ranks, those that can be the longest."""
+        found: list[tuple[int, float, int]] = once(self._found, ("paths", _placed(group)), lambda: self._paths(group))
+        return found
+
+    def seconds(self, group: LegalGroup, micro_batch: int) -> tuple[float, float, float]:
+        """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
+        form that repeats most. Zeros where the cluster gives no rates."""
+        # With sharded weights a block takes least, then with rounded ones: see `streaming.of_weights`.
+        least = max(group.datas, key=lambda one: _spares(data_strategy(one.kind)))
+        spares = _spares(data_strategy(least.kind))
+        several = not spares[0] and self._legal.space.global_batch // group.dp // micro_batch > 1
+        key = "seconds", tensor_of(group), micro_batch, spares, several
+        found: tuple[float, float, float] = once(self._found, key, lambda: self._seconds(group, micro_batch, least))
+        return found
+
+    def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
+        """Return the bounds for `data`, which stands for all data strategies that treat weights alike."""
+        plan = self._legal.plan(group, micro_batch, self._most, data)
+        if why_unknown(plan, self._cluster):
+            return 0.0, 0.0, 0.0
+        time = blocks_of(plan, self._cluster, self._known)(self._blocks[self._commonest])
+        if time is None:
+            return 0.0, 0.0, 0.0
+        return sum(time.forward.values()), sum(time.backward.values()), sum(time.again.values())
+
+    def _paths(self, group: LegalGroup) -> list[tuple[int, float, int]]:
+        own, heads, before = [0] * group.pp, [0] * group.pp, 0
+        stages = self._legal.stages(group)[0]
+        for stage in reversed(stages):
+            heads[stage.pp_rank] = stage.index
+        sums = [0]
+        for stage in stages:
+            number = self._number(stage)
+            own[stage.pp_rank] += number
+            before += number
+            sums.append(before)
+        if self._cluster.cores:
+            return [(0, before / group.pp, 0)]
+        longest: dict[int, int] = {}
+        for rank, number in enumerate(own):
+            longest[number] = max(longest.get(number, 0), sums[heads[rank]])
+        return [(head, number, 0 if group.schedule.splits_backward else head) for number, head in longest.items()]
+
+    def _number(self, stage: Stage) -> int:
+        alike = self._legal.spec.first_alike
+        return sum(alike[name] == self._commonest for name in stage.blocks)
+
+    def fullest(self, group: LegalGroup) -> tuple[int, int, int]:
+        """The first pp rank with the most of the commonest block, how many it has, and the fewest of its stages."""
+
+        def compute() -> tuple[int, int, int]:
+            numbers: dict[int, list[int]] = {}
+            for stage in self._legal.stages(group)[0]:
+                numbers.setdefault(stage.pp_rank, []).append(self._number(stage))
+            rank = max(sorted(numbers), key=lambda one: sum(numbers[one]))
+            return rank, sum(numbers[rank]), min(numbers[rank])
+
+        found: tuple[int, int, int] = once(self._found, ("fullest", _placed(group)), compute)
+        return found
+
+    def in_flight(self, group: LegalGroup, micro_batch: int) -> int:
+        """Return how many of the commonest block (at least) have run forward on the fullest pp rank when its first
+        backward begins."""
+        count, (rank, _, fewest) = self._legal.space.global_batch // group.dp // micro_batch, self.fullest(group)
+        return fewest * group.schedule.least_in_flight(group.pp, group.virtual_stages, count, rank)
+
+    def held_bytes(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
+        """Bytes that the fullest pp rank holds of the commonest block throughout a step, or fewer. several: a step has
+        more than one microbatch."""
+        key = "held", group.tp, group.number, group.ep, group.dp, group.cp, group.pp > 1, several, id(data)
+        splits = group.schedule.splits_backward
+        return self.fullest(group)[1] * once(self._found, (key, splits), lambda: self._held(group, data, several))
+
+    def kept_bytes(self, group: LegalGroup, micro_batch: int, recompute: str) -> tuple[int, int]:
+        """Bytes that the commonest block keeps of one microbatch for backward, and what its backward pass needs besides
+        (nothing is known of a backward pass that is split)."""
+
+        def compute() -> tuple[int, int]:
+            plan = self._plan(group, micro_batch, recompute)
+            found = [backward_block(self._commonest, plan, rounded) for rounded in (False, True)]  # by data strategy
+            least = min(
+                one.working_bytes(False) for block in found for one in (block, with_rounded_gradients(block, plan))
+            )
+            return found[0].kept, 0 if group.schedule.splits_backward else least
+
+        key = "kept", tensor_of(group), micro_batch, recompute
+        kept: tuple[int, int] = once(self._found, key, compute)
+        return kept
+
+    def _plan(self, group: LegalGroup, micro_batch: int, recompute: str) -> Plan:
+        """A plan whose blocks are those of the candidates with this tensor strategy, micro-batch and recomputation."""
+        key = "group", tensor_of(group), micro_batch
+        first: LegalGroup = once(self._found, key, lambda: group)
+        return self._legal.plan(first, micro_batch, recompute, first.datas[0])
+
+    def _held(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
+        plan = self._plan(group, group.micro_batches[0], self._plainest)
+        strategy = data_strategy(data.kind).resolve(self._legal.request_of(group, data))
+        inner = tuple((axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("ep")) if plan.expert else ()
+        ep = inner, tuple((axis, parts) for axis, parts in plan.mesh.flattened if axis == "ep")
+        request, of_ep = self._legal.request_of(group, data), ep if inner else ((), ())
+        data_dims = strategy.mesh_dims(request.num_data_ranks)
+        if plan.context:
+            dims, flattened = context_axes.split(data_dims, type(plan.context).mesh_dims(request), of_ep)
+        else:
+            dims, flattened = expert_axes.split(*data_dims, *of_ep)
+        tensor = plan.mesh.mesh_dims_of("tp")
+        mesh = MeshShape(
+            (("pp", 2), *dims, *((axis, plan.mesh.size(axis)) for axis in tensor)),
+            (*flattened, *((axis, parts) for axis, parts in plan.mesh.flattened if axis == "tp")),
+        )
+        batch = BatchSizes(plan.batch.global_batch, plan.batch.micro_batch, 1 + several)
+        # of one block on its own: where pp=1, the last one's weights stay gathered
+        changed = replace(plan, data=strategy, mesh=mesh, batch=batch, stages=(Stage(0, 0, (self._commonest,)),))
+        vars(changed)["blocks_cache"] = plan.blocks_cache
+        gathered = strategy.gathered_bytes(0, mesh.coordinate(0), changed)
+        return _block_bytes(self._blocks[self._commonest], changed) + gathered
+
+
+def _spares(strategy: type[DataStrategy]) -> tuple[bool, bool]:
+    """What a data strategy spares a microbatch: everything that it does to its weights, or rounding them."""
+    return strategy.shards_weights, strategy.rounds_weights
+
+
+def _placed(group: LegalGroup) -> object:
+    """Return the settings that decide which rank has which blocks, as a cache key."""
+    return group.pp, group.virtual_stages, group.pipeline.kind
+
+
+def _block_bytes(block: BlockSpec, plan: Plan) -> int:
+    """Bytes of a block's matrices that a rank holds: weights, gradients that stay, optimizer state."""
+    known: dict[object, int] = {}
+    total = 0
+    for spec, layout in zip(block.parameters, block_layouts(block.name, plan)):
+        key = spec.shape, spec.layer_role, spec.heads, spec.frozen
+        if len(spec.shape) > 1:
+            if key not in known:
+                known[key] = sum(prediction.parameter_bytes(spec, layout, plan, {}))
+            total += known[key]
+    return total

@@ -1,0 +1,298 @@
+"""`search`: the fastest plans of everything that the user has left open. Torch-free.
+
+Best first: candidates wait in the order of a lower bound of their time, and the first is bounded more closely, then
+priced, until those in front have been priced and fit. What is behind them cannot be faster.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import NamedTuple
+
+from parallelrun.base.errors import ConfigError
+from parallelrun.config.schema.cluster_schema import ClusterConfig
+from parallelrun.config.schema.run_schema import Config, DataStrategyConfig
+from parallelrun.config.schema.strategy_keys import narrowed
+from parallelrun.planner.contract.classes import data_strategy
+from parallelrun.planner.contract.degrees import device_of
+from parallelrun.planner.contract.plan import Memory, Plan
+from parallelrun.planner.memory import device_memory
+from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.pieces import router_settings
+from parallelrun.planner.predict import cluster_cost, prediction
+from parallelrun.planner.predict.step_time.shared_times import Known
+from parallelrun.planner.predict.step_time.step import StepTime, least_s, step_time_with, why_unknown
+from parallelrun.planner.resolve import rules
+from parallelrun.planner.resolve.resolve_config import spec_of
+from parallelrun.planner.search.bounds import Bounds
+from parallelrun.planner.search.first_pass import CandidateRow, Survey
+from parallelrun.planner.search.fitting_plans import NEVER, Kept
+from parallelrun.planner.search.legal import Legal
+from parallelrun.planner.search.result import MEMORY, Found, Removed, Search
+from parallelrun.planner.search.space import Space
+
+MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
+MOST_NEAR = 40  # plans that do not fit whose time is computed, the lightest first
+MOST_RANKED = 100  # faster plans that are priced beyond those to show, to count them, where a plan is to be ranked
+MOST_SIFTED = 2000  # candidates up to which that includes those whose bounds say at once that they do not fit
+
+
+Leaf = tuple[CandidateRow, DataStrategyConfig]
+
+
+class _Waiting(NamedTuple):
+    """A row, or one of its candidates. is_bounded: its bound contains all communication. time: exact."""
+
+    row: CandidateRow
+    data: DataStrategyConfig | None = None
+    is_bounded: bool = False
+    time: StepTime | None = None
+
+
+def search(
+    config: Config,
+    given: frozenset[str],
+    world: int,
+    keep: int = 3,
+    *,
+    against: float | None = None,
+    gpus: int | None = None,
+    most_counted: int = MOST_COUNTED,
+) -> Search:
+    """Return the fastest plans on `world` ranks that fit (see `Kept`), and what became of all others.
+
+    config: composed, with the strategy that the user has chosen or the default one. given: the dotted keys that the
+    user has set: they hold for all plans. against: seconds of a step of a plan to rank. gpus: GPUs of this host, as
+    `resolve` takes it. most_counted: up to so many plans are all priced, to count them. Raises ConfigError where no
+    plan can be listed: an unknown model or a bad value.
+    """
+    with _uncollected():
+        return _search(Space(config, given, world), keep, against, device_of(config, gpus), most_counted)
+
+
+def _search(space: Space, keep: int, against: float | None, device: str, most_counted: int) -> Search:
+    found = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep, most_counted)
+    found.find(against if keep > 1 else None)
+    return found.result(against)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which would take a fifth of a search: millions of small tuples, and no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _spec(space: Space) -> ModelSpec:
+    problems = rules.too_large(space.folded) + rules.check(space.folded)
+    spec = spec_of(narrowed(space.folded), problems)
+    if spec is not None:
+        problems += router_settings.check_model(space.folded, spec.experts) + rules.check_tokens(space.folded, spec)
+    if problems or spec is None:
+        raise ConfigError(*problems)
+    return spec
+
+
+class _Searched:
+    """A search under way."""
+
+    def __init__(self, legal: Legal, cluster: ClusterConfig, keep: int, most_counted: int = MOST_COUNTED):
+        self.legal, self.cluster = legal, cluster
+        self.known: Known = {}
+        self.limit = _most_bytes(cluster)
+        self.survey = Survey(legal, Bounds(legal, cluster, self.known), self.limit)
+        self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
+        self._keep, self.fitting = keep, Kept(keep)
+        self.unfit: list[Found] = []
+        self.unpriced: list[Found] = []
+        self.num_unpriced: Counter[str] = Counter()
+        self.is_counted = self.survey.may_fit <= most_counted
+        self.is_sifted = self.survey.considered <= MOST_SIFTED
+
+    def find(self, against: float | None = None) -> None:
+        """Price candidates, the ones with the least bound first, until those in front are the best. against: and
+        MOST_RANKED more that are faster than that."""
+        if self._leaves_all():
+            return
+        for plan, leaf, time in self._priced(against or 0.0):
+            found = self._found(plan, leaf, time)
+            if _is_fit(found, self.cluster):
+                self.fitting.add(leaf[0].shape, time.step_s, found)
+            else:
+                self.unfit.append(found)
+
+    def _leaves_all(self) -> bool:
+        """Whether no plan can be priced, for a reason that does not depend on the plan."""
+        row = next((row for row in self.survey.rows if row.fitting), None)
+        if row is None or not why_unknown(plan := self._plan(row, row.datas[0][1]), self.cluster):
+            return False
+        self._leave(plan, (row, row.datas[0][1]))
+        self.num_unpriced[why_unknown(plan, self.cluster)] = self.survey.may_fit
+        return True
+
+    def _priced(self, against: float) -> Iterator[tuple[Plan, Leaf, StepTime]]:
+        """The candidates that may fit and be kept, the fastest first."""
+        number = count()
+        heap: list[tuple[float, int, _Waiting]] = []
+        for row in self.survey.rows:
+            if row.fitting:
+                heap.append((row.least_s, next(number), _Waiting(row)))
+        heapq.heapify(heap)
+        while heap:
+            least, _, one = heapq.heappop(heap)
+            if not self.is_counted and (least >= against or len(self.fitting.all) >= MOST_RANKED):
+                if self.fitting.ends(least):
+                    return
+                if not self.fitting.wants(one.row.shape, least):
+                    continue
+            if one.data is not None and one.time is not None:
+                yield self._plan(one.row, one.data), (one.row, one.data), one.time
+                continue
+            for seconds, closer in self._closer(one):
+                heapq.heappush(heap, (seconds, next(number), closer))
+
+    def _closer(self, one: _Waiting) -> list[tuple[float, _Waiting]]:
+        """Return the entries that replace `one` in the queue, with closer bounds: the candidates of a row, or the same
+        candidate with its data communication or its time."""
+        row, data = one.row, one.data
+        if data is None:
+            found: list[tuple[float, _Waiting]] = []
+            bounds: dict[bool, float] = {}  # by whether weights are sharded: else a schedule takes equally long
+            for _, data in row.datas[: row.fitting]:
+                shards = data_strategy(data.kind).shards_weights
+                if shards not in bounds:
+                    bounds[shards] = least_s(self.known, self._plan(row, data), self.cluster) or 0.0
+                found.append((bounds[shards], _Waiting(row, data)))
+            if not self.is_sifted:
+                self.heavy += [(held + row.kept, row, data) for held, data in row.datas[row.fitting :]]
+            return found
+        plan = self._plan(row, data)
+        if not (self._is_light if one.is_bounded else self._may_fit)(row, data, plan):
+            return []
+        time = step_time_with(self.known, plan, self.cluster, least=not one.is_bounded)
+        if time is None:
+            self._leave(plan, (row, data))
+            return []
+        return [(time.step_s, _Waiting(row, data, True, time if one.is_bounded else None))]
+
+    def _may_fit(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
+        least = self._least_bytes(row, plan)
+        if least > self.limit:
+            self.heavy.append((least, row, data))
+        return least <= self.limit
+
+    def _is_light(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
+        """Whether a lower bound of the memory of every pp rank fits."""
+        least = prediction.least_bytes(plan, self.limit)
+        if least > self.limit:
+            self.heavy.append((least, row, data))
+        return least <= self.limit
+
+    def _least_bytes(self, row: CandidateRow, plan: Plan) -> int:
+        """A lower bound of memory, with all that the fullest pp rank holds throughout a step."""
+        rank = plan.mesh.rank(pp=self.survey.bounds.fullest(row.group)[0])
+        return sum(prediction.held_bytes(plan, plan.mesh.coordinate(rank))) + row.kept
+
+    def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
+        return self.legal.plan(row.group, row.micro_batch, row.recompute, data)
+
+    def _leave(self, plan: Plan, leaf: Leaf) -> None:
+        """Take down a plan that cannot be priced."""
+        found = why_unknown(plan, self.cluster)
+        if found not in self.num_unpriced:
+            self.unpriced.append(self._found(plan, leaf, None))
+        self.num_unpriced[found] += 1
+
+    def _found(self, plan: Plan, leaf: Leaf, time: StepTime | None) -> Found:
+        row, data = leaf
+        memory = prediction.heaviest(plan, self.cluster)
+        return Found(
+            self.legal.space.overrides(row.group.choice(row.micro_batch, row.recompute, data)),
+            time,
+            memory.total,
+            cluster_cost.fits(memory, self.cluster),
+            time.tokens_per_s_per_gpu * plan.world if time else None,
+            "" if time else why_unknown(plan, self.cluster),
+        )
+
+    def _nearest(self, best: Found | None) -> Found | None:
+        """The plan that misses least of those that do not fit and are faster than the best, of MOST_NEAR."""
+        limit = best.time.step_s if best and best.time else NEVER
+        near = [one for one in self.unfit if one.time and one.time.step_s < limit]
+        nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
+        heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
+        for row in self.survey.rows if self.is_sifted else ():
+            for held, data in row.datas[row.fitting :]:
+                heavy.append((held + row.kept, len(heavy), row, data, False))
+        heapq.heapify(heavy)
+        left = MOST_NEAR
+        while heavy and left > 0 and not (nearest and heavy[0][0] >= nearest.heaviest_bytes):
+            _, number, row, data, is_close = heapq.heappop(heavy)
+            if row.least_s >= limit:
+                continue
+            plan = self._plan(row, data)
+            least = step_time_with(self.known, plan, self.cluster, least=True)
+            if least is None or least.step_s >= limit:
+                continue
+            if not is_close:
+                heapq.heappush(heavy, (prediction.least_bytes(plan, NEVER), number, row, data, True))
+                continue
+            left -= 1
+            time = step_time_with(self.known, plan, self.cluster)
+            if time and time.step_s < limit:
+                found = self._found(plan, (row, data), time)
+                nearest = min((one for one in (nearest, found) if one), key=lambda one: one.heaviest_bytes)
+        return nearest
+
+    def result(self, against: float | None) -> Search:
+        ordered, best = self.fitting.all, tuple(self.fitting.chosen())
+        examples, space, considered = self.legal.examples, self.legal.space, self.survey.considered
+        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.survey.may_fit
+        removed = [
+            Removed(rule, number, examples[rule].what, examples[rule].suggestion)
+            for rule, number in self.legal.removed.items()
+        ]
+        nearest = None if best and self._keep == 1 else self._nearest(best[0] if best else None)
+        if heavy := considered - fitting:
+            removed.append(Removed(MEMORY, heavy, " ".join(nearest.overrides) if nearest else ""))
+        return Search(
+            space.world, space.global_batch, considered, fitting, best, nearest,
+            tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda one: -one.candidates)),
+            self._rank(ordered, against), self.is_counted,
+        )  # fmt: skip
+
+    def _rank(self, ordered: Sequence[Found], against: float | None) -> tuple[int, int] | None:
+        """(the best rank that is possible, the worst)."""
+        if against is None:
+            return None
+        known = 1 + sum(one.time.step_s < against for one in ordered if one.time)
+        if self.is_counted:
+            return known, known
+        may_be_faster = sum(row.fitting for row in self.survey.rows if row.least_s < against)
+        return known, max(known, min(1 + may_be_faster, self.survey.may_fit))  # one of those that fit, if it does
+
+
+def _is_fit(found: Found, cluster: ClusterConfig) -> bool:
+    return found.fits == "yes" or not cluster.memory_gb
+
+
+def _most_bytes(cluster: ClusterConfig) -> float:
+    """The most bytes of tensors with which a rank fits its device for certain, whatever its communicators need."""
+    if not cluster.memory_gb:
+        return NEVER
+    low, high = 0, round(2 * cluster.memory_gb * device_memory.GIGA)
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = device_memory.beside(Memory(middle, 0, 0, 0), 0 if cluster.context_gb else 1, cluster)
+        low, high = (middle, high) if cluster_cost.fits(found, cluster) == "yes" else (low, middle - 1)
+    return low

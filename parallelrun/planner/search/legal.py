@@ -1,0 +1,297 @@
+"""The legal candidates of a space, in groups whose members differ in micro-batch, recomputation and data strategy.
+
+The strategies' own checks decide, as in `resolve`; each is asked once for all candidates on which its answer depends
+alike. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from parallelrun.base.errors import Problem
+from parallelrun.config.schema.run_schema import Config, DataStrategyConfig, PipelineConfig, TensorStrategyConfig
+from parallelrun.config.schema.strategy_keys import narrowed
+from parallelrun.planner.contract.classes import (
+    StrategyClasses,
+    context_strategy,
+    data_strategy,
+    pipeline_schedule,
+    tensor_strategy,
+)
+from parallelrun.planner.contract.degrees import Degrees
+from parallelrun.planner.contract.pipeline_schedule import PipelineSchedule
+from parallelrun.planner.contract.plan import BatchSizes, Plan, Stage, once
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec import SAMPLE_SET_ROLE, ModelSpec
+from parallelrun.planner.pieces import context_axes, expert_axes, partition, sample_sets
+from parallelrun.planner.pieces import router_settings as routing
+from parallelrun.planner.resolve import rules
+from parallelrun.planner.resolve.draft import PlanDraft, check_depth, check_length
+from parallelrun.planner.search.space import Choice, Space
+
+LAYOUT, STAGES, SCHEDULE, DATA, EXPERTS, SAMPLES = (
+    "tensor layout", "stages", "pipeline schedule", "data strategy", "experts", "sample sets",
+)  # fmt: skip
+
+
+class LegalGroup(NamedTuple):
+    """Legal candidates: every combination of `members`. number: of the tensor strategy among those of tp."""
+
+    pp: int
+    dp: int
+    tp: int
+    ep: int
+    number: int
+    tensor: TensorStrategyConfig
+    pipeline: PipelineConfig
+    schedule: type[PipelineSchedule]
+    virtual_stages: int
+    micro_batches: tuple[int, ...]
+    datas: tuple[DataStrategyConfig, ...]
+    cp: int = 1
+
+    def choice(self, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Choice:
+        shape = self.tensor, self.pipeline, self.cp
+        return Choice(self.pp, self.dp, self.tp, self.ep, micro_batch, recompute, data, *shape)
+
+
+def tensor_of(group: LegalGroup) -> object:
+    """Return, as a cache key, the settings on which a block's costs depend, beside micro-batch and recomputation."""
+    return group.tp, group.number, group.ep, group.cp, group.schedule.splits_backward
+
+
+Checked = tuple[list[Any], list[tuple[str, int, Problem]]]  # the legal ones; rule, number and violation of others
+
+
+class Legal:
+    """The legal candidates of a space. removed: by rule, the candidates that it removed; examples: one violation."""
+
+    def __init__(self, space: Space, spec: ModelSpec, device: str):
+        self.space, self.spec, self._device = space, spec, device
+        self.base = narrowed(space.base)
+        self.small = _distinct(spec)
+        self.removed: Counter[str] = Counter()
+        self.examples: dict[str, Problem] = {}
+        self._known: dict[object, object] = {}
+        self._sections: dict[str, DataStrategyConfig] = {}  # one of all equal ones: its id stands for it
+        self._has_sets = any(layer.layer_role == SAMPLE_SET_ROLE for layer in spec.layers())
+        self._recomputes = len(space.recomputes())
+
+    def groups(self) -> Iterator[LegalGroup]:
+        for pp, dp, cp, tp in self.space.degrees(self.spec):
+            sizes = tuple(self.space.micro_batches(dp, self.spec))
+            datas = tuple(self._sections.setdefault(repr(one), one) for one in self.space.datas(dp * cp, pp, tp))
+            tensors = once(self._known, ("tensors", tp), lambda: self.space.tensors(tp))  # noqa: B023
+            pipelines = once(self._known, ("pipelines", pp), lambda: self._pipelines(pp))  # noqa: B023
+            for ep in self.space.expert_degrees(dp * cp, self.spec):
+                for number, tensor in enumerate(tensors):
+                    for of_pipeline in pipelines:
+                        shape = pp, dp, tp, ep, number, tensor, *of_pipeline
+                        legal = self._legal(LegalGroup(*shape, sizes, datas, cp))
+                        if legal is not None:
+                            yield legal
+
+    def _pipelines(self, pp: int) -> list[tuple[PipelineConfig, type[PipelineSchedule], int]]:
+        """Schedules with their numbers of stages per rank."""
+        found = [
+            (one, pipeline_schedule(one.kind if pp > 1 else "none")) for one in self.space.pipelines(pp, self.spec)
+        ]
+        return [(one, schedule, self._virtual_stages(one, schedule, pp)) for one, schedule in found]
+
+    def plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
+        """The plan of one candidate of a group. Those that differ in recomputation alone share all but that."""
+        degrees = group.pp, group.dp, group.cp, group.tp, group.ep
+        key = "plans", *degrees, group.number, group.pipeline.kind, group.virtual_stages, micro_batch, id(data)
+        plans: dict[str, Plan] = once(self._known, key, dict)
+        if recompute not in plans:
+            some = next(iter(plans.values()), None) or self._plan(group, micro_batch, data)
+            plans[recompute] = some if some.recompute == recompute else some.sharing(recompute=recompute)
+        return plans[recompute]
+
+    def _plan(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> Plan:
+        """Return the plan of a candidate, with the recomputation of the configuration."""
+        degrees = Degrees(group.pp, group.dp, group.tp, group.ep, group.cp, device=self._device)
+        draft = PlanDraft(self._config(group, data), self.spec, degrees, self._classes(group, data.kind))
+        request = replace(self.request(group, draft.config, self.spec), batch=self._batch(group, micro_batch))
+        sets = draft.sample_sets(request)[0] if self._has_sets else None
+        plan = draft.plan(request, self.stages(group)[0], sets)
+        key = "weights", plan.tensor, plan.data, plan.mesh, group.virtual_stages, group.pipeline.kind
+        of_block = "blocks", tensor_of(group), micro_batch
+        vars(plan).update(weights_cache=once(self._known, key, dict), blocks_cache=once(self._known, of_block, dict))
+        return plan
+
+    def _legal(self, group: LegalGroup) -> LegalGroup | None:
+        """The group's legal candidates; None where there are none."""
+        tensor = group.tp, group.number, group.schedule.splits_backward, group.cp
+        problems = once(self._known, ("tensor", tensor), lambda: self._of_tensor(group))
+        if problems is not None:
+            self._count(LAYOUT, len(group.micro_batches) * len(group.datas), problems)
+            return None
+        stages = group.pp, group.virtual_stages, group.pipeline.kind
+        for rule, key, find in (
+            (STAGES, ("depth", stages), self._of_stages),
+            (EXPERTS, ("experts", group.dp, group.cp, group.ep), self._of_experts),
+        ):  # fmt: skip
+            problems = once(self._known, key, partial(find, group))
+            if problems:
+                self._count(rule, len(group.micro_batches) * len(group.datas), problems)
+                return None
+        parts = once(self._known, ("parts", tensor), lambda: self._parts(group))
+        sizes = self._kept(
+            ("sizes", stages, group.dp, group.cp, group.ep, parts), len(group.datas), lambda: self._sizes(group, parts)
+        )
+        datas = self._kept(("datas", tensor, group.dp, group.ep, group.pp > 1), len(sizes), lambda: self._datas(group))
+        if self._has_sets:
+            sizes = self._kept((), len(datas), lambda: self._sized_sets(group, sizes, datas))
+        return group._replace(micro_batches=tuple(sizes), datas=tuple(datas)) if sizes and datas else None
+
+    def _kept(self, key: tuple[object, ...], others: int, find: Callable[[], Checked]) -> list[Any]:
+        """The legal ones of several; others: the candidates that each of them stands for, without recomputation."""
+        legal, removed = once(self._known, key, find) if key else find()
+        for rule, number, problem in removed:
+            self._count(rule, number * others, [problem])
+        return legal
+
+    def _count(self, rule: str, number: int, problems: list[Problem]) -> None:
+        if number:
+            self.removed[rule] += number * self._recomputes
+            self.examples.setdefault(rule, problems[0])
+
+    def _of_tensor(self, group: LegalGroup) -> list[Problem] | None:
+        """The violations of the tensor layout; None where it is legal. One layout stands for all in an example."""
+        request, strategy = self.request(group, self._config(group, group.datas[0]), self.small), group.tensor.kind
+        images = rules.check_images(self.spec, request.config, group.tp)
+        context = self._classes(group, group.datas[0].kind).context
+        found = images or (context.check(request) if context else [])
+        if not found and tensor_strategy(strategy).is_legal(request):
+            return None
+        return found or (
+            [self.examples[LAYOUT]] if LAYOUT in self.examples else tensor_strategy(strategy).check(request)
+        )
+
+    def _of_stages(self, group: LegalGroup) -> list[Problem]:
+        request = self.request(group, self._config(group, group.datas[0]), self.spec)
+        return check_depth(request) + self.stages(group)[1]
+
+    def _of_experts(self, group: LegalGroup) -> list[Problem]:
+        """The violations of the expert dispatcher by the degrees, and keys that it would have to read."""
+        request = self.request(group, self._config(group, group.datas[0]), self.small)
+        expert = self._classes(group, group.datas[0].kind).expert
+        if group.ep > 1:  # the user's own ep holds for all degrees
+            found: list[Problem] = []
+            expert_axes.degree(request.config, group.ep, group.dp, group.cp, self.spec.experts, [], found)
+            if found:
+                return found
+        found = routing.unread(self.space.folded, self.space.given, self.spec.experts, group.ep)
+        return found + routing.check(request, 1) + (expert.check(request) if expert else [])
+
+    def _parts(self, group: LegalGroup) -> int:
+        """Return the number that must divide every micro-batch."""
+        request = self.request(group, self._config(group, group.datas[0]), self.small)
+        parts: int = tensor_strategy(group.tensor.kind).micro_batch_divisor(request)
+        return parts * (self.spec.router.group_samples if self.spec.router else 1)
+
+    def _sizes(self, group: LegalGroup, parts: int) -> Checked:
+        """The micro-batches without violations."""
+        kept, removed = [], []
+        for size in group.micro_batches:
+            count = self.space.global_batch // group.dp // size
+            key = "batch", group.pp, group.virtual_stages, group.pipeline.kind, count
+            of_experts = (size, group.ep) if group.ep > 1 else ()
+            if size % parts:
+                what = f"micro_batch={size} does not divide into {parts} parts"
+                removed.append((LAYOUT, 1, Problem(what, "micro_batch", f"micro_batch={parts}")))
+            elif found := once(self._known, (*key, of_experts), partial(self._of_batch, group, size)):
+                removed.append((SCHEDULE, 1, found[0]))
+            else:
+                kept.append(size)
+        return kept, removed
+
+    def _of_batch(self, group: LegalGroup, size: int) -> list[Problem]:
+        request = self.request(group, self._config(group, group.datas[0]), self.small)
+        classes, filled = self._classes(group, group.datas[0].kind), replace(request, batch=self._batch(group, size))
+        found = classes.pipeline.check(filled) + check_length(filled)
+        return found + (classes.expert.check(filled) if classes.expert else [])
+
+    def _datas(self, group: LegalGroup) -> Checked:
+        """The data strategies without violations."""
+        kept, removed = [], []
+        for data in group.datas:
+            request, strategy = self.request(group, self._config(group, data), self.small), data_strategy(data.kind)
+            found = strategy.check(request)
+            found += expert_axes.check(request, strategy) if group.ep > 1 and not found else []
+            if (context := self._classes(group, data.kind).context) and not found:
+                found += context_axes.check(request, strategy, context.mesh_dims(request))
+            kept += [] if found else [data]
+            removed += [(DATA, 1, found[0])] if found else []
+        return kept, removed
+
+    def _sized_sets(self, group: LegalGroup, sizes: list[int], datas: list[DataStrategyConfig]) -> Checked:
+        """The micro-batches of which sets of samples for statistics can be made."""
+        kept, removed = [], []
+        for size in sizes:
+            found: list[Problem] = []
+            for data in datas:
+                request = self.request(group, self._config(group, data), self.spec)
+                request = replace(request, batch=self._batch(group, size))
+                found += sample_sets.resolve(request, data_strategy(data.kind).resolve(request))[1]
+            kept += [] if found else [size]
+            removed += [(SAMPLES, 1, found[0])] if found else []
+        return kept, removed
+
+    def stages(self, group: LegalGroup) -> tuple[tuple[Stage, ...], list[Problem]]:
+        """(the stages, violations)."""
+        pp, number, schedule = group.pp, group.pp * group.virtual_stages, group.schedule
+
+        def compute() -> tuple[tuple[Stage, ...], list[Problem]]:
+            cuts, problems = once(
+                self._known, ("cuts", number), lambda: partition.cut(self.spec, self.space.base, number)
+            )
+            return tuple(Stage(i, schedule.pp_rank(i, pp), names) for i, names in enumerate(cuts)), problems
+
+        return once(self._known, ("stages", pp, number, schedule), compute)
+
+    def _config(self, group: LegalGroup, data: DataStrategyConfig) -> Config:
+        def compute() -> Config:
+            chosen = {"tensor": group.tensor, "pipeline": group.pipeline, "data": data}
+            return replace(self.base, strategy=replace(self.base.strategy, **chosen))  # type: ignore[arg-type]
+
+        return once(
+            self._known,
+            ("config", group.tp, group.number, group.pipeline.kind, group.virtual_stages, id(data)),
+            compute,
+        )
+
+    def request(self, group: LegalGroup, config: Config, spec: ModelSpec) -> Request:
+        return Request(config, spec, group.pp, group.dp, group.tp, group.virtual_stages, None, 0, group.ep, group.cp)
+
+    def request_of(self, group: LegalGroup, data: DataStrategyConfig) -> Request:
+        return self.request(group, self._config(group, data), self.spec)
+
+    def _batch(self, group: LegalGroup, micro_batch: int) -> BatchSizes:
+        size = self.space.global_batch
+        return BatchSizes(size, micro_batch, size // group.dp // micro_batch)
+
+    def _classes(self, group: LegalGroup, data: str) -> StrategyClasses:
+        expert = routing.dispatcher(self.base, self.spec) if group.ep > 1 else None
+        kinds = tensor_strategy(group.tensor.kind), group.schedule
+        context = context_strategy(self.base.strategy.context.kind) if group.cp > 1 else None
+        return StrategyClasses(data_strategy(data), *kinds, expert, context)
+
+    def _virtual_stages(self, pipeline: PipelineConfig, schedule: type[PipelineSchedule], pp: int) -> int:
+        if pp == 1 or not schedule.takes_virtual_stages:
+            return 1
+        default = schedule.default_virtual_stages(pp, partition.num_cuttable(self.spec))
+        return pipeline.virtual_stages or default
+
+
+def _distinct(spec: ModelSpec) -> ModelSpec:
+    """A language model with one of all equal blocks: checks give the same answers, sooner."""
+    if spec.kind != "tokens":
+        return spec
+    last = spec.blocks[-1].name
+    return replace(spec, blocks=tuple(b for b in spec.blocks if b.name in (spec.first_alike[b.name], last)))

@@ -1,0 +1,86 @@
+"""Why a search has found no plan: the rule that removed most candidates, and the smallest changes that leave one.
+
+Every change that is suggested has been searched with. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.base.wording import counted, gib
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.resolve.suggest import with_value
+from parallelrun.planner.search.fastest_plans import search
+from parallelrun.planner.search.result import Search
+
+MOST_DOUBLINGS = 5  # of the devices, or halvings of the batch, that are tried
+# Keys that hold for all plans if they are given, and may each be what leaves none.
+HELD = (
+    "recompute",
+    "micro_batch",
+    "microbatches",
+    "layout",
+    "schedule",
+    "virtual_stages",
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+)
+
+
+def error(config: Config, given: frozenset[str], found: Search, gpus: int | None) -> ConfigError:
+    """The error for a search without a result. config, given, gpus: as it was searched with."""
+    said = f"{counted(found.world, 'device')} of cluster={config.cluster.name}"
+
+    def finds(changed: Config, keys: frozenset[str], world: int) -> bool:
+        return bool(search(changed, keys, world, 1, gpus=gpus).best)
+
+    if found.fitting and found.unpriced:
+        first = found.unpriced[0]
+        what = f"none of {counted(found.considered, 'plan')} on {said} can be compared: {first.reason}"
+        return ConfigError(Problem(what, "cluster", command="parallelrun plan strategy=ptdp ... shows what is known"))
+    changes = " or ".join(_changes(config, given, found, finds))
+    if found.considered:
+        least = found.nearest
+        needs = f"; the smallest needs {gib(least.heaviest_bytes)}: {' '.join(least.overrides)}" if least else ""
+        has = f" of {gib(config.cluster.memory_gb * 1e9)}" if config.cluster.memory_gb else ""
+        what = f"none of {counted(found.considered, 'legal plan')} on {said} fits a device{has}{needs}"
+        return ConfigError(Problem(what, "gpus", changes, kind="arithmetic"))
+    what = f"no plan on {said} is legal"
+    if found.removed:
+        most = found.removed[0]
+        what += f"; the rule about {most.rule} removed most, {counted(most.candidates, 'candidate')}: {most.example}"
+        changes = changes or most.suggestion
+    return ConfigError(Problem(what, found.removed[0].rule if found.removed else "gpus", changes, kind="arithmetic"))
+
+
+def _changes(
+    config: Config, given: frozenset[str], found: Search, finds: Callable[[Config, frozenset[str], int], bool]
+) -> Iterator[str]:
+    """Changes after which a search finds a plan: a key left out, a smaller batch, more devices."""
+    for key in HELD:
+        free = with_value(config, key, "none" if key == "recompute" else None)
+        if key in given and finds(free, given - {key}, found.world):
+            yield f"leave {key} out"
+    for size in _batches(found.global_batch, found.world):
+        if finds(replace(config, global_batch=size, local_batch=None), given | {"global_batch"}, found.world):
+            yield f"global_batch={size}"
+            break
+    for doubling in range(1, MOST_DOUBLINGS + 1):
+        world = found.world * 2**doubling
+        if finds(replace(config, world=world), given, world):
+            yield f"gpus={world}"
+            break
+
+
+def _batches(global_batch: int, world: int) -> Iterator[int]:
+    """The multiples of the devices around the batch, then its halves."""
+    if global_batch % world:
+        yield from sorted({max(1, global_batch // world) * world, -(-global_batch // world) * world})
+    for halving in range(1, MOST_DOUBLINGS + 1):
+        if global_batch % 2**halving == 0:
+            yield global_batch // 2**halving

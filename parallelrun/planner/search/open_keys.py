@@ -1,0 +1,124 @@
+"""`strategy=auto`, and `plan` without a strategy: whether a search chooses the plan, and what it chose. Torch-free.
+
+A search compares plans by the predicted time of a step, so the cluster must give the rates of its devices and links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config import presets
+from parallelrun.config.schema.cluster_schema import ClusterConfig
+from parallelrun.config.schema.run_schema import Config, StrategyConfig
+from parallelrun.config.schema.strategy_keys import completed
+from parallelrun.planner.predict.cluster_cost import peak_flops
+from parallelrun.planner.predict.step_time.rates import absent, missing
+from parallelrun.planner.resolve import rules
+from parallelrun.planner.resolve.suggest import parsed, with_value
+
+if TYPE_CHECKING:
+    from parallelrun.planner.search.result import Found
+
+PLAN = "plan"  # the verb
+CHOSEN = ("strategy", "dp", "cp", "tp", "pp", "ep")  # a `plan` that gives one of them plans that, and searches nothing
+SIZES = ("gpus", "objective", "days")  # these are asked of a search
+FAST = "bf16"
+
+
+def is_open(config: Config, given: frozenset[str]) -> bool:
+    """Return whether a search is to choose the plan.
+
+    `strategy=auto` asks for it. `plan` without a strategy and without a degree searches if it is told what to search
+    on: a number of devices, or a cluster that gives the rates of its devices. `plan model=gpt` alone shows the default
+    strategy. Raises ConfigError for keys that only a search reads where a strategy or a degree is given.
+    """
+    if config.strategy.searches:
+        return True
+    if config.verb != PLAN:
+        return False
+    if chosen := [key for key in CHOSEN if key in given]:
+        _refuse_unread(given, chosen[0])
+        return False
+    return bool(given & {*SIZES}) or ("cluster" in given and not missing(config.cluster, config.precision.name))
+
+
+def _refuse_unread(given: frozenset[str], chosen: str) -> None:
+    """Raise ConfigError for keys of a search where `chosen` says what to plan."""
+    for key in SIZES[1:]:
+        if key in given:
+            what = f"{key} is read by a search, and {chosen} says what to plan"
+            raise ConfigError(Problem(what, key, f"leave {chosen} out or leave {key} out", kind="unread"))
+
+
+def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
+    """The number of ranks to search on. world: that a launcher has started; gpus: of this host.
+
+    Unless given: the GPUs of this host for a run, the devices of the cluster (of one host if it does not say how many
+    it has) for a plan. Raises ConfigError if none of these is known.
+    """
+    if config.world is not None and world not in (None, config.world):
+        what = f"world={config.world}, but the launcher has started {world} ranks"
+        raise ConfigError(Problem(what, "world", f"world={world}", kind="contradiction"))
+    cluster = config.cluster
+    here = (cluster.gpus_per_node or 0) * (cluster.nodes or 1) if config.verb == PLAN else gpus
+    found = world or config.world or here
+    if not found:
+        what = "the number of devices to search on is not known"
+        raise ConfigError(Problem(what, "gpus", "gpus=8 or world=8"))
+    return found
+
+
+def calibrated(config: Config, given: frozenset[str]) -> Config:
+    """`config` with the rates of this machine, if they have been measured and no cluster was chosen."""
+    chosen = any(key.partition(".")[0] == "cluster" for key in given)
+    if chosen or not missing(config.cluster, config.precision.name) or not presets.own_file("cluster", presets.MINE):
+        return config
+    return replace(config, cluster=replace(ClusterConfig(), **presets.values("cluster", presets.MINE)))
+
+
+def base_of(config: Config) -> Config:
+    """The configuration that a search starts from: the default strategy in the place of the one that searches."""
+    if not config.strategy.searches:
+        return config
+    name = StrategyConfig().name
+    same: dict[str, Any] = {key: presets.values("strategy", name)[key] for key in ("fill_order", "demo")}
+    same["description"] = f"chosen by strategy={config.strategy.name}"
+    return replace(config, strategy=replace(config.strategy, name=name, searches=False, **same))
+
+
+def faster_precision(config: Config, given: frozenset[str]) -> str:
+    """A sentence on the 16-bit format in which the devices are faster, if no precision was chosen; else empty."""
+    own, other = (peak_flops(config.cluster, name) for name in (config.precision.name, FAST))
+    if given & {"precision", "precision.name"} or not own or not other or other <= own:
+        return ""
+    higher = f"a device's peak is {other / own:.0f} times as high: precision={FAST}"
+    return f"{config.precision.name}, the default; in {FAST} {higher}"
+
+
+def check_rates(config: Config, world: int) -> None:
+    """Raise ConfigError for `cluster` keys that no machine has, or those without which plans cannot be compared."""
+    if problems := rules.out_of_bounds(config, "cluster."):
+        raise ConfigError(*problems)
+    lacking = absent(config.cluster, config.precision.name, world)
+    if lacking:
+        keys = ", ".join(f"cluster.{key}" for key in lacking)
+        what = f"a search compares predicted times, and cluster={config.cluster.name} does not give {keys}"
+        fix = f"cluster=h100_dgx, or cluster={presets.MINE} after a calibration of this machine"
+        raise ConfigError(Problem(what, "cluster", fix, "parallelrun calibrate"))
+
+
+def with_choice(config: Config, given: frozenset[str], found: Found) -> tuple[Config, frozenset[str]]:
+    """The configuration of a plan that was found, with plain degrees and a plain strategy, and the keys that it sets.
+
+    config, given: those that were searched with.
+    """
+    changed = completed(base_of(config))
+    for text in found.overrides:
+        key, _, value = text.partition("=")
+        changed = with_value(changed, key, parsed(value))
+        assert changed is not None, f"the search has set an unknown key: {text}"
+    if any(text.startswith("global_batch=") for text in found.overrides):
+        changed = replace(changed, local_batch=None)
+    return changed, given | {text.partition("=")[0] for text in found.overrides}

@@ -1,0 +1,63 @@
+"""The result of a search. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parallelrun.planner.predict.step_time.step import StepTime
+
+MEMORY = "memory"  # the rule that candidates do not fit a device
+
+
+@dataclass(frozen=True)
+class Found:
+    """One plan. overrides: what turns the user's command line into this plan. fits: yes | no | unknown.
+
+    time: None where torch-free code cannot price the plan; `reason` then says why. heaviest_bytes: of the rank that
+    holds most. tokens_per_s: of all ranks together.
+    """
+
+    overrides: tuple[str, ...]
+    time: StepTime | None
+    heaviest_bytes: int
+    fits: str
+    tokens_per_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A rule that removed candidates, their number, and what it said of one of them, with the change that it
+    suggests (empty where it suggests none). rule: MEMORY, or what is checked: the tensor layout, the schedule..."""
+
+    rule: str
+    candidates: int
+    example: str
+    suggestion: str = ""
+
+
+@dataclass(frozen=True)
+class Search:
+    """All plans of a model on `world` ranks of a cluster.
+
+    considered: legal plans. fitting: those of them that fit a device's memory, or all where the cluster gives no memory
+    size. best: of those that fit the fastest, and some of other shapes (`kept.Kept`), the fastest first. nearest: of
+    the plans that are faster than the best and do not fit, the one that misses least. unpriced: the first plan that has
+    no time, for each reason, and `num_unpriced` by reason. removed: most candidates first. rank: of a plan that takes
+    `against` seconds: 1 + the number of fitting plans that are faster, at least and at most; None where none was given.
+    global_batch: samples of a step, equal for all plans.
+    is_counted: False in a large space, where `fitting` and the worst rank come from lower bounds (at most so many fit),
+    and `nearest` is one of the plans that were looked at.
+    """
+
+    world: int
+    global_batch: int
+    considered: int
+    fitting: int
+    best: tuple[Found, ...]
+    nearest: Found | None = None
+    unpriced: tuple[Found, ...] = ()
+    num_unpriced: dict[str, int] = field(default_factory=dict)
+    removed: tuple[Removed, ...] = ()
+    rank: tuple[int, int] | None = None
+    is_counted: bool = True

@@ -1,0 +1,238 @@
+"""The candidates of a search: every combination of degrees and settings that the user has left open. Torch-free.
+
+What a strategy has to choose from is said by its class (`layout_choices`, `choices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+from parallelrun.base.wording import divisors
+from parallelrun.config.schema.run_schema import (
+    DEFAULT_GLOBAL_BATCH,
+    Config,
+    DataStrategyConfig,
+    PipelineConfig,
+    TensorStrategyConfig,
+)
+from parallelrun.config.schema.strategy_keys import completed, kinds, narrowed, own_keys
+from parallelrun.planner.contract.classes import data_strategy, pipeline_schedule, tensor_strategy
+from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.pieces import partition
+from parallelrun.planner.pieces import router_settings as routing
+from parallelrun.planner.pieces.batch import EFFICIENT_TOKENS
+from parallelrun.planner.pieces.hosts import ranks_per_node
+from parallelrun.planner.resolve import shorthands
+
+RECOMPUTE = ("none", "selective", "full")
+AXES = ("pp", "dp", "cp", "tp")
+# Not tried unless the user gives it: tensor parallel groups over more hosts (their communication in every
+# layer leaves the host) and microbatches of more tokens (kernels get no faster: `batch.EFFICIENT_TOKENS`).
+MOST_HOSTS, MOST_TOKENS = 8, 4 * EFFICIENT_TOKENS
+LEAST_SEQ = 4096  # tokens of a sequence that a cp rank holds, at least, where the user gives no cp
+# Short names of keys of the strategy section that a candidate sets: they are said in its overrides.
+SHORT = {"strategy.pipeline.kind": "schedule", "strategy.pipeline.virtual_stages": "virtual_stages"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate: one choice of everything that a search chooses."""
+
+    pp: int
+    dp: int
+    tp: int
+    ep: int
+    micro_batch: int
+    recompute: str
+    data: DataStrategyConfig
+    tensor: TensorStrategyConfig
+    pipeline: PipelineConfig
+    cp: int = 1
+
+
+class Space:
+    """The candidates of one configuration on `world` ranks.
+
+    config: as composed. given: the dotted keys that the user has set, whose values all candidates share. A degree,
+    micro_batch or microbatches with a value is given too.
+    """
+
+    def __init__(self, config: Config, given: frozenset[str], world: int):
+        self.world = world
+        folded, _ = shorthands.fold(completed(config), given)
+        self.given = given | {f"strategy.{axis}.{key}" for key, axis in shorthands.short_keys().items()
+                              if getattr(config, key) is not None}  # fmt: skip
+        for short, key in (("layout", "strategy.tensor.kind"), ("schedule", "strategy.pipeline.kind"),
+                           ("virtual_stages", "strategy.pipeline.virtual_stages")):  # fmt: skip
+            self.given |= {key} if getattr(config, short) is not None else set()
+        shared: dict[str, Any] = {
+            key: None for key in (*shorthands.short_keys(), "layout", "schedule", "virtual_stages")
+        }
+        self.folded = replace(folded, **shared, world=world)
+        self.base = replace(self.folded, global_batch=self.global_batch, local_batch=None)
+
+    @property
+    def global_batch(self) -> int:
+        """As given (local_batch: of dp=world), or the fewest samples from the default on that every degree divides."""
+        if self.folded.global_batch is not None:
+            return self.folded.global_batch
+        each = self.folded.local_batch or -(-DEFAULT_GLOBAL_BATCH // self.world)
+        return self.world * each
+
+    def candidates(self, spec: ModelSpec) -> Iterator[Choice]:
+        """All of them, legal or not."""
+        for pp, dp, cp, tp in self.degrees(spec):
+            for ep in self.expert_degrees(dp * cp, spec):
+                for tensor in self.tensors(tp):
+                    for pipeline in self.pipelines(pp, spec):
+                        for data in self.datas(dp * cp, pp, tp):
+                            for micro_batch in self.micro_batches(dp, spec):
+                                for recompute in self.recomputes():
+                                    yield Choice(pp, dp, tp, ep, micro_batch, recompute, data, tensor, pipeline, cp)
+
+    def is_small(self, spec: ModelSpec, most: int) -> bool:
+        """Whether there are at most so many candidates, legal or not."""
+        number, tensors, pipelines = 0, cache(self.tensors), cache(lambda pp: self.pipelines(pp, spec))
+        for pp, dp, cp, tp in self.degrees(spec):
+            of_data = len(self.micro_batches(dp, spec)) * len(self.datas(dp * cp, pp, tp))
+            shapes = len(self.expert_degrees(dp * cp, spec)) * len(tensors(tp)) * len(pipelines(pp))
+            number += of_data * shapes * len(self.recomputes())
+            if number > most:
+                return False
+        return True
+
+    def degrees(self, spec: ModelSpec) -> Iterator[tuple[int, int, int, int]]:
+        """(pp, dp, cp, tp) whose product is the world, with as many stages as the model can be cut into."""
+        for cp in self.context_degrees(spec):
+            for pp, dp, tp in self._degrees(spec, self.world // cp):
+                yield pp, dp, cp, tp
+
+    def context_degrees(self, spec: ModelSpec) -> list[int]:
+        """As given; else those that leave a rank LEAST_SEQ tokens of a sequence."""
+        if self.folded.cp is not None:
+            return [self.folded.cp] if self.world % self.folded.cp == 0 else []
+        whole = spec.kind != "tokens" or not spec.heads
+        return [1] + [n for n in divisors(self.world)[1:] if not whole and spec.seq // n >= LEAST_SEQ]
+
+    def _degrees(self, spec: ModelSpec, ranks: int) -> Iterator[tuple[int, int, int]]:
+        asked = self.folded
+        for tp in divisors(ranks):
+            for pp in divisors(ranks // tp):
+                dp = ranks // tp // pp
+                far = asked.tp is None and tp > MOST_HOSTS * ranks_per_node(asked.cluster, self.world)
+                fits = not far and all(
+                    want in (None, degree) for want, degree in ((asked.pp, pp), (asked.dp, dp), (asked.tp, tp))
+                )
+                if fits and pp <= partition.num_cuttable(spec) and not (pp == 1 and self._needs_pipeline):
+                    yield pp, dp, tp
+
+    @property
+    def _needs_pipeline(self) -> bool:
+        """Whether the user has set what only a pipeline reads."""
+        return any(key.startswith("strategy.pipeline.") for key in self.given)
+
+    def expert_degrees(self, dp: int, spec: ModelSpec) -> list[int]:
+        if self.folded.ep is not None or not spec.experts:
+            return [self.folded.ep or 1]
+        return routing.dispatcher(self.folded, spec).choices(dp, spec.experts)
+
+    def tensors(self, tp: int) -> list[TensorStrategyConfig]:
+        """The tensor layouts of tp ranks. A single rank has the preset's own."""
+        base: TensorStrategyConfig = narrowed(self.base).strategy.tensor
+        if tp == 1:
+            return [base]
+        choices = [one for kind in kinds("tensor") for one in tensor_strategy(kind).layout_choices(tp)]
+        found = [one.config for one in choices if one.searched]
+        return self._restricted("tensor", found)
+
+    def datas(self, dp: int, pp: int, tp: int) -> list[DataStrategyConfig]:
+        """The data strategies of dp replicas. A single one has the preset's own."""
+        base: DataStrategyConfig = narrowed(self.base).strategy.data
+        if dp == 1:
+            return [base]
+        in_node = max(1, ranks_per_node(self.base.cluster, self.world) // tp)
+        found = [c for kind in kinds("data") for c in data_strategy(kind).choices(dp, pp, in_node)]
+        return self._restricted("data", found) or [base]
+
+    def pipelines(self, pp: int, spec: ModelSpec) -> list[PipelineConfig]:
+        base = self.base.strategy.pipeline
+        if pp == 1:
+            return [replace(base, virtual_stages=None)]
+        found = [
+            replace(base, kind=kind, virtual_stages=number if pipeline_schedule(kind).takes_virtual_stages else None)
+            for kind in kinds("pipeline")
+            for number in pipeline_schedule(kind).choices(pp, partition.num_cuttable(spec))
+        ]
+        if "strategy.pipeline.virtual_stages" in self.given and base.virtual_stages is not None:
+            found = [one for one in found if pipeline_schedule(one.kind).takes_virtual_stages]
+        return self._restricted("pipeline", found) or [base]
+
+    def micro_batches(self, dp: int, spec: ModelSpec) -> list[int]:
+        """The divisors of a replica's samples, up to MOST_TOKENS."""
+        replica, indivisible = divmod(self.global_batch, dp)
+        if indivisible:
+            return []
+        found, asked = divisors(replica), self.folded
+        if asked.micro_batch is None and asked.microbatches is None:
+            return [size for size in found if size == 1 or size * spec.seq <= MOST_TOKENS]
+        if asked.micro_batch is not None:
+            found = [size for size in found if size == asked.micro_batch]
+        if asked.microbatches is not None:
+            found = [size for size in found if replica // size == asked.microbatches]
+        return found
+
+    def recomputes(self) -> tuple[str, ...]:
+        return (self.folded.recompute,) if "recompute" in self.given else RECOMPUTE
+
+    def _restricted(self, axis: str, found: list[Any]) -> list[Any]:
+        """Sections of a strategy with the user's keys; none of strategies that do not read these."""
+        base, prefix = getattr(self.base.strategy, axis), f"strategy.{axis}."
+        keys = {key.removeprefix(prefix) for key in self.given if key.startswith(prefix)}
+        same = {key: getattr(base, key) for key in keys}
+        kept: list[Any] = []
+        for section in found:
+            if keys <= own_keys(axis, section.kind) and same.get("kind", section.kind) == section.kind:
+                changed = replace(section, **same)
+                kept += [changed] if changed not in kept else []
+        return kept
+
+    def config(self, one: Choice) -> Config:
+        """The configuration of a candidate."""
+        strategy = replace(self.base.strategy, data=one.data, tensor=one.tensor, pipeline=one.pipeline)
+        degrees: dict[str, Any] = {axis: getattr(one, axis) for axis in AXES}
+        degrees["cp"] = self.folded.cp if one.cp == 1 else one.cp
+        if self.folded.ep is not None or one.ep > 1 or strategy.expert.fills:
+            degrees["ep"] = one.ep
+        changed = replace(self.base, strategy=strategy, micro_batch=one.micro_batch, microbatches=None, **degrees)
+        return completed(replace(changed, recompute=one.recompute))
+
+    def overrides(self, one: Choice) -> tuple[str, ...]:
+        """Return the overrides that turn the user's command line into this candidate: every value that differs."""
+        config, names = self.config(one), {kind: name for name, kind in shorthands.layouts().items()}
+        found = [f"world={self.world}"] if self.folded.world != self.world else []
+        for key in (*AXES, "ep", "global_batch", "micro_batch", "recompute"):
+            value = getattr(config, key)
+            is_given = key == "micro_batch" and self.folded.microbatches is not None
+            if value != getattr(self.folded, key) and value is not None and not is_given:
+                found.append(f"{key}={value}")
+        for axis in ("tensor", "pipeline", "data"):
+            section, base = getattr(one, axis), getattr(self.folded.strategy, axis)
+            for item in fields(section):
+                value, key = getattr(section, item.name), f"strategy.{axis}.{item.name}"
+                if value == getattr(base, item.name):
+                    continue
+                if key == "strategy.tensor.kind":
+                    found.append(f"layout={names[value]}")
+                else:
+                    found.append(f"{SHORT.get(key, key)}={_rendered(value)}")
+        return tuple(found)
+
+
+def _rendered(value: object) -> str:
+    """A value as the command line takes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -1,0 +1,92 @@
+"""Texts of the summary of `parallelrun plan`: cost and time of a step, and of checks for silent data corruption."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parallelrun.base.wording import counted
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.facts.corruption_cost import EACH_CHECK, checks
+from parallelrun.planner.facts.plan_facts import Facts
+from parallelrun.planner.predict import cluster_cost
+from parallelrun.planner.predict.step_time.rates import not_given
+from parallelrun.planner.predict.step_time.step import why_unknown
+from parallelrun.report.figures import bytes_text, count_text, digits, flops_text, seconds_text
+
+MOST_PARTS = 4  # of the time of a step, the longest; --json has all
+ROUNDED = 5e-4  # of the longest part, which is printed with three digits
+
+
+def cost_text(plan: Plan, config: Config, found: Facts) -> str:
+    """FLOPs of a step, and the seconds of computing and communicating at peak rates."""
+    cost, name = found.cost, plan.precision.name
+    text = f"{flops_text(cost.model_flops)} per step"
+    if cost.hardware_flops > cost.model_flops:
+        text += f", {flops_text(cost.hardware_flops)} with recompute={plan.recompute}"
+    if cost.compute_s is None:
+        return f"{text}\ntime unknown: {not_given(plan, config.cluster)}; try cluster=a100_80gb"
+    peak = f"{(cluster_cost.peak_flops(config.cluster, name) or 0) / 1e12:g} TFLOP/s"
+    text += f"\ncomputation takes {seconds_text(cost.compute_s)}, bubble included, at the peak rate of {name} ({peak})"
+    if cost.step_s is None or cost.communication_s is None:
+        return f"{text}\ncommunication: unknown, because the cluster gives no link rates"
+    text += f"\ncommunication takes {seconds_text(cost.communication_s)} on the busiest rank at the links' rates"
+    if found.time:
+        return text
+    high, low = cost.step_s
+    return (
+        f"{text}\na step takes {seconds_text(low)} (communication overlapped) to {seconds_text(high)} (not overlapped) "
+        f"or longer: {digits(plan.batch.global_batch / high)} to {digits(plan.batch.global_batch / low)} samples/s"
+    )
+
+
+def time_text(plan: Plan, config: Config, found: Facts) -> str:
+    """The predicted time of a step and the parts that it consists of."""
+    time = found.time
+    if time is None:
+        known = f"\nat least {_sum_text(found.known_parts)}" if found.known_parts else ""
+        return f"not predicted: {why_unknown(plan, config.cluster)}{known}"
+    return (
+        f"a step takes about {seconds_text(time.step_s)} ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}): "
+        f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.0%} of the peak\n"
+        f"= {_sum_text(time.parts)}"
+    )
+
+
+def _sum_text(parts: Mapping[str, float]) -> str:
+    """The longest parts and the sum of the others, unless it is rounded away."""
+    shown = sorted(parts.items(), key=lambda part: -part[1])
+    if len(shown) > MOST_PARTS:
+        others = sum(seconds for _, seconds in shown[MOST_PARTS:])
+        shown[MOST_PARTS:] = [("others", others)] if others > ROUNDED * shown[0][1] else []
+    return " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in shown)
+
+
+def corruption_text(plan: Plan, config: Config) -> str:
+    """The cost of the checks, and what they leave out; empty for a run without them."""
+    found = checks(plan, config)
+    if found is None:
+        return ""
+    batches = counted(EACH_CHECK, "batch", "es")
+    lines = [
+        f"every {counted(found.every, 'step')} {batches} of {counted(found.samples, 'sample')} computed again: "
+        f"{found.share_of_flops:.2%} more FLOPs",
+        f"besides {bytes_text(found.host_bytes)} of host memory on a rank for copies of its state",
+    ]
+    if found.wire_bytes:
+        lines[1] += f"; a check sends {bytes_text(found.wire_bytes)}"
+    if found.check_s is not None and found.share_of_time is not None:
+        lines[0] += f", {found.share_of_time:.2%} more time ({seconds_text(found.check_s)} a check)"
+    gaps = []
+    if found.alone:
+        gaps.append(f"{found.alone:.0%} of the optimizer's state, which no other rank holds as well")
+    if plan.data.independent:
+        meet = plan.data.meets(config.steps)
+        compared = "they are compared only after they have met" if meet else "they never meet, so none is compared"
+        gaps.append(f"what makes replicas differ, which train apart: {compared}")
+    if not (config.sdc.recompute and found.every == 1):
+        fix = "sdc.every=1" if config.sdc.recompute else "sdc.recompute=true"
+        gaps.append(f"what goes wrong in computing in one step alone (see {fix})")
+    if gaps:
+        lines.append(f"not seen: {'; '.join(gaps)}")
+    return "\n".join(lines)

@@ -1,0 +1,255 @@
+"""The result of a search, on screen and as JSON: the best plans side by side, and the reasons. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parallelrun.base.wording import counted, gib
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.predict.step_time.step import StepTime
+from parallelrun.planner.resolve.shorthands import layouts
+from parallelrun.planner.search.fitting_plans import CLOSE, MOST_CLOSE
+from parallelrun.planner.search.result import Found, Search
+from parallelrun.report.figures import count_text, seconds_text
+from parallelrun.report.plans import waterfall
+from parallelrun.report.screen import labelled, print_command, show_section, table
+
+SHOWN = 3  # plans side by side
+DEGREES = ("pp", "dp", "cp", "tp", "ep", "layout")  # plans that differ in one of these are shown side by side
+MOST_REASONS = 3  # for which plans have no time, or are not legal
+
+
+@dataclass(frozen=True)
+class Context:
+    """Facts that the screen of a search shows beside the result. config: as given. command: runs the best plan."""
+
+    config: Config
+    command: str
+
+
+def document(found: Search) -> dict[str, Any]:
+    """The search for `plan --json`: the fastest plans that fit, by the time of a step, and what became of the rest."""
+    return {
+        "world": found.world,
+        "global_batch": found.global_batch,
+        "considered": found.considered,
+        "fitting": found.fitting,
+        "rank": found.rank[1] if found.rank else None,
+        "best_rank": found.rank[0] if found.rank else None,
+        "counted": found.is_counted,
+        "best": [plan_document(one) for one in found.best[:SHOWN]],
+        "nearest": plan_document(found.nearest) if found.nearest else None,
+        "removed": [
+            {"rule": one.rule, "candidates": one.candidates, "example": one.example} for one in found.removed
+        ],
+        "unpriced": [
+            {"overrides": list(one.overrides), "reason": one.reason, "plans": found.num_unpriced[one.reason]}
+            for one in found.unpriced
+        ],
+    }  # fmt: skip
+
+
+def plan_document(found: Found) -> dict[str, Any]:
+    """One plan of a search; seconds add up to step_s."""
+    time = timed(found)
+    return {
+        "overrides": list(found.overrides),
+        "step_s": time.step_s,
+        "p10_s": time.p10_s,
+        "p90_s": time.p90_s,
+        "tokens_per_s": found.tokens_per_s,
+        "mfu": time.mfu,
+        "heaviest_gib": found.heaviest_bytes / 2**30,
+        "fits": found.fits,
+        "parts": dict(time.parts),
+    }
+
+
+def timed(found: Found) -> StepTime:
+    """The time of a plan that is known to have one."""
+    assert found.time is not None
+    return found.time
+
+
+def show(
+    found: Search,
+    context: Context,
+    console: Console,
+    more: Sequence[tuple[str, RenderableType]] = (),
+    first: Sequence[tuple[str, RenderableType]] = (),
+) -> None:
+    """Print a search that has found a plan. first, more: labelled lines before all others, and before the command."""
+    config, shown = context.config, side_by_side(found.best)
+    title = f"search: {config.model.preset} on {counted(found.world, 'device')} of {config.cluster.name}"
+    head = labelled([*first, ("searched", Text(_searched(found, config))), ("best", Text(_verdict(found)))])
+    reasons = [
+        (f"{'why 1, not' if number == 2 else '      not'} {number}", Text(waterfall.why(timed(shown[0]), timed(other))))
+        for number, other in enumerate(shown[1:], 2)
+    ]
+    tail = [*reasons, *_close(found, shown[0], config), *_nearest(found, config), *_unpriced(found), *more]
+    parts: list[RenderableType] = [head, Text(), _columns(shown, config)]
+    if tail:
+        parts += [Text(), labelled(tail)]
+    show_section(title, Group(*parts), console)
+    console.print("run it:")
+    print_command(context.command, console)
+
+
+def rank_rows(found: Search | None, mine: StepTime, fits: str) -> list[tuple[str, RenderableType]]:
+    """Where a plan stands among all plans of as many ranks and samples; what is faster, and why.
+
+    found: None where no plan fits. mine: its time. fits: yes | no | unknown.
+    """
+    if found is None:
+        return [("rank", Text("no plan that a search tries fits as many devices"))]
+    best = found.best[0]
+    time, count = timed(best), f"{counted(found.fitting, 'plan')} that {_may(found)}fit"
+    if fits == "yes" and mine.step_s <= time.step_s:
+        return [("rank", Text(f"the fastest of {count}"))]
+    behind = f"{mine.step_s / time.step_s:.2f} times the fastest"
+    assert found.rank is not None, "a plan is compared"
+    first, last = found.rank
+    rank = f"{f'{first:,} to ' if first < last else ''}{last:,} of {count}, {behind}"
+    if fits != "yes":
+        rank = f"{'it does not fit' if fits == 'no' else 'it may not fit'}; {behind} of {count}"
+    fastest = f"{' '.join(best.overrides)}: {seconds_text(time.step_s)} a step, {gib(best.heaviest_bytes)}"
+    return [("rank", Text(rank)), ("fastest", Text(fastest)), ("why", Text(waterfall.why(time, mine)))]
+
+
+def too_many(number: int) -> Text:
+    """Return the note that a plan is compared with so many others only on request."""
+    return Text(f"not compared with more than {number:,} other plans; explain=true does, in seconds")
+
+
+def side_by_side(best: Sequence[Found]) -> list[Found]:
+    """The fastest plan, and the fastest ones that differ from all before in a degree or the tensor layout.
+
+    Where there are too few of those, the next fastest ones.
+    """
+    chosen: dict[tuple[str, ...], Found] = {}
+    for one in best:
+        chosen.setdefault(degrees(one), one)
+    different = list(chosen.values())[:SHOWN]
+    others = [one for one in best if one not in different][: SHOWN - len(different)]
+    return sorted([*different, *others], key=lambda one: timed(one).step_s)
+
+
+def degrees(found: Found) -> tuple[str, ...]:
+    """Return the overrides of a plan that are degrees or the tensor layout."""
+    return tuple(text for text in found.overrides if text.partition("=")[0] in DEGREES)
+
+
+def _searched(found: Search, config: Config) -> str:
+    sizes = f"{found.global_batch:,} samples"
+    text = f"{counted(found.considered, 'legal plan')} of {sizes} a step in {config.precision.name}"
+    if not config.cluster.memory_gb:
+        return text
+    return f"{text}; {found.fitting:,} of them {_may(found)}fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
+
+
+def _may(found: Search) -> str:
+    """Before `fit`: in a large space, plans are counted by lower bounds of their memory, and some need more."""
+    return "" if found.is_counted else "may "
+
+
+def _verdict(found: Search) -> str:
+    best, time = found.best[0], timed(found.best[0])
+    return (
+        f"{seconds_text(time.step_s)} a step ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}), "
+        f"{count_text(found.best[0].tokens_per_s or 0.0)} tokens/s, {time.mfu:.0%} of the peak, "
+        f"{gib(best.heaviest_bytes)} on the heaviest rank"
+    )
+
+
+def _columns(shown: Sequence[Found], config: Config) -> Table:
+    """The plans side by side: what they differ in, then the parts of a step, then what follows from them."""
+    times = [timed(one) for one in shown]
+    unit = waterfall.unit_of(max(time.step_s for time in times))
+    drawn = table("", *(f">{number}" for number in range(1, len(shown) + 1)), rule=False, padding=(0, 3, 0, 0))
+    settings = {key: [_setting(one, key, config) for one in shown] for key in _keys(shown)}
+    equal = {key for key, values in settings.items() if len(set(values)) == 1 and len(shown) > 1}
+    common = [f"{_label(key)}={settings[key][0]}" for key in settings if key in equal]
+    for key, values in settings.items():
+        if key not in equal:
+            drawn.add_row(_label(key), *values)
+    if common:
+        drawn.caption, drawn.caption_justify = f"the same in all: {' '.join(common)}", "left"
+    drawn.add_row(f"parts of a step, {unit[0]}", style="dim")
+    *parts, total = waterfall.columns(times, unit)
+    for name, figures in parts:
+        drawn.add_row(f"  {name}", *figures)
+    drawn.add_row(total[0], *total[1], style="bold")
+    drawn.add_row("tokens/s per GPU", *(count_text(time.tokens_per_s_per_gpu) for time in times))
+    drawn.add_row("part of the peak", *(f"{time.mfu:.0%}" for time in times))
+    drawn.add_row("memory", *(gib(one.heaviest_bytes) for one in shown))
+    return drawn
+
+
+def _keys(shown: Sequence[Found]) -> list[str]:
+    """The keys that any plan sets, degrees first."""
+    return list(dict.fromkeys(text.partition("=")[0] for one in shown for text in one.overrides))
+
+
+def _label(key: str) -> str:
+    """`strategy.data.kind` -> data; `strategy.tensor.sequence_parallel` -> sequence_parallel."""
+    *sections, last = key.split(".")
+    return sections[-1] if last == "kind" else last
+
+
+def _setting(found: Found, key: str, config: Config) -> str:
+    """The value of a key in a plan: as it sets it, else that of the configuration."""
+    own = dict(text.split("=", 1) for text in found.overrides)
+    if key in own:
+        return own[key]
+    strategy = config.strategy
+    if key == "layout":
+        return next(name for name, kind in layouts().items() if kind == strategy.tensor.kind)
+    short = {"schedule": "strategy.pipeline.kind", "virtual_stages": "strategy.pipeline.virtual_stages"}
+    if key in short and own.get("pp", str(config.pp)) == "1":
+        return "-"
+    value = attrgetter(short.get(key, key))(config)
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _close(found: Search, first: Found, config: Config) -> list[tuple[str, Text]]:
+    """Variants of the best plan, of the same degrees, that are about as fast."""
+    texts: dict[str, None] = {}
+    for other in found.best:
+        more = timed(other).step_s / timed(first).step_s - 1
+        if other is not first and degrees(other) == degrees(first) and more <= CLOSE:
+            texts[f"{_difference(other, first, config)} (+{more:.1%})"] = None
+    return [("as fast", Text("; ".join(list(texts)[:MOST_CLOSE])))] if texts else []
+
+
+def _difference(other: Found, first: Found, config: Config) -> str:
+    """The settings of a plan that another one has not: `data=zero1 recompute=none`."""
+    settings = {key: (_setting(other, key, config), _setting(first, key, config)) for key in _keys([first, other])}
+    own_ones = [f"{_label(key)}={own}" for key, (own, known) in settings.items() if own not in (known, "-")]
+    unset = [f"{_label(key)}={known}" for key, (own, known) in settings.items() if own == "-" != known]
+    return " ".join(own_ones) or f"without {' '.join(unset)}"
+
+
+def _nearest(found: Search, config: Config) -> list[tuple[str, Text]]:
+    if found.nearest is None or not config.cluster.memory_gb:
+        return []
+    nearest = found.nearest
+    gained = timed(found.best[0]).step_s - timed(nearest).step_s
+    over = nearest.heaviest_bytes - config.cluster.memory_gb * 1e9
+    lacks = f"{gib(over)} more than a device has" if nearest.fits == "no" else "so close to all that it may not fit"
+    plan, needs = " ".join(nearest.overrides), gib(nearest.heaviest_bytes)
+    return [("too large", Text(f"{plan} would be {seconds_text(gained)} faster; it needs {needs}, {lacks}"))]
+
+
+def _unpriced(found: Search) -> list[tuple[str, Text]]:
+    rows = [
+        f"{counted(found.num_unpriced[one.reason], 'plan')} ({one.reason}), such as {' '.join(one.overrides)}"
+        for one in found.unpriced[:MOST_REASONS]
+    ]
+    return [("no time" if not index else "", Text(row)) for index, row in enumerate(rows)]

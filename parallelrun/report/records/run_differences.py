@@ -1,0 +1,241 @@
+"""Compares runs: what differs in what was asked for, and what came out. Pure functions of records, torch-free.
+
+Runs that differ only in the seed are replicates: they share a column, with mean and standard deviation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parallelrun.report.records.read import RunRecord
+
+MISSING = object()  # the value of a key that a run does not have
+SEED = "seed"
+# Keys that do not change what a run computes, as in plan.freeze, and texts about other keys.
+_VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
+_OF_PRESETS = (
+    "strategy.own_axis",
+    "strategy.fill_order",
+    "strategy.demo.",
+    "strategy.searches",
+)  # how degrees were filled
+_VERSIONS = ("versions.", "code_sha256", "git.sha", "git.dirty", "platform", "hosts", "device", "cores")
+_NOT_OF_A_PLAN = (
+    "schema",
+    "warnings",
+    "filled",
+    "layouts",
+    "data_axis",
+)  # texts, and tables of plans that were not chosen
+
+
+@dataclass(frozen=True)
+class Column:
+    """Runs that differ at most in the seed. label: A, B, ...; name: the label and what a page calls the runs."""
+
+    label: str
+    runs: tuple[RunRecord, ...]
+    name: str = ""
+
+    @property
+    def seeds(self) -> list[Any]:
+        return [run.config.get(SEED) for run in self.runs]
+
+
+@dataclass(frozen=True)
+class KeyDifference:
+    """One key whose values are not the same in all columns; MISSING where a column does not have it."""
+
+    key: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation (of a sample: over count - 1; None for one run) of a result over replicates."""
+
+    mean: float
+    deviation: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class MeasureRow:
+    """One result: its spread by column, None where it was not recorded; changes: relative to the first column."""
+
+    key: str
+    values: tuple[Spread | None, ...]
+
+    @property
+    def changes(self) -> tuple[float | None, ...]:
+        base = self.values[0]
+        return tuple(relative(one.mean, base.mean) if one and base else None for one in self.values)
+
+
+@dataclass(frozen=True)
+class LossDifference:
+    """How a column's training losses differ from the first column's, over the steps that both have.
+
+    first_step: the first step at which they are not the same number (None: all are the same), by `first`; largest: at
+    `largest_step`; last: at `last_step`, the last common one. Differences have a sign: this column less the first one.
+    """
+
+    label: str
+    num_common: int
+    first_step: int | None = None
+    first: float = 0.0
+    first_relative: float = 0.0
+    largest_step: int = 0
+    largest: float = 0.0
+    last_step: int = 0
+    last: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """The whole comparison. The first column is the baseline."""
+
+    columns: tuple[Column, ...]
+    config: tuple[KeyDifference, ...]
+    plan: tuple[KeyDifference, ...]
+    versions: tuple[KeyDifference, ...]
+    measures: tuple[MeasureRow, ...]
+    losses: tuple[LossDifference, ...]
+    over_seeds: Mapping[str, Spread]  # by result, over all runs, if they differ in nothing but the seed
+
+
+def compare(runs: Sequence[RunRecord]) -> RunComparison:
+    """Return the comparison of at least two runs with the first one."""
+    columns = columns_of(runs)
+    everything = Column("all", tuple(runs))
+    replicates = len({_identity(run) for run in runs}) == 1 and len(set(everything.seeds)) == len(runs)
+    heads = [column.runs[0] for column in columns]
+    keys = dict.fromkeys(key for run in runs for key in run.results)
+    measures = [MeasureRow(key, tuple(spread_of(column, key) for column in columns)) for key in keys]
+    return RunComparison(
+        columns=columns,
+        config=_differences([_asked(run) for run in heads], replicated=len(columns) < len(runs)),
+        plan=_differences([_without(run.plan, _NOT_OF_A_PLAN) for run in heads]),
+        versions=_differences([_only(run.manifest, _VERSIONS) for run in heads]),
+        measures=tuple(row for row in measures if any(row.values)),
+        losses=tuple(_loss_difference(columns[0], column) for column in columns[1:]),
+        over_seeds={key: one for key in keys if (one := spread_of(everything, key))} if replicates else {},
+    )
+
+
+def relative(value: float, base: float) -> float:
+    """Return the change from `base` to `value` over the size of `base`; infinite if only `base` is 0."""
+    if value == base:
+        return 0.0
+    return (value - base) / abs(base) if base else float("inf") if value > base else float("-inf")
+
+
+def label(index: int) -> str:
+    """A to Z, then A2, B2, ..."""
+    letter, times = chr(ord("A") + index % 26), index // 26
+    return f"{letter}{times + 1}" if times else letter
+
+
+def columns_of(runs: Sequence[RunRecord]) -> tuple[Column, ...]:
+    """Return the runs, with replicates grouped, unless two have the same seed or there would be one column."""
+    alike: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        alike.setdefault(_identity(run), []).append(run)
+    groups = []
+    for members in alike.values():
+        seeds = {member.config.get(SEED) for member in members}
+        apart = len(seeds) < len(members) or len(alike) == 1
+        groups += [[member] for member in members] if apart else [members]
+    return tuple(Column(label(index), tuple(members)) for index, members in enumerate(groups))
+
+
+def _identity(run: RunRecord) -> str:
+    """Return a key that replicates share: versions, and the configuration without the seed."""
+    asked = {key: value for key, value in _asked(run).items() if key != SEED}
+    if not asked:
+        return str(run.directory)
+    return json.dumps([asked, _only(run.manifest, _VERSIONS)], sort_keys=True, default=str)
+
+
+def _asked(run: RunRecord) -> dict[str, Any]:
+    kept = _without(run.config, _VOLATILE)
+    return {
+        key: value
+        for key, value in kept.items()
+        if not key.endswith(".description") and not key.startswith(_OF_PRESETS)
+    }
+
+
+def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the keys of the configuration whose values are not the same in all runs."""
+    return [row.key for row in _differences([_asked(run) for run in runs])]
+
+
+def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key.partition(".")[0] not in names}
+
+
+def _only(values: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key.startswith(tuple(prefixes))}
+
+
+def _differences(values: Sequence[Mapping[str, Any]], replicated: bool = False) -> tuple[KeyDifference, ...]:
+    """Return the keys that differ. replicated: the seed is no difference, because columns have several."""
+    keys = dict.fromkeys(key for one in values for key in one)
+    rows = [KeyDifference(key, tuple(one.get(key, MISSING) for one in values)) for key in keys]
+    return tuple(
+        row for row in rows
+        if any(value != row.values[0] for value in row.values) and not (replicated and row.key == SEED)
+    )  # fmt: skip
+
+
+def spread_of(column: Column, key: str) -> Spread | None:
+    """Return the spread of a result; None unless every run of the column has it as a number."""
+    values = [run.number(key) for run in column.runs]
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values) or not numbers:
+        return None
+    deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
+    return Spread(statistics.fmean(numbers), deviation, len(numbers))
+
+
+def losses(column: Column) -> dict[int, float]:
+    """Return the training loss by step, the mean over replicates; only steps that all of them have.
+
+    A loss that was not finite (null) is NaN.
+    """
+    of_runs = [{row["step"]: _finite_or_nan(row["loss"]) for row in run.rows if "loss" in row} for run in column.runs]
+    common = set.intersection(*(set(one) for one in of_runs))
+    return {step: statistics.fmean(one[step] for one in of_runs) for step in sorted(common)}
+
+
+def _finite_or_nan(loss: float | None) -> float:
+    return math.nan if loss is None else loss
+
+
+def _difference(base: float, value: float) -> float:
+    """Infinite where only one of the two is finite, 0 where neither is."""
+    if math.isnan(base) or math.isnan(value):
+        return 0.0 if math.isnan(base) and math.isnan(value) else math.inf
+    return value - base
+
+
+def _loss_difference(base: Column, column: Column) -> LossDifference:
+    first, second = losses(base), losses(column)
+    found = {step: _difference(value, second[step]) for step, value in first.items() if step in second}
+    if not found:
+        return LossDifference(column.label, 0)
+    apart = next((step for step, difference in found.items() if difference != 0.0), None)
+    largest, last = max(found, key=lambda step: abs(found[step])), max(found)
+    known = LossDifference(
+        column.label, len(found), largest_step=largest, largest=found[largest], last_step=last, last=found[last]
+    )
+    if apart is None:
+        return known
+    by, size = found[apart], abs(first[apart])
+    return replace(known, first_step=apart, first=by, first_relative=by / size if size > 0 else math.inf)

@@ -1,0 +1,108 @@
+"""The rows of a sweep: the files of its directory (`results.jsonl`, filled by `cli.sweeps.sweep`). Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from parallelrun.base.records import append_jsonl, write_text
+
+RESULTS = "results.jsonl"
+_RECORD = {"run": "summary.json", "bench": "bench.json", "verify": "verify.json"}
+DEGREES = ("world", "dp", "cp", "tp", "pp", "ep", "servers")
+PLANNED = "planned"
+FINISHED = ("done", PLANNED)  # states of points that have figures
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """Return the rows of a sweep, by point. Of a configuration that several invocations have run, only the last
+    invocation's rows count; points that repeat within one invocation are all listed. A torn last line is ignored."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in read_jsonl(directory / RESULTS):
+        alike = found.setdefault(row.get("config_sha256") or f"point {row.get('point')}", {})
+        if any(old.get("invocation") != row.get("invocation") for old in alike.values()):
+            alike.clear()
+        alike[row.get("point", 0)] = row
+    rows = [row for alike in found.values() for row in alike.values()]
+    return sorted(rows, key=lambda row: row.get("point", 0))
+
+
+def append(directory: Path, row: Mapping[str, Any]) -> None:
+    """Append the row of a point that has ended, also while another process adds or forgets rows."""
+    with _locked(directory / RESULTS):
+        append_jsonl(directory / RESULTS, row)
+
+
+def forget(directory: Path, names: Collection[str]) -> None:
+    """Remove the rows of the points whose run directories had these names, and of points that repeat them."""
+    with _locked(directory / RESULTS):
+        rows = read_jsonl(directory / RESULTS)
+        gone = {(row.get("invocation"), row.get("point")) for row in rows if row.get("directory") in names}
+        left = [
+            row
+            for row in rows
+            if row.get("directory") not in names and (row.get("invocation"), row.get("same_as")) not in gone
+        ]
+        write_text(directory / RESULTS, "".join(json.dumps(row) + "\n" for row in left))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a file against other processes, creating it if needed; also if another process replaces it meanwhile."""
+    while True:
+        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    yield
+                    return
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file's lines, without torn lines; [] if there is no such file."""
+    rows = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON file's object, or {} if it has none."""
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def summary(directory: Path, verb: str) -> dict[str, Any]:
+    """Return a run directory's summary.json, bench.json or verify.json as one flat row; nested keys are dotted."""
+    flat: dict[str, Any] = {}
+    for key, value in read_json(directory / _RECORD[verb]).items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{inner}": item for inner, item in value.items() if not isinstance(item, (dict, list))}
+        elif key not in ("schema", "overrides", "state") and not isinstance(value, list):
+            flat[key] = value
+    return flat
+
+
+def is_crowded(row: Mapping[str, Any]) -> bool:
+    """Return whether ranks of a point shared cores."""
+    return (row.get("ranks_per_core") or 0) > 1
+
+
+def overridden(row: dict[str, Any]) -> dict[str, str]:
+    """Return the overrides of a point by key."""
+    return dict(text.split("=", 1) for text in row.get("overrides", ()))
+
+
+def varied(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return, per row, the overrides that are not common to all rows."""
+    common = set.intersection(*(set(row.get("overrides", ())) for row in rows)) if len(rows) > 1 else set()
+    return [[text for text in row.get("overrides", ()) if text not in common] for row in rows]

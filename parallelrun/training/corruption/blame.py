@@ -1,0 +1,140 @@
+"""Names the rank whose bits are wrong, from what every rank has seen. Torch-free.
+
+In the order of certainty: a rank's weights changed while nobody wrote to them; a rank gave other bits to a collective
+than before, although no rank before it had; one replica differs from most others; a repetition gave other bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallelrun.distributed.sequences import Lane
+
+_SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Observations of one rank since the last check.
+
+    at_rest: (step, tensor) of weights that changed between two updates. lanes, given, results: of a pass whose bits
+    are not what they were: the lanes of its contributions, the numbers of those that differ, the gradients and the loss
+    that differ. replicas: of tensors that differ between replicas, (its replicas, digest) by name. repeated: the
+    first step after which a repetition has left this rank's weights with other bits; 0: there is none.
+    """
+
+    host: str = ""
+    at_rest: Sequence[tuple[int, str]] = ()
+    lanes: Sequence[Lane] = ()
+    given: Sequence[int] = ()
+    results: Sequence[str] = ()
+    replicas: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    repeated: int = 0
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the rank has seen anything."""
+        return bool(self.at_rest or self.given or self.results or self.replicas or self.repeated)
+
+    def document(self) -> dict[str, Any]:
+        """Return the evidence, JSON-ready."""
+        return {**vars(self), "lanes": [list(lane) for lane in self.lanes], "replicas": dict(self.replicas)}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Evidence:
+        lanes = tuple(Lane(axis, tuple(ranks), messages) for axis, ranks, messages in document["lanes"])
+        at_rest = tuple((step, name) for step, name in document["at_rest"])
+        replicas = {name: (key, value) for name, (key, value) in document["replicas"].items()}
+        return cls(**{**document, "lanes": lanes, "at_rest": at_rest, "replicas": replicas})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """ranks: those whose bits are wrong; empty if the evidence does not say which of `among`. what: what was seen.
+
+    in_computing: whether the same pass gave other bits.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
+    among: tuple[int, ...] = ()
+    in_computing: bool = False
+
+
+def verdict(found: Sequence[Evidence]) -> Verdict:
+    """Return the ranks that are wrong. found: evidence by rank; at least one rank has some."""
+    changed = {rank: one.at_rest for rank, one in enumerate(found) if one.at_rest}
+    if changed:
+        step, _ = min(seen for one in changed.values() for seen in one)
+        names = _list(name for one in changed.values() for _, name in one)
+        return Verdict(tuple(changed), f"memory: {names} changed before the update of step {step}")
+    if any(one.given or one.results for one in found):
+        ranks = origins(found)
+        names = _list(name for rank in ranks for name in found[rank].results) or "what it gives to other ranks"
+        what = f"computation: the same samples and weights gave other bits ({names})"
+        return Verdict(ranks, what, in_computing=True)
+    repeated = {rank: one.repeated for rank, one in enumerate(found) if one.repeated}
+    if repeated:  # later, its wrong weights have made those of the others wrong
+        first = min(repeated.values())
+        what = f"replicas differed, and a repetition of step {first} left other weights"
+        return Verdict(tuple(rank for rank, step in repeated.items() if step == first), what)
+    return _minority(found)
+
+
+def origins(found: Sequence[Evidence]) -> tuple[int, ...]:
+    """Return the ranks whose bits first differ in what they computed, not in what they had received.
+
+    The n-th contribution to a lane belongs together on all its members. A rank that differs is a victim if, before it
+    first did, another member of a lane gave it something that differs.
+    """
+    numbers: list[list[int]] = []  # by rank: which call of its lane each contribution is
+    differs: set[tuple[Lane, int, int]] = set()  # (lane, call, rank)
+    for rank, one in enumerate(found):
+        counts: Counter[Lane] = Counter()
+        own, given = [], set(one.given)
+        for index, lane in enumerate(one.lanes):
+            own.append(counts[lane])
+            counts[lane] += 1
+            if index in given:
+                differs.add((lane, own[-1], rank))
+        numbers.append(own)
+    guilty = []
+    for rank, one in enumerate(found):
+        if not (one.given or one.results):
+            continue
+        first = min(one.given, default=len(one.lanes))
+        received = zip(one.lanes[:first], numbers[rank])
+        if not any((lane, call, other) in differs for lane, call in received for other in lane.ranks if other != rank):
+            guilty.append(rank)
+    return tuple(guilty)
+
+
+def _minority(found: Sequence[Evidence]) -> Verdict:
+    """Return the replicas that differ from most others of the same tensors."""
+    groups: dict[tuple[str, str], dict[int, int]] = {}
+    for rank, one in enumerate(found):
+        for name, (replicas, digest) in one.replicas.items():
+            groups.setdefault((name, replicas), {})[rank] = digest
+    odd: set[int] = set()
+    unknown: set[int] = set()
+    names = []
+    for (name, _), by_rank in sorted(groups.items()):
+        (common, count), *others = Counter(by_rank.values()).most_common()
+        if not others:
+            continue
+        names.append(name)
+        if count > len(by_rank) - count:
+            odd |= {rank for rank, digest in by_rank.items() if digest != common}
+        else:
+            unknown |= set(by_rank)
+    return Verdict(tuple(sorted(odd)), f"replicas differ in {_list(names)}", tuple(sorted(unknown - odd)))
+
+
+def _list(names: Any) -> str:
+    """Return the first few of some names."""
+    distinct = list(dict.fromkeys(names))
+    more = f" and {len(distinct) - _SHOWN} more" if len(distinct) > _SHOWN else ""
+    return ", ".join(distinct[:_SHOWN]) + more

@@ -1,0 +1,88 @@
+"""`parallelrun bench`: warm-up, then timed steps without evaluation or saving; median and spread.
+
+`cpu_s` is the median of the CPU seconds that all ranks together spend in a step: other work on the machine hardly
+changes it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.errors import EXIT_OK
+from parallelrun.base.records import write_json
+from parallelrun.distributed.comm import gather_json
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.step_time.measured import STEP, beside
+from parallelrun.report.runs import bench as report
+from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.schedules import LossScaler, learning_rate
+from parallelrun.training.loop.step import train_step
+from parallelrun.training.metrics.medians import percentile_95
+from parallelrun.training.metrics.recorder import peak_bytes
+
+
+def run(training: Training, context: WorkerContext) -> int:
+    """Time `bench.steps` steps after `bench.warmup`; write bench.json and show it."""
+    config, plan = training.config, training.plan
+    scaler = LossScaler(config.precision, scaled=plan.precision.scaled)
+    times: list[float] = []
+    cpu: list[float] = []
+    total = config.bench.warmup + config.bench.steps
+    for step in range(1, total + 1):
+        context.heartbeat(step, "bench")
+        began, began_cpu = time.perf_counter(), time.process_time()
+        result = train_step(training, step, learning_rate(config.optimizer, step, total), scaler)
+        if training.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        scaler.update(result.applied)
+        if step > config.bench.warmup:
+            times.append(time.perf_counter() - began)
+            cpu.append(time.process_time() - began_cpu)
+    own = {"times": times, "cpu": cpu, "peak_bytes": peak_bytes(training.mesh.device)}
+    everyone = gather_json(own, training.mesh)
+    if context.rank == 0:
+        document = summarise([max(step) for step in zip(*(one["times"] for one in everyone))], training)
+        document["cpu_s"] = statistics.median(sum(step) for step in zip(*(one["cpu"] for one in everyone)))
+        document["peak_memory_bytes"] = max(one["peak_bytes"] for one in everyone)
+        write_json(context.directory / "bench.json", document)
+        report.show(document, context.console_owner)
+    return EXIT_OK
+
+
+def summarise(times: list[float], training: Training) -> dict[str, Any]:
+    """Return the document of bench.json. times: of each step on its slowest rank."""
+    plan = training.plan
+    ordered = sorted(times)
+    median = statistics.median(times)
+    lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (median, median, median)
+    tokens = plan.batch.global_batch * training.tokens_per_sample
+    payload = sum(row.payload_bytes for row in prediction.collectives(plan, 0))
+    return {
+        "schema": 1,
+        "preset": plan.preset,
+        "model": training.config.model.preset,
+        "degrees": plan.degrees,
+        "world": plan.world,
+        "device": plan.device,
+        "precision": plan.precision.name,
+        "cores": len(os.sched_getaffinity(0)),
+        "warmup": training.config.bench.warmup,
+        "steps": len(times),
+        "step_times_s": times,
+        "median_s": median,
+        "lower_quartile_s": lower,
+        "upper_quartile_s": upper,
+        "min_s": ordered[0],
+        "p95_s": percentile_95(ordered),
+        "tokens_per_s": tokens / median,
+        "samples_per_s": plan.batch.global_batch / median,
+        "model_flops_per_s": 3 * plan.spec.forward_flops * plan.batch.global_batch / median,
+        "payload_bytes_rank_0": payload,
+        "predicted": beside(plan, training.config.cluster, {STEP: median}),
+    }

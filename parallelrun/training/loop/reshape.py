@@ -1,0 +1,108 @@
+"""`parallelrun reshape`: a run goes on under another plan, in the same processes, with its next sample.
+
+Rank 0 finds the request. All ranks agree on the step after which the plan changes, as they agree on a stop; build the
+model, mesh and optimizer of the new plan; and move weights and optimizer state between each other, without a disk.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from parallelrun.base.context import WorkerContext
+from parallelrun.base.errors import ConfigError
+from parallelrun.checkpoint import store
+from parallelrun.checkpoint.move import move
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed import comm
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.resolve.freeze import load_frozen
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.report.records import reshapes
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.checkpointing import Checkpoints
+from parallelrun.training.loop.schedules import LossScaler
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request that can be granted. name: of the request; text: the frozen configuration."""
+
+    name: str
+    text: str
+    config: Config
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class NextPlan:
+    """A plan under which the training goes on after `step`, and what it takes along beside the tensors."""
+
+    wanted: Wanted
+    step: int
+    scaler: LossScaler
+    checkpoints: Checkpoints
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Why all ranks end their loop after this step: to stop, or by a request (`reshapes.take`)."""
+
+    stops: bool
+    request: dict[str, Any] | None = None
+
+
+def agree(training: Training, context: WorkerContext, wants_stop: bool) -> Agreed:
+    """Return why a rank has asked the others to end the loop. Collective; a stop is more urgent than a request."""
+    request = reshapes.take(context.directory) if context.rank == 0 and not wants_stop else None
+    everyone = comm.gather_json({"stops": wants_stop, "request": request}, training.mesh)
+    stops = any(one["stops"] for one in everyone)
+    request = everyone[0]["request"]
+    if stops and request is not None and context.rank == 0:
+        reshapes.answer(context.directory, {"name": request["name"], "error": "the run is stopping"})
+    return Agreed(stops, None if stops else request)
+
+
+def check(request: dict[str, Any], training: Training, context: WorkerContext, step: int) -> Wanted | None:
+    """Return what a request asks for; None, and an answer, if it is not possible. All ranks find the same."""
+    try:
+        config = load_frozen(request["config"])
+        plan = resolve(config)
+    except ConfigError as error:
+        _refuse(context, request, step, str(error))
+        return None
+    if plan.world != training.plan.world or plan.servers or training.plan.servers:
+        _refuse(context, request, step, f"the plan has {plan.world} ranks, the run {training.plan.world}")
+        return None
+    return Wanted(request["name"], request["config"], config, plan)
+
+
+def _refuse(context: WorkerContext, request: dict[str, Any], step: int, why: str) -> None:
+    if context.rank == 0:
+        reshapes.answer(context.directory, {"name": request["name"], "step": step, "error": why})
+
+
+def reshaped(before: Training, found: NextPlan, context: WorkerContext) -> Training:
+    """Return the training under the new plan, with the weights and the optimizer state of `before`. Collective."""
+    began, wanted = time.perf_counter(), found.wanted
+    context.heartbeat(found.step, "reshape")
+    after, num_bytes = moved(before, wanted.config, wanted.plan)
+    if context.rank == 0:
+        degrees = {"before": before.plan.degrees, "after": wanted.plan.degrees}
+        cost = {"seconds": time.perf_counter() - began, "moved_bytes": num_bytes}
+        reshapes.answer(context.directory, {"name": wanted.name, "step": found.step, **degrees, **cost}, wanted.text)
+        words = [" ".join(f"{axis}={size}" for axis, size in one.items() if size > 1) for one in degrees.values()]
+        print(f"step {found.step}: the plan changes from {words[0] or 'one device'} to {words[1] or 'one device'}")
+    return after
+
+
+def moved(before: Training, config: Config, plan: Plan) -> tuple[Training, int]:
+    """Return the training of a plan with the state of `before`, and the bytes that moved between ranks. Collective."""
+    parts = store.parts_of(before.held, before.optimizer, before.plan, before.mesh, before.data.kept)
+    after = build(config, plan, before.mesh.device)
+    kinds = sorted(before.data.kept)
+    num_bytes = move(parts, kinds, after.held, after.optimizer, plan, after.mesh, after.data.kept)
+    after.data.finish_update()
+    after.data.after_load(kinds)
+    return after, num_bytes

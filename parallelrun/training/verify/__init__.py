@@ -1,0 +1,1 @@
+"""The proof that a plan trains as one device."""

@@ -1,0 +1,286 @@
+"""A calibration from measurements whose constants are known, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import yaml
+
+from parallelrun.base.errors import ConfigError, EnvironmentProblem
+from parallelrun.cli.calibration import constants, devices, file, measurements, runs, training
+from parallelrun.cli.calibration.constants import PlannedStep, calibrated, plan_of_exchange, step_seconds
+from parallelrun.cli.calibration.devices import EXCHANGED, OPERATIONS, PRODUCTS, shapes
+from parallelrun.cli.calibration.measurements import (
+    CPU,
+    WALL,
+    Measurements,
+    Sample,
+    TimedExchange,
+    TimedProduct,
+    TimedStep,
+)
+from parallelrun.cli.calibration.session import Session, composed, highest_rates, sample_of
+from parallelrun.cli.main import main
+from parallelrun.config import presets
+from parallelrun.planner.predict.step_time.spread import BUBBLE
+from parallelrun.planner.predict.step_time.step import step_time
+from parallelrun.planner.resolve.freeze import freeze
+from tests.unit.config.test_presets import composed as composed_by_user
+
+FACTS = {"date": "2026-11-22T12:00:00Z", "host": "here", "device": "CPU", "backend": "shm", "versions": {"torch": "2"}}
+EMPTY = Measurements(WALL, "cpu", 2, FACTS, {"fp32": 1e11, "bf16": 2e11}, 2e10, memory_bytes=8e9)
+TRUE = {
+    "product_efficiency": 0.7, "product_ramp": 60.0, "attention_efficiency": 0.4, "memory_efficiency": 0.3,
+    "operation_us": 9.0, "step_us": 2000.0, "thread_efficiency": 0.5, "convolution_efficiency": 0.2,
+    "collective_us": 150.0, "hop_us": 20.0, "link_efficiency": 0.6,
+}  # fmt: skip
+SEEN = {
+    "small": ("strategy=single", "model.hidden=32", "model.layers=2"),
+    "large": ("strategy=single", "model.hidden=256", "model.layers=3"),
+    "ddp": ("strategy=ddp", "dp=2", "model.hidden=64"),
+    "tiny": ("strategy=ddp", "dp=2", "model.hidden=16", "model.layers=2", "model.seq=16"),
+    "tp": ("strategy=tp", "tp=2", "model.hidden=128"),
+    "long": ("strategy=ddp", "dp=2", "model.seq=512", "model.layers=2"),
+    "images": ("model=resnet", "strategy=ddp", "dp=2", "model.image=32"),
+    "stages": ("strategy=1f1b", "pp=4", "microbatches=4"),
+}  # fmt: skip
+UNSEEN = {
+    "fsdp": ("strategy=fsdp", "dp=4", "model.hidden=96"),
+    "2D": ("strategy=tp2d", "tp=4"),
+    "ps": ("strategy=ps", "dp=2", "servers=1"),
+    "alexnet": ("model=alexnet", "strategy=single", "model.image=64"),
+}
+
+
+@cache
+def truth(clock=WALL):
+    """Measurements of a machine whose constants are TRUE, each off by up to 3 %, and that machine."""
+    exchanges = [TimedExchange(name, size, ranks, Sample(1.0, 1.0)) for ranks in (2, 4)
+                 for name in ("all_reduce", "all_gather", "send") for size in (2**10, 2**16, 2**22)]  # fmt: skip
+    machine = replace(constants.base(EMPTY, "true"), intra_gb_s=4.0, **TRUE)
+    wobble = [1.0, 1.03, 0.98, 1.01, 0.97]
+
+    def sample(seconds, index):
+        return Sample(seconds * wobble[index % 5], seconds * wobble[index % 5], 0.02)
+
+    sizes = [(rows, inner, 4 * inner) for rows in (64, 1024) for inner in (32, 128, 512)]
+    products = [TimedProduct(*size, Sample(1.0, 1.0)) for size in sizes]
+    products = [replace(one, sample=sample(constants.product_seconds(one, machine), index))
+                for index, one in enumerate(products)]  # fmt: skip
+    plans = {ranks: plan_of_exchange(ranks, "cpu") for ranks in (2, 4)}
+    exchanges = [replace(one, sample=sample(constants.exchange_seconds(one, plans[one.ranks], machine), index))
+                 for index, one in enumerate(exchanges)]  # fmt: skip
+    steps = [timed(name, words, lambda plan: step_seconds(plan, machine, clock)) for name, words in SEEN.items()]
+    steps = [replace(one, sample=sample(one.sample.wall_s, index)) for index, one in enumerate(steps)]
+    return replace(
+        EMPTY, clock=clock, products=tuple(products), exchanges=tuple(exchanges), steps=tuple(steps)
+    ), machine
+
+
+def timed(name, words, seconds):
+    """A step of a plan that takes seconds(plan)."""
+    frozen, plan = planned(words)
+    return TimedStep(name, frozen, Sample(seconds(plan), seconds(plan)))
+
+
+@cache
+def planned(words):
+    """(the frozen configuration of a plan, the plan)."""
+    model = () if any(word.startswith("model=") for word in words) else ("model=gpt",)
+    config, plan = composed([*model, "dataset=synthetic", *words])
+    return freeze(config, plan), plan
+
+
+@cache
+def calibration(clock=WALL):
+    """What is found from the measurements of `truth`."""
+    return calibrated(truth(clock)[0], "mine")
+
+
+def test_rates_of_a_machine_are_bytes_that_are_read_written_and_sent(monkeypatch):
+    """A copy reads and writes; of 4 ranks, each sends 2 x 3/4 of what is summed, and 3/4 of what is gathered."""
+    monkeypatch.setattr(devices.Clock, "sample", lambda self, body, calls=None: Sample(1.0, 2.0))
+    assert devices.copies(devices.Clock(torch.device("cpu"))) == {WALL: 2 * 2**24, CPU: 2**24}
+    exchanges = [TimedExchange(name, 10**6, 4, Sample(1e-3, 2e-3)) for name in ("all_reduce", "all_gather", "send")]
+    measured = replace(EMPTY, exchanges=tuple(exchanges), memory_bytes=80e9)
+    assert constants.fastest_exchange(measured) == pytest.approx(1.5e9)
+    assert constants.fastest_exchange(replace(measured, clock=CPU)) == pytest.approx(0.75e9)
+    base = constants.base(measured, "mine")
+    assert (base.intra_gb_s, base.memory_gb, base.memory_gb_s) == pytest.approx((1.5, 80.0, 20.0)), "GB, not GiB"
+
+
+@pytest.mark.parametrize("clock", [WALL, CPU])
+def test_constants_that_are_known_are_found_again(clock):
+    machine, found = truth(clock)[1], calibration(clock)
+    assert set(found.fitted) == set(TRUE)
+    close = {"product_efficiency": 0.1, "operation_us": 0.2, "collective_us": 0.2, "convolution_efficiency": 0.2}
+    for key, within in {**close, "memory_efficiency": 0.35}.items():  # small tensors tell little about memory
+        assert getattr(found.cluster, key) == pytest.approx(TRUE[key], rel=within), key
+    assert found.error < 0.03
+    for name, words in UNSEEN.items():
+        plan = planned(words)[1]
+        assert step_seconds(plan, found.cluster, clock) == pytest.approx(step_seconds(plan, machine, clock), rel=0.1), (
+            name
+        )
+
+
+def test_constants_of_gpus_are_found_again_from_the_products_and_trainings_that_are_timed_there():
+    measured = replace(EMPTY, device="cuda", cores=2, multiprocessors=108, memory_bytes=80e9, memory_bytes_s=1.8e12,
+                       peaks={"fp32": 19e12, "bf16": 270e12})  # fmt: skip
+    true = {"product_efficiency": 0.8, "product_ramp": 320.0, "attention_efficiency": 0.5, "memory_efficiency": 0.8,
+            "operation_us": 5.0, "kernel_us": 3.0, "convolution_efficiency": 0.3, "collective_us": 30.0,
+            "link_efficiency": 0.7}  # fmt: skip
+    machine = replace(constants.base(measured, "true"), intra_gb_s=200.0, **true)
+    products = [TimedProduct(rows, inner, columns, Sample(1.0, 1.0), PRODUCTS["cuda"].precision)
+                for _, rows, inner, columns in shapes(PRODUCTS["cuda"])]  # fmt: skip
+    exchanges = [TimedExchange(name, size, 2, Sample(1.0, 1.0)) for name in OPERATIONS for size in EXCHANGED]
+    plan = plan_of_exchange(2, "cuda")
+    timings = [*(constants.product_seconds(one, machine) for one in products),
+               *(constants.exchange_seconds(one, plan, machine) for one in exchanges)]  # fmt: skip
+    large = max(range(len(products)), key=timings.__getitem__)
+    assert products[large].flops_s(WALL) / timings[large] > 150e12, "by the peak of bf16, not of fp32"
+    rows = [replace(one, sample=Sample(seconds, seconds))
+            for one, seconds in zip((*products, *exchanges), timings, strict=True)]  # fmt: skip
+    steps = []
+    for name, words in training.STEPS_ON_GPUS:
+        config, made = composed(["device=cuda", *training.TIMED_STEPS, *words])
+        seconds = step_seconds(made, machine)
+        steps.append(TimedStep(name, freeze(config, made), Sample(seconds, seconds)))
+    found = calibrated(replace(measured, products=tuple(rows[: len(products)]), exchanges=tuple(rows[len(products) :]),
+                               steps=tuple(steps)), "mine")  # fmt: skip
+    for key in ("product_efficiency", "product_ramp", "attention_efficiency", "memory_efficiency"):
+        assert getattr(found.cluster, key) == pytest.approx(true[key], rel=0.15), key
+    assert found.error < 0.02
+
+
+def test_the_peak_of_a_precision_is_that_of_its_fastest_product():
+    square = [TimedProduct(100, 100, 100, Sample(2.0, 1.0), name) for name in ("fp32", "bf16")]
+    small = TimedProduct(100, 100, 10, Sample(0.1, 0.1), "bf16")
+    assert highest_rates([small, *square], WALL) == {"fp32": 1e6, "bf16": 2e6}
+    assert highest_rates([*square, small], CPU) == {"fp32": 2e6, "bf16": 2e6}
+
+
+def test_what_takes_long_is_timed_once_and_products_know_their_precision(monkeypatch):
+    calls = []
+    clock = devices.Clock(torch.device("cpu"), 1e-6)
+    clock.sample(lambda: calls.append(None))
+    assert len(calls) >= 2 + devices.REPEATS
+    monkeypatch.setattr(devices, "LONG_S", 0.0)
+    calls.clear()
+    clock.sample(lambda: calls.append(None))
+    assert len(calls) == 2, "one to warm up"
+    monkeypatch.setitem(PRODUCTS, "cpu", devices.Products("bf16", (4,), (8,), (), 8))
+    assert {one.precision for one in devices.products(clock, lambda: None)} == {"bf16"}
+    assert devices.peak(clock, "fp16").precision == "fp16"
+
+
+def test_the_clock_of_the_cpu_counts_no_waiting():
+    _, machine = truth()
+    plan = planned(SEEN["stages"])[1]
+    bubble = step_time(plan, machine).parts[BUBBLE]
+    assert bubble > 0
+    assert step_seconds(plan, machine, WALL) - step_seconds(plan, machine, CPU) == pytest.approx(bubble)
+
+
+def test_one_device_has_no_links_to_fit_and_says_so():
+    measured = replace(truth()[0], exchanges=())
+    found = calibrated(measured, "mine")
+    assert not {"collective_us", "link_efficiency"} & set(found.fitted)
+    assert "No collectives were measured" in file.text(measured, found)
+    on_gpu = replace(measured, device="cuda", multiprocessors=108)
+    assert {"kernel_us", "operation_us"} <= {constant.key for constant in constants.constants_of(on_gpu)}
+
+
+def test_a_calibrated_cluster_is_found_by_every_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path))
+    measured, found = truth()[0], calibration()
+    path = file.place("mine", None)
+    file.prepare(path)
+    file.write(path, measured, found, ())
+    cluster = composed_by_user("model=gpt", "cluster=mine").config.cluster
+    assert cluster.cores == 2 and cluster.peak_tflops == {"fp32": 0.1, "bf16": 0.2}
+    assert cluster.operation_us == pytest.approx(found.cluster.operation_us, rel=1e-3)
+    assert step_time(PlannedStep.of(measured.steps[0]).plan, cluster) is not None
+    assert [one.source for one in presets.described("cluster") if one.name == "mine"] == ["user"]
+    text = path.read_text()
+    for said in ("2026-11-22T12:00:00Z", "host here", "torch 2", "wall time", "Median spread", "median error"):
+        assert said in text, said
+    assert yaml.safe_load(text)["name"] == "mine"
+    assert measurements.load(file.measurements_of(path)) == measured
+
+
+def test_a_cluster_file_that_is_not_yaml_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path))
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "mine.yaml").write_text("name: [")
+    assert main(["plan", "model=gpt", "strategy=single", "cluster=mine"]) == 2
+    assert "mine.yaml" in capsys.readouterr().err
+
+
+def test_names_that_cannot_be_written_are_refused(tmp_path):
+    for name, reason in (("a100_dgx", "built in"), ("../mine", "not a name")):
+        with pytest.raises(ConfigError, match=reason):
+            file.place(name, None)
+    (tmp_path / "cluster").write_text("a file where the folder should be")
+    with pytest.raises(EnvironmentProblem, match="cannot write"):
+        file.prepare(file.place("mine", tmp_path))
+
+
+def test_measurements_that_are_none_are_refused(tmp_path):
+    path = tmp_path / "mine.measurements.json"
+    for text in ("", "{}", '{"products": [{"rows": 1}]}'):
+        path.write_text(text)
+        with pytest.raises(EnvironmentProblem, match="does not hold the measurements"):
+            measurements.load(path)
+
+
+def run_directory(folder, words, bench, **summary):
+    step = timed("run", words, lambda _: 1.0)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(step.config)
+    if bench is not None:
+        times = {"median_s": bench, "lower_quartile_s": bench, "upper_quartile_s": bench, "cpu_s": 2 * bench}
+        (folder / "bench.json").write_text(json.dumps({**times, "world": 2, "device": "cpu", **summary}))
+    return folder
+
+
+def test_runs_are_added_to_a_calibration_which_then_predicts_them_better(tmp_path):
+    measured, machine = truth()
+    slow = [1.6 * step_seconds(planned(words)[1], machine) for words in SEEN.values()]
+    folders = [run_directory(tmp_path / f"run{i}", words, slow[i]) for i, words in enumerate(SEEN.values())]
+    before = calibration()
+    added = runs.steps_of([str(folder) for folder in folders], measured, before.cluster)
+    after = dict(calibrated(measured, "mine", added).ratios)
+    for step, old in zip(added, constants.ratios_of(before.cluster, WALL, added)):
+        assert step.source in map(str, folders)
+        assert abs(after[step] - 1) < abs(old - 1)
+
+
+def test_runs_that_cannot_be_used_are_all_named(tmp_path):
+    measured, machine = truth()
+    gpu = run_directory(tmp_path / "gpu", SEEN["ddp"], 1.0, device="cuda")
+    unfinished = run_directory(tmp_path / "unfinished", SEEN["ddp"], None)
+    with pytest.raises(ConfigError) as caught:
+        runs.steps_of([str(tmp_path / "none"), str(unfinished), str(gpu)], measured, machine)
+    said = [problem.what for problem in caught.value.problems]
+    assert len(said) == 3 and "No such file" in said[0] and "neither bench.json" in said[1] and "ran on cuda" in said[2]
+    no_cpu = run_directory(tmp_path / "no_cpu", SEEN["ddp"], 1.0, cpu_s=0.0)
+    with pytest.raises(ConfigError, match="CPU seconds"):
+        runs.steps_of([str(no_cpu)], replace(measured, clock=CPU), machine)
+
+
+def test_the_seconds_of_all_ranks_are_shared_by_the_cores_that_they_use():
+    bench = {"median_s": 1.0, "lower_quartile_s": 0.9, "upper_quartile_s": 1.1, "cpu_s": 6.0}
+    assert sample_of({**bench, "world": 4}, own=2).cpu_s == 3.0
+    assert sample_of({**bench, "world": 1}, own=2).cpu_s == 3.0, "two threads"
+    assert sample_of({**bench, "world": 3}, own=4).cpu_s == 2.0, "the fourth core has no rank"
+    assert sample_of({**bench, "world": 2}, own=2).spread == pytest.approx(0.2)
+
+
+def test_too_little_time_is_refused():
+    with pytest.raises(ConfigError, match="not enough"):
+        Session(seconds=2.0).measure()

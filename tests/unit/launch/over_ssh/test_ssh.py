@@ -1,0 +1,268 @@
+"""The launcher over ssh: what it sends, how long it waits, and the exit code that it returns. No ssh, no ranks."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from parallelrun.base.errors import EnvironmentProblem, Problem
+from parallelrun.launch.entry import reattach
+from parallelrun.launch.failures.restart_policy import Decision
+from parallelrun.launch.host import os_process
+from parallelrun.launch.host.environment import for_other_hosts
+from parallelrun.launch.over_ssh import host_ranks, hosts, ssh, ssh_connection
+from parallelrun.launch.over_ssh.ssh import SshAttempt
+from tests.plans import tiny_config
+
+TWO = hosts.read("2", "a:1,b:1")
+SSH = hosts.SshOptions()
+
+
+class Clock:
+    """Time that passes while the launcher sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.monotonic = self.time = lambda: self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Agent:
+    """A connection to an agent that is no process. status: how its ssh has ended; sent: lines, with their time."""
+
+    LOST = 255
+
+    def __init__(self, host: hosts.HostRanks, addresses: tuple[str, str] | None, clock: Clock):
+        self.host, self.addresses, self._clock = host, addresses, clock
+        self.status: int | None = None
+        self.sent: list[tuple[str, float]] = []
+        self.hung_up: list[float] = []
+        self.killed: list[float] = []
+        self.is_stopped = False
+        self.process = SimpleNamespace(poll=lambda: self.status, kill=self._kill)
+
+    def send(self, line: str) -> None:
+        self.sent.append((line, self._clock.now))
+
+    def hang_up(self) -> None:
+        self.hung_up.append(self._clock.now)
+        if not self.is_stopped:
+            self.status = 6
+
+    def _kill(self) -> None:
+        self.killed.append(self._clock.now)
+        self.status = -9
+
+    def unreachable(self) -> Problem:
+        return Problem(f"{self.host.name} does not answer")
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(ssh, "time", fake)
+    return fake
+
+
+@pytest.fixture
+def agents(monkeypatch, clock) -> dict[str, Agent]:
+    """The connections that an SshAttempt makes, by host."""
+    made: dict[str, Agent] = {}
+
+    def connect(host: hosts.HostRanks, _: object) -> Agent:
+        return made.setdefault(host.name, Agent(host, ("10.0.0.9", "10.0.0.1"), clock))
+
+    connect.LOST = Agent.LOST  # type: ignore[attr-defined]
+    monkeypatch.setattr(ssh, "SshConnection", connect)
+    return made
+
+
+def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
+    folder = tmp_path / "it's; a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", "/a b:$(c)")
+    *words, host, command = ssh_connection.remote_command("[fe80::1]", hosts.SshOptions(port="2222"))
+    assert words[0] == "ssh" and words[-2:] == ["-p", "2222"] and host == "fe80::1"
+    first, second = command.split(" && ")
+    assert shlex.split(first) == ["cd", str(folder)]
+    agent = [sys.executable, "-m", "parallelrun.launch.over_ssh.ssh_agent"]
+    assert shlex.split(second) == ["exec", "env", "PYTHONPATH=/a b:$(c)", *agent]
+
+
+def test_every_host_starts_its_own_ranks_of_one_world(agents, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    SshAttempt(hosts.read("5", "a:3,b:2"), SSH, []).start(["steps=1"], {"MORE": "x"})
+    first, second = (json.loads(agent.sent[0][0]) for agent in agents.values())
+    assert [(one["words"], one["first_rank"], one["num_ranks"]) for one in (first, second)] == [
+        (["steps=1"], 0, 3),
+        (["steps=1"], 3, 2),
+    ]
+    environ = first["environ"]
+    assert (environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"], environ["MASTER_ADDR"]) == ("5", "3", "10.0.0.9")
+    assert (environ["OMP_NUM_THREADS"], environ["MORE"]) == ("2", "x") and len(environ["PARALLELRUN_TOKEN"]) == 32
+    assert second["environ"] == {**environ, "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_one_host():
+    launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
+    shared = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    own = for_other_hosts({**launcher, "SECRET": "x", "RANK": "7"})
+    order = host_ranks.Order(["steps=1"], 4, 2, {**shared, **own})
+    host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
+    assert host_ranks.variables(order, 1, host) == {
+        **shared,
+        "PATH": "/venv/bin:/bin:/opt/bin",
+        "OMP_NUM_THREADS": "2",
+        "HOME": "/home/b",
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "addresses", "expected"),
+    [
+        ("a:1,b:1", [("10.0.0.2", "10.0.0.1"), ("10.0.0.3", "10.0.0.1")], "10.0.0.2"),
+        ("localhost:1,b:1", [("", ""), ("10.9.9.9", "127.0.0.1")], "127.0.0.1 is refused"),
+        ("localhost:1,b:1", [("", ""), ("127.0.0.1", "127.0.0.1")], "127.0.0.1"),
+        ("localhost:1,b:1", [("", ""), ("127.0.0.1", "192.0.2.1")], "127.0.0.1"),  # through a jump host
+        ("a:1,b:1", [("127.0.0.1", "127.0.0.1"), ("10.0.0.3", "10.0.0.1")], "127.0.0.1 is refused"),
+    ],
+)
+def test_rank_0_listens_on_an_address_that_the_others_reach(names, addresses, expected, clock):
+    found: Any = [Agent(host, pair, clock) for host, pair in zip(hosts.read("2", names), addresses)]
+    if "refused" not in expected:
+        assert ssh._address_of_rank_0(found) == expected
+        return
+    with pytest.raises(EnvironmentProblem, match=r"rank 0 would listen on 127\.0\.0\.1"):
+        ssh._address_of_rank_0(found)
+
+
+def test_a_host_that_does_not_answer_is_waited_for_a_minute(agents, clock):
+    attempt = SshAttempt(TWO, SSH, [])
+    agents["b"].addresses = None
+    began = clock.now
+    with pytest.raises(EnvironmentProblem, match="b does not answer"):
+        attempt.start([], {})
+    assert clock.now - began == pytest.approx(60, abs=0.5)
+    with pytest.raises(KeyboardInterrupt):
+        signals = [signal.SIGINT]
+        SshAttempt(TWO, SSH, signals).start([], {})
+
+
+@pytest.mark.parametrize(("status", "code"), [(5, 5), (255, 6), (-9, 6)])
+def test_after_a_host_has_failed_the_others_have_fifteen_seconds_and_the_run_has_its_code(
+    agents, clock, capsys, status, code
+):
+    attempt = SshAttempt(TWO, SSH, [])
+    began, agents["b"].status = clock.now, status
+    assert attempt.watch() == code
+    assert agents["a"].hung_up[0] - began == pytest.approx(15, abs=0.5)
+    assert ("the connection to host b (rank 1) was lost" in capsys.readouterr().err) == (status != 5)
+
+
+def test_an_agent_that_does_not_end_is_killed_after_five_more_seconds(agents, clock):
+    attempt = SshAttempt(TWO, SSH, [])
+    began, agents["b"].status, agents["a"].is_stopped = clock.now, 6, True
+    assert attempt.watch() == 6
+    assert agents["a"].killed[0] - began == pytest.approx(20, abs=0.5)
+
+
+def test_ctrl_c_reaches_every_host_at_once_and_ends_them_after_five_seconds(agents, clock):
+    attempt, began = SshAttempt(TWO, SSH, [signal.SIGINT]), clock.now
+    assert attempt.watch() == 130
+    for agent in agents.values():
+        ((line, when),) = agent.sent
+        assert line == "SIGINT" and when - began < 0.5
+        assert agent.hung_up[0] - began == pytest.approx(5, abs=0.5)
+
+
+def test_a_second_signal_ends_all_hosts_at_once(agents, clock):
+    attempt, began = SshAttempt(TWO, SSH, [signal.SIGTERM, signal.SIGTERM]), clock.now
+    assert attempt.watch() == 143
+    assert all(agent.hung_up[0] - began < 0.5 for agent in agents.values())
+
+
+@pytest.mark.parametrize(
+    ("codes", "signals", "expected"),
+    [
+        ({"b": 0, "a": 0}, [], 0),
+        ({"b": 6, "a": 5}, [], 5),  # rank 0, on the first host, knows the cause
+        ({"b": 3, "a": 0}, [], 3),
+        ({"b": 75, "a": 75}, [signal.SIGTERM], 75),
+        ({"b": 6, "a": 75}, [signal.SIGTERM], 6),
+        ({"b": 130, "a": 130}, [signal.SIGINT], 130),
+        ({"b": 6, "a": 6}, [signal.SIGTERM, signal.SIGTERM], 143),
+    ],
+)
+def test_one_exit_code_tells_how_the_run_ended_on_all_hosts(agents, codes, signals, expected):
+    attempt = SshAttempt(TWO, SSH, signals)
+    attempt._codes = codes
+    assert attempt._exit_code() == expected
+
+
+@pytest.mark.parametrize(
+    ("codes", "decisions", "expected", "variables"),
+    [
+        ([0], [], 0, ["0"]),
+        ([6, 6, 0], [Decision(True), Decision(True)], 0, ["0", "1", "2"]),
+        ([6, 6], [Decision(True), Decision(False, "no progress", 8)], 8, ["0", "1"]),
+        ([5], [Decision(False, "the same numbers")], 5, ["0"]),
+        ([3], [None], 3, ["0"]),  # before a run began
+        ([6, None], [Decision(True)], 6, ["0", "1"]),  # a host cannot be reached any more
+    ],
+)
+def test_ranks_are_started_again_while_the_rules_of_a_restart_allow_it(
+    monkeypatch, tmp_path, codes, decisions, expected, variables
+):
+    counts: list[str] = []
+
+    class Starts(SshAttempt):
+        noticed = 1.0
+
+        def start(self, words, more):
+            counts.append(more["TORCHELASTIC_RESTART_COUNT"])
+            if codes[0] is None:
+                raise EnvironmentProblem(Problem("b cannot be reached"))
+
+        def watch(self):
+            return codes.pop(0)
+
+    monkeypatch.setattr(ssh, "SshConnection", lambda host, _: SimpleNamespace(hang_up=int, end=float))
+    monkeypatch.setattr(ssh, "SshAttempt", Starts)
+    monkeypatch.setattr(reattach, "earlier", lambda runs, environ: tmp_path if decisions[0] else None)
+    monkeypatch.setattr(reattach, "judged", lambda directory, most: (None, None, decisions.pop(0)))
+    asked = replace(tiny_config(dp=2), restarts=2, runs=str(tmp_path))
+    assert ssh.run(TWO, [], SSH, asked) == expected
+    assert counts == variables
+
+
+def test_an_agent_kills_the_other_ranks_ten_seconds_after_one_has_failed(monkeypatch, clock):
+    monkeypatch.setattr(host_ranks, "time", clock)
+    killed: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(os_process, "kill", lambda pid, number: killed.append((pid, number, clock.now)))
+    ranks = host_ranks.Ranks.__new__(host_ranks.Ranks)
+    ranks._pids, ranks._codes, ranks._ended_by_us, ranks._deadline = {0: 11}, {1: 6}, False, float("inf")
+    monkeypatch.setattr(ranks, "_reap", lambda: ranks._pids.clear() if killed else None)
+    began = clock.now
+    while not ranks.have_ended():
+        clock.sleep(0.05)
+    ((pid, number, when),) = killed
+    assert (pid, number, ranks.exit_code()) == (11, signal.SIGKILL, 6)
+    assert when - began == pytest.approx(10, abs=0.5)
+
+
+def test_the_addresses_of_an_agent_are_sshd_s():
+    from parallelrun.launch.over_ssh.ssh_agent import addresses
+
+    assert addresses({"SSH_CONNECTION": "10.0.0.1 40000 10.0.0.9 22"}) == ("10.0.0.9", "10.0.0.1")

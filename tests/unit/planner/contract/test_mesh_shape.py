@@ -1,0 +1,68 @@
+"""MeshShape: ranks, coordinates and groups are arithmetic that nobody may get wrong."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from parallelrun.planner.contract.mesh_shape import MeshShape
+
+PTDP = MeshShape((("pp", 2), ("dp", 3), ("tp", 4)))
+FACTORED = MeshShape(
+    (("pp", 2), ("dp_replicate", 2), ("dp_shard", 3), ("tp_kv", 2), ("tp_copy", 2)),
+    (("dp", ("dp_replicate", "dp_shard")), ("tp", ("tp_kv", "tp_copy"))),
+)
+
+
+def test_tp_varies_fastest_and_pp_slowest():
+    assert PTDP.coordinate(0) == {"pp": 0, "dp": 0, "tp": 0}
+    assert PTDP.coordinate(1) == {"pp": 0, "dp": 0, "tp": 1}
+    assert PTDP.coordinate(4) == {"pp": 0, "dp": 1, "tp": 0}
+    assert PTDP.coordinate(12) == {"pp": 1, "dp": 0, "tp": 0}
+
+
+@pytest.mark.parametrize("shape", [PTDP, FACTORED])
+def test_coordinate_and_rank_are_inverse(shape):
+    for rank in range(shape.num_ranks):
+        coordinate = shape.coordinate(rank)
+        assert shape.rank(**{axis: coordinate[axis] for axis in shape.mesh_dim_names}) == rank
+        assert shape.rank(pp=coordinate["pp"], dp=coordinate["dp"], tp=coordinate["tp"]) == rank
+
+
+def test_a_factored_axis_has_the_product_of_its_leaves_and_the_major_one_first():
+    assert FACTORED.size("dp") == 6 and FACTORED.size("tp") == 4 and FACTORED.size("ep") == 1
+    coordinate = FACTORED.coordinate(FACTORED.rank(dp=4, tp=3))
+    assert (coordinate["dp_replicate"], coordinate["dp_shard"]) == (1, 1)
+    assert (coordinate["tp_kv"], coordinate["tp_copy"]) == (1, 1)
+
+
+@pytest.mark.parametrize("shape", [PTDP, FACTORED])
+@pytest.mark.parametrize("axes", [("pp",), ("dp",), ("tp",), ("pp", "tp"), ("dp", "tp"), ("pp", "dp", "tp")])
+def test_groups_partition_the_ranks_and_contain_each_rank_s_own(shape, axes):
+    groups = list(shape.groups(*axes))
+    assert sorted(rank for group in groups for rank in group) == list(range(shape.num_ranks))
+    for group in groups:
+        for rank in group:
+            assert shape.group_of(rank, *axes) == group
+
+
+def test_members_of_a_group_differ_on_its_axis_only():
+    for axis in ("pp", "dp", "tp"):
+        for group in PTDP.groups(axis):
+            places = [PTDP.coordinate(rank) for rank in group]
+            assert [place[axis] for place in places] == list(range(PTDP.size(axis)))
+            others = {tuple((a, v) for a, v in place.items() if a != axis) for place in places}
+            assert len(others) == 1
+
+
+def test_a_rank_or_coordinate_outside_the_mesh_is_our_own_mistake():
+    with pytest.raises(AssertionError):
+        PTDP.coordinate(24)
+    with pytest.raises(AssertionError):
+        PTDP.rank(tp=4)
+
+
+def test_every_coordinate_belongs_to_one_rank():
+    ranks = [PTDP.rank(pp=p, dp=d, tp=t) for p, d, t in product(range(2), range(3), range(4))]
+    assert ranks == list(range(24))

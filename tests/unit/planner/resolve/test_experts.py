@@ -1,0 +1,542 @@
+"""Expert parallelism before anything runs: degrees, axes, layouts, routers, what is refused and with which fix."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations
+from math import prod
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from parallelrun.base.errors import ConfigError
+from parallelrun.config import presets
+from parallelrun.planner.contract.parameters import held_parameters, module_layout, owns
+from parallelrun.planner.facts.document import document
+from parallelrun.planner.pieces import routing_statistics as statistics
+from parallelrun.planner.pieces.expert_axes import replica_axis, split
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.traffic import traffic_of
+from parallelrun.planner.resolve.freeze import freeze, load_frozen
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.report.plans.plan import show
+from parallelrun.training.verify.single_device import single_device as single_device
+from tests.plans import pairs, tiny_config, tiny_plan
+
+ROOT = Path(__file__).parents[4]
+MOE = {"model.experts": 8, "model.expert_period": 2}
+LIMITED = {**MOE, "model.router.kind": "gshard", "model.router.capacity_factor": 1.25}
+PRESETS = ("gshard", "switch", "expert_choice", "dropless", "aux_free")
+
+
+def preset(name: str, **more) -> dict:
+    """Overrides that a preset of `conf/strategy` makes."""
+    values = presets.values("strategy", name)
+    dotted = {f"strategy.{axis}.{key}": v for axis in ("data", "expert") for key, v in values[axis].items()}
+    own = {"strategy.name": name, "strategy.demo": values["demo"], "strategy.router": values["router"]}
+    return {**MOE, **dotted, **own, "dp": None, "tp": None, "pp": None, **more}
+
+
+def problems(overrides: dict, **arguments) -> tuple:
+    with pytest.raises(ConfigError) as caught:
+        resolve(tiny_config(overrides), **arguments)
+    return caught.value.problems
+
+
+def only(overrides: dict, **arguments):
+    (problem,) = problems(overrides, **arguments)
+    return problem
+
+
+class TestDegrees:
+    def test_ep_divides_dp_and_adds_no_ranks(self):
+        plan = tiny_plan({**MOE, "dp": 4, "ep": 2, "tp": 2})
+        assert plan.world == 8 and plan.degrees == {"pp": 1, "dp": 4, "cp": 1, "tp": 2, "ep": 2}
+
+    @pytest.mark.parametrize("own_axis", ["dp", "tp", "pp"])
+    def test_ep_alone_means_as_large_a_dp(self, own_axis):
+        plan = tiny_plan({**MOE, "dp": None, "ep": 4, "strategy.own_axis": own_axis})
+        assert plan.mesh.size("dp") == plan.mesh.size("ep") == 4
+        assert "dp=4 (filled: ep, which divides it)" in plan.filled
+
+    def test_ep_alone_is_no_demonstration(self):
+        overrides = {**MOE, "dp": None, "tp": None, "pp": None, "ep": 2, "strategy.demo": {"tp": 2, "pp": 2}}
+        assert tiny_plan(overrides).degrees == {"pp": 1, "dp": 2, "cp": 1, "tp": 1, "ep": 2}
+
+    @pytest.mark.parametrize("where", [{"world": 8}, {"gpus": 8}])
+    def test_dp_takes_what_is_left_of_a_world(self, where):
+        plan = resolve(tiny_config({**MOE, "dp": None, "tp": 2, "ep": 2}), **where)
+        assert plan.degrees == {"pp": 1, "dp": 4, "cp": 1, "tp": 2, "ep": 2}
+
+    def test_another_own_axis_leaves_dp_to_ep(self):
+        plan = resolve(tiny_config({**MOE, "dp": None, "tp": None, "ep": 2, "strategy.own_axis": "tp"}), world=8)
+        assert plan.degrees == {"pp": 1, "dp": 2, "cp": 1, "tp": 4, "ep": 2}
+
+    def test_gpus_that_ep_cannot_use_stay_idle(self):
+        plan = resolve(tiny_config({**MOE, "model.experts": 6, "dp": None, "ep": 3, "global_batch": 12}), gpus=8)
+        assert plan.mesh.size("dp") == 6
+        assert "2 of 8 GPUs stay idle: 3 does not divide 8" in plan.warnings
+
+    def test_experts_on_the_ranks_of_a_sequence_need_fewer_replicas(self):
+        """ep=4 on 7 GPUs: on two ranks of a sequence in each of two replicas."""
+        keys = {"model.experts": 4, "dp": None, "cp": 2, "ep": 4, "global_batch": 12, "device": "cuda"}
+        assert resolve(tiny_config(keys), gpus=7).degrees == {"pp": 1, "dp": 2, "cp": 2, "tp": 1, "ep": 4}
+
+    @pytest.mark.parametrize(("dp", "experts", "ep"), [(4, 8, 4), (6, 8, 2), (16, 8, 8), (3, 8, 1), (8, 6, 2)])
+    def test_a_preset_fills_the_largest_that_divides_both(self, dp, experts, ep):
+        plan = tiny_plan(preset("gshard", **{"dp": dp, "model.experts": experts, "global_batch": 2 * dp}))
+        assert plan.mesh.size("ep") == ep
+        assert f"ep={ep} (filled: the largest that divides dp {dp} and {experts} experts)" in plan.filled
+
+    def test_an_explicit_ep_beats_the_preset(self):
+        assert tiny_plan(preset("gshard", dp=4, ep=2)).mesh.size("ep") == 2
+        assert tiny_plan(preset("gshard", dp=4, ep=1)).expert is None
+
+    def test_other_presets_leave_experts_at_home(self):
+        plan = tiny_plan({**MOE, "dp": 4})
+        assert plan.mesh.size("ep") == 1 and plan.expert is None
+        assert plan.mesh == tiny_plan(dp=4).mesh
+
+    def test_a_model_without_experts_has_nothing_to_spread(self):
+        for overrides in (preset("gshard", **{"model.experts": 0}), {"dp": 2, "ep": 2}):
+            problem = problems(overrides)[0]
+            assert problem.kind == "undefined" and problem.suggestion == "model.experts=8 or model=moe_gpt"
+
+    def test_a_model_that_knows_no_experts_is_not_asked_to_have_some(self):
+        problem = only({"model.name": "mlp", "dataset.name": "digits", "model.experts": 8, "dp": 2, "ep": 2})
+        assert problem.kind == "undefined" and problem.suggestion == "model=moe_gpt"
+
+    def test_one_device_has_no_ep(self):
+        problem = only({**MOE, "strategy.own_axis": "none", "ep": 2})
+        assert (problem.kind, problem.suggestion) == ("contradiction", "ep=1")
+
+
+class TestRefused:
+    def test_experts_that_ep_does_not_divide(self):
+        problem = only({**MOE, "dp": 3, "ep": 3, "global_batch": 9})
+        assert problem.what == "8 experts of a layer are not divisible by ep=3; divisors: 1, 2, 4, 8"
+        assert set(pairs(problem.suggestion)) >= {("ep", "1"), ("model.experts", "6"), ("model.experts", "9")}
+
+    def test_a_dp_that_ep_does_not_divide(self):
+        problem = only({**MOE, "dp": 6, "ep": 4, "global_batch": 24})
+        assert problem.what == "ep=4 does not divide dp=6, whose ranks hold the experts; divisors: 1, 2, 3, 6"
+        assert problem.suggestion == "ep=2 or dp=4 or dp=8"
+
+    def test_more_choices_than_experts(self):
+        problem = only({**MOE, "model.router.top_k": 9})
+        assert problem.kind == "arithmetic" and set(pairs(problem.suggestion)) == {
+            ("model.experts", "9"), ("model.router.top_k", "8"),
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("router", "suggestion"),
+        [
+            ({"n_group": 3, "topk_group": 2}, "model.router.n_group=2 or model.router.n_group=4"),
+            ({"n_group": 4, "topk_group": 5}, "model.router.topk_group=4"),
+            ({"n_group": 4, "topk_group": 1, "top_k": 3}, "model.router.topk_group=2"),
+            (
+                {"n_group": 4, "topk_group": 2, "kind": "expert_choice"},
+                "model.router.n_group=1 model.router.topk_group=1",
+            ),
+        ],
+    )
+    def test_groups_of_experts_that_do_not_fit(self, router, suggestion):
+        problem = only({**MOE, **{f"model.router.{key}": value for key, value in router.items()}})
+        assert problem.suggestion == suggestion
+
+    @pytest.mark.parametrize(("kind", "top_k"), [("gshard", 2), ("switch", 1)])
+    def test_a_kind_says_how_many_experts_a_token_has(self, kind, top_k):
+        overrides = {**MOE, "model.router.kind": kind, "model.router.top_k": 3}
+        problem = problems(overrides, given=frozenset({"model.router.kind", "model.router.top_k"}))[0]
+        assert problem.suggestion == f"model.router.top_k={top_k} or model.router.kind=top_k"
+        found = resolve(tiny_config(overrides), given=frozenset({"model.router.kind"}))
+        assert found.spec.router.top_k == top_k, "unless it is said, the kind fills it in"
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("capacity_factor", 0.0),
+            ("capacity_factor", -1.0),
+            ("eval_capacity_factor", 0.0),
+            ("capacity_factor", float("nan")),
+            ("top_k", 0),
+            ("group_samples", 0),
+            ("min_capacity", -1),
+            ("jitter", 1.0),
+            ("jitter", -0.1),
+            ("aux_coefficient", -0.01),
+            ("z_coefficient", float("inf")),
+            ("bias_rate", -1e-3),
+            ("scaling", 0.0),
+            ("kind", "best"),
+            ("score", "relu"),
+            ("renormalise", "twice"),
+            ("drop_policy", "last"),
+            ("second_expert", "none"),
+        ],
+    )
+    def test_a_setting_of_the_router_that_means_nothing(self, key, value):
+        found = problems({**LIMITED, f"model.router.{key}": value}, given=frozenset({f"model.router.{key}"}))
+        assert f"model.router.{key}" in {problem.where for problem in found}
+        assert all(problem.suggestion for problem in found)
+
+    @pytest.mark.parametrize("key", ["experts", "expert_ffn", "expert_period", "dense_layers", "shared_experts"])
+    def test_a_size_of_the_experts_that_means_nothing(self, key):
+        assert only({**MOE, f"model.{key}": -1}).where == f"model.{key}"
+
+    def test_equal_parts_need_a_capacity(self):
+        problem = only({**MOE, "dp": 2, "ep": 2, "strategy.expert.kind": "capacity"})
+        assert problem.kind == "undefined"
+        assert problem.suggestion == "strategy.expert.kind=dropless or model.router.capacity_factor=1.25"
+
+    def test_the_fix_of_a_preset_s_router_beats_the_preset(self):
+        """It is tried as the user would type it: model.router.capacity_factor=1.25, over strategy.router."""
+        problem = only(preset("dropless", **{"strategy.expert.kind": "capacity"}))
+        assert "model.router.capacity_factor=1.25" in problem.suggestion
+
+    def test_evaluation_alone_has_no_limit(self):
+        problem = only({**MOE, "model.router.eval_capacity_factor": 2.0})
+        assert problem.kind == "contradiction" and "model.router.capacity_factor=1.25" in problem.suggestion
+
+    def test_an_expert_way_that_is_unknown(self):
+        assert "capacity, dropless" in only({**MOE, "dp": 2, "ep": 2, "strategy.expert.kind": "fast"}).what
+
+    def test_ep_lies_in_the_inner_part_of_hsdp(self):
+        problem = only({**MOE, "dp": 8, "ep": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2})
+        assert problem.what.startswith("ep=4 does not divide strategy.data.shard=2, the inner part of dp=8")
+        assert set(pairs(problem.suggestion)) == {
+            ("ep", "1"), ("ep", "2"), ("strategy.data.shard", "4"), ("strategy.data.shard", "8"),
+        }  # fmt: skip
+
+    def test_several_at_once(self):
+        wrong = {"dp": 6, "ep": 4, "global_batch": 24, "model.router.top_k": 9, "model.router.capacity_factor": 0.0}
+        places = [problem.where for problem in problems({**MOE, **wrong, "optimizer.lr": -1.0})]
+        assert set(places) == {"ep", "model.router.top_k", "model.router.capacity_factor", "optimizer.lr"}
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            {"dp": 3, "ep": 3, "global_batch": 9},
+            {"dp": 6, "ep": 4, "global_batch": 24},
+            {"dp": 4, "ep": 2, "model.experts": 5},
+            {"dp": 5, "ep": 8, "global_batch": 10},
+            {"model.router.top_k": 40},
+            {"dp": 2, "model.router.group_samples": 3, "micro_batch": 2},
+            {"dp": 2, "model.router.group_samples": 8},
+            {"dp": 2, "tp": 2, "model.router.group_samples": 2, "micro_batch": 1},
+        ],
+        ids=str,
+    )
+    def test_what_is_suggested_is_legal(self, overrides):
+        for problem in problems({**MOE, **overrides}):
+            assert list(pairs(problem.suggestion))
+            for key, text in pairs(problem.suggestion):
+                resolve(tiny_config({**MOE, **overrides, key: int(text)}))
+
+
+class TestRoutingGroups:
+    def test_a_microbatch_holds_whole_groups(self):
+        plan = tiny_plan({**MOE, "dp": 2, "pp": 2, "model.router.group_samples": 2, "global_batch": 24})
+        assert plan.batch.micro_batch % 2 == 0
+
+    def test_the_default_batch_does_too(self):
+        plan = tiny_plan({**MOE, "dp": 2, "model.router.group_samples": 5, "global_batch": None})
+        assert plan.batch.micro_batch % 5 == 0 and plan.batch.global_batch >= 48
+
+    def test_a_group_that_is_cut_is_refused(self):
+        overrides = {**MOE, "dp": 2, "model.router.group_samples": 4, "micro_batch": 6, "global_batch": 48}
+        problem = only(overrides)
+        groups = "whole routing groups of model.router.group_samples=4 samples"
+        assert problem.what == f"micro_batch=6 does not hold {groups}"
+        assert ("micro_batch", "4") in pairs(problem.suggestion)
+
+    def test_groups_that_a_replica_cannot_hold_are_refused(self):
+        problem = only({**MOE, "dp": 4, "model.router.group_samples": 3, "global_batch": 16})
+        assert problem.kind == "arithmetic" and ("global_batch", "24") in pairs(problem.suggestion)
+
+
+class TestRouter:
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_a_preset_fills_the_model_s_router(self, name):
+        plan, said = tiny_plan(preset(name)), presets.values("strategy", name)["router"]
+        assert {key: getattr(plan.spec.router, key) for key in said} == said
+
+    def test_an_explicit_key_beats_the_preset(self):
+        config = tiny_config(preset("gshard", **{"model.router.capacity_factor": 3.0}))
+        assert resolve(config, given=frozenset({"model.router.capacity_factor"})).spec.router.capacity_factor == 3.0
+        assert resolve(config).spec.router.capacity_factor == 1.25
+
+    def test_what_the_preset_leaves_is_the_model_s(self):
+        assert tiny_plan(preset("dropless", **{"model.router.top_k": 5})).spec.router.top_k == 5
+
+    @pytest.mark.parametrize(("key", "value"), [("capacity", 2), ("top_k", None), ("top_k", "many")])
+    def test_a_preset_s_mistakes_are_told(self, key, value):
+        overrides = preset("gshard")
+        overrides["strategy.router"] = {**overrides["strategy.router"], key: value}
+        found = problems(overrides)
+        assert any(problem.where in (f"strategy.router.{key}", f"model.router.{key}") for problem in found)
+
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [("gshard", "capacity"), ("switch", "capacity"), ("expert_choice", "capacity"), ("dropless", "dropless"),
+         ("aux_free", "dropless")],
+    )  # fmt: skip
+    def test_rows_travel_as_the_router_s_limit_says(self, name, kind):
+        assert tiny_plan(preset(name)).expert.kind == kind
+
+    def test_an_unlimited_router_goes_without_a_capacity(self):
+        assert tiny_plan({**MOE, "dp": 2, "ep": 2}).expert.kind == "dropless"
+        assert tiny_plan({**LIMITED, "dp": 2, "ep": 2}).expert.kind == "capacity"
+        assert tiny_plan({**LIMITED, "dp": 2, "ep": 2, "strategy.expert.kind": "dropless"}).expert.kind == "dropless"
+
+    def test_expert_choice_looks_ahead_and_says_so(self):
+        assert any("later" in text for text in tiny_plan(preset("expert_choice")).warnings)
+        assert not tiny_plan(preset("gshard")).warnings
+
+
+class TestUnread:
+    @pytest.mark.parametrize(
+        ("overrides", "key"),
+        [
+            ({}, "model.router.second_expert"),
+            ({}, "model.router.drop_policy"),
+            ({}, "model.router.min_capacity"),
+            ({"model.router.kind": "switch", "model.router.top_k": 1}, "model.router.renormalise"),
+            ({"model.router.kind": "expert_choice"}, "model.router.drop_policy"),
+            ({"model.router.kind": "expert_choice"}, "model.router.aux_coefficient"),
+            ({"model.router.kind": "expert_choice"}, "model.router.bias_rate"),
+            ({}, "strategy.expert.kind"),
+            ({}, "strategy.expert.chunks"),
+            ({"model.experts": 0}, "model.router.top_k"),
+            ({"model.experts": 0}, "model.expert_ffn"),
+            ({"model.experts": 0}, "strategy.expert.overlap"),
+            ({"model.name": "mlp", "dataset.name": "digits"}, "model.experts"),
+        ],
+    )
+    def test_a_key_that_nobody_reads_is_refused_and_noted_in_a_sweep(self, overrides, key):
+        config = tiny_config({**MOE, **overrides})
+        with pytest.raises(ConfigError) as caught:
+            resolve(config, given=frozenset({key}))
+        (problem,) = caught.value.problems
+        assert problem.kind == "unread" and problem.where == key and problem.suggestion
+        noted = resolve(config, given=frozenset({key}), sweep=True)
+        assert any(text.startswith(key) for text in noted.warnings)
+        resolve(load_frozen(freeze(config, noted)))
+
+    @pytest.mark.parametrize("key", ["min_capacity", "drop_policy", "second_expert", "renormalise", "jitter"])
+    def test_gshard_reads_what_its_algorithm_has(self, key):
+        resolve(tiny_config({**LIMITED, "dp": 2, "ep": 2}), given=frozenset({f"model.router.{key}"}))
+
+
+class TestAxes:
+    def test_dp_is_expert_dp_times_ep(self):
+        shape = tiny_plan({**MOE, "dp": 4, "ep": 2, "tp": 2}).mesh
+        assert shape.mesh_dims == (("pp", 1), ("expert_dp", 2), ("ep", 2), ("tp", 2))
+        assert shape.mesh_dims_of("dp") == ("expert_dp", "ep")
+        assert shape.group_of(0, "dp") == (0, 2, 4, 6) and shape.group_of(3, "dp") == (1, 3, 5, 7)
+        assert shape.group_of(0, "ep") == (0, 2) and shape.group_of(0, "expert_dp") == (0, 4)
+
+    def test_hsdp_keeps_its_shards_with_ep_inside(self):
+        overrides = {**MOE, "dp": 8, "ep": 2, "strategy.data.kind": "fsdp", "strategy.data.shard": 4}
+        shape = tiny_plan(overrides).mesh
+        assert shape.mesh_dims == (("pp", 1), ("dp_replicate", 2), ("expert_dp_shard", 2), ("ep", 2), ("tp", 1))
+        assert shape.mesh_dims_of("dp_shard") == ("expert_dp_shard", "ep")
+        assert shape.mesh_dims_of("dp") == ("dp_replicate", "expert_dp_shard", "ep")
+        assert shape.mesh_dims_of("expert_dp") == ("dp_replicate", "expert_dp_shard")
+        assert shape.group_of(0, "dp_shard") == (0, 1, 2, 3) and shape.group_of(0, "expert_dp") == (0, 2, 4, 6)
+
+    def test_two_levels_of_ep_stay_together(self):
+        levels = (("ep_outer", 2), ("ep_inner", 2)), (("ep", ("ep_outer", "ep_inner")),)
+        mesh_dims, flattened = split((("dp", 8),), (), *levels)
+        assert mesh_dims == (("expert_dp", 2), ("ep_outer", 2), ("ep_inner", 2))
+        assert dict(flattened) == {"ep": ("ep_outer", "ep_inner"), "dp": ("expert_dp", "ep_outer", "ep_inner")}
+        hsdp = (("dp_replicate", 2), ("dp_shard", 4)), (("dp", ("dp_replicate", "dp_shard")),)
+        mesh_dims, flattened = split(*hsdp, *levels)
+        assert dict(flattened)["dp_shard"] == ("expert_dp_shard", "ep_outer", "ep_inner")
+        assert dict(flattened)["expert_dp"] == ("dp_replicate", "expert_dp_shard")
+
+    def test_nothing_changes_without_ep(self):
+        assert split((("dp", 4),), (), (), ()) == ((("dp", 4),), ())
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            {"dp": 4, "ep": 2, "tp": 2},
+            {"dp": 4, "ep": 4, "pp": 2},
+            {"dp": 2, "ep": 2},
+            {"dp": 8, "ep": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 4},
+            {"dp": 8, "ep": 2, "strategy.data.kind": "fsdp", "strategy.data.shard": 4},
+            {"dp": 8, "ep": 4, "strategy.expert.group_size": 2},
+        ],
+        ids=str,
+    )
+    def test_every_view_is_a_partition_and_coordinates_go_both_ways(self, overrides):
+        shape = tiny_plan({**MOE, **overrides}).mesh
+        everyone = list(range(shape.num_ranks))
+        axes = [*shape.mesh_dim_names, *(axis for axis, _ in shape.flattened)]
+        for axis in axes:
+            groups = list(shape.groups(axis))
+            assert sorted(rank for group in groups for rank in group) == everyone
+            assert {len(group) for group in groups} == {shape.size(axis)}
+            for rank in everyone:
+                coordinate = shape.coordinate(rank)
+                assert (
+                    shape.rank(**coordinate) == rank
+                    and shape.rank(**{a: coordinate[a] for a in ("pp", "dp", "tp")}) == rank
+                )
+                assert shape.group_of(rank, axis).index(rank) == coordinate[axis]
+        for rank in everyone:  # ep and expert_dp together are dp
+            together = {r for other in shape.group_of(rank, "ep") for r in shape.group_of(other, "expert_dp")}
+            assert together == set(shape.group_of(rank, "dp"))
+
+
+class TestLayouts:
+    @pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp"])
+    @pytest.mark.parametrize(("dp", "ep", "tp"), [(4, 2, 1), (4, 4, 1), (4, 2, 2), (2, 2, 1)])
+    def test_experts_are_cut_over_ep_and_everything_has_one_owner(self, data, dp, ep, tp):
+        plan = tiny_plan({**MOE, "dp": dp, "ep": ep, "tp": tp, "strategy.data.kind": data})
+        shape = plan.mesh
+        places = [shape.coordinate(rank) for rank in range(shape.num_ranks)]
+        for held in held_parameters(plan, 0):
+            of_experts = held.spec.layer_role == "expert"
+            assert ("ep" in held.layout.axes) == of_experts
+            assert replica_axis(held.layout, plan) == ("expert_dp" if of_experts else "dp")
+            if of_experts:
+                assert held.layout.local_shape(held.spec.shape, shape.sizes, places[0])[0] == 8 // ep
+            for layout_of in (plan.data.weight_layout, plan.data.state_layout):
+                layout = layout_of(held.spec, held.layout, plan)
+                parts = [layout.ranges(held.spec.shape, shape.sizes, place) for place in places]
+                sizes = {part: prod(stop - start for start, stop in part) for part in parts}
+                assert sum(sizes.values()) == held.spec.numel
+                owners = [part for part, place in zip(parts, places) if owns(layout, shape, place) and sizes[part]]
+                assert len(owners) == len(set(owners)) == sum(1 for size in sizes.values() if size)
+
+    def test_experts_follow_the_tensor_way_at_ep_1(self):
+        plan = tiny_plan({**MOE, "dp": 2, "tp": 2})
+        for spec in plan.spec.parameters.values():
+            assert module_layout(spec, plan) == plan.tensor.layout(spec, plan)
+            assert replica_axis(module_layout(spec, plan), plan) == "dp"
+
+
+class TestAccount:
+    def test_the_statistics_of_every_layer_go_once_around_the_world(self):
+        plan = tiny_plan({**MOE, "dp": 2, "ep": 2, "pp": 2})
+        rows = [row for rank in range(4) for row in prediction.collectives(plan, rank) if row.purpose == "routing"]
+        world = [row for row in rows if row.axis == "world"]
+        elements = statistics.exchanged(2, 8)
+        assert [(r.operation, r.calls, r.payload_bytes) for r in world] == [("all_reduce", 1, elements * 8)] * 4
+
+    def test_nothing_is_told_where_there_is_nothing_to_tell(self):
+        for overrides in ({"dp": 2}, MOE):
+            plan = tiny_plan(overrides)
+            assert not [row for row in prediction.collectives(plan, 0) if row.purpose == "routing"]
+
+    def test_a_rank_holds_its_experts_only(self):
+        whole, half, quarter = (tiny_plan({**MOE, "dp": 4, "ep": ep}) for ep in (1, 2, 4))
+        experts = sum(p.numel for p in whole.spec.parameters.values() if p.layer_role == "expert") * 4
+        weights = [prediction.memory(plan, 0).weights for plan in (whole, half, quarter)]
+        assert weights[0] - weights[1] == experts // 2 and weights[0] - weights[2] == experts * 3 // 4
+
+    @pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp"])
+    def test_classes_of_ranks_stand_for_every_rank(self, data):
+        plan = tiny_plan({**LIMITED, "dp": 4, "ep": 2, "tp": 2, "pp": 2, "strategy.data.kind": data})
+        _, rows = traffic_of(plan)
+        for row in rows:
+            everyone = [r for rank in range(plan.world) for r in prediction.collectives(plan, rank)]
+            same = [r for r in everyone if (r.axis, r.operation, r.purpose) == (row.axis, row.operation, row.purpose)]
+            assert row.total_payload_bytes == sum(r.payload_bytes for r in same)
+            assert row.total_calls == sum(r.calls for r in same)
+        for pp_rank, memory in prediction.memories(plan).items():
+            ranks = [r for r in range(plan.world) if plan.mesh.coordinate(r)["pp"] == pp_rank]
+            assert memory.total == max(prediction.memory(plan, rank).total for rank in ranks)
+
+
+class TestFrozen:
+    @pytest.mark.parametrize("name", PRESETS)
+    @pytest.mark.parametrize(
+        "degrees", [{"dp": 4, "ep": 2}, {"dp": 2, "tp": 2}, {"world": 4}, {"dp": 3, "global_batch": 6}]
+    )
+    def test_a_frozen_config_is_the_same_plan(self, name, degrees):
+        config = tiny_config(preset(name, **degrees, **{"model.router.jitter": 0.5}))
+        plan = resolve(config, given=frozenset({"model.router.jitter"}))
+        frozen = load_frozen(freeze(config, plan))
+        assert frozen.strategy.router == {} and frozen.ep == plan.mesh.size("ep")
+        assert frozen.model.router.jitter == plan.spec.router.jitter == 0.5
+        assert replace(resolve(frozen), filled=(), warnings=()) == replace(plan, filled=(), warnings=())
+
+    def test_the_reference_keeps_the_router_and_has_all_experts(self):
+        config = tiny_config(preset("gshard", **{"dp": 4, "ep": 2, "strategy.expert.chunks": 2}))
+        plan = resolve(config)
+        alone, reference = single_device(config, plan)
+        assert reference.world == 1 and reference.spec == plan.spec and reference.expert is None
+        assert resolve(load_frozen(freeze(alone, reference))).spec.router == plan.spec.router
+
+
+class TestSeen:
+    def test_the_document_says_who_holds_what(self):
+        config = tiny_config({**LIMITED, "dp": 4, "ep": 2, "tp": 2})
+        data = document(resolve(config), config)
+        assert data["degrees"]["ep"] == 2
+        assert [row["axis"] for row in data["axes"]] == ["pp", "dp", "expert_dp", "ep", "tp"]
+        assert [row["ep"] for row in data["ranks"]] == [0, 0, 1, 1, 0, 0, 1, 1]
+        experts = data["experts"]
+        assert experts["layers"] == ["layers.1", "layers.3"] and experts["held"] == 4
+        assert experts["group_tokens"] == 8 and experts["capacity"] == 4 and experts["way"]["kind"] == "capacity"
+
+    def test_the_screen_says_it_too(self):
+        config, file = (
+            tiny_config({**LIMITED, "dp": 4, "ep": 2, "tp": 2, "verb": "plan", "detail": "ranks"}),
+            io.StringIO(),
+        )
+        show(resolve(config), config, Console(file=file, width=80))
+        text = file.getvalue()
+        assert max(map(len, text.splitlines())) <= 80
+        assert "8 experts in layers.1, layers.3 (2 of 4 layers); top-2 (gshard)" in text
+        assert "ep 2: each rank holds 4 experts of every layer; dispatch: capacity" in text
+        assert "copies of the same experts" in text and "8 experts, 4 each" in text
+
+    def test_an_ep_across_hosts_is_a_hint(self):
+        cluster = {"cluster.gpus_per_node": 2, "cluster.nodes": 2, "device": "cuda"}
+        config = tiny_config({**LIMITED, "dp": 4, "ep": 4, **cluster})
+        texts = document(resolve(config), config)["warnings"]
+        said = "ep groups of 4 reach across hosts of 2 devices"
+        assert f"{said}; strategy.expert.group_size=2 sends inside a host first" in texts
+
+
+LARGE = (
+    "model=gshard_600b dp=2048 ep=2048",
+    "model=mixtral_8x7b dp=16 ep=8 tp=4 pp=4",
+    "model=deepseek_v3 dp=128 ep=64 pp=16 strategy=aux_free",
+    "model=switch_base dp=8 ep=8 strategy=switch",
+)
+
+
+def test_the_large_models_are_planned_in_no_time_and_without_torch():
+    code = f"""
+import io, sys, time
+from rich.console import Console
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.report.plans.plan import show
+from tests.unit.config.test_presets import composed
+for line in {LARGE!r}:
+    found = composed(*line.split())
+    begin = time.process_time()
+    plan = resolve(found.config, given=found.given)
+    show(plan, found.config, Console(file=io.StringIO(), width=100))
+    assert "torch" not in sys.modules and plan.mesh.size("ep") > 1
+    print(time.process_time() - begin)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    seconds = [float(line) for line in done.stdout.split()]
+    assert len(seconds) == len(LARGE) and max(seconds) < 4
+
+
+def test_every_pair_of_axes_composes_with_ep():
+    for one, other in combinations(("tp", "pp"), 2):
+        plan = tiny_plan({**LIMITED, "dp": 4, "ep": 2, one: 2, other: 2})
+        assert plan.world == 16

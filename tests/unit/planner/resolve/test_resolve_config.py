@@ -1,0 +1,410 @@
+"""resolve: what is filled in, what is refused, and what the user is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from parallelrun.base.errors import EXIT_CONFIG, ConfigError
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.facts.advice import warnings
+from parallelrun.planner.facts.plan_facts import facts
+from parallelrun.planner.resolve.freeze import freeze, load_frozen
+from parallelrun.planner.resolve.resolve_config import resolve
+from tests.plans import tiny_config, tiny_plan
+
+
+def problems_of(overrides=None, /, given=frozenset(), world=None, gpus=None, **more):
+    with pytest.raises(ConfigError) as caught:
+        resolve(tiny_config(overrides, **more), given=given, world=world, gpus=gpus)
+    assert caught.value.exit_code == EXIT_CONFIG
+    return caught.value.problems
+
+
+def only_problem(overrides=None, /, **more):
+    problems = problems_of(overrides, **more)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+# Degrees and the world
+
+
+def test_the_plan_is_frozen_and_made_of_the_config_alone():
+    plan = tiny_plan(dp=2, tp=2, pp=2)
+    assert plan == tiny_plan(dp=2, tp=2, pp=2)
+    assert plan.degrees == {"pp": 2, "dp": 2, "cp": 1, "tp": 2, "ep": 1} and plan.world == 8
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.world = 9
+
+
+def test_resolve_does_not_change_the_config():
+    config = tiny_config(pp=2, schedule="gpipe", dp=None, world=4)
+    before = dataclasses.asdict(config)
+    resolve(config)
+    assert dataclasses.asdict(config) == before
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "filled"),
+    [
+        ("dp", {"tp": 2, "pp": 1}, "dp=4 (filled: world 8, pp 1, tp 2)"),
+        ("tp", {"dp": 4, "pp": 1}, "tp=2"),
+        ("pp", {}, "pp=4"),
+    ],
+)
+def test_the_preset_s_own_axis_takes_what_is_left_of_the_world(own, given, filled):
+    degrees = {"dp": None, "tp": None, "pp": None, **given}
+    plan = tiny_plan({**degrees, "strategy.own_axis": own, "world": 8 if given else 4})
+    assert any(sentence.startswith(filled) for sentence in plan.filled), plan.filled
+
+
+def test_with_neither_degrees_nor_world_the_demonstrating_plan_is_used_and_said():
+    plan = tiny_plan({"dp": None, "tp": None, "pp": None, "strategy.demo": {"tp": 2, "pp": 2}})
+    assert plan.degrees == {"pp": 2, "dp": 1, "cp": 1, "tp": 2, "ep": 1}
+    assert "smallest plan" in plan.filled[0]
+
+
+def test_a_preset_shows_its_own_axis_beside_the_degrees_given():
+    plan = tiny_plan({"dp": None, "tp": 2, "pp": None, "strategy.demo": {"dp": 2}})
+    assert plan.degrees["dp"] == 2
+
+
+def test_degrees_without_a_world_make_the_world():
+    plan = tiny_plan({"dp": None, "tp": 4, "pp": 4, "strategy.demo": {"tp": 2, "pp": 2}})
+    assert plan.world == 16 and plan.degrees["dp"] == 1
+
+
+def test_gpus_fill_the_own_axis_and_idle_ones_are_said():
+    plan = resolve(tiny_config(dp=None, tp=4), gpus=8)
+    assert (plan.device, plan.degrees["dp"]) == ("cuda", 2)
+    plan = resolve(tiny_config(dp=None, pp=3), gpus=8)
+    assert plan.degrees["dp"] == 2 and "2 of 8 GPUs stay idle" in plan.warnings[0]
+    assert resolve(tiny_config(dp=None, tp=4, device="cpu"), gpus=8).degrees["dp"] == 1
+
+
+def test_a_launcher_s_world_counts_and_must_agree_with_the_config():
+    assert resolve(tiny_config(dp=None, tp=2), world=4).degrees["dp"] == 2
+    problem = problems_of({"world": 2}, world=4)[0]
+    assert problem.kind == "contradiction" and "launcher has started 4" in problem.what
+
+
+def test_row_1_degrees_that_do_not_multiply_to_the_world():
+    problem = only_problem({"dp": 2, "tp": 2, "pp": 1, "world": 8})
+    assert "pp 1 x dp 2 x tp 2 = 4 ranks" in problem.what and "world 8" in problem.what
+    assert "divisors of 8: 1, 2, 4, 8" in problem.what
+    assert problem.suggestion == "pp=2 or dp=4 or tp=4 or world=4"
+
+
+def test_row_2_a_world_that_the_given_degrees_do_not_divide_names_the_remainder():
+    problem = only_problem({"dp": None, "tp": 2, "pp": 3, "world": 8})
+    assert "8 = 1 x 6 + 2" in problem.what and "world=6 or world=12" in problem.suggestion
+
+
+@pytest.mark.parametrize("key", ["dp", "tp", "pp", "ep", "world"])
+@pytest.mark.parametrize("value", [0, -4, True, 2.0, "auto", 10**20])
+def test_row_3_a_degree_is_a_whole_number_in_range(key, value):
+    problem = problems_of({key: value})[0]
+    assert problem.where == key and "from 1 to 1048576" in problem.what
+
+
+def test_more_ranks_than_can_be_planned():
+    assert "the most that can be planned" in problems_of({"dp": 2**15, "pp": 2**6})[0].what
+
+
+SINGLE = {"strategy.name": "single", "strategy.own_axis": "none"}
+
+
+def test_single_is_one_device():
+    assert tiny_plan({**SINGLE, "dp": None}).world == 1
+    problem = only_problem({**SINGLE, "dp": 2})
+    assert problem.where == "dp" and problem.kind == "contradiction"
+    assert problems_of({**SINGLE}, world=4)[0].where == "world"
+
+
+def test_ep_of_a_model_without_experts_has_no_meaning():
+    problem = only_problem({"ep": 2, "dp": 2})
+    assert problem.kind == "undefined" and problem.suggestion == "model.experts=8 or model=moe_gpt"
+    assert tiny_plan(ep=1).degrees["ep"] == 1
+
+
+# Tensor sizes
+
+
+def test_row_10_heads_and_kv_heads():
+    problem = problems_of({"tp": 3, "model.ffn": 48})[0]
+    assert "model.heads=4" in problem.what and "tp=3" in problem.what and "tp=2 or tp=4" in problem.suggestion
+    problem = problems_of({"tp": 4, "model.heads": 12, "model.hidden": 48, "model.kv_heads": 6})[0]
+    assert "kv_heads" in problem.what
+    plan = tiny_plan({"tp": 4, "model.kv_heads": 2})
+    assert plan.tensor.kv_copies == 2 and plan.mesh.size("tp") == 4
+
+
+def test_row_11_ffn_must_divide_and_the_vocabulary_need_not():
+    problem = only_problem({"tp": 4, "model.ffn": 30})
+    assert "model.ffn=30" in problem.what and "model.ffn=28 or model.ffn=32" in problem.suggestion
+    assert tiny_plan({"tp": 4, "model.vocab": 33}).spec.vocab == 33
+
+
+def test_row_11_a_vocabulary_smaller_than_the_dataset_s():
+    problem = only_problem({"model.vocab": 20, "dataset.vocab": 32})
+    assert problem.suggestion == "model.vocab=32"
+
+
+def test_row_15_sequence_parallel_cuts_the_sequence_evenly():
+    problem = only_problem({"tp": 4, "model.seq": 10, "strategy.tensor.sequence_parallel": True})
+    assert "model.seq=8" in problem.suggestion and "model.seq=12" in problem.suggestion
+
+
+def test_hidden_that_heads_do_not_divide():
+    assert "model.hidden=18" in only_problem({"model.hidden": 18}).what
+
+
+# Pipeline
+
+
+def test_row_12_fewer_layers_than_stages():
+    problem = only_problem({"pp": 8})
+    assert "pp 8 = 8 stages" in problem.what and "4 layers" in problem.what
+    assert problem.suggestion == "pp=4 or model.layers=8"
+    problem = only_problem({"pp": 4, "schedule": "interleaved", "virtual_stages": 2})
+    assert "pp 4 x virtual_stages 2 = 8 stages" in problem.what and "pp=2" in problem.suggestion
+
+
+def test_row_13_fewer_microbatches_than_stages_names_gpipe():
+    problem = only_problem({"pp": 4, "microbatches": 2})
+    assert "microbatches=2" in problem.what
+    assert "microbatches=4" in problem.suggestion and "gpipe" in problem.suggestion
+
+
+def test_row_13_interleaving_needs_whole_rounds():
+    problem = only_problem({"pp": 2, "schedule": "interleaved", "global_batch": 15, "microbatches": 5})
+    assert "rounds" in problem.what
+
+
+def test_row_19_interleaving_needs_a_pipeline():
+    problem = problems_of({"pp": 1, "schedule": "interleaved"})[0]
+    assert problem.kind == "unread" and "pp=2" in problem.suggestion
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    assert "interleaved" in only_problem({"pp": 2, "schedule": "interleave"}).suggestion
+    assert only_problem({"layout": "2D "}).suggestion
+    assert "gpt" in only_problem({"model.name": "gtp"}).suggestion
+    assert "synthetic" in only_problem({"dataset.name": "syntetic"}).suggestion
+    assert "cuda" in only_problem({"device": "cud"}).suggestion
+    assert "bf16" in only_problem({"precision.name": "bf61"}).suggestion
+
+
+def test_schedule_beats_the_preset_and_contradicts_an_explicit_kind():
+    assert tiny_plan({"pp": 2, "schedule": "gpipe"}).pipeline.kind == "gpipe"
+    given = frozenset({"strategy.pipeline.kind", "schedule"})
+    problem = problems_of({"pp": 2, "schedule": "gpipe", "strategy.pipeline.kind": "1f1b"}, given=given)[0]
+    assert problem.kind == "contradiction"
+
+
+def test_every_layout_names_a_tensor_way():
+    smallest = (("1d", 2), ("2d", 4), ("2.5d", 8), ("3d", 8))
+    kinds = {layout: tiny_plan(tp=tp, layout=layout).tensor.kind for layout, tp in smallest}
+    assert kinds == {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}
+    assert "2d" in only_problem({"tp": 4, "layout": "4d"}).suggestion
+
+
+# Keys that nobody reads
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"staleness": 2},
+        {"servers": 1},
+        {"consistency": "ssp"},
+        {"backup_workers": 1},
+        {"grid": "2x2"},
+        {"depth": 2},
+        {"pp": 2, "virtual_stages": 2},
+        {"pp": 2, "schedule": "gpipe", "virtual_stages": 2},
+        {"schedule": "gpipe"},
+    ],
+)
+def test_a_key_that_the_chosen_ways_do_not_read(overrides):
+    problem = problems_of(overrides)[0]
+    assert problem.kind == "unread"
+    plan = resolve(tiny_config(overrides), sweep=True)
+    assert any("read by none" in warning for warning in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("strategy.data.shard", {"strategy.data.shard": 2, "dp": 4}),
+        ("strategy.data.bucket_mb", {"strategy.data.kind": "fsdp", "dp": 2}),
+        ("strategy.pipeline.partition", {}),
+        ("optimizer.momentum", {"optimizer.momentum": 0.9}),
+        ("optimizer.betas", {"optimizer.name": "sgd"}),
+    ],
+)
+def test_a_nested_key_is_unread_only_if_the_user_gave_it(key, overrides):
+    assert tiny_plan(overrides)
+    assert problems_of(overrides, given=frozenset({key}))[0].kind == "unread"
+
+
+# Batch
+
+
+def test_the_default_global_batch_is_48_in_one_microbatch_without_a_pipeline():
+    batch = tiny_plan(global_batch=None, dp=2).batch
+    assert (batch.global_batch, batch.micro_batch, batch.microbatches) == (48, 24, 1)
+
+
+def test_48_samples_that_are_too_few_for_the_plan_are_raised_and_it_is_said():
+    plan = tiny_plan({"global_batch": None, "dp": 6, "pp": 16, "model.layers": 16})
+    assert plan.batch.global_batch == 6 * 16 and plan.batch.microbatches == 16
+    assert any("too few for the plan" in sentence for sentence in plan.filled)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"pp": 2},
+        {"pp": 4, "schedule": "gpipe"},
+        {"pp": 2, "tp": 2, "cp": 2},
+        {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+        {"strategy.name": "ps", "strategy.data.kind": "ps", "strategy.data.servers": 2},
+    ],
+    ids=str,
+)
+def test_local_batch_is_of_a_replica_whatever_its_ranks(others):
+    for dp in (1, 2, 4):
+        plan = tiny_plan({"local_batch": 8, "dp": dp, **others})
+        batch = plan.batch
+        assert (batch.global_batch, batch.replica_batch) == (8 * dp, 8)
+        assert batch.micro_batch * batch.microbatches == 8
+        assert f"global_batch={8 * dp} (filled: local_batch 8 x dp {dp})" in plan.filled
+
+
+def test_a_larger_local_batch_that_is_advised_gives_the_microbatches_that_it_says():
+    given = {"local_batch": 4, "dp": 2, "pp": 4, "schedule": "gpipe", "microbatches": 4}
+    config = tiny_config(given)
+    (advised,) = [one for one in warnings(resolve(config), config, facts(resolve(config), config)) if "local" in one]
+    words = dict(re.findall(r"(local_batch|microbatches)=(\d+)", advised))
+    batch = tiny_plan({**given, **{key: int(value) for key, value in words.items()}}).batch
+    assert (batch.replica_batch, batch.micro_batch) == (int(words["local_batch"]), 1), advised
+    assert batch.microbatches == int(words["microbatches"])
+
+
+def test_row_14_a_batch_that_does_not_divide():
+    problem = only_problem({"dp": 3, "global_batch": 8})
+    assert "global_batch=6 or global_batch=9" in problem.suggestion
+    problem = only_problem({"dp": 2, "global_batch": 8, "micro_batch": 3})
+    assert "2 x 3 = 6" in problem.what
+    assert "micro_batch=2 or micro_batch=4 or global_batch=6 or global_batch=12" in problem.suggestion
+    problem = only_problem({"dp": 5, "global_batch": None})
+    assert "global_batch=48 is not divisible by dp=5" in problem.what
+
+
+def test_two_ways_of_saying_the_batch():
+    assert only_problem({"local_batch": 2, "global_batch": 8}).kind == "contradiction"
+    assert only_problem({"micro_batch": 2, "microbatches": 2}).kind == "contradiction"
+    assert only_problem({"microbatches": 0}).where == "microbatches"
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.lr", float("nan")),
+        ("optimizer.lr", float("inf")),
+        ("optimizer.lr", -1e-3),
+        ("steps", 0),
+        ("optimizer.betas", [0.9, 1.0]),
+        ("optimizer.betas", [0.9]),
+        ("optimizer.eps", 0.0),
+        ("optimizer.clip", -1.0),
+        ("optimizer.schedule", "cosin"),
+        ("optimizer.warmup", -1),
+        ("optimizer.weight_decay", float("nan")),
+        ("dropout", 1.0),
+        ("model.label_smoothing", -0.1),
+        ("model.layers", 0),
+        ("model.hidden", -16),
+        ("seed", -1),
+        ("recompute", "some"),
+        ("verify.steps", 0),
+        ("verify.precision", "bf16"),
+        ("bench.steps", 0),
+        ("timeout_s", 0.0),
+        ("cluster.memory_gb", -1.0),
+        ("strategy.data.bucket_mb", -1.0),
+        ("checkpoint.keep", 0),
+    ],
+)
+def test_row_45_numbers_out_of_range_name_the_key_and_a_legal_value(key, value):
+    problem = only_problem({key: value})
+    assert problem.where == key
+    suggested = re.fullmatch(rf"{re.escape(key)}=(\S+)(( or |, ).*)?", problem.suggestion)
+    assert suggested, problem.suggestion
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "", "a" * 300, "x\0y", ".hidden", "a b"])
+def test_row_34_a_run_name_that_could_leave_the_runs_directory(name):
+    problem = only_problem({"name": name})
+    assert problem.where == "name"
+    assert tiny_plan(name=problem.suggestion.removeprefix("name="))
+
+
+def test_all_problems_come_at_once():
+    problems = problems_of({"dp": 3, "tp": 3, "pp": 9, "optimizer.lr": -1.0, "steps": 0, "staleness": 1})
+    wheres = {problem.where for problem in problems}
+    assert {"global_batch", "tp", "pp", "optimizer.lr", "steps", "staleness"} <= wheres
+
+
+def test_a_wrong_model_does_not_hide_wrong_degrees():
+    wheres = {problem.where for problem in problems_of({"model.layers": 0, "dp": 0, "steps": 0})}
+    assert {"model.layers", "dp", "steps"} <= wheres
+
+
+def test_the_schema_s_own_defaults_are_a_legal_plan():
+    plan = resolve(Config())
+    assert plan.world == 1 and plan.batch.global_batch == 48
+
+
+def test_the_demonstrating_plan_is_shortened_for_a_model_that_cannot_be_cut():
+    overrides = {"dp": None, "tp": None, "pp": None, "model.layers": 1, "strategy.demo": {"tp": 2, "pp": 2}}
+    plan = tiny_plan(overrides)
+    assert plan.degrees == {"pp": 1, "dp": 1, "cp": 1, "tp": 2, "ep": 1} and "at pp=1" in plan.filled[0]
+    assert only_problem({**overrides, "strategy.own_axis": "pp"}).where == "pp", (
+        "a pipeline without stages shows nothing"
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"dp": None, "tp": None, "pp": None, "strategy.demo": {"tp": 2, "pp": 2}},
+        {"dp": 2, "global_batch": None, "local_batch": 6},
+        {"pp": 2, "schedule": "zbv"},
+        {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4},
+        {"dp": 6, "pp": 16, "model.layers": 16, "global_batch": None},
+        {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
+        {"strategy.name": "single"},
+    ],
+    ids=str,
+)
+def test_a_frozen_config_resolves_to_the_same_plan(overrides):
+    config = tiny_config(overrides)
+    plan = resolve(config)
+    again = resolve(load_frozen(freeze(config, plan)))
+    assert dataclasses.replace(again, filled=plan.filled) == plan
+
+
+def test_a_sweep_point_with_unread_keys_freezes_to_a_config_that_its_ranks_can_resolve():
+    config = tiny_config({"staleness": 2, "virtual_stages": 2})
+    plan = resolve(config, sweep=True)
+    again = resolve(load_frozen(freeze(config, plan)))
+    assert dataclasses.replace(again, warnings=plan.warnings, filled=plan.filled) == plan

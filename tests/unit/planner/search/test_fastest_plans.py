@@ -1,0 +1,165 @@
+"""The search finds what brute force finds."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.step_time.step import least_s, step_time
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.planner.search import fastest_plans as engine
+from parallelrun.planner.search.fastest_plans import search
+from parallelrun.planner.search.fitting_plans import ROUNDING
+from parallelrun.planner.search.legal import Legal
+from parallelrun.planner.search.result import MEMORY
+from parallelrun.planner.search.space import Space
+from tests.matrix import FULL
+from tests.unit.config.test_presets import composed
+from tests.unit.planner.search.brute_force import brute_force
+
+GPT = ("model=gpt2_124m", "model.layers=4", "cluster=a100_dgx", "precision=bf16", "global_batch=16")
+LLAMA = ("model=llama3_8b", "model.layers=4", "cluster=h100_dgx", "precision=bf16", "global_batch=32")
+BERT = ("model=bert_base", "model.layers=3", "cluster=a100_40gb", "precision=fp16", "global_batch=24")
+MOE = ("model=moe_gpt", "cluster=a100_dgx", "precision=bf16", "global_batch=16")
+SPACES = {
+    "gpt, data and recomputation": (4, (*GPT, "tp=1", "pp=1")),
+    "gpt, layouts": (4, (*GPT, "tp=4", "recompute=none")),
+    "gpt, layouts of a cube": (8, (*GPT, "tp=8")),
+    "gpt, schedules": (4, (*GPT, "tp=1", "pp=4", "recompute=none")),
+    "gpt, pipeline beside data": (8, (*GPT, "tp=1", "pp=2", "micro_batch=1")),
+    "gpt, one schedule": (8, (*GPT, "tp=2", "schedule=1f1b", "recompute=full")),
+    "gpt, virtual stages": (4, (*GPT, "tp=1", "virtual_stages=2", "strategy.data.kind=zero1")),
+    "gpt, little memory": (4, (*GPT, "tp=2", "cluster.memory_gb=4", "recompute=full")),
+    "gpt, less memory": (4, (*GPT, "pp=2", "schedule=1f1b", "cluster.memory_gb=3.4")),
+    "gpt, slow links": (8, (*GPT, "tp=2", "pp=1", "cluster.gpus_per_node=2", "cluster.inter_gb_s=1")),
+    "gpt, nothing fits": (4, (*GPT, "tp=1", "pp=1", "cluster.memory_gb=1")),
+    "gpt, no memory size": (4, (*GPT, "tp=1", "schedule=interleaved", "cluster.memory_gb=null")),
+    "llama, tensor parallel": (8, (*LLAMA, "tp=4", "pp=1", "recompute=selective")),
+    "llama, sharded weights": (8, (*LLAMA, "tp=1", "pp=1", "strategy.data.kind=fsdp")),
+    "llama, pipeline of shards": (8, (*LLAMA, "tp=2", "pp=2", "strategy.data.kind=fsdp", "micro_batch=1")),
+    "llama, memory decides": (8, (*LLAMA, "pp=1", "recompute=none", "cluster.memory_gb=40", "micro_batch=1")),
+    "bert, on ethernet": (4, (*BERT, "pp=1", "cluster.inter_gb_s=3", "cluster.gpus_per_node=2", "recompute=none")),
+    "bert, layers that do not divide": (6, (*BERT, "tp=1", "pp=3", "recompute=none")),
+    "experts": (4, (*MOE, "tp=1", "pp=1")),
+    "experts, a pipeline": (4, (*MOE, "pp=2", "schedule=1f1b", "recompute=none")),
+    "experts, ep given": (4, (*MOE, "ep=4", "micro_batch=1")),
+    "dense layers, then experts": (
+        8, ("model=deepseek_v2_lite", "model.layers=6", "model.dense_layers=3", "cluster=h100_dgx", "precision=bf16",
+            "global_batch=16", "pp=4", "tp=1", "micro_batch=1", "recompute=none"),
+    ),
+    "llama, long sequences": (
+        4, (*LLAMA, "model.seq=32768", "pp=1", "recompute=selective"),
+    ),
+    "llama, cp given": (8, (*LLAMA, "cp=2", "tp=2", "recompute=none", "micro_batch=1")),
+    "no rates": (4, ("model=gpt2_124m", "model.layers=2", "global_batch=8", "tp=1", "pp=1")),
+}  # fmt: skip
+
+# Of 42 planted bugs, each that any space shows is shown by one of these, which take less than half of the time.
+CHOSEN = (
+    "gpt, data and recomputation", "gpt, layouts", "gpt, layouts of a cube", "gpt, schedules", "gpt, virtual stages",
+    "gpt, little memory", "gpt, nothing fits", "gpt, no memory size", "llama, sharded weights", "bert, on ethernet",
+    "experts, ep given", "dense layers, then experts", "llama, long sequences", "llama, cp given", "no rates",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPACES if FULL else CHOSEN)
+def test_the_search_finds_what_brute_force_finds(name, monkeypatch):
+    world, words = SPACES[name]
+    found, everything = composed(*words), brute_force(words, world)
+    fitting = sorted(
+        (one for one in everything if one.fits == "yes" and one.time),
+        key=lambda one: (one.time.step_s, one.heaviest_bytes),
+    )
+    assert 10 < len(everything) < 1000
+    against = fitting[len(fitting) // 2].time.step_s if fitting else 1.0
+    for most in (10**6, 0):  # counted in full, and by bounds
+        monkeypatch.setattr(engine, "MOST_COUNTED", most)
+        result = search(found.config, found.given, world, against=against)
+        assert result.considered == len(everything)
+        assert [one.time for one in result.best[:3]] == [one.time for one in fitting[:3]]
+        assert [one.heaviest_bytes for one in result.best[:3]] == [one.heaviest_bytes for one in fitting[:3]]
+        number = sum(one.fits == "yes" for one in everything)
+        faster = 1 + sum(one.time.step_s < against for one in fitting)
+        if result.is_counted:
+            assert (result.fitting, result.rank) == (number, (faster, faster))
+        else:
+            assert result.fitting >= number and result.rank[0] <= faster <= result.rank[1]
+        check_nearest(result, everything)
+        check_unpriced(result, everything)
+
+
+def check_nearest(result, everything):
+    limit = result.best[0].time.step_s if result.best else float("inf")
+    near = [one.heaviest_bytes for one in everything if one.fits != "yes" and one.time and one.time.step_s < limit]
+    assert (result.nearest.heaviest_bytes if result.nearest else None) == min(near, default=None)
+    if result.fitting < result.considered:
+        assert any(one.rule == MEMORY for one in result.removed)
+
+
+def check_unpriced(result, everything):
+    assert sum(result.num_unpriced.values()) == sum(one.time is None for one in everything)
+    assert {one.reason for one in result.unpriced} == result.num_unpriced.keys()
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt, layouts", "gpt, schedules", "llama, sharded weights", "llama, long sequences", "experts"]
+)
+def test_the_best_plans_are_those_of_their_overrides(name):
+    world, words = SPACES[name]
+    found = composed(*words)
+    result = search(found.config, found.given, world)
+    for one in result.best:
+        again = composed(*words, *one.overrides)
+        plan = resolve(again.config, given=again.given)
+        assert plan.world == world
+        assert step_time(plan, again.config.cluster) == one.time
+
+
+def test_long_sequences_are_divided():
+    found = composed(*LLAMA[:4], "model.seq=65536", "global_batch=2")
+    best = search(found.config, found.given, 4).best[0]
+    assert any(text.startswith("cp=") for text in best.overrides), best.overrides
+    packed = composed(*LLAMA[:4], "model.seq=65536", "global_batch=2", "dataset.pack=true", "dataset=synthetic")
+    assert search(packed.config, packed.given, 4).best[0].overrides == best.overrides
+    short = composed(*LLAMA[:4], "global_batch=2", "model.seq=4096")
+    assert not any("cp=" in text for one in search(short.config, short.given, 4).best for text in one.overrides)
+
+
+def test_what_the_user_has_given_holds_for_all_plans():
+    words = (*GPT, "tp=2", "strategy.data.kind=zero1", "schedule=1f1b")
+    found = composed(*words)
+    result = search(found.config, found.given, 4)
+    changed = {word.partition("=")[0] for one in result.best for word in one.overrides}
+    assert changed and not changed & {"tp", "schedule", "strategy.data.kind"}
+
+
+NAMES = ["gpt, layouts", "gpt, one schedule", "llama, pipeline of shards", "experts", "dense layers, then experts"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_bound_exceeds_what_it_bounds(name):
+    world, words = SPACES[name]
+    config, given = composed(*words).config, composed(*words).given
+    space = Space(config, given, world)
+    found = engine._Searched(Legal(space, engine._spec(space), "cuda"), config.cluster, 3)
+    closest = 0.0
+    for row in found.survey.rows:
+        for held, data in row.datas:
+            plan = found._plan(row, data)
+            tensors = prediction.heaviest(plan, config.cluster).tensors
+            assert held + row.kept <= found._least_bytes(row, plan) <= tensors
+            assert prediction.least_bytes(plan, float("inf")) <= tensors
+            closest = max(closest, found._least_bytes(row, plan) / tensors)
+            exact = step_time(plan, config.cluster).step_s * (1 + ROUNDING)
+            assert row.least_s <= least_s({}, plan, config.cluster) * (1 + ROUNDING) <= exact * (1 + 1e-9)
+    assert closest > 0.4
+    assert name != NAMES[-1] or {found.survey.bounds.fullest(row.group)[0] for row in found.survey.rows} != {0}
+
+
+@pytest.mark.parametrize(("per_node", "given", "degrees"), [
+    (1, (), [1, 2, 4, 8]), (2, (), [1, 2, 4, 8, 16]), (8, (), [1, 2, 4, 8, 16, 32]), (1, ("tp=32",), [32]),
+])  # fmt: skip
+def test_a_tensor_parallel_group_is_on_at_most_eight_hosts_unless_it_is_asked_for(per_node, given, degrees):
+    found = composed("model=gpt3_13b", "cluster=a100_dgx", f"cluster.gpus_per_node={per_node}", *given)
+    space = Space(found.config, found.given, 32)
+    assert sorted({tp for _, _, _, tp in space.degrees(engine._spec(space))}) == degrees

@@ -1,0 +1,231 @@
+"""Checksums notice every flipped bit, and the rank that is wrong follows from what the ranks have seen."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import parallelrun.models.optimizer
+from parallelrun.base.layout import Layout
+from parallelrun.config.schema.run_schema import OptimizerConfig
+from parallelrun.distributed.sequences import Lane
+from parallelrun.models.optimizer import Optimizer
+from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.model.model_spec import Initialiser, ParameterSpec
+from parallelrun.training.corruption.at_rest import AtRest
+from parallelrun.training.corruption.blame import Evidence, origins, verdict
+from parallelrun.training.corruption.digests import PACKED, ROW, RowSums, digest, digests
+from parallelrun.training.corruption.record import PassRecorder
+
+
+def flip(tensor, index, bit):
+    words = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    size = 8 * tensor.element_size()
+    words[index] ^= 1 << bit if bit < size - 1 else -(1 << bit)
+
+
+def sums_of(tensor):
+    """The checksum by which tensors on GPUs are compared."""
+    return RowSums([tensor]).read()[0]
+
+
+CHECKSUMS = pytest.mark.parametrize("digest", [digest, sums_of])
+
+
+@CHECKSUMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("length", [1, 5, 2 * ROW, 2 * ROW + 2, 5 * ROW + 3])
+def test_any_flipped_bit_changes_the_checksum(dtype, length, digest):
+    tensor = torch.randn(length).to(dtype)
+    before, rest = digest(tensor), AtRest({"w": tensor})
+    rest.begin()
+    for index in {0, length // 2, length - 1}:
+        for bit in range(8 * tensor.element_size()):
+            flip(tensor, index, bit)
+            assert digest(tensor) != before and rest.changed() == ["w"]
+            flip(tensor, index, bit)
+            assert digest(tensor) == before and not rest.changed()
+
+
+@CHECKSUMS
+def test_two_flips_of_the_same_bit_in_opposite_directions_do_not_cancel(digest):
+    tensor = torch.zeros(8 * ROW)
+    before = digest(tensor)
+    for bit in (0, 30, 31):
+        for other in (4 * ROW, 7 * ROW - 1):
+            flip(tensor, 0, bit)
+            flip(tensor, other, bit)
+            assert digest(tensor) != before
+            flip(tensor, 0, bit)
+            flip(tensor, other, bit)
+
+
+@CHECKSUMS
+@pytest.mark.parametrize("bit", [29, 31], ids=["exponent", "sign"])
+@pytest.mark.parametrize("count", [2, 8, 16])
+def test_a_high_bit_that_is_stuck_in_words_of_one_row_changes_the_checksum(bit, count, digest):
+    """Sums of words modulo 2^64 count the highest bit modulo 2, and the exponent's modulo 8."""
+    tensor = torch.full((2 * ROW,), 0.02)
+    before, rest = digest(tensor), AtRest({"w": tensor})
+    rest.begin()
+    for index in range(1, 16 * count, 16):
+        flip(tensor, index, bit)
+    assert digest(tensor) != before and rest.changed() == ["w"]
+
+
+def test_weights_are_checked_around_the_update_of_their_chunk(monkeypatch):
+    """A change before the update of a chunk is seen, the update itself is not; what no chunk holds is watched too."""
+    monkeypatch.setattr(parallelrun.models.optimizer, "CHUNK", 4 * ROW)
+    tensors = {name: torch.randn(ROW) for name in ("a", "b", "c", "other")}
+    spec = ParameterSpec("w", (ROW,), Initialiser("ones"), "row_parallel")
+    held = [LocalParameter(name, tensors[name], spec, Layout.replicated(1)) for name in ("a", "b", "c")]
+    optimizer, rest = Optimizer(OptimizerConfig(), held), AtRest(tensors)
+    rest.begin()
+    for step, planted in enumerate(["", "", "b", "other", "", "a"]):
+        for one in held:
+            one.tensor.grad = torch.randn(ROW)
+        if planted:
+            flip(tensors[planted], 3, 0)
+        seen = rest.changed(chunks=False)
+        optimizer.step(0.1, rest.updating)
+        rest.begin(optimizer.chunks)
+        assert [*seen, *rest.noted()] == [planted] * bool(planted), step
+        assert not rest.changed()
+    assert len(optimizer.chunks) == 3
+    tensors["c"].add_(1)  # in a step whose update is skipped
+    rest.begin(optimizer.chunks)
+    assert rest.changed() == ["c"]
+    rest.begin(optimizer.chunks, again=True)
+    assert not rest.changed()
+
+
+@pytest.mark.parametrize("weights", [torch.randn(6, 8).t(), torch.randn(6, 8)[:, ::2]], ids=["transposed", "with gaps"])
+def test_weights_that_are_not_contiguous_are_read_where_they_are(weights):
+    """What is read is not a copy made before."""
+    rest = AtRest({"w": weights, "v": torch.randn(3)})
+    rest.begin()
+    weights[3, 2] += 1
+    assert rest.changed() == ["w"]
+
+
+@CHECKSUMS
+def test_a_view_that_begins_at_an_odd_element_has_the_checksum_of_its_values(digest):
+    values = torch.randn(9)
+    assert digest(values[1:]) == digest(values[1:].clone().narrow(0, 0, 8)) or values.storage_offset() == 0
+    shifted = values[1:]
+    before = digest(shifted)
+    flip(shifted, 3, 7)
+    assert digest(shifted) != before
+
+
+def test_tensors_have_together_the_checksums_that_each_has_alone():
+    sizes = (1, 0, ROW + 3, 5, 2 * PACKED + 1, 2 * ROW, 7, 2 * PACKED, 3)
+    tensors = [torch.randn(size).to(dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
+    assert digests(tensors).tolist() == [int(digest(tensor)) for tensor in tensors]
+    assert RowSums(tensors).read().tolist() == [int(RowSums([one]).read()) if one.numel() else 0 for one in tensors]
+    rest = AtRest(dict(zip(map(str, range(len(tensors))), tensors)))
+    rest.begin()
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            flip(tensor, tensor.numel() - 1, 3)
+            assert rest.changed() == [str(number)]
+            flip(tensor, tensor.numel() - 1, 3)
+
+
+def test_nothing_is_compared_before_the_first_update():
+    assert AtRest({"w": torch.zeros(3)}).changed() == []
+
+
+TP, DP = Lane("tp", (0, 1)), Lane("dp", (0, 2))
+FORWARD, BACK = Lane("pp", (0, 1), "activations"), Lane("pp", (1, 0), "gradients")
+
+
+def test_a_rank_that_had_received_wrong_bits_is_a_victim():
+    """Rank 1 gives wrong bits to tp; rank 0 passes them on to rank 2 over dp."""
+    found = [
+        Evidence(lanes=(TP, TP, DP), given=(1, 2), results=("w",)),
+        Evidence(lanes=(TP, TP), given=(0,), results=("w",)),
+        Evidence(lanes=(DP,), results=("w",)),
+    ]
+    assert origins(found) == (1,) and verdict(found).ranks == (1,)
+
+
+def test_a_wrong_message_makes_its_receiver_a_victim():
+    found = [Evidence(lanes=(FORWARD, BACK), given=(0,)), Evidence(lanes=(FORWARD, BACK), given=(1,))]
+    assert origins(found) == (0,)
+
+
+def test_a_message_back_makes_the_first_stage_the_victim():
+    found = [
+        Evidence(lanes=(FORWARD, BACK, DP), given=(2,)),
+        Evidence(lanes=(FORWARD, BACK), given=(1,)),
+        Evidence(lanes=(DP,)),
+    ]
+    assert origins(found) == (1,)
+
+
+def test_a_rank_with_a_wrong_sum_of_its_own_is_the_origin():
+    assert origins([Evidence(lanes=(TP,)), Evidence(lanes=(TP,), results=("w",))]) == (1,)
+
+
+def test_two_ranks_that_are_wrong_by_themselves_are_both_named():
+    assert origins([Evidence(lanes=(TP,), results=("w",)), Evidence(lanes=(TP,), given=(0,))]) == (1,)
+    both = [Evidence(results=("w",)), Evidence(results=("w",))]
+    assert origins(both) == (0, 1)
+
+
+def test_memory_that_changed_comes_before_what_it_led_to():
+    found = [Evidence(results=("w",)), Evidence(at_rest=((4, "w"),), results=("w",))]
+    assert verdict(found).ranks == (1,) and "step 4" in verdict(found).what
+
+
+def replicas(*digests):
+    return [Evidence(replicas={"w": ("tp=0", digest)}) for digest in digests]
+
+
+def test_of_three_replicas_the_odd_one_is_wrong():
+    assert verdict(replicas(5, 7, 5)).ranks == (1,)
+
+
+def test_of_two_replicas_neither_is_named():
+    judged = verdict(replicas(5, 7))
+    assert judged.ranks == () and judged.among == (0, 1)
+
+
+def test_the_repetition_names_the_replica_whose_bits_have_changed():
+    assert verdict([Evidence(), Evidence(repeated=4)]).ranks == (1,)
+
+
+def test_of_replicas_that_a_repetition_changes_the_first_is_wrong():
+    assert verdict([Evidence(repeated=5), Evidence(repeated=4), Evidence()]).ranks == (1,)
+
+
+def test_replicas_of_other_shards_are_not_compared():
+    found = [Evidence(replicas={"w": (f"tp={rank // 2}", rank // 2)}) for rank in range(4)]
+    assert verdict(found).ranks == () and verdict(found).among == ()
+
+
+def test_evidence_survives_json():
+    import json
+
+    one = Evidence("h", ((4, "w"),), (TP, FORWARD), (1,), ("g",), {"w": ("tp=0", -5)}, 3)
+    again = Evidence.of(json.loads(json.dumps(one.document())))
+    assert (again.lanes, again.at_rest, again.replicas) == (one.lanes, one.at_rest, one.replicas)
+    assert tuple(again.given) == one.given and again.is_any
+
+
+def test_a_pass_whose_loss_alone_has_other_bits_differs():
+    """A fault behind the backward pass leaves the gradients right; what the run reports is wrong all the same."""
+    weight = torch.zeros(3)
+    weight.grad = torch.randn(3)
+
+    def of_loss(loss):
+        training = SimpleNamespace(
+            parameters=[SimpleNamespace(name="w", tensor=weight)], runner=SimpleNamespace(loss_sum=torch.tensor(loss))
+        )
+        return PassRecorder(SimpleNamespace(axis_of_group={}, rank=0)).bits(training)
+
+    assert of_loss(2.0).differing(of_loss(2.0)) == ([], [])
+    assert of_loss(2.0).differing(of_loss(2.5)) == ([], ["the loss"])
