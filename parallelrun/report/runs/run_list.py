@@ -1,0 +1,120 @@
+"""The tables of `parallelrun runs`: all runs, one run, and what gc would remove. Torch-free."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from parallelrun.report.runs.run_comparison import number_text
+from parallelrun.report.figures import bytes_text
+from parallelrun.report.screen import labelled, print_command
+from parallelrun.report.records import attempts
+from parallelrun.report.records.read import RunRecord
+from parallelrun.report.records.rows import RunRow
+from parallelrun.base.wording import counted
+
+_COLUMNS = {
+    "loss": "loss",
+    "val_loss": "val loss",
+    "tokens_per_s": "tokens/s",
+    "step_time_median_s": "step time",
+    "peak_memory_bytes": "memory",
+}
+_NUM_WORDS = 4  # columns of text; the others are numbers
+_NARROW = 100  # columns of a terminal; below, the year is left out
+_MOST_STYLED = 200  # rows; rich takes seconds for thousands
+_OF_BENCH = {"step_time_median_s": "median_s"}  # in bench.json
+_STYLES = {
+    **dict.fromkeys(("failed", "died", "silent", "broken"), "red"),
+    **dict.fromkeys(("preempted", "interrupted"), "yellow"),
+    "running": "green",
+}
+
+
+def show_table(rows: Sequence[RunRow], num_more: int, console: Console) -> None:
+    """Print a line per run. num_more: runs that are left out. A narrow terminal gets fewer figures."""
+    titles = ["run", "name", "started", "state", "step", *_COLUMNS.values()]
+    cells = [
+        [
+            *_words(row, console.width < _NARROW),
+            f"{row.step:,}",
+            *(_figure(key, row.results) for key in _COLUMNS),
+        ]
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(titles, *cells)]
+    shown = len(titles)
+    while shown > _NUM_WORDS + 1 and sum(widths[:shown]) + 2 * (shown - 1) > console.width:
+        shown -= 1
+
+    def line(texts: Sequence[str]) -> str:
+        padded = [text.rjust(width) if index >= _NUM_WORDS else text.ljust(width)
+                  for index, (text, width) in enumerate(zip(texts[:shown], widths))]  # fmt: skip
+        return "  ".join(padded).rstrip()
+
+    console.print(Text(line(titles), "dim"), soft_wrap=True)
+    if len(rows) > _MOST_STYLED:
+        console.file.write("".join(f"{line(texts)}\n" for texts in cells))
+    else:
+        for row, texts in zip(rows, cells):
+            text = Text(line(texts))
+            text.highlight_words([row.state], _STYLES.get(row.state, ""))
+            console.print(text, soft_wrap=True)
+    if num_more:
+        console.print(f"... {counted(num_more, 'older run')}: --all, or --limit N", markup=False)
+
+
+def _words(row: RunRow, narrow: bool) -> list[str]:
+    return [row.id, "sweep" if row.is_point else row.name, started(row)[5 if narrow else 0 :], row.state]
+
+
+def started(row: RunRow) -> str:
+    """`2026-01-31 12:00`, from the directory's name, in UTC."""
+    name = row.name.removeprefix("sweep-") if row.is_point else row.directory.name
+    return f"{name[:4]}-{name[4:6]}-{name[6:8]} {name[9:11]}:{name[11:13]}"
+
+
+def document(row: RunRow) -> dict[str, Any]:
+    """Return a row for --json."""
+    fields = {"run": row.id, "name": row.name, "directory": row.directory, "started": started(row)}
+    return {**fields, "state": row.state, "step": row.step, "error": row.error or None, "results": row.results}
+
+
+def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None:
+    """Print what a run is and where it came from; its results are in `report.runs.final_panel`."""
+    given = run.manifest
+    versions = [
+        f"{key.removeprefix('versions.')} {value}" for key, value in given.items() if key.startswith("versions.")
+    ]
+    git = f"{str(given.get('git.sha', '?'))[:12]}{' with changes' if given.get('git.dirty') else ''}"
+    lines = [
+        ("run", str(run.directory)),
+        ("state", f"{row.state}, step {row.step:,}{f': {row.error}' if row.error else ''}"),
+        ("started", f"{given.get('started_utc', '?')} on {', '.join(map(str, given.get('hosts') or ['?']))}"),
+        ("versions", ", ".join(versions)),
+        ("git", git),
+        ("seed", str(run.config.get("seed", "?"))),
+        ("files", bytes_text(num_bytes)),
+    ]
+    if found := attempts.read(run.directory):
+        allowed = run.config.get("restarts")
+        shown = attempts.lines(found, allowed + 1 if isinstance(allowed, int) and allowed else None, row.step)
+        lines.append(("attempts", "\n".join(shown)))
+    if not (run.directory / "summary.json").exists():
+        lines += [
+            (key, number_text(key, value))
+            for key in run.results
+            if key != "schema" and (value := run.number(key)) is not None
+        ]
+    console.print(labelled([(name, Text(text)) for name, text in lines]))
+    console.print("started by:")
+    print_command(shlex.join(["parallelrun", *map(str, given.get("argv") or [])]), console)
+
+
+def _figure(key: str, results: dict[str, Any]) -> str:
+    value = results.get(key, results.get(_OF_BENCH.get(key, "")))
+    return number_text(key, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""

@@ -1,0 +1,122 @@
+"""The screen of `parallelrun top`: what the run is at, a line for each rank, and what has happened. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from parallelrun.report.figures import bytes_text
+from parallelrun.report.screen import table
+from parallelrun.report.records.live import LiveRun
+
+_SILENT_S = 10.0  # without progress, from which on a rank is marked
+_STYLES = {
+    "running": "green",
+    "done": "bold green",
+    **dict.fromkeys(("failed", "died", "silent"), "bold red"),
+    **dict.fromkeys(("preempted", "interrupted"), "yellow"),
+}
+_BAR = 24
+_FIXED = 8  # lines beside those of the ranks
+
+
+def drawing(run: LiveRun, height: int) -> RenderableType:
+    """Return the screen for a terminal of `height` lines."""
+    parts: list[RenderableType] = [_headline(run), _progress(run)]
+    if run.ranks:
+        parts += ["", _ranks(run, max(3, height - _FIXED - len(run.events)))]
+    elif run.is_live:
+        parts.append(Text("no rank has reported yet", "dim"))
+    if run.events:
+        parts += ["", *(Text(_event(event), "yellow", overflow="fold") for event in run.events)]
+    if run.error:
+        rank = run.status.get("failed_rank")
+        who = f"rank {rank}: " if rank is not None else ""
+        parts += ["", Text(f"{who}{run.error}", "red", overflow="fold")]
+    return Group(*parts)
+
+
+def _headline(run: LiveRun) -> Text:
+    text = Text("/".join(run.directory.parts[-2:]), "bold")
+    text.append("  ")
+    text.append(run.state, _STYLES.get(run.state, ""))
+    code = run.status.get("exit_code")
+    if code is not None:
+        text.append(f" (exit code {code})", "dim")
+    if run.status.get("attempt"):
+        text.append(f"  attempt {run.status['attempt']}", "dim")
+    if run.is_live and run.age_s is not None and run.age_s > _SILENT_S:
+        text.append(f"  no news for {run.age_s:.0f} s", "red")
+    return text
+
+
+def _progress(run: LiveRun) -> Text:
+    done = int(_BAR * min(run.step / run.steps, 1.0)) if run.steps else 0
+    text = Text()
+    text.append("━" * done, "green")
+    text.append("━" * (_BAR - done), "dim")
+    text.append(f" step {run.step}{f'/{run.steps}' if run.steps else ''}")
+    for name, form in (("loss", ".4f"), ("val_loss", ".4f"), ("tokens_per_s", ",.0f")):
+        value = run.row.get(name)
+        if isinstance(value, (int, float)):
+            text.append(f"  {value:{form}} tokens/s" if name == "tokens_per_s" else f"  {name} {value:{form}}")
+    return text
+
+
+def _ranks(run: LiveRun, most: int) -> RenderableType:
+    """A line for each rank; where there is no room for all, those that are slow, silent or behind come first."""
+    first = max(int(_number(one, "step")) for one in run.ranks)  # metrics.jsonl may be newer than all these rows
+    shown = sorted(run.ranks, key=lambda one: (not _marks(one, first), one["rank"]))[:most]
+    found = table(">rank", "host", ">step", "phase", ">tokens/s", ">step time", ">computing", ">waiting", ">memory", "")
+    for one in sorted(shown, key=lambda row: int(row["rank"])):
+        marks = _marks(one, first)
+        found.add_row(*(Text(text) for text in _cells(one)), Text(marks, "yellow"), style="yellow" if marks else "")
+    left = len(run.ranks) - len(shown)
+    return Group(found, Text(f"... and {left} more ranks, as expected", "dim")) if left else found
+
+
+def _cells(one: Mapping[str, Any]) -> list[str]:
+    step_s = _number(one, "step_s")
+    parts = [_number(one, name) / step_s if step_s else 0.0 for name in ("compute_s", "waiting_s")]
+    return [
+        str(one["rank"]),
+        str(one.get("host", "")),
+        str(one.get("step", "")),
+        escape(str(one.get("phase", ""))),
+        f"{_number(one, 'tokens_per_s'):,.0f}" if step_s else "",
+        f"{step_s * 1e3:,.0f} ms" if step_s else "",
+        *(f"{part:.0%}" if step_s else "" for part in parts),
+        bytes_text(_number(one, "memory_bytes")) if one.get("memory_bytes") else "",
+    ]
+
+
+def _marks(one: Mapping[str, Any], step: int) -> str:
+    """Return a note if a rank is slow, silent or late. step: of the rank that is furthest."""
+    if one.get("seen") is False:
+        return "not seen: nothing of it in the run directory (does its host share the disk?)"
+    silent, slow = _number(one, "silent_s"), _number(one, "slow")
+    behind = step - int(_number(one, "step"))
+    return ", ".join(
+        [
+            *([f"slow: computes {slow:.1f} times as long as its like"] if slow else []),
+            *([f"silent for {silent:.0f} s"] if silent > _SILENT_S else []),
+            *([f"{behind} steps behind"] if behind > 1 else []),
+        ]
+    )
+
+
+def _number(one: Mapping[str, Any], name: str) -> float:
+    value = one.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    name = str(event.get("event", "")).replace("_", " ")
+    ranks = event.get("ranks")
+    where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+    undone = f"; undone to step {event['undone_to']}" if event.get("undone_to") is not None else ""
+    return f"step {event.get('step', '?')}: {name}{where}: {event.get('what', '')}{undone}"
