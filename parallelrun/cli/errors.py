@@ -8,6 +8,7 @@ error: tp=3: 64 hidden are not divisible by it
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -23,6 +24,17 @@ from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, example, known_keys, nearest, nearest_keys
 
 _SHOWN = 20
+# a path that cannot be made or opened, whatever asked for it
+_OF_THE_PATH = (
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+)
 _NO_HOME = "Could not determine home directory."  # raised by Path.expanduser
 _PLUGINS = {  # the packages of Hydra's own plug-ins (https://hydra.cc/docs/plugins), by option
     "optuna": "hydra-optuna-sweeper",
@@ -71,7 +83,7 @@ def translate(error: Exception) -> ParallelrunError | None:
     """
     chain = cause_chain(error)
     room = full_disk(error)
-    if isinstance(error, (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)) and error.filename:
+    if isinstance(error, OSError) and error.errno in _OF_THE_PATH and error.filename:
         return EnvironmentProblem(Problem(f"{error.strerror}: {error.filename}", str(error.filename)))
     for link in chain:
         if link is room:

@@ -207,3 +207,8 @@ def test_where_names_a_key_that_the_user_has_typed(words, where, capsys):
     printed = said(words, capsys)
     places = re.findall(r"^  where: (.*)$", printed, re.M)
     assert where in places and all(any(word.startswith(f"{place}=") for word in words.split()) for place in places)
+
+
+def test_a_name_that_is_too_long_for_a_file_is_named(capsys):
+    assert main(["strategy=single", f"runs={'x' * 300}", "steps=1"]) == 3
+    assert "File name too long" in capsys.readouterr().err
