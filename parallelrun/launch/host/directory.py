@@ -40,7 +40,6 @@ from parallelrun.base.version import __version__
 from parallelrun.base.wording import print_note
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host.environment import num_cores
-from parallelrun.launch.host.prometheus import exposition
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model import definitions
 from parallelrun.report.records import attempts, reshapes
@@ -193,7 +192,7 @@ def utc_now() -> str:
 
 @dataclass
 class Status:
-    """The writer of status.json and status.prom, which tell people, schedulers and Prometheus the state of a run.
+    """The writer of status.json, which shows people and schedulers the state of a run.
 
     failed_save_step: the last step whose checkpoint could not be written; 0 if none failed.
     """
@@ -257,5 +256,3 @@ class Status:
             fields["stall"] = stalled
         fields |= attempts.status(self.directory) | reshapes.status(self.directory)
         write_json(self.directory / "status.json", fields)
-        with contextlib.suppress(OSError):  # status.json is what counts
-            write_text(self.directory / "status.prom", exposition(fields, "/".join(self.directory.parts[-2:])))
