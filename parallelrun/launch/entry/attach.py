@@ -26,10 +26,10 @@ from parallelrun.base.stop_signals import STOP_SIGNALS, raise_pending
 from parallelrun.base.wording import print_note
 from parallelrun.launch.failures import failure, guard, hang, reach
 from parallelrun.launch.failures.failure import GRACE_S, LOST_PEER, TIMED_OUT, Failure
-from parallelrun.launch.failures.failure_detection import Watchdog
 from parallelrun.launch.failures.outcome import Outcome, conclude
 from parallelrun.launch.failures.peers import Peers, is_recorded
 from parallelrun.launch.failures.reach import LAUNCHER_LOST, Reach
+from parallelrun.launch.failures.watchdog import Watchdog
 from parallelrun.launch.host import environment, interfaces, output, preflight
 from parallelrun.launch.host.directory import Status
 from parallelrun.launch.host.environment import Attached

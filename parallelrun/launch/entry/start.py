@@ -21,8 +21,8 @@ from parallelrun.data import open_dataset
 from parallelrun.launch.entry import attach, reattach
 from parallelrun.launch.failures import failure, guard
 from parallelrun.launch.failures.failure import Failure
-from parallelrun.launch.failures.failure_detection import Watchdog
 from parallelrun.launch.failures.outcome import Outcome, conclude
+from parallelrun.launch.failures.watchdog import Watchdog
 from parallelrun.launch.host import directory, environment, output, preflight, tf_config
 from parallelrun.launch.host.directory import Status
 from parallelrun.launch.host.environment import Attached

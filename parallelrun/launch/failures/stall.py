@@ -1,16 +1,21 @@
-"""Which collective does not end, and which ranks have not come to it, from the positions of all ranks. Torch-free."""
+"""Which collective does not end, and which ranks have not come to it, from the positions of all ranks. Torch-free.
+
+A rank that waits in a collective is a victim of a rank that does not join it. If the positions do not tell which
+collective that is, the suspect is the rank that is stopped, outside of collectives, or at another step than the
+majority (ByteRobust, SOSP 2025, section 4).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from parallelrun.base.context import PendingCollective
 from parallelrun.launch.host.output import log_path
-from parallelrun.launch.host.position import STOPPED, Position
+from parallelrun.launch.host.position import SILENT, STOPPED, Position, function_of
 from parallelrun.planner.contract.mesh_shape import MeshShape
 
 _MOST_RANKS = 4  # whose frames a message shows
@@ -50,7 +55,7 @@ class StalledOperation:
     def reason(self) -> str:
         """Return the activity of the first missing rank, as text."""
         first = self.missing[0]
-        where = f" in {_function(first.frames[0])}" if first.frames and not first.waits_for else ""
+        where = f" in {function_of(first.frames[0])}" if first.frames and not first.waits_for else ""
         if first.waits_for:
             odd = _named([one.rank for one in self.missing])
             return f"{odd} in {first.waits_for}, {_named(self.arrived)} in {self.name}"
@@ -124,6 +129,28 @@ def find(
     return _stall(shown, waits, here, positions, mesh, directory, hosts)
 
 
+def suspects(positions: Mapping[int, Position], steps: Mapping[int, int]) -> tuple[list[int], str]:
+    """Return the ranks whose position differs from that of the others, and how; an empty list if all are identical."""
+    states = {"is stopped (SIGSTOP)": STOPPED, "does not answer": SILENT}
+    for reason, activity in states.items():
+        odd = [rank for rank, own in positions.items() if own.activity == activity]
+        if odd and (activity == STOPPED or len(odd) < len(positions)):
+            return odd, reason
+    odd = [rank for rank, own in positions.items() if not own.in_collective]
+    if odd and len(odd) < len(positions):
+        return odd, f"not in a collective: {positions[odd[0]].text}"
+    values: dict[str, Callable[[int], object]] = {
+        "at step": lambda rank: steps[rank],
+        "in": lambda rank: ", ".join(map(function_of, positions[rank].frames[:2])),
+    }
+    for label, value in values.items():
+        ((common, count),) = Counter(map(value, positions)).most_common(1)
+        odd = [rank for rank in positions if value(rank) != common]
+        if odd and count > len(odd):
+            return odd, f"{label} {value(odd[0])}, all others {label} {common}"
+    return [], ""
+
+
 def _stall(
     wait: PendingCollective,
     waits: Mapping[int, PendingCollective],
@@ -182,13 +209,6 @@ def axis_of(ranks: Sequence[int], mesh: MeshShape) -> str:
 def _name(wait: PendingCollective, mesh: MeshShape) -> str:
     number = f" {wait.number}" if wait.number else ""
     return f"{wait.operation}{number} of axis {axis_of(wait.ranks, mesh)}"
-
-
-def _function(frame: str) -> str:
-    """Return `misbehave (workers.py:61)` of `tests/cli/workers.py:61 in misbehave: time.sleep(1000)`."""
-    place, _, rest = frame.partition(" in ")
-    name = rest.partition(":")[0]
-    return f"{name} ({place})" if name else place
 
 
 def _named(ranks: Sequence[int]) -> str:
