@@ -1,19 +1,20 @@
 """The text of a job's file for Slurm, Kubernetes or SkyPilot: `parallelrun slurm|k8s|sky KEY=VALUE ...`.
 
 The words of the run and the settings of the job are told apart, and the plan is checked before anything waits in a
-queue. No torch.
+queue. Only `slurm --submit` starts anything. No torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.base.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.wording import counted
 from parallelrun.cli import argv as command_lines
 from parallelrun.cli import help, verbs
@@ -26,12 +27,24 @@ from parallelrun.launch.host.directory import name_of
 from parallelrun.launch.job_files.kubernetes import KubernetesJob
 from parallelrun.launch.job_files.nodes import JobFile
 from parallelrun.launch.job_files.skypilot import SkyPilotJob
+from parallelrun.launch.job_files.slurm import SlurmJob
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.search.open_keys import faster_precision, is_open
 
+SUBMIT = "--submit"
+_ANSWER_S = 30.0  # how long Slurm may take to accept a job
 _RESUME = "resume"
 _PYTHON = "python"
+
+
+def slurm(words: list[str]) -> int:
+    """Print a batch file of Slurm, or submit it. Raises ConfigError (2) with all mistakes, EnvironmentProblem (3)."""
+    if (code := help.answered(words, _SLURM_HELP)) is not None:
+        return code
+    batch = text("slurm", SlurmJob(), [word for word in words if word != SUBMIT], words, sys.executable)
+    print(_submitted(batch) if SUBMIT in words else batch, end="")
+    return EXIT_OK
 
 
 def k8s(words: list[str]) -> int:
@@ -49,6 +62,22 @@ def _print(verb: str, job: JobFile, words: list[str], usage: str) -> int:
         return code
     print(text(verb, job, words, words, "python"), end="")
     return EXIT_OK
+
+
+def _submitted(text: str) -> str:
+    """Hand the file to sbatch; what it answers. Raises EnvironmentProblem if there is no Slurm, or it refuses."""
+    try:
+        done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, timeout=_ANSWER_S)
+    except FileNotFoundError as error:
+        what = "sbatch is not installed here"
+        command = "leave --submit out, and submit the file on a login node of the cluster"
+        raise EnvironmentProblem(Problem(what, SUBMIT, command=command)) from error
+    except subprocess.TimeoutExpired as error:
+        what = f"sbatch has not answered in {_ANSWER_S:g} s: the job may have been submitted"
+        raise EnvironmentProblem(Problem(what, SUBMIT, command="squeue --me")) from error
+    if done.returncode:
+        raise EnvironmentProblem(Problem(f"sbatch: {done.stderr.strip()}", SUBMIT, command="sinfo"))
+    return done.stdout
 
 
 def text(verb: str, job: JobFile, given: Sequence[str], typed: Sequence[str], python: str) -> str:
@@ -174,6 +203,18 @@ def _world_of_plan(config: Config, given: frozenset[str]) -> int | None:
 def _given(line: CommandLine, key: str) -> bool:
     return any(override.key == key for override in line.overrides)
 
+
+_SLURM_HELP = """parallelrun slurm KEY=VALUE ... nodes=2 gpus_per_node=8 time=04:00:00 [--submit]
+
+Print a batch file of Slurm for a run, to edit and to submit by `sbatch`; --submit submits it at once. The keys are
+those of `parallelrun`, and the plan is checked here. The settings of the job:
+  nodes=1 gpus_per_node=8          one rank for each GPU; cpus_per_task=8: the cores of each
+  nodes=1 tasks_per_node=4         ranks on CPUs; cpus_per_task=1: the cores of each
+  time=04:00:00                    its limit: hours:minutes:seconds, days-hours
+  save_s=300                       the ranks save so many seconds before the limit, and the job is queued again
+  partition= account= qos= constraint= job_name= output=
+  container=IMAGE                  by the plug-in pyxis
+  python=PATH                      the Python on the nodes (default: the one that runs this command)"""
 
 _K8S_HELP = """parallelrun k8s KEY=VALUE ... nodes=2 gpus_per_node=8 ...
 
