@@ -22,7 +22,7 @@ from parallelrun.report.records.read import read_object
 
 LAUNCHER_GONE = "the launcher is gone: it was killed, and its ranks ended with it"
 RANKS_GONE = "rank 0 is gone, and no other rank has told why: they were killed, or a host was lost"
-_PATIENCE_S = 1.0  # between the end of the last process of a run and its final status: another may still write it
+PATIENCE_S = 1.0  # between the end of the last process of a run and its final status: another may still write it
 _QUIET = 5  # times that a rank on another host has not written its file, until it counts as gone
 _TICK_S = 0.1
 _LOOK_S = 1.0
@@ -93,21 +93,21 @@ def _end_stopped(peers: Peers) -> None:
         time.sleep(_LOOK_S)
 
 
-def conclude_abandoned(directory: Path, why: str, patience_s: float = _PATIENCE_S) -> None:
+def conclude_abandoned(directory: Path, why: str) -> None:
     """Write `failed` because of `why` into the status of a run whose launcher or rank 0 is gone, once all ranks are.
 
-    Whoever survives knows more and goes first: who writes a final status, or goes on with the next attempt. patience_s:
-    time for that after the last rank has ended.
+    A process that survives knows more and goes first: it writes the final status, or goes on with the next attempt. It
+    has PATIENCE_S for that after the last rank has ended.
     """
     seen, before = _Ranks(directory), attempts.read(directory)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if is_recorded(directory) or attempts.read(directory) != before:
             return
         if seen.all_have_exited():
             break  # at once: Slurm's proctrack/cgroup kills this process as soon as it has noticed
         if seen.any_lives():
-            deadline = time.monotonic() + patience_s
+            deadline = time.monotonic() + PATIENCE_S
         time.sleep(_TICK_S)
     step = read_object(directory / STATUS).get("step")
     Status(directory, step if isinstance(step, int) else 0).ended(EXIT_RANK_DIED, why)
