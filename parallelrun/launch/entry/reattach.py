@@ -69,19 +69,19 @@ def earlier(runs: Path, environ: Mapping[str, str] = os.environ) -> Path | None:
     own = _identity(environ)
     restarted = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and own["run_id"] not in _UNNAMED
     for directory in find.all_runs(runs)[:_SEARCHED]:
-        found = read_object(directory / FILE)
-        if found.get("agent") == own["agent"] or (restarted and found.get("run_id") == own["run_id"]):
+        identity = read_object(directory / FILE)
+        if identity.get("agent") == own["agent"] or (restarted and identity.get("run_id") == own["run_id"]):
             return directory if read_object(directory / find.STATUS).get("state") != "done" else None
     return None
 
 
-def planned(asked: Config, world: int) -> tuple[Config, Plan] | None:
+def planned(requested: Config, world: int) -> tuple[Config, Plan] | None:
     """Return the configuration and plan with which a restarted run goes on; None if that is for `resolve` to say.
 
     The plan is that of the last attempt. For another number of ranks it is resolved again: `elastic=true` changes the
     degrees that were asked for.
     """
-    directory = earlier(Path(asked.runs).expanduser())
+    directory = earlier(Path(requested.runs).expanduser())
     history = attempts.read(directory) if directory else []
     if directory is None or not history:
         return None
@@ -89,7 +89,7 @@ def planned(asked: Config, world: int) -> tuple[Config, Plan] | None:
     plan = resolve(saved)
     if plan.world == world:
         return saved, plan
-    return restarts.shrunk(asked, saved, plan, world, exact=True) if asked.elastic else None
+    return restarts.shrunk(requested, saved, plan, world, exact=True) if requested.elastic else None
 
 
 def continued(job: Job, directory: Path) -> Job:
@@ -101,8 +101,8 @@ def continued(job: Job, directory: Path) -> Job:
     outcome, history, decision = judged(directory)
     if not decision.restart:
         last = history[-1]
-        what = f"not restarted: {decision.why} (attempt {last.number}: {last.error}); {directory}"
-        raise ParallelrunError(Problem(what), exit_code=decision.exit_code or outcome.exit_code)
+        reason = f"not restarted: {decision.why} (attempt {last.number}: {last.error}); {directory}"
+        raise ParallelrunError(Problem(reason), exit_code=decision.exit_code or outcome.exit_code)
     after = restarts.prepared(replace(job, directory=directory), None, history, decision)
     attempts.write(directory, history)
     restarts.announce(replace(outcome, cause=None), job.plan, history, after, most + 1)  # its ranks have told the cause
@@ -130,14 +130,14 @@ def judged(directory: Path, most: int | None = None) -> tuple[Outcome, list[Atte
 def _outcome(directory: Path, last: Attempt) -> Outcome:
     """Return how the last attempt ended, from what its ranks have written before torchrun has ended them."""
     status = read_object(directory / find.STATUS)
-    written = [one for rank in range(last.world) if (one := failure.read(directory, rank))]
+    written = [own for rank in range(last.world) if (own := failure.read(directory, rank))]
     cause = failure.root_cause(written) if written else None
     code, rank = status.get("exit_code"), status.get("failed_rank")
     if isinstance(code, int) and code:
         if cause is None or cause.rank != rank:
-            told = str(status.get("error") or _UNTOLD)
+            error = str(status.get("error") or _UNTOLD)
             hosts = read_object(directory / find.MANIFEST).get("hosts", [])
             host = hosts[0] if len(hosts) == 1 else ""
-            cause = Failure(rank, told, code, host=host) if isinstance(rank, int) else None
+            cause = Failure(rank, error, code, host=host) if isinstance(rank, int) else None
         return Outcome(code, cause, str(status.get("error") or ""))
     return Outcome(cause.exit_code if cause else EXIT_RANK_DIED, cause, _UNTOLD)

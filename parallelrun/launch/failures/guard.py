@@ -130,7 +130,7 @@ class _Ranks:
     def all_have_exited(self) -> bool:
         """Return whether all ranks were on this host and have exited, so that nobody else can write."""
         rows, here = read_object(self._directory / STATUS).get("ranks") or [], os.uname().nodename
-        return bool(rows) and all(one["host"] == here and start_time(one["pid"])[:6] == "exited" for one in rows)
+        return bool(rows) and all(row["host"] == here and start_time(row["pid"])[:6] == "exited" for row in rows)
 
     def _lives(self, row: dict[str, object], num_ranks: int) -> bool:
         rank, pid = row["rank"], row["pid"]
@@ -139,8 +139,8 @@ class _Ranks:
             return not (is_stopped(pid) or start_time(pid).startswith("exited"))
         with contextlib.suppress(OSError):
             text, now = path_of(self._directory, rank).read_text(), time.monotonic()
-            known, since = self._news.get(rank, ("", now))
-            since = now if text != known else since
+            before, since = self._news.get(rank, ("", now))
+            since = now if text != before else since
             self._news[rank] = text, since
             return now - since < _QUIET * period_s(num_ranks)
         return False

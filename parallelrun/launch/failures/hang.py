@@ -52,10 +52,10 @@ def explained(cause: Failure, own: Failure, peers: Peers, job: Job) -> Failure:
     if stalled is None:
         return cause
     rank = stalled.missing[0].rank
-    what = f"hangs: no progress for {job.config.timeout_s:g} s; {stalled.reason}; the stacks are in the logs"
+    reason = f"hangs: no progress for {job.config.timeout_s:g} s; {stalled.reason}; the stacks are in the logs"
     if (written := failure.read(job.directory, rank)) is not None:
-        return replace(written, what=what, stall=stalled)
-    return replace(own, rank=rank, what=what, host=hosts[rank], pid=peers.members[rank].pid, stall=stalled)
+        return replace(written, what=reason, stall=stalled)
+    return replace(own, rank=rank, what=reason, host=hosts[rank], pid=peers.members[rank].pid, stall=stalled)
 
 
 def _positions(job: Job, alive: Mapping[int, int], stopped: set[int]) -> dict[int, Position]:

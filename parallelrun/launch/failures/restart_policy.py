@@ -59,7 +59,7 @@ def decide(attempts: Sequence[Attempt], most_restarts: int) -> Decision:
     if _repeats_lack_of_memory(attempts):
         return Decision(False, f"the memory was too small twice, after step {last.step}")
     if num_without_progress(attempts) >= MOST_TRIES:
-        why = f"no progress in {MOST_TRIES} attempts: step {max(one.step for one in attempts)} was not passed"
+        why = f"no progress in {MOST_TRIES} attempts: step {max(attempt.step for attempt in attempts)} was not passed"
         return Decision(False, why, EXIT_NO_PROGRESS)
     if len(attempts) > most_restarts:
         return Decision(False, f"restarts={most_restarts} {'is' if most_restarts == 1 else 'are'} used up")
@@ -70,8 +70,8 @@ def num_without_progress(attempts: Sequence[Attempt]) -> int:
     """Return how many attempts at the end have neither completed nor saved a step that no earlier one had."""
     best = (0, 0)
     count = 0
-    for one in attempts:
-        reached = (max(best[0], one.step), max(best[1], one.saved))
+    for attempt in attempts:
+        reached = (max(best[0], attempt.step), max(best[1], attempt.saved))
         count = count + 1 if reached == best else 0
         best = reached
     return count

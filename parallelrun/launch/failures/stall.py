@@ -57,7 +57,7 @@ class StalledOperation:
         first = self.missing[0]
         where = f" in {function_of(first.frames[0])}" if first.frames and not first.waits_for else ""
         if first.waits_for:
-            odd = _named([one.rank for one in self.missing])
+            odd = _named([missing.rank for missing in self.missing])
             return f"{odd} in {first.waits_for}, {_named(self.arrived)} in {self.name}"
         return f"{first.activity}{where}, and has not come to {self.name}"
 
@@ -69,15 +69,15 @@ class StalledOperation:
     def lines(self) -> list[str]:
         """Return what the user reads, indented."""
         site = f", called at {self.site}" if self.site else ""
-        missing = f"not arrived: {_named([one.rank for one in self.missing])}"
+        missing = f"not arrived: {_named([absent.rank for absent in self.missing])}"
         lines = [
             f"  stalled: {self.name} ({_named(self.ranks)}), {self.num_bytes:,} bytes{site}",
             f"  arrived: {_named(self.arrived)}; {missing}",
         ]
-        for one in self.missing[:_MOST_RANKS]:
-            does = f"{one.activity}: {one.waits_for}" if one.waits_for else one.activity
-            lines.append(f"  rank {one.rank} ({one.host}) {does}; log: {one.log}")
-            lines += [f"    in: {frame}" for frame in one.frames[:_MOST_FRAMES]]
+        for absent in self.missing[:_MOST_RANKS]:
+            does = f"{absent.activity}: {absent.waits_for}" if absent.waits_for else absent.activity
+            lines.append(f"  rank {absent.rank} ({absent.host}) {does}; log: {absent.log}")
+            lines += [f"    in: {frame}" for frame in absent.frames[:_MOST_FRAMES]]
         return lines
 
 
@@ -85,7 +85,7 @@ def from_json(fields: dict[str, Any] | None) -> StalledOperation | None:
     """Return the operation whose fields were written as JSON; None for None."""
     if fields is None:
         return None
-    missing = tuple(Missing(**{**one, "frames": tuple(one["frames"])}) for one in fields["missing"])
+    missing = tuple(Missing(**{**absent, "frames": tuple(absent["frames"])}) for absent in fields["missing"])
     return StalledOperation(
         **{**fields, "ranks": tuple(fields["ranks"]), "arrived": tuple(fields["arrived"]), "missing": missing}
     )
@@ -105,10 +105,10 @@ def find(
     operations it is the one that keeps the others waiting: a missing rank that waits elsewhere is a victim itself. So
     may be one that sleeps if another rank is stopped, such as while its checkpoint waits for all ranks beside training.
     """
-    waits = {rank: one.waits_for for rank, one in positions.items() if one.waits_for is not None}
+    waits = {rank: own.waits_for for rank, own in positions.items() if own.waits_for is not None}
     absent = {rank: _absent(wait, positions) for rank, wait in waits.items()}
     guilty = sorted({rank for ranks in absent.values() for rank in ranks if rank not in waits})
-    if stopped := [rank for rank, one in positions.items() if one.activity == STOPPED]:
+    if stopped := [rank for rank, own in positions.items() if own.activity == STOPPED]:
         guilty = [rank for rank in guilty if rank in stopped]
         if not guilty:
             return None
@@ -122,9 +122,9 @@ def find(
         members = [rank for rank in guilty if rank in shown.ranks] or guilty
         return _stall(shown, waits, members, positions, mesh, directory, hosts)
     # the operation that the most ranks wait in, among those to which a guilty rank has not come
-    kept = [wait for rank, wait in waits.items() if set(absent[rank]) & set(guilty)]
-    ((key, _),) = Counter(map(_key, kept)).most_common(1)
-    shown = next(wait for wait in kept if _key(wait) == key)
+    candidates = [wait for rank, wait in waits.items() if set(absent[rank]) & set(guilty)]
+    ((key, _),) = Counter(map(_key, candidates)).most_common(1)
+    shown = next(wait for wait in candidates if _key(wait) == key)
     here = [rank for rank in guilty if rank in _absent(shown, positions)]
     return _stall(shown, waits, here, positions, mesh, directory, hosts)
 
@@ -166,8 +166,8 @@ def _stall(
     for rank in guilty:
         elsewhere = waits.get(rank)
         text = _name(elsewhere, mesh) if elsewhere is not None else ""
-        one = positions.get(rank)
-        missing.append(Missing(rank, hosts.get(rank, ""), one.activity if one else "", one.frames if one else (),
+        own = positions.get(rank)
+        missing.append(Missing(rank, hosts.get(rank, ""), own.activity if own else "", own.frames if own else (),
                                str(log_path(directory, rank)), text))  # fmt: skip
     site = Counter(sites).most_common(1)[0][0] if sites else ""
     axis = axis_of(wait.ranks, mesh)
@@ -184,18 +184,18 @@ def _absent(wait: PendingCollective, positions: Mapping[int, Position]) -> list[
     """Return the ranks of an operation that have not come to it."""
     if not wait.number:
         return list(wait.missing or ())
-    found = []
+    absent = []
     for rank in wait.ranks:
-        one = positions.get(rank)
-        if one is not None and one.waits_for is not None and one.waits_for.group == wait.group:
-            theirs = one.waits_for
+        own = positions.get(rank)
+        if own is not None and own.waits_for is not None and own.waits_for.group == wait.group:
+            theirs = own.waits_for
             if theirs.number and (theirs.number < wait.number or _key(theirs)[1] != wait.operation):
-                found.append(rank)
+                absent.append(rank)
         elif wait.missing is not None:
-            found += [rank] if rank in wait.missing else []
-        elif one is None or one.issued.get(wait.group, 0) < wait.number:
-            found.append(rank)
-    return found
+            absent += [rank] if rank in wait.missing else []
+        elif own is None or own.issued.get(wait.group, 0) < wait.number:
+            absent.append(rank)
+    return absent
 
 
 def axis_of(ranks: Sequence[int], mesh: MeshShape) -> str:

@@ -70,6 +70,6 @@ class Watchdog:
         faulthandler.dump_traceback(self.log, all_threads=True)
         own = position.own_position()
         does = "in a collective that not all ranks have joined" if own.in_collective else own.text
-        what = f"hangs: no progress for {self.timeout_s:g} s; {does}; the stacks are in the log"
+        reason = f"hangs: no progress for {self.timeout_s:g} s; {does}; the stacks are in the log"
         order = TIMED_OUT if own.in_collective else SUSPECT
-        return Failure(self.rank, what, EXIT_HANG, order=order, position=own).at(heartbeat, os.getpid())
+        return Failure(self.rank, reason, EXIT_HANG, order=order, position=own).at(heartbeat, os.getpid())

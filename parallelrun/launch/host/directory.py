@@ -63,12 +63,12 @@ def name_of(config: Config, plan: Plan) -> str:
     degrees += f"servers{plan.servers}" if plan.servers else ""
     name = config.name if config.name is not None else f"{config.model.preset}-{plan.preset}-{degrees or 'one'}"
     if not NAME.fullmatch(name):
-        what = (
+        message = (
             f"name={name[:80]!r} cannot be the name of a directory: use at most 64 letters, digits, '.', '_' and '-', "
             "and begin with a letter or digit"
         )
         legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:64] or "my-run"
-        raise ConfigError(Problem(what, "name", f"name={legal}"))
+        raise ConfigError(Problem(message, "name", f"name={legal}"))
     return name
 
 
@@ -86,8 +86,8 @@ def create(root: Path, name: str, run_root: Path | None = None) -> Path:
         group = root / name
         group.mkdir(mode=0o700, exist_ok=True)
         if not group.resolve().is_relative_to(root.resolve()):
-            what = f"{group} is a link to {group.resolve()}, which is outside {root}"
-            raise EnvironmentProblem(Problem(what, "runs", "another name"))
+            message = f"{group} is a link to {group.resolve()}, which is outside {root}"
+            raise EnvironmentProblem(Problem(message, "runs", "another name"))
         stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         directory = group.resolve() / f"{stamp}-{secrets.token_hex(3)}"
         directory.mkdir(mode=0o700)
@@ -98,22 +98,22 @@ def create(root: Path, name: str, run_root: Path | None = None) -> Path:
             os.replace(temporary, root / "latest")  # atomic, because two runs may start at once
         return directory
     except OSError as error:
-        what = f"cannot create the run directory in {run_root or root}: {error.strerror}: {error.filename}"
+        message = f"cannot create the run directory in {run_root or root}: {error.strerror}: {error.filename}"
         where = "hydra.run.dir" if run_root else "runs"
-        raise EnvironmentProblem(Problem(what, where, command="runs=<a writable folder>")) from error
+        raise EnvironmentProblem(Problem(message, where, command="runs=<a writable folder>")) from error
 
 
 def _claim(directory: Path) -> Path:
     """Use exactly this directory. It belongs to the process that creates `logs` in it first."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = [name for name in _FILES_OF_A_RUN if (directory / name).exists()]
+    files = [name for name in _FILES_OF_A_RUN if (directory / name).exists()]
     with contextlib.suppress(FileExistsError):
-        if not found:
+        if not files:
             (directory / "logs").mkdir(mode=0o700)
             return directory
-    what = f"{directory} holds another run ({(found or ['logs'])[0]})"
+    message = f"{directory} holds another run ({(files or ['logs'])[0]})"
     fix = "another directory; to continue that run, resume=<that directory> in a new one"
-    raise EnvironmentProblem(Problem(what, "hydra.run.dir", fix))
+    raise EnvironmentProblem(Problem(message, "hydra.run.dir", fix))
 
 
 def describe(

@@ -101,8 +101,8 @@ def check(config: Config, plan: Plan) -> list[str]:
     if not config.emulate:
         return []
     if plan.device == "cuda":
-        what = "emulate=true runs CPU ranks: NCCL would use NVLink or PCIe beside the emulated network"
-        raise ConfigError(Problem(what, "device", "device=cpu", kind="contradiction"))
+        message = "emulate=true runs CPU ranks: NCCL would use NVLink or PCIe beside the emulated network"
+        raise ConfigError(Problem(message, "device", "device=cpu", kind="contradiction"))
     if problem := missing():
         fix = "run as root on Linux with iproute2 (in a container: --privileged)"
         raise EnvironmentProblem(

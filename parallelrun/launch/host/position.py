@@ -181,13 +181,13 @@ def tell_when_asked(directory: Path, rank: int) -> None:
 
     Python notes a signal in a pipe at once, whatever the main thread does, and a thread waits at the pipe's other end.
     """
-    told, noted = os.pipe()
-    os.set_blocking(noted, False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     signal.signal(ASK, lambda *_: None)
-    signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def answer() -> None:
-        while numbers := os.read(told, 64):
+        while numbers := os.read(reader, 64):
             if ASK in numbers:
                 with contextlib.suppress(Exception):  # the launcher then has the stacks alone
                     write_json(path_of(directory, rank), asdict(own_position()))

@@ -104,8 +104,8 @@ class KubernetesJob(JobOnNodes):
         if not self.image:
             problems.append(Problem("the job has no container image", "image", "image=<registry>/<name>:<tag>"))
         if not self.claim:
-            what = "all nodes must write to one volume, and none is given"
-            problems.append(Problem(what, "claim", "claim=<a PersistentVolumeClaim that is ReadWriteMany>"))
+            message = "all nodes must write to one volume, and none is given"
+            problems.append(Problem(message, "claim", "claim=<a PersistentVolumeClaim that is ReadWriteMany>"))
         names, rule = ("claim", "namespace", "runtime", "job_name"), ": small letters, digits and dashes, at most 50"
         return problems + self.illegal_names(names, _NAME, rule, self.fitting)
 

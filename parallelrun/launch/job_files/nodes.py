@@ -105,6 +105,6 @@ class JobOnNodes(JobFile):
         if self.nodes < 1:
             problems.append(Problem(f"nodes={self.nodes}: a job needs a node", "nodes", "nodes=1"))
         if self.ranks_per_node < 1:
-            what = "the number of ranks on a node is not known"
-            problems.append(Problem(what, "gpus_per_node", "gpus_per_node=8, or tasks_per_node=4 for a job on CPUs"))
+            message = "the number of ranks on a node is not known"
+            problems.append(Problem(message, "gpus_per_node", "gpus_per_node=8, or tasks_per_node=4 for a job on CPUs"))
         return problems

@@ -85,15 +85,17 @@ class SkyPilotJob(JobFile):
         if self.nodes < 1:
             problems.append(Problem(f"nodes={self.nodes}: a task needs a node", "nodes", "nodes=1"))
         if bool(self.accelerator) != bool(self.gpus_per_node) or self.gpus_per_node < 0:
-            what = "GPUs have a kind and a number on each node: one of both is missing"
-            problems.append(Problem(what, "accelerator", f"accelerator={self.accelerator or 'H100'} gpus_per_node=8"))
+            message = "GPUs have a kind and a number on each node: one of both is missing"
+            problems.append(
+                Problem(message, "accelerator", f"accelerator={self.accelerator or 'H100'} gpus_per_node=8")
+            )
         elif self.accelerator and not _ACCELERATOR.fullmatch(self.accelerator):
             problems.append(
                 Problem(f"accelerator={self.accelerator!r}: not a kind of GPU", "accelerator", "accelerator=H100")
             )
         if not self.bucket:
-            what = "all nodes must write to one place, and none is given"
-            problems.append(Problem(what, "bucket", "bucket=<the name of a bucket of yours, or of a new one>"))
+            message = "all nodes must write to one place, and none is given"
+            problems.append(Problem(message, "bucket", "bucket=<the name of a bucket of yours, or of a new one>"))
         elif not _BUCKET.fullmatch(self.bucket):
             problems.append(Problem(f"bucket={self.bucket!r}: not a bucket's name", "bucket", "bucket=my-runs"))
         if self.spot not in (0, 1):

@@ -107,14 +107,18 @@ class SlurmJob(JobOnNodes):
     def problems(self) -> list[Problem]:
         problems = self.problems_of_nodes()
         if 0 < self.gpus_per_node < self.ranks_per_node:
-            what = f"{self.tasks_per_node} ranks on a node of {self.gpus_per_node} GPUs: each rank needs one of its own"
-            problems.append(Problem(what, "tasks_per_node", f"tasks_per_node={self.gpus_per_node}"))
+            message = (
+                f"{self.tasks_per_node} ranks on a node of {self.gpus_per_node} GPUs: each rank needs one of its own"
+            )
+            problems.append(Problem(message, "tasks_per_node", f"tasks_per_node={self.gpus_per_node}"))
         if not _TIME.fullmatch(self.time):
-            what = f"time={self.time}: not a time of Slurm's" if self.time else "the job has no time limit"
-            problems.append(Problem(what, "time", "time=04:00:00 (hours:minutes:seconds) or time=2-00 (days-hours)"))
+            message = f"time={self.time}: not a time of Slurm's" if self.time else "the job has no time limit"
+            problems.append(Problem(message, "time", "time=04:00:00 (hours:minutes:seconds) or time=2-00 (days-hours)"))
         elif self.limit_s <= self.save_s:
-            what = f"time={self.time}: the ranks save {self.save_s} s before the end: at once, and after each requeue"
-            problems.append(Problem(what, "save_s", f"save_s={int(self.limit_s) // 4}"))
+            message = (
+                f"time={self.time}: the ranks save {self.save_s} s before the end: at once, and after each requeue"
+            )
+            problems.append(Problem(message, "save_s", f"save_s={int(self.limit_s) // 4}"))
         names = ("partition", "account", "qos", "constraint", "job_name", "output")
         rule = " has characters that Slurm does not take"
         return problems + self.illegal_names(names, _NAME, rule, partial(re.sub, r"[^A-Za-z0-9_.-]+", "-"))

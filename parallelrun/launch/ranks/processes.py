@@ -56,12 +56,14 @@ def modules(config: Config, plan: Plan, worker: str = WORKER) -> list[str]:
     """Return what forked ranks need, for `import_all`; nothing if the ranks of this plan are not forked."""
     if not _may_fork(plan):
         return []
-    found = [worker.partition(":")[0], *_PRELOADED]
+    names = [worker.partition(":")[0], *_PRELOADED]
     if plan.recompute == "full" or config.compile:
-        found.append("parallelrun.distributed.torch_private:import_compiler")
-    found += [registry.path("models", config.model.name, "network"), registry.path("datasets", config.dataset.name)]
+        names.append("parallelrun.distributed.torch_private:import_compiler")
+    names += [registry.path("models", config.model.name, "network"), registry.path("datasets", config.dataset.name)]
     used = {axis: getattr(plan, axis) for axis in ("data", "tensor", "pipeline", "context", "expert")}
-    return found + [registry.path("strategies", f"{axis}.{one.kind}", "runtime") for axis, one in used.items() if one]
+    return names + [
+        registry.path("strategies", f"{axis}.{strategy.kind}", "runtime") for axis, strategy in used.items() if strategy
+    ]
 
 
 def import_all(names: Sequence[str]) -> None:

@@ -54,10 +54,10 @@ def notes(config: Config, only_once: str = "") -> list[str]:
     return [f"restarts={most} without checkpoint.every: after a failure the run begins again with its first step"]
 
 
-def supervise(job: Job, asked: Config, signals: list[int]) -> Outcome:
+def supervise(job: Job, requested: Config, signals: list[int]) -> Outcome:
     """Run the job's ranks to their end, again after failures. None of their processes outlives this call.
 
-    asked: the user's configuration, from which an elastic run resolves a smaller plan. signals: those that have
+    requested: the user's configuration, from which an elastic run resolves a smaller plan. signals: those that have
     arrived; the caller adds those that arrive between attempts. The outcome is that of the last attempt.
     """
     history = [attempt_of(job, 1)]
@@ -71,7 +71,7 @@ def supervise(job: Job, asked: Config, signals: list[int]) -> Outcome:
         decision = restart_policy.decide(history, job.config.restarts)
         if not decision.restart:
             return stopped(outcome, decision, job.config.restarts)
-        plan, job = job.plan, prepared(job, asked, history, decision)
+        plan, job = job.plan, prepared(job, requested, history, decision)
         announce(outcome, plan, history, job, job.config.restarts + 1)
 
 
@@ -107,23 +107,23 @@ def stopped(outcome: Outcome, decision: Decision, most: int) -> Outcome:
     return replace(outcome, exit_code=decision.exit_code or outcome.exit_code, why_not=decision.why)
 
 
-def prepared(job: Job, asked: Config | None, history: list[Attempt], decision: Decision) -> Job:
+def prepared(job: Job, requested: Config | None, history: list[Attempt], decision: Decision) -> Job:
     """Return the job of the next attempt; append its record to `history`, and rewind the run's rows to its checkpoint.
 
-    asked: None if the plan of `job` is already for the ranks that are left. The attempt's configuration is in
+    requested: None if the plan of `job` is already for the ranks that are left. The attempt's configuration is in
     `attempts/<n>/`, with the plan if that has changed.
     """
     last = history[-1]
     if decision.bad_checkpoint and last.checkpoint:
         _set_aside(Path(last.checkpoint))
-    found = latest(job.directory)
+    checkpoint = latest(job.directory)
     # a run that has resumed another one never begins from nothing, even if that one's checkpoint could not be linked
-    resume = os.fspath(found) if found else history[0].checkpoint
+    resume = os.fspath(checkpoint) if checkpoint else history[0].checkpoint
     config, plan = replace(job.config, resume=resume), job.plan
-    if asked is not None:
+    if requested is not None:
         config, plan = reshaped(job, config) or (config, plan)
-    if decision.without is not None and asked is not None and asked.elastic:
-        config, plan = shrunk(asked, config, plan, plan.world - 1) or (config, plan)
+    if decision.without is not None and requested is not None and requested.elastic:
+        config, plan = shrunk(requested, config, plan, plan.world - 1) or (config, plan)
     after = replace(job, config=config, plan=plan, attempt=last.number + 1)
     beginning = attempt_of(after, after.attempt)
     lost_s = attempts.rewind(job.directory, beginning.resumed_step, last.number)
@@ -138,26 +138,28 @@ def reshaped(job: Job, config: Config) -> tuple[Config, Plan] | None:
     file = reshapes.config_file(job.directory)
     if file is None:
         return None
-    found = replace(load_frozen(file.read_text()), resume=config.resume)
-    plan = resolve(found)
-    return (found, plan) if plan.world == job.plan.world else None  # the run has become smaller since
+    reshaped_config = replace(load_frozen(file.read_text()), resume=config.resume)
+    plan = resolve(reshaped_config)
+    return (reshaped_config, plan) if plan.world == job.plan.world else None  # the run has become smaller since
 
 
-def shrunk(asked: Config, saved: Config, plan: Plan, most: int, exact: bool = False) -> tuple[Config, Plan] | None:
+def shrunk(
+    requested: Config, saved: Config, plan: Plan, maximum: int, exact: bool = False
+) -> tuple[Config, Plan] | None:
     """Return the configuration and plan for at most `most` ranks (exact: for so many), or None after a warning."""
-    found = elastic.fitting(asked, saved, plan, most, exact)
-    if found is None:
-        least = elastic.least_world(asked)
-        print_note(f"warning: elastic=true: no plan fits {most} ranks or fewer (min_world={least})")
+    fitting = elastic.fitting(requested, saved, plan, maximum, exact)
+    if fitting is None:
+        minimum = elastic.least_world(requested)
+        print_note(f"warning: elastic=true: no plan fits {maximum} ranks or fewer (min_world={minimum})")
         return None
-    before, now = (" ".join(f"{axis}={size}" for axis, size in one.degrees.items()) for one in (plan, found[1]))
-    batch = found[1].batch
+    before, now = (" ".join(f"{axis}={size}" for axis, size in shape.degrees.items()) for shape in (plan, fitting[1]))
+    batch = fitting[1].batch
     print(
-        f"elastic: the plan changes from {plan.world} ranks ({before}) to {found[1].world} ({now}); "
+        f"elastic: the plan changes from {plan.world} ranks ({before}) to {fitting[1].world} ({now}); "
         f"global_batch={batch.global_batch} stays: {batch.microbatches} x {batch.micro_batch} samples per dp rank",
         file=sys.stderr,
     )
-    return found
+    return fitting
 
 
 def describe(job: Job, changed: bool) -> None:

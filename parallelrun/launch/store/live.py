@@ -77,8 +77,8 @@ class GatheredStatus(Status):
             row: dict[str, Any] = json.loads(text)
         except (OSError, ValueError):
             return {"rank": member.rank, "pid": member.pid, "host": member.host, "seen": False}
-        known, since = self._last.get(member.rank, ("", now))
-        if text != known:
+        before, since = self._last.get(member.rank, ("", now))
+        if text != before:
             self._last[member.rank], since = (text, now), now
         return {**row, "silent_s": round(float(row["silent_s"]) + now - since, 3)}
 

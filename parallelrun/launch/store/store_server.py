@@ -97,7 +97,7 @@ class _Contents:
             waiting.missing.discard(key)
             if not waiting.missing:
                 waiting.timer.cancel()
-                waiting.client.answer(*(self.values.get(one, b"") for one in waiting.keys))
+                waiting.client.answer(*(self.values.get(waited_key, b"") for waited_key in waiting.keys))
 
     def wait(self, client: _Connection, timeout_ms: int, keys: Sequence[str], wanted: Sequence[str]) -> None:
         """Answer with the values of `wanted` as soon as all `keys` are there."""
@@ -166,8 +166,8 @@ class _Connection(asyncio.Protocol):
             return
         assert self._transport is not None
         theirs = bytes(self._received[:NONCE_BYTES])
-        given = bytes(self._received[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES])
-        if not hmac.compare_digest(given, proof(self._token, b"client", self._nonce + theirs)):
+        received = bytes(self._received[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES])
+        if not hmac.compare_digest(received, proof(self._token, b"client", self._nonce + theirs)):
             self._transport.write(REFUSED)
             self._transport.close()
             return
