@@ -106,7 +106,8 @@ def find(
     may be one that sleeps if another rank is stopped, such as while its checkpoint waits for all ranks beside training.
     """
     waits = {rank: own.waits_for for rank, own in positions.items() if own.waits_for is not None}
-    absent = {rank: _absent(wait, positions) for rank, wait in waits.items()}
+    issued = {rank: own.issued for rank, own in positions.items()}
+    absent = {rank: wait.absent(waits, issued) for rank, wait in waits.items()}
     guilty = sorted({rank for ranks in absent.values() for rank in ranks if rank not in waits})
     if stopped := [rank for rank, own in positions.items() if own.activity == STOPPED]:
         guilty = [rank for rank in guilty if rank in stopped]
@@ -125,7 +126,7 @@ def find(
     candidates = [wait for rank, wait in waits.items() if set(absent[rank]) & set(guilty)]
     ((key, _),) = Counter(map(_key, candidates)).most_common(1)
     shown = next(wait for wait in candidates if _key(wait) == key)
-    here = [rank for rank in guilty if rank in _absent(shown, positions)]
+    here = [rank for rank in guilty if rank in shown.absent(waits, issued)]
     return _stall(shown, waits, here, positions, mesh, directory, hosts)
 
 
@@ -178,24 +179,6 @@ def _stall(
 
 def _key(wait: PendingCollective) -> tuple[str, str, int]:
     return wait.group, wait.operation, wait.number
-
-
-def _absent(wait: PendingCollective, positions: Mapping[int, Position]) -> list[int]:
-    """Return the ranks of an operation that have not come to it."""
-    if not wait.number:
-        return list(wait.missing or ())
-    absent = []
-    for rank in wait.ranks:
-        own = positions.get(rank)
-        if own is not None and own.waits_for is not None and own.waits_for.group == wait.group:
-            theirs = own.waits_for
-            if theirs.number and (theirs.number < wait.number or _key(theirs)[1] != wait.operation):
-                absent.append(rank)
-        elif wait.missing is not None:
-            absent += [rank] if rank in wait.missing else []
-        elif own is None or own.issued.get(wait.group, 0) < wait.number:
-            absent.append(rank)
-    return absent
 
 
 def axis_of(ranks: Sequence[int], mesh: MeshShape) -> str:

@@ -91,6 +91,15 @@ def test_a_rank_that_sleeps_is_not_blamed_while_another_is_stopped():
     assert missing(found({**asleep, 0: ahead, 2: waits("tp2", TP, 17)})) == [3]
 
 
+def test_a_rank_that_has_issued_the_collective_has_come():
+    """It waits by something of its own, such as a handle of the collective."""
+    has_issued = Position(SLEEPS, (), None, {"world": 12})
+    assert (
+        stall.find({rank: has_issued if rank == 2 else waits("world", ALL, 12) for rank in ALL}, MESH, Path(), {})
+        is None
+    )
+
+
 def test_positions_that_do_not_tell_are_no_stall():
     assert stall.find({0: SLEEPING, 1: SLEEPING}, MESH, Path("/run"), {}) is None
     assert stall.find({rank: waits("world", ALL, 12) for rank in ALL}, MESH, Path("/run"), {}) is None
