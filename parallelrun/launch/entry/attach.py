@@ -203,7 +203,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
         note = "interrupted" if code == EXIT_INTERRUPTED else ""
         step, failed_save_step = heartbeats.read(0).step, heartbeats.failed_save()
         conclude(Outcome(code, None, note, step, failed_save_step), job, terminal)
-    status.remove()  # not sooner: by it the guard beside rank 0 knows that this rank may still report
+    status.remove()  # last: until then, rank 0's guard sees that this rank may still report
     if heartbeats.returned(attached.rank) == code:
         return code
     terminal.flush()

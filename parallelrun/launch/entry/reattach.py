@@ -49,9 +49,9 @@ def most_restarts(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def variables(name: str, most: int, number: int) -> dict[str, str]:
+def variables(name: str, max_restarts: int, number: int) -> dict[str, str]:
     """Return the variables that tell ranks that they may be started again. name: of the job; number: of restarts."""
-    count = {"TORCHELASTIC_MAX_RESTARTS": str(most), "TORCHELASTIC_RESTART_COUNT": str(number)}
+    count = {"TORCHELASTIC_MAX_RESTARTS": str(max_restarts), "TORCHELASTIC_RESTART_COUNT": str(number)}
     return {"TORCHELASTIC_RUN_ID": name, **count}
 
 
@@ -97,7 +97,7 @@ def continued(job: Job, directory: Path) -> Job:
 
     Raises ParallelrunError with the code of the last attempt, or that of no progress, if it must not be restarted.
     """
-    most = most_restarts(os.environ)
+    limit = most_restarts(os.environ)
     outcome, history, decision = judged(directory)
     if not decision.restart:
         last = history[-1]
@@ -105,21 +105,21 @@ def continued(job: Job, directory: Path) -> Job:
         raise ParallelrunError(Problem(reason), exit_code=decision.exit_code or outcome.exit_code)
     after = restarts.prepared(replace(job, directory=directory), None, history, decision)
     attempts.write(directory, history)
-    restarts.announce(replace(outcome, cause=None), job.plan, history, after, most + 1)  # its ranks have told the cause
+    restarts.announce(replace(outcome, cause=None), job.plan, history, after, limit + 1)  # ranks have told the cause
     return after
 
 
-def judged(directory: Path, most: int | None = None) -> tuple[Outcome, list[Attempt], Decision]:
+def judged(directory: Path, max_restarts: int | None = None) -> tuple[Outcome, list[Attempt], Decision]:
     """Return how the last attempt of a run ended, all attempts, and what follows; record it. Its ranks have ended.
 
-    most: how often the run may be restarted; None if its launcher counts.
+    max_restarts: how often the run may be restarted; None if its launcher counts.
     """
     history = attempts.read(directory)
     outcome = _outcome(directory, history[-1])
     if history[-1].ended is None:
         history[-1] = restarts.ended(history, outcome, directory)
         attempts.write(directory, history)
-    decision = restart_policy.decide(history, len(history) if most is None else most)
+    decision = restart_policy.decide(history, len(history) if max_restarts is None else max_restarts)
     if not decision.restart:
         last = history[-1]
         code = decision.exit_code or outcome.exit_code

@@ -29,7 +29,7 @@ FAILED = ("failed", "interrupted", DIED, BROKEN)
 
 @dataclass(frozen=True)
 class Removable:
-    """A run directory, or the checkpoints in one beyond the newest `keep` (0: the whole run).
+    """A run directory, or the checkpoints in one beyond the newest `keep` (0: all of the run).
 
     num_bytes: the size of what would be removed.
     """
@@ -62,14 +62,14 @@ def removable(runs: Path, policy: Policy, now: float | None = None) -> list[Remo
 def remove(runs: Path, candidates: Iterable[Removable]) -> Iterator[Removable]:
     """Delete, and yield what was deleted with its bytes. A run that has begun to train meanwhile is left alone.
 
-    A directory gets a hidden name before its files are deleted, so that a visible one is always complete. A sweep's
-    results forget the points that are gone, and go with the last of them. Raises OSError.
+    A directory gets a hidden name before its files are deleted, so that a visible one is always complete. Removed
+    points are also removed from their sweep's results; the results are deleted with the last point. Raises OSError.
     """
-    gone: dict[Path, list[str]] = {}
+    removed: dict[Path, list[str]] = {}
     try:
-        yield from _remove(candidates, gone)
+        yield from _remove(candidates, removed)
     finally:
-        for group, names in gone.items():
+        for group, names in removed.items():
             if (group / RESULTS).is_file():
                 _forget_points(group, names)
             with suppress(OSError):
@@ -79,8 +79,8 @@ def remove(runs: Path, candidates: Iterable[Removable]) -> Iterator[Removable]:
         latest.unlink()
 
 
-def _remove(candidates: Iterable[Removable], gone: dict[Path, list[str]]) -> Iterator[Removable]:
-    """gone: gets the names of the run directories that are removed, by the folder that held them."""
+def _remove(candidates: Iterable[Removable], removed: dict[Path, list[str]]) -> Iterator[Removable]:
+    """removed: gets the names of the run directories that are removed, by the folder that held them."""
     for candidate in candidates:
         if read_row(candidate.run).is_live:
             continue
@@ -91,7 +91,7 @@ def _remove(candidates: Iterable[Removable], gone: dict[Path, list[str]]) -> Ite
             continue
         aside = candidate.run.with_name(f".{candidate.run.name}.gone-{secrets.token_hex(4)}")
         os.rename(candidate.run, aside)
-        gone.setdefault(candidate.run.parent, []).append(candidate.run.name)
+        removed.setdefault(candidate.run.parent, []).append(candidate.run.name)
         shutil.rmtree(aside)
         yield candidate
 

@@ -1,4 +1,4 @@
-"""A process that acts when another one is gone, however that has ended. Torch-free, and of Linux only."""
+"""A process that acts when another one has ended, in whatever way. Torch-free; Linux only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallelrun.report.records.read import read_object
 LAUNCHER_GONE = "the launcher is gone: it was killed, and its ranks ended with it"
 RANKS_GONE = "rank 0 is gone, and no other rank has told why: they were killed, or a host was lost"
 PATIENCE_S = 1.0  # between the end of the last process of a run and its final status: another may still write it
-_QUIET = 5  # times that a rank on another host has not written its file, until it counts as gone
+_QUIET = 5  # periods without a new file from a rank on another host, until it counts as ended
 _TICK_S = 0.1
 _LOOK_S = 1.0
 
@@ -80,7 +80,7 @@ def status_of(directory: Path, why: str) -> contextlib.AbstractContextManager[No
 
 
 def of_stopped_ranks(peers: Peers) -> contextlib.AbstractContextManager[None]:
-    """As the first rank of a host, see to it that its stopped ranks are killed once the end of the run is recorded."""
+    """On the first rank of a host: kill the host's stopped ranks once the end of the run is recorded."""
     if len(peers.members) == 1 or peers.rank != min(peers.visible, default=None):
         return contextlib.nullcontext()
     return guarded(partial(_end_stopped, peers), peers.end_stopped)
@@ -94,7 +94,7 @@ def _end_stopped(peers: Peers) -> None:
 
 
 def conclude_abandoned(directory: Path, why: str) -> None:
-    """Write `failed` because of `why` into the status of a run whose launcher or rank 0 is gone, once all ranks are.
+    """Write `failed` because of `why` into the status of a run whose launcher or rank 0 has ended, once all have.
 
     A process that survives knows more and goes first: it writes the final status, or goes on with the next attempt. It
     has PATIENCE_S for that after the last rank has ended.
@@ -128,7 +128,7 @@ class _Ranks:
         return False
 
     def all_have_exited(self) -> bool:
-        """Return whether all ranks were on this host and have exited, so that nobody else can write."""
+        """Return whether all ranks were on this host and have exited, so that no other process can write."""
         rows, here = read_object(self._directory / STATUS).get("ranks") or [], os.uname().nodename
         return bool(rows) and all(row["host"] == here and start_time(row["pid"])[:6] == "exited" for row in rows)
 

@@ -1,4 +1,4 @@
-"""What a rank under another launcher notices by itself: hosts that do not answer, and a launcher that is gone.
+"""Losses that a rank under another launcher detects itself: hosts that do not answer, and a launcher that has exited.
 
 A cut network ends no connection. But the kernel of a host acknowledges data and probes even while its processes are
 stopped, so a rank looks whether the connections that it has anyway (gloo's, the store's) are acknowledged. Linux only.
@@ -19,7 +19,7 @@ from parallelrun.launch.host.environment import Attached
 from parallelrun.launch.host.heartbeat import HeartbeatFile
 from parallelrun.launch.store.rendezvous import Member
 
-RESENT = 5  # times in vain: after some 7 s
+RESENT = 5  # times without an answer: after some 7 s
 LAUNCHER_LOST = "lost its launcher, which was killed"
 MPIRUN_S = 20.0  # until mpirun has noticed a cut itself, by the parameters that docs/cluster.md names
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 100}  # of a connection without data: s, s, times
@@ -119,14 +119,14 @@ def told(
 def launcher(attached: Attached, environ: Mapping[str, str]) -> int | None:
     """Return the pid of the launcher with which this process must end; None if there is none.
 
-    Slurm ends its ranks itself. Whoever sets torchrun's variables by hand may have exited long ago.
+    Slurm ends its ranks itself. A shell that has set torchrun's variables by hand may have exited long ago.
     """
     by_torchrun = attached.source == "torchrun" and environ.get("TORCHELASTIC_RUN_ID")
     return os.getppid() if by_torchrun or attached.source == "mpirun" else None
 
 
 def _resent(descriptor: int) -> int:
-    """Return how often the kernel has sent the same data or probe over a connection, in vain."""
+    """Return how often the kernel has sent the same data or probe over a connection without an answer."""
     with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
         return max(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)[2:])  # tcpi_retransmits, tcpi_probes
     return 0

@@ -101,9 +101,9 @@ def find(
 ) -> StalledOperation | None:
     """Return the operation for which ranks wait, and those that have not come; None if the positions do not tell.
 
-    positions: of all ranks whose position is known, those without frames included; hosts: by rank. Of several
-    operations it is the one that keeps the others waiting: a missing rank that waits elsewhere is a victim itself. So
-    may be one that sleeps if another rank is stopped, such as while its checkpoint waits for all ranks beside training.
+    positions: of all ranks whose position is known, those without frames included; hosts: by rank. If several
+    operations do not end, the result is the one for which the others wait: a missing rank that waits elsewhere is a
+    victim. A sleeping rank may also be a victim if another rank is stopped: its checkpoint may wait for all ranks.
     """
     waits = {rank: own.waits_for for rank, own in positions.items() if own.waits_for is not None}
     issued = {rank: own.issued for rank, own in positions.items()}
@@ -122,7 +122,7 @@ def find(
         shown = next(wait for wait in waits.values() if _key(wait) == common)
         members = [rank for rank in guilty if rank in shown.ranks] or guilty
         return _stall(shown, waits, members, positions, mesh, directory, hosts)
-    # the operation that the most ranks wait in, among those to which a guilty rank has not come
+    # of the operations to which a guilty rank has not come, the one in which most ranks wait
     candidates = [wait for rank, wait in waits.items() if set(absent[rank]) & set(guilty)]
     ((key, _),) = Counter(map(_key, candidates)).most_common(1)
     shown = next(wait for wait in candidates if _key(wait) == key)

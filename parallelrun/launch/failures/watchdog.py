@@ -25,7 +25,7 @@ _WATCH_S = 0.5
 
 @dataclass
 class Watchdog:
-    """A thread that tells how this rank fares, and ends it when it hangs: stacks to the log, `on_hang`, exit 7.
+    """A thread that reports the pace of this rank, and ends it when it hangs: stacks to the log, `on_hang`, exit 7.
 
     It watches ranks that have no supervisor of ours: inline runs, and ranks of another launcher. told: why the launcher
     says that the run has failed, which this rank, waiting in a collective, may not notice: then `on_told`, and the end.

@@ -81,7 +81,7 @@ class HeartbeatFile:
         return self.read(rank).phase not in ("start", "build")
 
     def set_pace(self, rank: int, pace: Pace) -> None:
-        """Record how `rank` fares."""
+        """Record the pace of `rank`."""
         self._slots[rank].pace[:] = astuple(pace)
 
     def rows(self, pids: Mapping[int, int]) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ def _datagrams(address: str) -> socket.socket:
 
 
 def chosen(environ: Mapping[str, str], host: str) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use the interface towards `host`, but for those that are set.
+    """Return the variables that make gloo and NCCL use the interface towards `host`, except those that are set.
 
     Left alone, gloo binds to what the host's own name resolves to, which is often 127.0.1.1, and NCCL takes the first
     interface that looks like a network.

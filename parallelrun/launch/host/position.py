@@ -1,7 +1,7 @@
 """Where a rank is that makes no progress: asleep, computing or waiting for others, and in which lines. Torch-free.
 
-A rank tells its own position, from a thread beside the one that trains. The launcher asks for it by SIGUSR1, on which
-faulthandler also writes all stacks to the log: that succeeds even if native code never gives back Python's lock.
+A thread of each rank writes the position of the rank's main thread to a file. The launcher asks for it by SIGUSR1. On
+this signal faulthandler also writes all stacks to the log, even if native code never releases Python's lock.
 """
 
 from __future__ import annotations
@@ -163,12 +163,12 @@ def function_of(frame: str) -> str:
 
 
 def path_of(directory: Path, rank: int) -> Path:
-    """Return the file in which a rank tells its position when it is asked."""
+    """Return the file to which a rank writes its position on ASK."""
     return directory / "logs" / f"position_rank_{rank}.json"
 
 
 def read(directory: Path, rank: int) -> Position | None:
-    """Return the position that a rank has told; None if it has told none."""
+    """Return the position that a rank has written; None if it has written none."""
     try:
         return from_json(json.loads(path_of(directory, rank).read_text()))
     except (OSError, ValueError, KeyError, TypeError):
@@ -176,10 +176,10 @@ def read(directory: Path, rank: int) -> Position | None:
 
 
 def tell_when_asked(directory: Path, rank: int) -> None:
-    """Let this rank tell its position when ASK comes. Called once, in its main thread, before faulthandler registers
+    """Let this rank write its position when ASK arrives. Called once, in its main thread, before faulthandler registers
     the same signal with `chain`.
 
-    Python notes a signal in a pipe at once, whatever the main thread does, and a thread waits at the pipe's other end.
+    Python writes a signal's number to a pipe at once, even if the main thread is blocked. A thread reads the pipe.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

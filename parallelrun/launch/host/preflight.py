@@ -192,9 +192,9 @@ def check_memory(config: Config, plan: Plan, available: int | None, per_rank: bo
     kinds = "for weights, gradients and optimizer"
     fix = "a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices"
     if config.verb == "verify":  # the tensors that are compared are in the host's memory
-        least = verified.state + (0 if per_rank else verified.traces)
+        compared_bytes = verified.state + (0 if per_rank else verified.traces)
         total = max(total, state + (verified.total if per_rank else verified.peak))
-        state, kinds = state + least, f"{kinds}, {gib(least)} of it to compare them with one device"
+        state, kinds = state + compared_bytes, f"{kinds}, {gib(compared_bytes)} of it to compare them with one device"
         fix = "shrink=true, a smaller model, verify.steps=1 or verify.precision=fp32"
     if state > available:  # certain, because activations come on top
         message = f"{holder} {gib(state)} {kinds}, and {gib(available)} are available"

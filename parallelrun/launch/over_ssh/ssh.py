@@ -53,22 +53,22 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, reque
     """
     signals: list[int] = []
     used = [host for host in hosts if host.num_ranks]
-    job, most = secrets.token_hex(8), requested.restarts if requested is not None else 0
+    job, limit = secrets.token_hex(8), requested.restarts if requested is not None else 0
     code = EXIT_OK
     with handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
         for number in count():
             try:
                 with SshAttempt(used, ssh, signals) as attempt:
-                    attempt.start(words, reattach.variables(job, most, number))
+                    attempt.start(words, reattach.variables(job, limit, number))
                     code = attempt.watch()
             except EnvironmentProblem as problem:
                 if not number:
                     raise
                 print(f"  not restarted: {problem}", file=sys.stderr, flush=True)
                 return code
-            if code == EXIT_OK or signals or requested is None or not most:
+            if code == EXIT_OK or signals or requested is None or not limit:
                 return code
-            following = _code_if_final(requested, reattach.variables(job, most, number + 1), code, attempt.noticed)
+            following = _code_if_final(requested, reattach.variables(job, limit, number + 1), code, attempt.noticed)
             if following is not None:
                 return following
     raise AssertionError("unreachable")

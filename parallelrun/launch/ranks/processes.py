@@ -88,8 +88,8 @@ def import_all(names: Sequence[str]) -> None:
 
 
 def prepared(job: Job) -> Job:
-    """Return the job with what its worker's module prepares once for all ranks, if they are forked. An error is left to
-    the ranks, which meet it again and log it."""
+    """Return the job with the object that its worker's module prepares once for all forked ranks. An error is ignored:
+    the ranks get it again, and log it."""
     if _may_fork(job.plan):
         with contextlib.suppress(Exception):
             make = getattr(import_module(job.worker.partition(":")[0]), "prepare", None)

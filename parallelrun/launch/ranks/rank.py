@@ -119,8 +119,8 @@ def _device(plan: Plan, settings: RankSettings) -> torch.device:
 def _join(job: Job, rank: int, store: Store) -> None:
     """Create the process group of the run. Its timeout is the last resort, later than the launcher's hang detection.
 
-    With GPUs it uses gloo and NCCL; beside servers, which may have no GPU, only gloo: the workers have an NCCL group of
-    their own. Raises EnvironmentProblem if backend=shm is asked for and impossible.
+    With GPUs it uses gloo and NCCL. With servers, which may have no GPU, it uses gloo only: the workers have an NCCL
+    group of their own. Raises EnvironmentProblem if backend=shm is asked for and impossible.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore

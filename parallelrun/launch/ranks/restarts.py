@@ -45,13 +45,13 @@ def notes(config: Config, only_once: str = "") -> list[str]:
 
     only_once: the launcher that has started the ranks, if it does not start them again.
     """
-    most = config.restarts
-    if most and only_once:
+    limit = config.restarts
+    if limit and only_once:
         others = _INSTEAD.get(only_once, "our own launcher does (-H for several hosts)")
-        return [f"restarts={most}: {only_once} does not start ranks again: {others}; resume=auto goes on in a new job"]
-    if not most or config.checkpoint.every:
+        return [f"restarts={limit}: {only_once} does not start ranks again: {others}; resume=auto goes on in a new job"]
+    if not limit or config.checkpoint.every:
         return []
-    return [f"restarts={most} without checkpoint.every: after a failure the run begins again with its first step"]
+    return [f"restarts={limit} without checkpoint.every: after a failure the run begins again with its first step"]
 
 
 def supervise(job: Job, requested: Config, signals: list[int]) -> Outcome:
@@ -100,9 +100,9 @@ def ended(history: Sequence[Attempt], outcome: Outcome, directory: Path) -> Atte
     )
 
 
-def stopped(outcome: Outcome, decision: Decision, most: int) -> Outcome:
+def stopped(outcome: Outcome, decision: Decision, max_restarts: int) -> Outcome:
     """Return the outcome of a run that is not restarted. One that may not restart at all says nothing of it."""
-    if not most:
+    if not max_restarts:
         return outcome
     return replace(outcome, exit_code=decision.exit_code or outcome.exit_code, why_not=decision.why)
 
@@ -146,7 +146,8 @@ def reshaped(job: Job, config: Config) -> tuple[Config, Plan] | None:
 def shrunk(
     requested: Config, saved: Config, plan: Plan, maximum: int, exact: bool = False
 ) -> tuple[Config, Plan] | None:
-    """Return the configuration and plan for at most `most` ranks (exact: for so many), or None after a warning."""
+    """Return the configuration and plan for at most `maximum` ranks (exact: for exactly `maximum`). Return None after a
+    warning if no plan fits."""
     fitting = elastic.fitting(requested, saved, plan, maximum, exact)
     if fitting is None:
         minimum = elastic.least_world(requested)
@@ -174,20 +175,22 @@ def describe(job: Job, changed: bool) -> None:
 
 
 def _set_aside(checkpoint: Path) -> None:
-    """Give a checkpoint that could not be loaded a name by which nobody resumes from it."""
+    """Rename a checkpoint that could not be loaded, so that no run resumes from it."""
     with suppress(OSError):
         os.rename(checkpoint, checkpoint.with_name(DAMAGED + checkpoint.name))
     print_note(f"warning: {checkpoint} is damaged: an older checkpoint is used")
 
 
-def announce(outcome: Outcome, plan: Plan, history: Sequence[Attempt], job: Job, most: int) -> None:
-    """Print why the last attempt, of `plan`, ended, and where the next one, `job`, begins. most: attempts allowed."""
+def announce(outcome: Outcome, plan: Plan, history: Sequence[Attempt], job: Job, limit: int) -> None:
+    """Print why the last attempt, of `plan`, ended, and where the next one, `job`, begins. limit: of attempts."""
     before, now = history[-2], history[-1]
     lines = failure.headline(outcome.cause, plan) if outcome.cause else []
     start = f"the checkpoint of step {now.resumed_step}" if now.checkpoint else "step 0: nothing was saved"
     again = f"; {counted(before.step - now.resumed_step, 'step')} again" if before.step > now.resumed_step else ""
     why = "" if outcome.cause else f" ({before.error})"
-    lines.append(f"attempt {before.number} of {most} has failed{why}; attempt {now.number} goes on from {start}{again}")
+    lines.append(
+        f"attempt {before.number} of {limit} has failed{why}; attempt {now.number} goes on from {start}{again}"
+    )
     screen = sys.stderr
     with suppress(OSError):
         print(("\n" if screen.isatty() else "") + "\n".join(lines), file=screen, flush=True)

@@ -177,7 +177,7 @@ class _Connection(asyncio.Protocol):
         self._handle()
 
     def _handle(self) -> None:
-        """Answer all messages that have come whole."""
+        """Answer all messages that have arrived completely."""
         received = self._received
         try:
             while len(received) >= _LENGTH.size:
@@ -235,6 +235,6 @@ class _Connection(asyncio.Protocol):
         self.send(DONE, *fields)
 
     def send(self, *fields: bytes) -> None:
-        """Send these fields, unless the client is gone."""
+        """Send these fields, unless the client has disconnected."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(packed(fields))

@@ -144,7 +144,7 @@ def _shared_file(attached: Attached, timeout_s: float) -> int:
 
 
 def forget(attached: Attached) -> None:
-    """Delete rank 0's note, which nobody needs when all ranks have joined."""
+    """Delete rank 0's note, which no rank needs after all have joined."""
     if attached.master_port == 0 and attached.rank == 0:
         with contextlib.suppress(OSError):
             _note(attached).unlink()
