@@ -231,7 +231,7 @@ def _reporter(
     terminal: TextIO,
     peers: Peers,
     loss: Callable[[], Failure | None],
-    heartbeats: HeartbeatFile | None = None,
+    heartbeats: HeartbeatFile,
 ) -> Callable[[Failure], int]:
     """Return the function that a failing rank calls with its own failure; it returns the exit code.
 
@@ -246,7 +246,7 @@ def _reporter(
         return tell(replace(own, lost=peers.lost()))
 
     def must_end() -> bool:
-        return attached.source == "mpirun" and heartbeats is not None and heartbeats.stop_requested()
+        return attached.source == "mpirun" and heartbeats.stop_requested()
 
     def tell(own: Failure) -> int:
         if attached.rank:
