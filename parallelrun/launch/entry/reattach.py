@@ -2,7 +2,8 @@
 
 torchrun ends all ranks and starts new ones; how often is its own business. `launch/over_ssh/ssh.py` does the same, with
 torchrun's variables. Rank 0 of the new ones finds the run that the same launcher has started before, and goes on with
-its plan, or with one for the ranks that came back. Torch-free."""
+its plan, or with one for the ranks that came back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`runs gc`: what may be deleted below `runs`, and deleting it. Runs that train are never touched. Torch-free."""
+"""`runs gc`: what may be deleted below `runs`, and deleting it. Runs that train are never touched."""
 
 from __future__ import annotations
 

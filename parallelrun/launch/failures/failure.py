@@ -1,4 +1,4 @@
-"""Failures of ranks: what went wrong, which failure is the root cause, and the message for the user. Torch-free.
+"""Failures of ranks: what went wrong, which failure is the root cause, and the message for the user.
 
 A rank that loses its connection to a failed rank fails too, within milliseconds. It is a victim, not the cause. So
 failures are compared by kind first (`Failure.order`) and by time second.

@@ -1,4 +1,4 @@
-"""A process that acts when another one has ended, in whatever way. Torch-free; Linux only."""
+"""A process that acts when another one has ended, in whatever way. Linux only."""
 
 from __future__ import annotations
 

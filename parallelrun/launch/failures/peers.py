@@ -1,4 +1,4 @@
-"""Ranks that another launcher has started: which of them died without a message, and which rank reports it. Torch-free.
+"""Ranks that another launcher has started: which of them died without a message, and which rank reports it.
 
 Our own launcher sees its ranks exit. These ranks only see each other: by the failures that they write before they exit
 (`errors/`), in the process table of a shared host, and by silence.

@@ -2,7 +2,6 @@
 
 A cut network ends no connection. But the kernel of a host acknowledges data and probes even while its processes are
 stopped, so a rank looks whether the connections that it has anyway (gloo's, the store's) are acknowledged. Linux only.
-Torch-free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether a run that has failed is restarted, and whether with all of its ranks. Decides from the attempts alone.
 
 A restart helps if the cause may not recur: a rank that was killed, a crash, a hang, a lost connection, an exception. It
-does not help if the same failure would recur, or if the user or the scheduler stopped the run. Torch-free.
+does not help if the same failure would recur, or if the user or the scheduler stopped the run.
 """
 
 from __future__ import annotations

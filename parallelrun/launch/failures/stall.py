@@ -1,4 +1,4 @@
-"""Which collective does not end, and which ranks have not come to it, from the positions of all ranks. Torch-free.
+"""Which collective does not end, and which ranks have not come to it, from the positions of all ranks.
 
 A rank that waits in a collective is a victim of a rank that does not join it. If the positions do not tell which
 collective that is, the suspect is the rank that is stopped, outside of collectives, or at another step than the

@@ -1,6 +1,4 @@
-"""The watchdog of a rank that has no supervisor of ours: it reports the rank's progress, and ends it when it hangs.
-Torch-free.
-"""
+"""The watchdog of a rank that has no supervisor of ours: it reports the rank's progress, and ends it when it hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run directory: created exclusively and private, with what is known before the ranks start. Torch-free.
+"""The run directory: created exclusively and private, with what is known before the ranks start.
 
 The launcher writes config.yaml, plan.json, manifest.json, status.json and logs/ to
 `<runs>/<model>-<strategy>-<degrees>/<utc>-<random>/`. The workers write metrics, checkpoints and summaries.

@@ -1,6 +1,6 @@
 """The variables that tell how this process was started: directly, or as a rank by torchrun, srun, mpirun, TF_CONFIG.
 
-Torch-free. Sources: the documentation of torch.distributed.run; Slurm's srun manual, OUTPUT ENVIRONMENT VARIABLES
+Sources: the documentation of torch.distributed.run; Slurm's srun manual, OUTPUT ENVIRONMENT VARIABLES
 (SLURM_STEP_NUM_TASKS, unlike SLURM_NTASKS, is not set in an sbatch or salloc shell); Open MPI's mpirun manual; MPICH's
 PMI.
 """

@@ -1,4 +1,4 @@
-"""The heartbeat file: memory that a launcher and its ranks share to report progress and failures. Torch-free."""
+"""The heartbeat file: memory that a launcher and its ranks share to report progress and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network interface that reaches the other hosts: gloo and NCCL are told to use it. Torch-free."""
+"""The network interface that reaches the other hosts: gloo and NCCL are told to use it."""
 
 from __future__ import annotations
 

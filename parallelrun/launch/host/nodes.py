@@ -2,7 +2,7 @@
 
 Unlike torchrun, srun and mpirun, they start no ranks: this process does (`cli/node.py`). Sources: torchrun's PET_*
 variables, which Kubeflow Trainer sets in every pod (its plug-in torch); SkyPilot's documentation, "environment
-variables". Torch-free.
+variables".
 """
 
 from __future__ import annotations

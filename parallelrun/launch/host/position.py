@@ -1,4 +1,4 @@
-"""Where a rank is that makes no progress: asleep, computing or waiting for others, and in which lines. Torch-free.
+"""Where a rank is that makes no progress: asleep, computing or waiting for others, and in which lines.
 
 A thread of each rank writes the position of the rank's main thread to a file. The launcher asks for it by SIGUSR1. On
 this signal faulthandler also writes all stacks to the log, even if native code never releases Python's lock.

@@ -1,4 +1,4 @@
-"""The share of this host's cores and GPUs for one of several runs that another program starts side by side. Torch-free.
+"""The share of this host's cores and GPUs for one of several runs that another program starts side by side.
 
 Without it each run would start as many threads as there are cores, and use the same first GPUs.
 """

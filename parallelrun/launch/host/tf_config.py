@@ -1,4 +1,4 @@
-"""TF_CONFIG: the variable in which TensorFlow describes a cluster and the task of this process. Torch-free.
+"""TF_CONFIG: the variable in which TensorFlow describes a cluster and the task of this process.
 
     TF_CONFIG='{"cluster": {"worker": ["a:2222", "b:2222"], "ps": ["c:2222"]}, "task": {"type": "ps", "index": 0}}'
 

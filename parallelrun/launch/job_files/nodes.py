@@ -1,4 +1,4 @@
-"""Base classes of the jobs: settings of every scheduler, and how they fill its template. Torch-free."""
+"""Base classes of the jobs: settings of every scheduler, and how they fill its template."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """horovodrun's `-np N -H h1:4,h2:4` or `--hostfile FILE`: the ranks of each host, which `launch/over_ssh/ssh.py`
-starts. No torch.
+starts.
 
 Slots are filled in the order in which hosts are listed; remaining slots stay idle.
 """

@@ -1,6 +1,6 @@
 """Progress reports of ranks under another launcher: each rank writes a small file, and rank 0 gathers them.
 
-Our own launcher reads its ranks' memory instead. Torch-free.
+Our own launcher reads its ranks' memory instead.
 """
 
 from __future__ import annotations

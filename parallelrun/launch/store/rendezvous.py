@@ -1,4 +1,4 @@
-"""The rendezvous of ranks that another launcher has started: they join through a store and must agree. Torch-free.
+"""The rendezvous of ranks that another launcher has started: they join through a store and must agree.
 
 Only rank 0 composes the configuration. It publishes the frozen config, its hash and the run directory. Each rank
 reports how it was started (`Member`). Rank 0 compares the reports before a process group exists: command line, code,

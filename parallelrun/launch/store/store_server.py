@@ -1,4 +1,4 @@
-"""The server of the store in which ranks of several hosts meet, and the protocol that its clients speak. Torch-free.
+"""The server of the store in which ranks of several hosts meet, and the protocol that its clients speak.
 
 torch's TCPStore answers every process that connects, so that any of them can delete its keys. This server answers
 only clients that know the run's token: both sides prove that they do (HMAC-SHA256 of fresh random numbers), and the
