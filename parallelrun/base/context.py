@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,20 @@ class PendingCollective:
     number: int
     num_bytes: int
     missing: tuple[int, ...] | None = None
+
+    def absent(self, waits: Mapping[int, PendingCollective], issued: Mapping[int, Mapping[str, int]]) -> list[int]:
+        """Return the ranks that have not come. waits: the operation for which each waiting rank waits; issued: the
+        number of collectives that each rank has issued, by group."""
+        if not self.number:
+            return list(self.missing or ())
+        return [rank for rank in self.ranks if not self._has_come(rank, waits.get(rank), issued.get(rank, {}))]
+
+    def _has_come(self, rank: int, wait: PendingCollective | None, issued: Mapping[str, int]) -> bool:
+        if wait is not None and wait.group == self.group:
+            return not wait.number or (wait.number >= self.number and wait.operation == self.operation)
+        if self.missing is not None:
+            return rank not in self.missing
+        return issued.get(self.group, 0) >= self.number
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ _TOOLS = {  # module and function of each tool: `cli.help.TOOLS` says what they 
     "export": ("cli.tools.weights", "export"),
     "import": ("cli.tools.weights", "import_weights"),
     "import-flags": ("cli.tools.import_flags", "main"),
-    "slurm": ("cli.tools.slurm", "main"),
+    "slurm": ("cli.tools.job_file", "slurm"),
     "k8s": ("cli.tools.job_file", "k8s"),
     "sky": ("cli.tools.job_file", "sky"),
     "generate": ("cli.tools.inference", "generate"),

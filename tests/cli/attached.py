@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -47,6 +48,19 @@ def main(text: str) -> int:
             raise
     except Exception as error:
         return errors.report(error, False)
+    finally:
+        if wanted.get("signalled at its end"):
+            receive_stop_signals()
+
+
+def receive_stop_signals() -> None:
+    """Get every stop signal while the interpreter exits, which has then restored the default of handled signals."""
+    from parallelrun.base.stop_signals import STOP_SIGNALS
+
+    for number in STOP_SIGNALS:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def see_gpu(identity: str) -> None:

@@ -163,6 +163,13 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path):
     assert f"resume with: parallelrun dp=2 resume={saved}" in ranks[0].stderr
 
 
+def test_a_rank_whose_code_is_settled_ignores_the_scheduler_s_signals(tmp_path):
+    """`srun --kill-on-bad-exit` sends SIGTERM to all ranks as soon as the first has exited."""
+    ranks = run_attached(tmp_path, **{"signalled at its end": True})
+    assert codes(ranks) == [0, 0], ranks[0].stderr
+    assert ranks[0].status["state"] == "done"
+
+
 def test_a_rank_that_fails_says_how_to_go_on_with_the_overrides_of_rank_0(tmp_path):
     ranks = run_attached(tmp_path, {**ENDLESS, "rank": 1, "step": 30, "do": "raise", "pause": 0.05})
     saved = ranks[0].directory / "checkpoints" / "step_2"

@@ -1,19 +1,20 @@
 """The text of a job's file for Slurm, Kubernetes or SkyPilot: `parallelrun slurm|k8s|sky KEY=VALUE ...`.
 
 The words of the run and the settings of the job are told apart, and the plan is checked before anything waits in a
-queue. No torch.
+queue. Only `slurm --submit` starts anything. No torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.base.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.wording import counted
 from parallelrun.cli import argv as command_lines
 from parallelrun.cli import help, verbs
@@ -26,12 +27,24 @@ from parallelrun.launch.host.directory import name_of
 from parallelrun.launch.job_files.kubernetes import KubernetesJob
 from parallelrun.launch.job_files.nodes import JobFile
 from parallelrun.launch.job_files.skypilot import SkyPilotJob
+from parallelrun.launch.job_files.slurm import SlurmJob
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.search.open_keys import faster_precision, is_open
 
+SUBMIT = "--submit"
+_ANSWER_S = 30.0  # how long Slurm may take to accept a job
 _RESUME = "resume"
 _PYTHON = "python"
+
+
+def slurm(words: list[str]) -> int:
+    """Print a batch file of Slurm, or submit it. Raises ConfigError (2) with all mistakes, EnvironmentProblem (3)."""
+    if (code := help.answered(words, _SLURM_HELP)) is not None:
+        return code
+    batch = text("slurm", SlurmJob(), [word for word in words if word != SUBMIT], words, sys.executable)
+    print(_submitted(batch) if SUBMIT in words else batch, end="")
+    return EXIT_OK
 
 
 def k8s(words: list[str]) -> int:
@@ -51,12 +64,28 @@ def _print(verb: str, job: JobFile, words: list[str], usage: str) -> int:
     return EXIT_OK
 
 
-def text(verb: str, job: JobFile, given: Sequence[str], typed: Sequence[str], python: str) -> str:
+def _submitted(text: str) -> str:
+    """Hand the file to sbatch; what it answers. Raises EnvironmentProblem if there is no Slurm, or it refuses."""
+    try:
+        done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, timeout=_ANSWER_S)
+    except FileNotFoundError as error:
+        message = "sbatch is not installed here"
+        command = "leave --submit out, and submit the file on a login node of the cluster"
+        raise EnvironmentProblem(Problem(message, SUBMIT, command=command)) from error
+    except subprocess.TimeoutExpired as error:
+        message = f"sbatch has not answered in {_ANSWER_S:g} s: the job may have been submitted"
+        raise EnvironmentProblem(Problem(message, SUBMIT, command="squeue --me")) from error
+    if done.returncode:
+        raise EnvironmentProblem(Problem(f"sbatch: {done.stderr.strip()}", SUBMIT, command="sinfo"))
+    return done.stdout
+
+
+def text(verb: str, job: JobFile, words: Sequence[str], typed: Sequence[str], python: str) -> str:
     """The file of a job. verb: slurm | k8s | sky; job: with the defaults; typed: for the reader; python: by default.
 
     Raises ConfigError with all mistakes.
     """
-    settings, rest, problems = _settings(job, given)
+    settings, rest, problems = _settings(job, words)
     python = settings.pop(_PYTHON, python)
     job = replace(job, **settings)
     try:
@@ -86,16 +115,16 @@ def text(verb: str, job: JobFile, given: Sequence[str], typed: Sequence[str], py
 
 def _warnings(job: JobFile, composed: Composed) -> list[str]:
     """What a user who waits in a queue would not want to have left at its default."""
-    config, given, lines = composed.config, composed.given, []
-    is_default = config.precision.name == PrecisionConfig().name and not given & {"precision", "precision.name"}
+    config, user_keys, lines = composed.config, composed.given, []
+    is_default = config.precision.name == PrecisionConfig().name and not user_keys & {"precision", "precision.name"}
     if job.gpus_per_node and config.device != "cpu" and is_default:
-        faster = faster_precision(config, given)
+        faster = faster_precision(config, user_keys)
         if not faster and not config.cluster.peak_tflops:
             faster = f"{config.precision.name}, the default; GPUs compute several times as fast in bf16: precision=bf16"
         lines += [faster] if faster else []
-    if "steps" not in given and config.steps == Config().steps:
+    if "steps" not in user_keys and config.steps == Config().steps:
         lines.append(f"steps={config.steps}, the default, is a trial: steps=10000")
-    if config.dataset.name == DatasetConfig().name and not any(key.startswith("dataset") for key in given):
+    if config.dataset.name == DatasetConfig().name and not any(key.startswith("dataset") for key in user_keys):
         lines.append(f"dataset={config.dataset.name}, the default, is Python's own source text: dataset=text path=FILE")
     return lines
 
@@ -109,7 +138,7 @@ def _gpus_of_cluster(composed: Composed) -> int | None:
 
 def _settings(job: JobFile, words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
     """(the job's settings, the words of the run, mistakes in the settings)."""
-    types = {one.name: one.type for one in fields(job)} | {_PYTHON: "str"}
+    types = {setting.name: setting.type for setting in fields(job)} | {_PYTHON: "str"}
     settings: dict[str, Any] = {}
     rest, problems = [], []
     for word in words:
@@ -134,39 +163,39 @@ def _composed(verb: str, job: JobFile, words: Sequence[str]) -> tuple[CommandLin
     """The parsed words of the run, and its configuration."""
     line = command_lines.read(list(words))
     if line.multirun or line.verb in ("plan", "explain"):
-        what = f"{verb} writes the file of one run; {'-m' if line.multirun else line.verb} starts none by itself"
+        message = f"{verb} writes the file of one run; {'-m' if line.multirun else line.verb} starts none by itself"
         command = "parallelrun -m hydra/launcher=submitit_slurm ..." if line.multirun else "parallelrun plan ..."
-        raise ConfigError(Problem(what, "command line", command=command))
+        raise ConfigError(Problem(message, "command line", command=command))
     on_gpus = ["device=cuda"] if job.gpus_per_node and not _given(line, "device") else []
-    found = verbs.compose_line(command_lines.read([*words, *on_gpus]), None)
-    if found is None:
+    answer = verbs.compose_line(command_lines.read([*words, *on_gpus]), None)
+    if answer is None:
         raise ConfigError(Problem("Hydra's own flags answer at once; no job is needed", "command line"))
-    composed, _ = found
+    composed, _ = answer
     if is_open(composed.config, composed.given):
-        what = "a search for the best plan belongs before the job"
-        raise ConfigError(Problem(what, "strategy", command=f"parallelrun plan gpus={job.num_ranks or 8} ..."))
+        message = "a search for the best plan belongs before the job"
+        raise ConfigError(Problem(message, "strategy", command=f"parallelrun plan gpus={job.num_ranks or 8} ..."))
     return line, composed
 
 
 def _planned(job: JobFile, composed: Composed) -> Plan:
     """The plan on the job's ranks. Raises ConfigError, with the number of nodes that the plan would fill."""
-    config, given, gpus = composed.config, composed.given, job.gpus_per_node * job.nodes
+    config, user_keys, gpus = composed.config, composed.given, job.gpus_per_node * job.nodes
     try:
-        return resolve(config, given=given, world=job.num_ranks or None, gpus=gpus)
+        return resolve(config, given=user_keys, world=job.num_ranks or None, gpus=gpus)
     except ConfigError as error:
-        needed = _world_of_plan(config, given)
+        needed = _world_of_plan(config, user_keys)
         on_a_node = job.num_ranks // job.nodes if job.nodes > 0 else 0
         if not needed or not on_a_node or needed % on_a_node or needed == job.num_ranks:
             raise
-        what = f"the plan has {counted(needed, 'rank')}, and {counted(job.nodes, 'node')} of {on_a_node} have "
-        more = Problem(f"{what}{job.num_ranks}", "nodes", f"nodes={needed // on_a_node}", kind="arithmetic")
+        message = f"the plan has {counted(needed, 'rank')}, and {counted(job.nodes, 'node')} of {on_a_node} have "
+        more = Problem(f"{message}{job.num_ranks}", "nodes", f"nodes={needed // on_a_node}", kind="arithmetic")
         raise ConfigError(more, *(problem for problem in error.problems if problem.where != "world")) from error
 
 
-def _world_of_plan(config: Config, given: frozenset[str]) -> int | None:
+def _world_of_plan(config: Config, user_keys: frozenset[str]) -> int | None:
     """The number of ranks that the given degrees ask for; None if the plan is wrong in itself."""
     try:
-        return resolve(config, given=given).world
+        return resolve(config, given=user_keys).world
     except ConfigError:
         return None
 
@@ -174,6 +203,18 @@ def _world_of_plan(config: Config, given: frozenset[str]) -> int | None:
 def _given(line: CommandLine, key: str) -> bool:
     return any(override.key == key for override in line.overrides)
 
+
+_SLURM_HELP = """parallelrun slurm KEY=VALUE ... nodes=2 gpus_per_node=8 time=04:00:00 [--submit]
+
+Print a batch file of Slurm for a run, to edit and to submit by `sbatch`; --submit submits it at once. The keys are
+those of `parallelrun`, and the plan is checked here. The settings of the job:
+  nodes=1 gpus_per_node=8          one rank for each GPU; cpus_per_task=8: the cores of each
+  nodes=1 tasks_per_node=4         ranks on CPUs; cpus_per_task=1: the cores of each
+  time=04:00:00                    its limit: hours:minutes:seconds, days-hours
+  save_s=300                       the ranks save so many seconds before the limit, and the job is queued again
+  partition= account= qos= constraint= job_name= output=
+  container=IMAGE                  by the plug-in pyxis
+  python=PATH                      the Python on the nodes (default: the one that runs this command)"""
 
 _K8S_HELP = """parallelrun k8s KEY=VALUE ... nodes=2 gpus_per_node=8 ...
 

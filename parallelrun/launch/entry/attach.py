@@ -26,10 +26,10 @@ from parallelrun.base.stop_signals import STOP_SIGNALS, raise_pending
 from parallelrun.base.wording import print_note
 from parallelrun.launch.failures import failure, guard, hang, reach
 from parallelrun.launch.failures.failure import GRACE_S, LOST_PEER, TIMED_OUT, Failure
-from parallelrun.launch.failures.failure_detection import Watchdog
 from parallelrun.launch.failures.outcome import Outcome, conclude
 from parallelrun.launch.failures.peers import Peers, is_recorded
 from parallelrun.launch.failures.reach import LAUNCHER_LOST, Reach
+from parallelrun.launch.failures.watchdog import Watchdog
 from parallelrun.launch.host import environment, interfaces, output, preflight
 from parallelrun.launch.host.directory import Status
 from parallelrun.launch.host.environment import Attached
@@ -122,8 +122,8 @@ def follow(argv: Sequence[str]) -> int:
     store = stores.connect(attached)
     run = rendezvous.get(store, "run", stores.CONNECT_S)
     if run is None:
-        what = f"rank {attached.rank} has waited {stores.CONNECT_S:g} s for rank 0 to compose"
-        raise EnvironmentProblem(Problem(what, "rank 0"), exit_code=EXIT_HANG)
+        message = f"rank {attached.rank} has waited {stores.CONNECT_S:g} s for rank 0 to compose"
+        raise EnvironmentProblem(Problem(message, "rank 0"), exit_code=EXIT_HANG)
     if "failed" in run:
         store.add("exit codes read", 1)
         return int(run["failed"])
@@ -179,8 +179,8 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     raise_pending()
     peers = Peers.of(attached.rank, job.directory, members)
     lost_host = Reach(attached.rank, members).lost_host
-    told = partial(reach.told, lost_host, reach.launcher(attached, os.environ), heartbeats, attached.rank)
-    report = _reporter(attached, job, terminal, peers, told, heartbeats)
+    loss = partial(reach.told, lost_host, reach.launcher(attached, os.environ), heartbeats, attached.rank)
+    report = _reporter(attached, job, terminal, peers, loss, heartbeats)
     status: GatheredStatus | LiveFile = LiveFile(job.directory, attached.rank, attached.world)
     if attached.rank == 0:
         status = GatheredStatus(job.directory, members=members)
@@ -191,7 +191,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     on_told = partial(_conclude_told, attached, job, terminal, peers, report)
     with (
         guard.of_stopped_ranks(peers),
-        Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, told, on_told),
+        Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, loss, on_told),
     ):
         code = rank.serve(job, settings, heartbeats, lambda: store)
     for number in STOP_SIGNALS:  # `srun --kill-on-bad-exit` sends SIGTERM as soon as the first rank exits with 75
@@ -203,7 +203,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
         note = "interrupted" if code == EXIT_INTERRUPTED else ""
         step, failed_save_step = heartbeats.read(0).step, heartbeats.failed_save()
         conclude(Outcome(code, None, note, step, failed_save_step), job, terminal)
-    status.remove()  # not sooner: by it the guard beside rank 0 knows that this rank may still report
+    status.remove()  # last: until then, rank 0's guard sees that this rank may still report
     if heartbeats.returned(attached.rank) == code:
         return code
     terminal.flush()
@@ -230,13 +230,13 @@ def _reporter(
     job: Job,
     terminal: TextIO,
     peers: Peers,
-    told: Callable[[], Failure | None],
-    heartbeats: HeartbeatFile | None = None,
+    loss: Callable[[], Failure | None],
+    heartbeats: HeartbeatFile,
 ) -> Callable[[Failure], int]:
     """Return the function that a failing rank calls with its own failure; it returns the exit code.
 
     The rank that is the cause tells the user. Rank 0, or the lowest remaining rank, waits for the failures of the
-    others and then writes the status. told: see `reach.told`.
+    others and then writes the status. loss: see `reach.told`.
     """
 
     def report(own: Failure) -> int:
@@ -245,8 +245,8 @@ def _reporter(
             return own.exit_code
         return tell(replace(own, lost=peers.lost()))
 
-    def asked() -> bool:
-        return attached.source == "mpirun" and heartbeats is not None and heartbeats.stop_requested()
+    def must_end() -> bool:
+        return attached.source == "mpirun" and heartbeats.stop_requested()
 
     def tell(own: Failure) -> int:
         if attached.rank:
@@ -257,7 +257,7 @@ def _reporter(
         if own.order == LOST_PEER and job.plan.device == "cpu":
             reach.hang_up()  # else a rank that waits for this one notices nothing until it exits, and so on
         if attached.rank:
-            if not peers.must_report(own, asked):
+            if not peers.must_report(own, must_end):
                 return own.exit_code
         elif own.order:
             time.sleep(2 * GRACE_S if own.exit_code == EXIT_HANG else GRACE_S)
@@ -265,7 +265,7 @@ def _reporter(
             return own.exit_code
         cause = hang.explained(failure.explained(peers.cause(own), job.directory), own, peers, job)
         if own.order and failure.read(job.directory, cause.rank) is None:  # it has no words of its own
-            cause = told() or cause
+            cause = loss() or cause
         if is_recorded(job.directory):  # meanwhile, by a rank that was told
             return own.exit_code
         conclude(Outcome(cause.exit_code, cause), job, terminal)

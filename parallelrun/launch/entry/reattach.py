@@ -2,7 +2,8 @@
 
 torchrun ends all ranks and starts new ones; how often is its own business. `launch/over_ssh/ssh.py` does the same, with
 torchrun's variables. Rank 0 of the new ones finds the run that the same launcher has started before, and goes on with
-its plan, or with one for the ranks that came back. Torch-free."""
+its plan, or with one for the ranks that came back.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +50,9 @@ def most_restarts(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def variables(name: str, most: int, number: int) -> dict[str, str]:
+def variables(name: str, max_restarts: int, number: int) -> dict[str, str]:
     """Return the variables that tell ranks that they may be started again. name: of the job; number: of restarts."""
-    count = {"TORCHELASTIC_MAX_RESTARTS": str(most), "TORCHELASTIC_RESTART_COUNT": str(number)}
+    count = {"TORCHELASTIC_MAX_RESTARTS": str(max_restarts), "TORCHELASTIC_RESTART_COUNT": str(number)}
     return {"TORCHELASTIC_RUN_ID": name, **count}
 
 
@@ -69,19 +70,19 @@ def earlier(runs: Path, environ: Mapping[str, str] = os.environ) -> Path | None:
     own = _identity(environ)
     restarted = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and own["run_id"] not in _UNNAMED
     for directory in find.all_runs(runs)[:_SEARCHED]:
-        found = read_object(directory / FILE)
-        if found.get("agent") == own["agent"] or (restarted and found.get("run_id") == own["run_id"]):
+        identity = read_object(directory / FILE)
+        if identity.get("agent") == own["agent"] or (restarted and identity.get("run_id") == own["run_id"]):
             return directory if read_object(directory / find.STATUS).get("state") != "done" else None
     return None
 
 
-def planned(asked: Config, world: int) -> tuple[Config, Plan] | None:
+def planned(requested: Config, world: int) -> tuple[Config, Plan] | None:
     """Return the configuration and plan with which a restarted run goes on; None if that is for `resolve` to say.
 
     The plan is that of the last attempt. For another number of ranks it is resolved again: `elastic=true` changes the
     degrees that were asked for.
     """
-    directory = earlier(Path(asked.runs).expanduser())
+    directory = earlier(Path(requested.runs).expanduser())
     history = attempts.read(directory) if directory else []
     if directory is None or not history:
         return None
@@ -89,7 +90,7 @@ def planned(asked: Config, world: int) -> tuple[Config, Plan] | None:
     plan = resolve(saved)
     if plan.world == world:
         return saved, plan
-    return restarts.shrunk(asked, saved, plan, world, exact=True) if asked.elastic else None
+    return restarts.shrunk(requested, saved, plan, world, exact=True) if requested.elastic else None
 
 
 def continued(job: Job, directory: Path) -> Job:
@@ -97,29 +98,29 @@ def continued(job: Job, directory: Path) -> Job:
 
     Raises ParallelrunError with the code of the last attempt, or that of no progress, if it must not be restarted.
     """
-    most = most_restarts(os.environ)
+    limit = most_restarts(os.environ)
     outcome, history, decision = judged(directory)
     if not decision.restart:
         last = history[-1]
-        what = f"not restarted: {decision.why} (attempt {last.number}: {last.error}); {directory}"
-        raise ParallelrunError(Problem(what), exit_code=decision.exit_code or outcome.exit_code)
+        reason = f"not restarted: {decision.why} (attempt {last.number}: {last.error}); {directory}"
+        raise ParallelrunError(Problem(reason), exit_code=decision.exit_code or outcome.exit_code)
     after = restarts.prepared(replace(job, directory=directory), None, history, decision)
     attempts.write(directory, history)
-    restarts.announce(replace(outcome, cause=None), job.plan, history, after, most + 1)  # its ranks have told the cause
+    restarts.announce(replace(outcome, cause=None), job.plan, history, after, limit + 1)  # ranks have told the cause
     return after
 
 
-def judged(directory: Path, most: int | None = None) -> tuple[Outcome, list[Attempt], Decision]:
+def judged(directory: Path, max_restarts: int | None = None) -> tuple[Outcome, list[Attempt], Decision]:
     """Return how the last attempt of a run ended, all attempts, and what follows; record it. Its ranks have ended.
 
-    most: how often the run may be restarted; None if its launcher counts.
+    max_restarts: how often the run may be restarted; None if its launcher counts.
     """
     history = attempts.read(directory)
     outcome = _outcome(directory, history[-1])
     if history[-1].ended is None:
         history[-1] = restarts.ended(history, outcome, directory)
         attempts.write(directory, history)
-    decision = restart_policy.decide(history, len(history) if most is None else most)
+    decision = restart_policy.decide(history, len(history) if max_restarts is None else max_restarts)
     if not decision.restart:
         last = history[-1]
         code = decision.exit_code or outcome.exit_code
@@ -130,14 +131,14 @@ def judged(directory: Path, most: int | None = None) -> tuple[Outcome, list[Atte
 def _outcome(directory: Path, last: Attempt) -> Outcome:
     """Return how the last attempt ended, from what its ranks have written before torchrun has ended them."""
     status = read_object(directory / find.STATUS)
-    written = [one for rank in range(last.world) if (one := failure.read(directory, rank))]
+    written = [own for rank in range(last.world) if (own := failure.read(directory, rank))]
     cause = failure.root_cause(written) if written else None
     code, rank = status.get("exit_code"), status.get("failed_rank")
     if isinstance(code, int) and code:
         if cause is None or cause.rank != rank:
-            told = str(status.get("error") or _UNTOLD)
+            error = str(status.get("error") or _UNTOLD)
             hosts = read_object(directory / find.MANIFEST).get("hosts", [])
             host = hosts[0] if len(hosts) == 1 else ""
-            cause = Failure(rank, told, code, host=host) if isinstance(rank, int) else None
+            cause = Failure(rank, error, code, host=host) if isinstance(rank, int) else None
         return Outcome(code, cause, str(status.get("error") or ""))
     return Outcome(cause.exit_code if cause else EXIT_RANK_DIED, cause, _UNTOLD)

@@ -21,8 +21,8 @@ from parallelrun.data import open_dataset
 from parallelrun.launch.entry import attach, reattach
 from parallelrun.launch.failures import failure, guard
 from parallelrun.launch.failures.failure import Failure
-from parallelrun.launch.failures.failure_detection import Watchdog
 from parallelrun.launch.failures.outcome import Outcome, conclude
+from parallelrun.launch.failures.watchdog import Watchdog
 from parallelrun.launch.host import directory, environment, output, preflight, tf_config
 from parallelrun.launch.host.directory import Status
 from parallelrun.launch.host.environment import Attached
@@ -72,7 +72,7 @@ def start(
             return _launch(job, config, run_root)
 
 
-def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
+def _launch(job: Job, requested: Config, run_root: Path | None) -> int:
     """Run the ranks on this host to their end and write the final status. Return the exit code."""
     signals: list[int] = []  # one that arrives when the ranks have ended does not keep their status from being written
     with stop_signals.handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
@@ -81,7 +81,7 @@ def _launch(job: Job, asked: Config, run_root: Path | None) -> int:
         try:
             # a point of a sweep is never inline: its crash must not end the sweep, nor its threads forbid later forks
             if job.config.restarts:
-                outcome = restarts.supervise(job, asked, signals)
+                outcome = restarts.supervise(job, requested, signals)
             elif job.plan.world == 1 and run_root is None:
                 outcome = _inline(job, signals)
             else:
@@ -123,13 +123,13 @@ def _prepare(
     print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
     with elapsed.shown("loading data"):
         dataset = open_dataset(config, plan.spec) if has_dataset else None
-    found = choose(config, plan) if config.verb == "run" else None
-    if found and _is_finished(found, config):
+    checkpoint = choose(config, plan) if config.verb == "run" else None
+    if checkpoint and _is_finished(checkpoint, config):
         return None
-    if found and dataset:
-        check_data(found.index.extra, dataset, config, found.path)
+    if checkpoint and dataset:
+        check_data(checkpoint.index.extra, dataset, config, checkpoint.path)
     notes += definitions.dataset(config).notes(config, plan.spec, dataset) if dataset else []
-    if config.init.weights is not None and found is None:  # the ranks would find the same problems, one by one
+    if config.init.weights is not None and checkpoint is None:  # the ranks would find the same problems, one by one
         from parallelrun.checkpoint.exchange import source
 
         if weights := source.initial_weights(replace(config, resume=None), plan.spec):
@@ -140,19 +140,19 @@ def _prepare(
     os.umask(0o077)
     folder = directory.create(Path(config.runs), name, run_root)
     resumed = None
-    if found:
-        config, found = _held(config, plan, found, folder)
-        resumed_run, step = found.path.parents[1], found.index.step
+    if checkpoint:
+        config, checkpoint = _held(config, plan, checkpoint, folder)
+        resumed_run, step = checkpoint.path.parents[1], checkpoint.index.step
         if writer := writer_of(resumed_run):
-            what = f"{resumed_run} still trains: {writer} writes it. This run trains the steps after its step {step}"
-            print(f"warning: {what} a second time, and its trackers begin a record of their own", file=sys.stderr)
+            message = f"{resumed_run} still trains: {writer} writes it. This run trains the steps after its step {step}"
+            print(f"warning: {message} a second time, and its trackers begin a record of their own", file=sys.stderr)
         elif not repeats:
             carry_over(resumed_run, folder, config.tracker.use, step)
     elif config.resume == AUTO:
         print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
         config = replace(config, resume=None)
-    if found and dataset:
-        resumed, warning = resumed_from(found.path, found.index.extra, found.index.step, dataset)
+    if checkpoint and dataset:
+        resumed, warning = resumed_from(checkpoint.path, checkpoint.index.extra, checkpoint.index.step, dataset)
         if warning:
             print_note(f"warning: {warning}")
     directory.describe(folder, config, plan, argv, job.options.overrides, resumed)
@@ -162,28 +162,28 @@ def _prepare(
     return job
 
 
-def _is_finished(found: Chosen, config: Config) -> bool:
+def _is_finished(checkpoint: Chosen, config: Config) -> bool:
     """Return whether the checkpoint to resume from is that of the last step or a later one, and tell the user."""
-    step = found.index.step
+    step = checkpoint.index.step
     if step >= config.steps:
         left = f"nothing is left to do (steps={2 * step} trains on)"
         where = (
             f"step {step} of {config.steps}" if step == config.steps else f"step {step}, beyond steps={config.steps}"
         )
-        print(f"finished: {found.path} is {where}, {left}")
+        print(f"finished: {checkpoint.path} is {where}, {left}")
     elif config.resume == AUTO:
-        print(f"resume=auto: continues from step {step}, {found.path}", file=sys.stderr)
+        print(f"resume=auto: continues from step {step}, {checkpoint.path}", file=sys.stderr)
     return step >= config.steps
 
 
-def _held(config: Config, plan: Plan, found: Chosen, folder: Path) -> tuple[Config, Chosen]:
+def _held(config: Config, plan: Plan, checkpoint: Chosen, folder: Path) -> tuple[Config, Chosen]:
     """Return `config` with `resume` set to a checkpoint that cannot be deleted before all ranks have read it, and the
     original checkpoint. The run that saved it may be alive, and may have replaced it by a newer one."""
-    while (held := hold(found, folder)) is None:
+    while (linked := hold(checkpoint, folder)) is None:
         again = choose(config, plan)
         assert again is not None, "resume=auto has found this run before"
-        found = again
-    return replace(config, resume=str(held)), found
+        checkpoint = again
+    return replace(config, resume=str(linked)), checkpoint
 
 
 def _inline(job: Job, signals: list[int]) -> Outcome:

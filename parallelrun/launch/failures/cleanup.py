@@ -1,4 +1,4 @@
-"""`runs gc`: what may be deleted below `runs`, and deleting it. Runs that train are never touched. Torch-free."""
+"""`runs gc`: what may be deleted below `runs`, and deleting it. Runs that train are never touched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAILED = ("failed", "interrupted", DIED, BROKEN)
 
 @dataclass(frozen=True)
 class Removable:
-    """A run directory, or the checkpoints in one beyond the newest `keep` (0: the whole run).
+    """A run directory, or the checkpoints in one beyond the newest `keep` (0: all of the run).
 
     num_bytes: the size of what would be removed.
     """
@@ -56,20 +56,20 @@ def removable(runs: Path, policy: Policy, now: float | None = None) -> list[Remo
     rows = [read_row(directory) for directory in find.all_runs(runs)]
     needed = _needed(row for row in rows if row.is_live)
     idle = [row for row in rows if not row.is_live and Path(os.path.realpath(row.directory)) not in needed]
-    return [one for row in idle if (one := _of_run(row, policy, now)) is not None]
+    return [candidate for row in idle if (candidate := _of_run(row, policy, now)) is not None]
 
 
-def remove(runs: Path, found: Iterable[Removable]) -> Iterator[Removable]:
+def remove(runs: Path, candidates: Iterable[Removable]) -> Iterator[Removable]:
     """Delete, and yield what was deleted with its bytes. A run that has begun to train meanwhile is left alone.
 
-    A directory gets a hidden name before its files are deleted, so that a visible one is always complete. A sweep's
-    results forget the points that are gone, and go with the last of them. Raises OSError.
+    A directory gets a hidden name before its files are deleted, so that a visible one is always complete. Removed
+    points are also removed from their sweep's results; the results are deleted with the last point. Raises OSError.
     """
-    gone: dict[Path, list[str]] = {}
+    removed: dict[Path, list[str]] = {}
     try:
-        yield from _remove(found, gone)
+        yield from _remove(candidates, removed)
     finally:
-        for group, names in gone.items():
+        for group, names in removed.items():
             if (group / RESULTS).is_file():
                 _forget_points(group, names)
             with suppress(OSError):
@@ -79,21 +79,21 @@ def remove(runs: Path, found: Iterable[Removable]) -> Iterator[Removable]:
         latest.unlink()
 
 
-def _remove(found: Iterable[Removable], gone: dict[Path, list[str]]) -> Iterator[Removable]:
-    """gone: gets the names of the run directories that are removed, by the folder that held them."""
-    for one in found:
-        if read_row(one.run).is_live:
+def _remove(candidates: Iterable[Removable], removed: dict[Path, list[str]]) -> Iterator[Removable]:
+    """removed: gets the names of the run directories that are removed, by the folder that held them."""
+    for candidate in candidates:
+        if read_row(candidate.run).is_live:
             continue
-        if one.keep:
-            before = size_of(one.run / FOLDER)
-            keep_last(one.run / FOLDER, one.keep, rank=0)
-            yield replace(one, num_bytes=before - size_of(one.run / FOLDER))
+        if candidate.keep:
+            before = size_of(candidate.run / FOLDER)
+            keep_last(candidate.run / FOLDER, candidate.keep, rank=0)
+            yield replace(candidate, num_bytes=before - size_of(candidate.run / FOLDER))
             continue
-        aside = one.run.with_name(f".{one.run.name}.gone-{secrets.token_hex(4)}")
-        os.rename(one.run, aside)
-        gone.setdefault(one.run.parent, []).append(one.run.name)
+        aside = candidate.run.with_name(f".{candidate.run.name}.gone-{secrets.token_hex(4)}")
+        os.rename(candidate.run, aside)
+        removed.setdefault(candidate.run.parent, []).append(candidate.run.name)
         shutil.rmtree(aside)
-        yield one
+        yield candidate
 
 
 def _forget_points(sweep: Path, names: list[str]) -> None:
@@ -148,7 +148,7 @@ def _own_keep(run: Path) -> int:
 
 def _needed(live: Iterable[RunRow]) -> set[Path]:
     """The run directories whose checkpoints a live run resumes from."""
-    found: set[Path] = set()
+    needed: set[Path] = set()
     for row in live:
         with suppress(ParallelrunError):
             resumed = read_object(row.directory / MANIFEST).get("resumed")
@@ -159,5 +159,5 @@ def _needed(live: Iterable[RunRow]) -> set[Path]:
             for checkpoint in checkpoints:
                 if isinstance(checkpoint, str):
                     path = Path(os.path.realpath(checkpoint))
-                    found |= {path, *path.parents}
-    return found
+                    needed |= {path, *path.parents}
+    return needed

@@ -1,4 +1,4 @@
-"""Failures of ranks: what went wrong, which failure is the root cause, and the message for the user. Torch-free.
+"""Failures of ranks: what went wrong, which failure is the root cause, and the message for the user.
 
 A rank that loses its connection to a failed rank fails too, within milliseconds. It is a victim, not the cause. So
 failures are compared by kind first (`Failure.order`) and by time second.
@@ -109,15 +109,15 @@ def of_exception(error: BaseException, rank: int, time_ns: int, single_rank: boo
         )
         return Failure(rank, problem.what, EnvironmentProblem.exit_code, time_ns, problems=(problem,), traceback=text)
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
-    what = f"{type(error).__name__}: {first_line}".rstrip(": ")
+    reason = f"{type(error).__name__}: {first_line}".rstrip(": ")
     from_torch = [str(e) for e in chain if type(e).__name__ in _TORCH_ERRORS]
     if any(map(_LOST_PEER.search, from_torch)):
-        return Failure(rank, f"lost its peers ({what})", EXIT_RANK_DIED, time_ns, LOST_PEER, traceback=text)
+        return Failure(rank, f"lost its peers ({reason})", EXIT_RANK_DIED, time_ns, LOST_PEER, traceback=text)
     if any(map(_TIMED_OUT.search, from_torch)):
-        return Failure(rank, f"waited too long ({what})", EXIT_HANG, time_ns, TIMED_OUT, traceback=text)
+        return Failure(rank, f"waited too long ({reason})", EXIT_HANG, time_ns, TIMED_OUT, traceback=text)
     code = ParallelrunError.exit_code if single_rank else EXIT_RANK_DIED
     memory = any(isinstance(e, MemoryError) or _OUT_OF_MEMORY.search(f"{type(e).__name__}: {e}") for e in chain)
-    return Failure(rank, what, code, time_ns, traceback=text, frames=tuple(user_code.frames(error)), memory=memory)
+    return Failure(rank, reason, code, time_ns, traceback=text, frames=tuple(user_code.frames(error)), memory=memory)
 
 
 def of_exit(rank: int, status: int, time_ns: int, out_of_memory: bool = False) -> Failure:
@@ -129,8 +129,8 @@ def of_exit(rank: int, status: int, time_ns: int, out_of_memory: bool = False) -
     hint = "the out-of-memory killer" if memory else _SIGNAL_HINTS.get(name)
     # native threads abort when they lose a peer, so an abort is the cause only if there is no other failure
     order = SUSPECT if name == "SIGABRT" else CAUSE
-    what = f"died: {name}" + (f" ({hint})" if hint else "")
-    return Failure(rank, what, EXIT_RANK_DIED, time_ns, order, memory=memory)
+    reason = f"died: {name}" + (f" ({hint})" if hint else "")
+    return Failure(rank, reason, EXIT_RANK_DIED, time_ns, order, memory=memory)
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
@@ -140,18 +140,20 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 def of_mismatch(directory: Path) -> Failure | None:
     """Return the Failure of a rank that issued different collectives in its first steps; None if there is none."""
-    found = sequences.first_mismatch(sequences.read_all(directory))
-    if found is None:
+    mismatch = sequences.first_mismatch(sequences.read_all(directory))
+    if mismatch is None:
         return None
-    return Failure(found.suspects[0], found.problem().what, EXIT_RANK_DIED, problems=(found.problem(),))
+    return Failure(mismatch.suspects[0], mismatch.problem().what, EXIT_RANK_DIED, problems=(mismatch.problem(),))
 
 
 def explained(failure: Failure, directory: Path) -> Failure:
     """Return the mismatch of collectives that led to `failure`, if there is one, else `failure`."""
-    found = None if failure.problems else of_mismatch(directory)
-    if found is None:
+    mismatch = None if failure.problems else of_mismatch(directory)
+    if mismatch is None:
         return failure
-    return replace(found, pid=failure.pid if failure.rank == found.rank else 0, step=failure.step, phase=failure.phase)
+    return replace(
+        mismatch, pid=failure.pid if failure.rank == mismatch.rank else 0, step=failure.step, phase=failure.phase
+    )
 
 
 def write(directory: Path, failure: Failure) -> None:
@@ -168,7 +170,7 @@ def read(directory: Path, rank: int) -> Failure | None:
         return None
     fields = {name: fields[name] for name in Failure.__dataclass_fields__}
     problems = tuple(Problem(**problem) for problem in fields["problems"])
-    lost = tuple((rank, what) for rank, what in fields["lost"])
+    lost = tuple((rank, reason) for rank, reason in fields["lost"])
     own, stalled = position.from_json(fields["position"]), stall.from_json(fields["stall"])
     read = {"problems": problems, "frames": tuple(fields["frames"]), "lost": lost, "position": own, "stall": stalled}
     return Failure(**{**fields, **read})
@@ -184,11 +186,11 @@ def record(directory: Path, heartbeats: HeartbeatFile, failure: Failure) -> None
 
 def recorded(directory: Path, heartbeats: HeartbeatFile, rank: int, pid: int) -> Failure | None:
     """Return the failure that a rank of this host has recorded, in its file or in memory; None if there is none."""
-    found, reported = read(directory, rank), heartbeats.reported_failure(rank)
-    if found is None and reported is not None:
-        exit_code, order, what = reported
-        found = Failure(rank, what, exit_code, order=order).at(heartbeats.read(rank), pid)
-    return found
+    recorded_failure, reported = read(directory, rank), heartbeats.reported_failure(rank)
+    if recorded_failure is None and reported is not None:
+        exit_code, order, reason = reported
+        recorded_failure = Failure(rank, reason, exit_code, order=order).at(heartbeats.read(rank), pid)
+    return recorded_failure
 
 
 def message(failure: Failure, plan: Plan, directory: Path, options: ConsoleOptions = ConsoleOptions()) -> list[str]:
@@ -219,8 +221,8 @@ def how_to_resume(directory: Path, options: ConsoleOptions) -> list[str]:
     saved = last_checkpoint(directory)
     if saved is None:
         return ["  last good checkpoint: none"]
-    kept = [word for word in options.overrides if not word.startswith("resume=")]
-    command = shlex.join([*kept, f"resume={saved[1]}"])
+    words = [word for word in options.overrides if not word.startswith("resume=")]
+    command = shlex.join([*words, f"resume={saved[1]}"])
     return [f"  last good checkpoint: step {saved[0]}", f"  resume with: parallelrun {command}"]
 
 
@@ -228,8 +230,8 @@ def coordinate(plan: Plan, rank: int) -> str:
     """Return `dp=1 tp=1 pp=0` for a worker, `server 0` for a server."""
     if plan.role(rank) == "server":
         return f"server {rank - plan.num_workers}"
-    found = plan.mesh.coordinate(rank)
-    return " ".join(f"{axis}={found.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
+    degrees = plan.mesh.coordinate(rank)
+    return " ".join(f"{axis}={degrees.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
 
 
 def last_checkpoint(directory: Path) -> tuple[int, Path] | None:

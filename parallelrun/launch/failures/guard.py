@@ -1,4 +1,4 @@
-"""A process that acts when another one is gone, however that has ended. Torch-free, and of Linux only."""
+"""A process that acts when another one has ended, in whatever way. Linux only."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from parallelrun.report.records.read import read_object
 
 LAUNCHER_GONE = "the launcher is gone: it was killed, and its ranks ended with it"
 RANKS_GONE = "rank 0 is gone, and no other rank has told why: they were killed, or a host was lost"
-_PATIENCE_S = 1.0  # between the end of the last process of a run and its final status: another may still write it
-_QUIET = 5  # times that a rank on another host has not written its file, until it counts as gone
+PATIENCE_S = 1.0  # between the end of the last process of a run and its final status: another may still write it
+_QUIET = 5  # periods without a new file from a rank on another host, until it counts as ended
 _TICK_S = 0.1
 _LOOK_S = 1.0
 
@@ -80,7 +80,7 @@ def status_of(directory: Path, why: str) -> contextlib.AbstractContextManager[No
 
 
 def of_stopped_ranks(peers: Peers) -> contextlib.AbstractContextManager[None]:
-    """As the first rank of a host, see to it that its stopped ranks are killed once the end of the run is recorded."""
+    """On the first rank of a host: kill the host's stopped ranks once the end of the run is recorded."""
     if len(peers.members) == 1 or peers.rank != min(peers.visible, default=None):
         return contextlib.nullcontext()
     return guarded(partial(_end_stopped, peers), peers.end_stopped)
@@ -93,21 +93,21 @@ def _end_stopped(peers: Peers) -> None:
         time.sleep(_LOOK_S)
 
 
-def conclude_abandoned(directory: Path, why: str, patience_s: float = _PATIENCE_S) -> None:
-    """Write `failed` because of `why` into the status of a run whose launcher or rank 0 is gone, once all ranks are.
+def conclude_abandoned(directory: Path, why: str) -> None:
+    """Write `failed` because of `why` into the status of a run whose launcher or rank 0 has ended, once all have.
 
-    Whoever survives knows more and goes first: who writes a final status, or goes on with the next attempt. patience_s:
-    time for that after the last rank has ended.
+    A process that survives knows more and goes first: it writes the final status, or goes on with the next attempt. It
+    has PATIENCE_S for that after the last rank has ended.
     """
     seen, before = _Ranks(directory), attempts.read(directory)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if is_recorded(directory) or attempts.read(directory) != before:
             return
         if seen.all_have_exited():
             break  # at once: Slurm's proctrack/cgroup kills this process as soon as it has noticed
         if seen.any_lives():
-            deadline = time.monotonic() + patience_s
+            deadline = time.monotonic() + PATIENCE_S
         time.sleep(_TICK_S)
     step = read_object(directory / STATUS).get("step")
     Status(directory, step if isinstance(step, int) else 0).ended(EXIT_RANK_DIED, why)
@@ -128,9 +128,9 @@ class _Ranks:
         return False
 
     def all_have_exited(self) -> bool:
-        """Return whether all ranks were on this host and have exited, so that nobody else can write."""
+        """Return whether all ranks were on this host and have exited, so that no other process can write."""
         rows, here = read_object(self._directory / STATUS).get("ranks") or [], os.uname().nodename
-        return bool(rows) and all(one["host"] == here and start_time(one["pid"])[:6] == "exited" for one in rows)
+        return bool(rows) and all(row["host"] == here and start_time(row["pid"])[:6] == "exited" for row in rows)
 
     def _lives(self, row: dict[str, object], num_ranks: int) -> bool:
         rank, pid = row["rank"], row["pid"]
@@ -139,8 +139,8 @@ class _Ranks:
             return not (is_stopped(pid) or start_time(pid).startswith("exited"))
         with contextlib.suppress(OSError):
             text, now = path_of(self._directory, rank).read_text(), time.monotonic()
-            known, since = self._news.get(rank, ("", now))
-            since = now if text != known else since
+            before, since = self._news.get(rank, ("", now))
+            since = now if text != before else since
             self._news[rank] = text, since
             return now - since < _QUIET * period_s(num_ranks)
         return False

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from parallelrun.base.errors import EXIT_HANG
-from parallelrun.launch.failures import failure, failure_detection, stall
+from parallelrun.launch.failures import failure, stall
 from parallelrun.launch.failures.failure import Failure
 from parallelrun.launch.failures.peers import Peers
 from parallelrun.launch.host import emulation, os_process, position
@@ -30,14 +30,13 @@ def find(job: Job, heartbeats: HeartbeatFile, alive: Mapping[int, int]) -> Failu
     if not silent:
         return None
     stopped = {rank for rank, pid in alive.items() if os_process.is_stopped(pid)}
-    dumps, told = _asked(job, alive, stopped)
+    positions = _positions(job, alive, stopped)
     hosts = {rank: emulation.host_name(job.config, job.plan, rank) for rank in alive}
-    found = stall.find(told, job.plan.mesh, job.directory, hosts)
+    stalled = stall.find(positions, job.plan.mesh, job.directory, hosts)
     prefix, suffix = f"hangs: no progress for {limit:g} s", "stacks of all ranks are in the logs"
-    if found is not None:
-        return Failure(found.missing[0].rank, f"{prefix}; {found.reason}; {suffix}", EXIT_HANG, stall=found)
-    states = {r: failure_detection.rank_state(heartbeats.read(r).step, dumps[r], r in stopped) for r in dumps}
-    guilty, why = failure_detection.suspects(states)
+    if stalled is not None:
+        return Failure(stalled.missing[0].rank, f"{prefix}; {stalled.reason}; {suffix}", EXIT_HANG, stall=stalled)
+    guilty, why = stall.suspects(positions, {rank: heartbeats.read(rank).step for rank in alive})
     others = f" (with {', '.join(f'rank {r}' for r in guilty[1:4])})" if len(guilty) > 1 else ""
     why = why or "no rank stands out: compare the stacks in logs/"
     return Failure((guilty or silent)[0], f"{prefix}; {why}{others}; {suffix}", EXIT_HANG)
@@ -49,33 +48,31 @@ def explained(cause: Failure, own: Failure, peers: Peers, job: Job) -> Failure:
     if cause.exit_code != EXIT_HANG or cause.problems:
         return cause
     hosts = {member.rank: member.host for member in peers.members}
-    found = stall.find(peers.positions(own), job.plan.mesh, job.directory, hosts)
-    if found is None:
+    stalled = stall.find(peers.positions(own), job.plan.mesh, job.directory, hosts)
+    if stalled is None:
         return cause
-    rank = found.missing[0].rank
-    what = f"hangs: no progress for {job.config.timeout_s:g} s; {found.reason}; the stacks are in the logs"
-    if (told := failure.read(job.directory, rank)) is not None:
-        return replace(told, what=what, stall=found)
-    return replace(own, rank=rank, what=what, host=hosts[rank], pid=peers.members[rank].pid, stall=found)
+    rank = stalled.missing[0].rank
+    reason = f"hangs: no progress for {job.config.timeout_s:g} s; {stalled.reason}; the stacks are in the logs"
+    if (written := failure.read(job.directory, rank)) is not None:
+        return replace(written, what=reason, stall=stalled)
+    return replace(own, rank=rank, what=reason, host=hosts[rank], pid=peers.members[rank].pid, stall=stalled)
 
 
-def _asked(job: Job, alive: Mapping[int, int], stopped: set[int]) -> tuple[dict[int, str], dict[int, Position]]:
-    """Let every rank write its threads' stacks to its log, and tell its position. Return the texts and positions."""
-    logs = {rank: log_path(job.directory, rank) for rank in alive}
-    before = {rank: path.stat().st_size if path.exists() else 0 for rank, path in logs.items()}
-    asked = alive.keys() - stopped
-    for rank in asked:
+def _positions(job: Job, alive: Mapping[int, int], stopped: set[int]) -> dict[int, Position]:
+    """Let every rank write its threads' stacks to its log and its position to a file. Return the positions, of ranks
+    that do not answer from their stacks."""
+    logs = {rank: log_path(job.directory, rank) for rank in alive.keys() - stopped}
+    sizes = {rank: path.stat().st_size if path.exists() else 0 for rank, path in logs.items()}
+    for rank in logs:
         position.path_of(job.directory, rank).unlink(missing_ok=True)
         os_process.kill(alive[rank], position.ASK)
     began = time.monotonic()
-    while time.monotonic() < began + POSITIONS_S and any(position.read(job.directory, rank) is None for rank in asked):
+    while time.monotonic() < began + POSITIONS_S and any(position.read(job.directory, rank) is None for rank in logs):
         time.sleep(0.05)
     time.sleep(max(0.0, began + DUMP_S - time.monotonic()))
-    dumps = {}
+    positions = {}
     for rank, path in logs.items():
-        with open(path, errors="replace") as file:
-            file.seek(before[rank])
-            dumps[rank] = file.read()
-    told = {rank: position.read(job.directory, rank) for rank in asked}
-    found = {rank: one or position.of_dump(dumps[rank]) for rank, one in told.items()}
-    return dumps, found | {rank: Position(position.STOPPED) for rank in stopped}
+        with open(path, errors="replace") as log:
+            log.seek(sizes[rank])
+            positions[rank] = position.read(job.directory, rank) or position.of_dump(log.read())
+    return positions | {rank: Position(position.STOPPED) for rank in stopped}

@@ -1,4 +1,4 @@
-"""How a run ended: the exit code, the final status, and the message for the user. Torch-free."""
+"""How a run ended: the exit code, the final status, and the message for the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that another launcher has started: which of them died without a message, and which rank reports it. Torch-free.
+"""Ranks that another launcher has started: which of them died without a message, and which rank reports it.
 
 Our own launcher sees its ranks exit. These ranks only see each other: by the failures that they write before they exit
 (`errors/`), in the process table of a shared host, and by silence.
@@ -71,14 +71,14 @@ class Peers:
         """
         deadline = time.monotonic() + (SURVIVORS_S if own.order > SUSPECT and self._has_other_hosts else 0.0)
         while True:
-            written = {m.rank: found for m in self.members if (found := failure.read(self.folder, m.rank))}
+            written = {m.rank: report for m in self.members if (report := failure.read(self.folder, m.rank))}
             written[own.rank] = own
             first = failure.root_cause(written.values())
             silent = [m.rank for m in self.members if m.rank not in written]
-            seen = [*self.lost(), *(one for found in written.values() for one in found.lost)]
+            seen = [*self.lost(), *(pair for report in written.values() for pair in report.lost)]
             lost = sorted((rank, how) for rank, how in dict(seen).items() if rank in silent)
-            known = first.order <= SUSPECT or lost or len(silent) <= 1
-            if known or time.monotonic() >= deadline:
+            is_settled = first.order <= SUSPECT or lost or len(silent) <= 1
+            if is_settled or time.monotonic() >= deadline:
                 break
             time.sleep(_TICK_S)
         if first.order <= CAUSE or not silent:
@@ -98,32 +98,32 @@ class Peers:
         """
         deadline = own.time_ns / 1e9 + HANG_NOTICED_S
         while True:
-            written = {m.rank: found for m in self.members if (found := failure.read(self.folder, m.rank))}
+            written = {m.rank: report for m in self.members if (report := failure.read(self.folder, m.rank))}
             written[own.rank] = own
-            seen = dict([*self.lost(), *(one for found in written.values() for one in found.lost)])
+            seen = dict([*self.lost(), *(pair for report in written.values() for pair in report.lost)])
             silent = [m.rank for m in self.members if m.rank not in written]
             if time.monotonic() >= deadline or all(rank in seen for rank in silent):
                 break
             time.sleep(_TICK_S)
-        told = {rank: found.position for rank, found in written.items() if found.position is not None}
+        reported = {rank: report.position for rank, report in written.items() if report.position is not None}
         how = {_STOPPED: position.STOPPED, _DIED: "has exited"}
-        return told | {rank: Position(how.get(seen.get(rank, ""), position.SILENT)) for rank in silent}
+        return reported | {rank: Position(how.get(seen.get(rank, ""), position.SILENT)) for rank in silent}
 
-    def _lost_rank(self, rank: int, what: str, own: Failure) -> Failure:
+    def _lost_rank(self, rank: int, message: str, own: Failure) -> Failure:
         member = self.members[rank]
-        code = EXIT_RANK_DIED if what in (_DIED, _SILENT) else EXIT_HANG
-        return Failure(rank, what, code, pid=member.pid, step=own.step, phase=own.phase, host=member.host)
+        code = EXIT_RANK_DIED if message in (_DIED, _SILENT) else EXIT_HANG
+        return Failure(rank, message, code, pid=member.pid, step=own.step, phase=own.phase, host=member.host)
 
     @property
     def _has_other_hosts(self) -> bool:
         return len(self.visible) < len(self.members)
 
-    def must_report(self, own: Failure, asked: Callable[[], bool] = lambda: False) -> bool:
+    def must_report(self, own: Failure, must_end: Callable[[], bool] = lambda: False) -> bool:
         """Return whether this rank, which is not rank 0, must record how the run ended. It waits until that is known.
 
         True on the lowest remaining rank if rank 0 has exited, stopped or does not answer, and status.json still says
         `running`. A rank that is itself the cause does not wait for rank 0, because the others only fail after it has
-        exited. asked: whether the launcher has asked this rank to end, and will soon kill it: then it does not wait.
+        exited. must_end: whether the launcher has asked this rank to end, and will soon kill it: then it does not wait.
         """
         is_victim = own.order > SUSPECT or own.exit_code == EXIT_HANG  # all ranks of a hang notice it by themselves
         deadline = time.monotonic() + (LEADER_S if is_victim else 0.0)
@@ -131,7 +131,7 @@ class Peers:
             if self.has_exited(LEADER):
                 time.sleep(REPORT_S)
                 break
-            if time.monotonic() >= deadline or asked():
+            if time.monotonic() >= deadline or must_end():
                 return is_victim and self._leader_is_silent() and self.is_first_to_report()
             time.sleep(_TICK_S)
         deadline = time.monotonic() + LEADER_S
@@ -184,8 +184,8 @@ class Peers:
                 time.sleep(10 * _TICK_S)
             time.sleep(BLOCKED_S)
             if not is_recorded(self.folder) and self._is_lowest_remaining():
-                found = Failure(self.rank, "blocked: rank 0 has exited", EXIT_RANK_DIED, order=LOST_PEER)
-                report(found.at(heartbeats.read(self.rank), os.getpid()))
+                blocked = Failure(self.rank, "blocked: rank 0 has exited", EXIT_RANK_DIED, order=LOST_PEER)
+                report(blocked.at(heartbeats.read(self.rank), os.getpid()))
 
         if LEADER in self.visible:
             threading.Thread(target=watch, daemon=True, name="parallelrun-watch-leader").start()

@@ -1,8 +1,7 @@
-"""What a rank under another launcher notices by itself: hosts that do not answer, and a launcher that is gone.
+"""Losses that a rank under another launcher detects itself: hosts that do not answer, and a launcher that has exited.
 
 A cut network ends no connection. But the kernel of a host acknowledges data and probes even while its processes are
 stopped, so a rank looks whether the connections that it has anyway (gloo's, the store's) are acknowledged. Linux only.
-Torch-free.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from parallelrun.launch.host.environment import Attached
 from parallelrun.launch.host.heartbeat import HeartbeatFile
 from parallelrun.launch.store.rendezvous import Member
 
-RESENT = 5  # times in vain: after some 7 s
+RESENT = 5  # times without an answer: after some 7 s
 LAUNCHER_LOST = "lost its launcher, which was killed"
 MPIRUN_S = 20.0  # until mpirun has noticed a cut itself, by the parameters that docs/cluster.md names
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 100}  # of a connection without data: s, s, times
@@ -36,8 +35,8 @@ class LostHost:
     @property
     def failure(self) -> Failure:
         """The failure of the host's first rank; the message is about the host."""
-        what = f"the connection to host {self.name} ({self.ranks}) was lost: it does not answer"
-        return Failure(self.first_rank, what, EXIT_RANK_DIED, problems=(Problem(what),), host=self.name)
+        message = f"the connection to host {self.name} ({self.ranks}) was lost: it does not answer"
+        return Failure(self.first_rank, message, EXIT_RANK_DIED, problems=(Problem(message),), host=self.name)
 
 
 class Reach:
@@ -45,30 +44,32 @@ class Reach:
 
     def __init__(self, rank: int, members: Sequence[Member]):
         self._members = members
-        others = [one for one in members if one.host != members[rank].host]
+        others = [member for member in members if member.host != members[rank].host]
         own = set(members[rank].addresses)  # such as that of a bridge for containers, which every host has
-        self._host_of = {address: one.host for one in others for address in one.addresses if address not in own}
+        self._host_of = {
+            address: member.host for member in others for address in member.addresses if address not in own
+        }
         self._connections: dict[str, int] = {}  # descriptors by host
-        self._num_others = len({one.host for one in others})
+        self._num_others = len({member.host for member in others})
 
     def lost_host(self) -> LostHost | None:
         """Return the host that counts as lost: the first that is not on the side of most ranks, or of rank 0 in a tie.
 
         None while all hosts answer. A rank that is not connected to every host does not know the sides: None, too.
         """
-        resent = {host: _resent(found) for host, found in self._found().items()}
-        here = [one for one in self._members if resent.get(one.host, 0) < RESENT]
-        there = [one for one in self._members if resent.get(one.host, 0) >= RESENT]
+        resent = {host: _resent(connection) for host, connection in self._found().items()}
+        here = [member for member in self._members if resent.get(member.host, 0) < RESENT]
+        there = [member for member in self._members if resent.get(member.host, 0) >= RESENT]
         if not there or len(resent) < self._num_others:
             return None
         lost = min(here, there, key=lambda side: (len(side), side[0].rank == 0))
-        ranks = [one.rank for one in lost if one.host == lost[0].host]
+        ranks = [member.rank for member in lost if member.host == lost[0].host]
         text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         return LostHost(lost[0].host, ranks[0], text)
 
     def _found(self) -> dict[str, int]:
         """Return a connection of this process to each host, which the kernel probes."""
-        if not all(self._leads_to(found) == host for host, found in self._connections.items()):
+        if not all(self._leads_to(connection) == host for host, connection in self._connections.items()):
             self._connections = {}
         if len(self._connections) < self._num_others:
             for number in map(int, os.listdir("/proc/self/fd")):
@@ -80,9 +81,9 @@ class Reach:
 
     def _leads_to(self, descriptor: int) -> str | None:
         """Return the host at the other end of a connection; None if this is no connection to another host."""
-        with contextlib.suppress(OSError), _borrowed(descriptor) as one:
-            if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
-                return self._host_of.get(one.getpeername()[0].removeprefix("::ffff:").partition("%")[0])
+        with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                return self._host_of.get(connection.getpeername()[0].removeprefix("::ffff:").partition("%")[0])
         return None
 
 
@@ -95,10 +96,10 @@ def hang_up() -> None:
             group.abort()
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError), _borrowed(int(name)) as one:
-                if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
-                    one.getpeername()  # raises if it only listens
-                    one.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError), _borrowed(int(name)) as connection:
+                if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()  # raises if it only listens
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def told(
@@ -117,31 +118,31 @@ def told(
 def launcher(attached: Attached, environ: Mapping[str, str]) -> int | None:
     """Return the pid of the launcher with which this process must end; None if there is none.
 
-    Slurm ends its ranks itself. Whoever sets torchrun's variables by hand may have exited long ago.
+    Slurm ends its ranks itself. A shell that has set torchrun's variables by hand may have exited long ago.
     """
     by_torchrun = attached.source == "torchrun" and environ.get("TORCHELASTIC_RUN_ID")
     return os.getppid() if by_torchrun or attached.source == "mpirun" else None
 
 
 def _resent(descriptor: int) -> int:
-    """Return how often the kernel has sent the same data or probe over a connection, in vain."""
-    with contextlib.suppress(OSError), _borrowed(descriptor) as one:
-        return max(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)[2:])  # tcpi_retransmits, tcpi_probes
+    """Return how often the kernel has sent the same data or probe over a connection without an answer."""
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        return max(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)[2:])  # tcpi_retransmits, tcpi_probes
     return 0
 
 
 def _probe(descriptor: int) -> None:
-    with contextlib.suppress(OSError), _borrowed(descriptor) as one:
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
         for option, value in _PROBES.items():
-            one.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
     """Yield a socket of gloo's or torch's, which stays theirs. Raises OSError if the descriptor is no socket."""
-    one = socket.socket(fileno=descriptor)
+    connection = socket.socket(fileno=descriptor)
     try:
-        yield one
+        yield connection
     finally:
-        one.detach()
+        connection.detach()

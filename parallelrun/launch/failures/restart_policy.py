@@ -1,7 +1,7 @@
 """Whether a run that has failed is restarted, and whether with all of its ranks. Decides from the attempts alone.
 
-A restart helps if the cause may be gone: a rank that was killed, a crash, a hang, a lost connection, an exception. It
-does not help if the same would come again, or if somebody wanted the end. Torch-free.
+A restart helps if the cause may not recur: a rank that was killed, a crash, a hang, a lost connection, an exception. It
+does not help if the same failure would recur, or if the user or the scheduler stopped the run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Decision:
     bad_checkpoint: bool = False
 
 
-def decide(attempts: Sequence[Attempt], most_restarts: int) -> Decision:
-    """Return what follows the failure of the last of `attempts`. most_restarts: the key `restarts`."""
+def decide(attempts: Sequence[Attempt], max_restarts: int) -> Decision:
+    """Return what follows the failure of the last of `attempts`. max_restarts: the key `restarts`."""
     last = attempts[-1]
     bad_checkpoint = last.exit_code == EXIT_MISMATCH and last.stepping is None and last.checkpoint is not None
     if last.exit_code in _FINAL and not bad_checkpoint:
@@ -59,10 +59,10 @@ def decide(attempts: Sequence[Attempt], most_restarts: int) -> Decision:
     if _repeats_lack_of_memory(attempts):
         return Decision(False, f"the memory was too small twice, after step {last.step}")
     if num_without_progress(attempts) >= MOST_TRIES:
-        why = f"no progress in {MOST_TRIES} attempts: step {max(one.step for one in attempts)} was not passed"
+        why = f"no progress in {MOST_TRIES} attempts: step {max(attempt.step for attempt in attempts)} was not passed"
         return Decision(False, why, EXIT_NO_PROGRESS)
-    if len(attempts) > most_restarts:
-        return Decision(False, f"restarts={most_restarts} {'is' if most_restarts == 1 else 'are'} used up")
+    if len(attempts) > max_restarts:
+        return Decision(False, f"restarts={max_restarts} {'is' if max_restarts == 1 else 'are'} used up")
     return Decision(True, without=_not_replaceable(attempts), bad_checkpoint=bad_checkpoint)
 
 
@@ -70,8 +70,8 @@ def num_without_progress(attempts: Sequence[Attempt]) -> int:
     """Return how many attempts at the end have neither completed nor saved a step that no earlier one had."""
     best = (0, 0)
     count = 0
-    for one in attempts:
-        reached = (max(best[0], one.step), max(best[1], one.saved))
+    for attempt in attempts:
+        reached = (max(best[0], attempt.step), max(best[1], attempt.saved))
         count = count + 1 if reached == best else 0
         best = reached
     return count

@@ -1,16 +1,21 @@
-"""Which collective does not end, and which ranks have not come to it, from the positions of all ranks. Torch-free."""
+"""Which collective does not end, and which ranks have not come to it, from the positions of all ranks.
+
+A rank that waits in a collective is a victim of a rank that does not join it. If the positions do not tell which
+collective that is, the suspect is the rank that is stopped, outside of collectives, or at another step than the
+majority (ByteRobust, SOSP 2025, section 4).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from parallelrun.base.context import PendingCollective
 from parallelrun.launch.host.output import log_path
-from parallelrun.launch.host.position import STOPPED, Position
+from parallelrun.launch.host.position import SILENT, STOPPED, Position, function_of
 from parallelrun.planner.contract.mesh_shape import MeshShape
 
 _MOST_RANKS = 4  # whose frames a message shows
@@ -50,9 +55,9 @@ class StalledOperation:
     def reason(self) -> str:
         """Return the activity of the first missing rank, as text."""
         first = self.missing[0]
-        where = f" in {_function(first.frames[0])}" if first.frames and not first.waits_for else ""
+        where = f" in {function_of(first.frames[0])}" if first.frames and not first.waits_for else ""
         if first.waits_for:
-            odd = _named([one.rank for one in self.missing])
+            odd = _named([missing.rank for missing in self.missing])
             return f"{odd} in {first.waits_for}, {_named(self.arrived)} in {self.name}"
         return f"{first.activity}{where}, and has not come to {self.name}"
 
@@ -64,15 +69,15 @@ class StalledOperation:
     def lines(self) -> list[str]:
         """Return what the user reads, indented."""
         site = f", called at {self.site}" if self.site else ""
-        missing = f"not arrived: {_named([one.rank for one in self.missing])}"
+        missing = f"not arrived: {_named([absent.rank for absent in self.missing])}"
         lines = [
             f"  stalled: {self.name} ({_named(self.ranks)}), {self.num_bytes:,} bytes{site}",
             f"  arrived: {_named(self.arrived)}; {missing}",
         ]
-        for one in self.missing[:_MOST_RANKS]:
-            does = f"{one.activity}: {one.waits_for}" if one.waits_for else one.activity
-            lines.append(f"  rank {one.rank} ({one.host}) {does}; log: {one.log}")
-            lines += [f"    in: {frame}" for frame in one.frames[:_MOST_FRAMES]]
+        for absent in self.missing[:_MOST_RANKS]:
+            does = f"{absent.activity}: {absent.waits_for}" if absent.waits_for else absent.activity
+            lines.append(f"  rank {absent.rank} ({absent.host}) {does}; log: {absent.log}")
+            lines += [f"    in: {frame}" for frame in absent.frames[:_MOST_FRAMES]]
         return lines
 
 
@@ -80,7 +85,7 @@ def from_json(fields: dict[str, Any] | None) -> StalledOperation | None:
     """Return the operation whose fields were written as JSON; None for None."""
     if fields is None:
         return None
-    missing = tuple(Missing(**{**one, "frames": tuple(one["frames"])}) for one in fields["missing"])
+    missing = tuple(Missing(**{**absent, "frames": tuple(absent["frames"])}) for absent in fields["missing"])
     return StalledOperation(
         **{**fields, "ranks": tuple(fields["ranks"]), "arrived": tuple(fields["arrived"]), "missing": missing}
     )
@@ -96,14 +101,15 @@ def find(
 ) -> StalledOperation | None:
     """Return the operation for which ranks wait, and those that have not come; None if the positions do not tell.
 
-    positions: of all ranks whose position is known, those without frames included; hosts: by rank. Of several
-    operations it is the one that keeps the others waiting: a missing rank that waits elsewhere is a victim itself. So
-    may be one that sleeps if another rank is stopped, such as while its checkpoint waits for all ranks beside training.
+    positions: of all ranks whose position is known, those without frames included; hosts: by rank. If several
+    operations do not end, the result is the one for which the others wait: a missing rank that waits elsewhere is a
+    victim. A sleeping rank may also be a victim if another rank is stopped: its checkpoint may wait for all ranks.
     """
-    waits = {rank: one.waits_for for rank, one in positions.items() if one.waits_for is not None}
-    absent = {rank: _absent(wait, positions) for rank, wait in waits.items()}
+    waits = {rank: own.waits_for for rank, own in positions.items() if own.waits_for is not None}
+    issued = {rank: own.issued for rank, own in positions.items()}
+    absent = {rank: wait.absent(waits, issued) for rank, wait in waits.items()}
     guilty = sorted({rank for ranks in absent.values() for rank in ranks if rank not in waits})
-    if stopped := [rank for rank, one in positions.items() if one.activity == STOPPED]:
+    if stopped := [rank for rank, own in positions.items() if own.activity == STOPPED]:
         guilty = [rank for rank in guilty if rank in stopped]
         if not guilty:
             return None
@@ -116,12 +122,34 @@ def find(
         shown = next(wait for wait in waits.values() if _key(wait) == common)
         members = [rank for rank in guilty if rank in shown.ranks] or guilty
         return _stall(shown, waits, members, positions, mesh, directory, hosts)
-    # the operation that the most ranks wait in, among those to which a guilty rank has not come
-    kept = [wait for rank, wait in waits.items() if set(absent[rank]) & set(guilty)]
-    ((key, _),) = Counter(map(_key, kept)).most_common(1)
-    shown = next(wait for wait in kept if _key(wait) == key)
-    here = [rank for rank in guilty if rank in _absent(shown, positions)]
+    # of the operations to which a guilty rank has not come, the one in which most ranks wait
+    candidates = [wait for rank, wait in waits.items() if set(absent[rank]) & set(guilty)]
+    ((key, _),) = Counter(map(_key, candidates)).most_common(1)
+    shown = next(wait for wait in candidates if _key(wait) == key)
+    here = [rank for rank in guilty if rank in shown.absent(waits, issued)]
     return _stall(shown, waits, here, positions, mesh, directory, hosts)
+
+
+def suspects(positions: Mapping[int, Position], steps: Mapping[int, int]) -> tuple[list[int], str]:
+    """Return the ranks whose position differs from that of the others, and how; an empty list if all are identical."""
+    states = {"is stopped (SIGSTOP)": STOPPED, "does not answer": SILENT}
+    for reason, activity in states.items():
+        odd = [rank for rank, own in positions.items() if own.activity == activity]
+        if odd and (activity == STOPPED or len(odd) < len(positions)):
+            return odd, reason
+    odd = [rank for rank, own in positions.items() if not own.in_collective]
+    if odd and len(odd) < len(positions):
+        return odd, f"not in a collective: {positions[odd[0]].text}"
+    values: dict[str, Callable[[int], object]] = {
+        "at step": lambda rank: steps[rank],
+        "in": lambda rank: ", ".join(map(function_of, positions[rank].frames[:2])),
+    }
+    for label, value in values.items():
+        ((common, count),) = Counter(map(value, positions)).most_common(1)
+        odd = [rank for rank in positions if value(rank) != common]
+        if odd and count > len(odd):
+            return odd, f"{label} {value(odd[0])}, all others {label} {common}"
+    return [], ""
 
 
 def _stall(
@@ -139,8 +167,8 @@ def _stall(
     for rank in guilty:
         elsewhere = waits.get(rank)
         text = _name(elsewhere, mesh) if elsewhere is not None else ""
-        one = positions.get(rank)
-        missing.append(Missing(rank, hosts.get(rank, ""), one.activity if one else "", one.frames if one else (),
+        own = positions.get(rank)
+        missing.append(Missing(rank, hosts.get(rank, ""), own.activity if own else "", own.frames if own else (),
                                str(log_path(directory, rank)), text))  # fmt: skip
     site = Counter(sites).most_common(1)[0][0] if sites else ""
     axis = axis_of(wait.ranks, mesh)
@@ -151,24 +179,6 @@ def _stall(
 
 def _key(wait: PendingCollective) -> tuple[str, str, int]:
     return wait.group, wait.operation, wait.number
-
-
-def _absent(wait: PendingCollective, positions: Mapping[int, Position]) -> list[int]:
-    """Return the ranks of an operation that have not come to it."""
-    if not wait.number:
-        return list(wait.missing or ())
-    found = []
-    for rank in wait.ranks:
-        one = positions.get(rank)
-        if one is not None and one.waits_for is not None and one.waits_for.group == wait.group:
-            theirs = one.waits_for
-            if theirs.number and (theirs.number < wait.number or _key(theirs)[1] != wait.operation):
-                found.append(rank)
-        elif wait.missing is not None:
-            found += [rank] if rank in wait.missing else []
-        elif one is None or one.issued.get(wait.group, 0) < wait.number:
-            found.append(rank)
-    return found
 
 
 def axis_of(ranks: Sequence[int], mesh: MeshShape) -> str:
@@ -182,13 +192,6 @@ def axis_of(ranks: Sequence[int], mesh: MeshShape) -> str:
 def _name(wait: PendingCollective, mesh: MeshShape) -> str:
     number = f" {wait.number}" if wait.number else ""
     return f"{wait.operation}{number} of axis {axis_of(wait.ranks, mesh)}"
-
-
-def _function(frame: str) -> str:
-    """Return `misbehave (workers.py:61)` of `tests/cli/workers.py:61 in misbehave: time.sleep(1000)`."""
-    place, _, rest = frame.partition(" in ")
-    name = rest.partition(":")[0]
-    return f"{name} ({place})" if name else place
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The run directory: created exclusively and private, with what is known before the ranks start. Torch-free.
+"""The run directory: created exclusively and private, with what is known before the ranks start.
 
 The launcher writes config.yaml, plan.json, manifest.json, status.json and logs/ to
 `<runs>/<model>-<strategy>-<degrees>/<utc>-<random>/`. The workers write metrics, checkpoints and summaries.
@@ -40,7 +40,6 @@ from parallelrun.base.version import __version__
 from parallelrun.base.wording import print_note
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host.environment import num_cores
-from parallelrun.launch.host.prometheus import exposition
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model import definitions
 from parallelrun.report.records import attempts, reshapes
@@ -64,12 +63,12 @@ def name_of(config: Config, plan: Plan) -> str:
     degrees += f"servers{plan.servers}" if plan.servers else ""
     name = config.name if config.name is not None else f"{config.model.preset}-{plan.preset}-{degrees or 'one'}"
     if not NAME.fullmatch(name):
-        what = (
+        message = (
             f"name={name[:80]!r} cannot be the name of a directory: use at most 64 letters, digits, '.', '_' and '-', "
             "and begin with a letter or digit"
         )
         legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:64] or "my-run"
-        raise ConfigError(Problem(what, "name", f"name={legal}"))
+        raise ConfigError(Problem(message, "name", f"name={legal}"))
     return name
 
 
@@ -87,8 +86,8 @@ def create(root: Path, name: str, run_root: Path | None = None) -> Path:
         group = root / name
         group.mkdir(mode=0o700, exist_ok=True)
         if not group.resolve().is_relative_to(root.resolve()):
-            what = f"{group} is a link to {group.resolve()}, which is outside {root}"
-            raise EnvironmentProblem(Problem(what, "runs", "another name"))
+            message = f"{group} is a link to {group.resolve()}, which is outside {root}"
+            raise EnvironmentProblem(Problem(message, "runs", "another name"))
         stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         directory = group.resolve() / f"{stamp}-{secrets.token_hex(3)}"
         directory.mkdir(mode=0o700)
@@ -99,22 +98,22 @@ def create(root: Path, name: str, run_root: Path | None = None) -> Path:
             os.replace(temporary, root / "latest")  # atomic, because two runs may start at once
         return directory
     except OSError as error:
-        what = f"cannot create the run directory in {run_root or root}: {error.strerror}: {error.filename}"
+        message = f"cannot create the run directory in {run_root or root}: {error.strerror}: {error.filename}"
         where = "hydra.run.dir" if run_root else "runs"
-        raise EnvironmentProblem(Problem(what, where, command="runs=<a writable folder>")) from error
+        raise EnvironmentProblem(Problem(message, where, command="runs=<a writable folder>")) from error
 
 
 def _claim(directory: Path) -> Path:
     """Use exactly this directory. It belongs to the process that creates `logs` in it first."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = [name for name in _FILES_OF_A_RUN if (directory / name).exists()]
+    files = [name for name in _FILES_OF_A_RUN if (directory / name).exists()]
     with contextlib.suppress(FileExistsError):
-        if not found:
+        if not files:
             (directory / "logs").mkdir(mode=0o700)
             return directory
-    what = f"{directory} holds another run ({(found or ['logs'])[0]})"
+    message = f"{directory} holds another run ({(files or ['logs'])[0]})"
     fix = "another directory; to continue that run, resume=<that directory> in a new one"
-    raise EnvironmentProblem(Problem(what, "hydra.run.dir", fix))
+    raise EnvironmentProblem(Problem(message, "hydra.run.dir", fix))
 
 
 def describe(
@@ -193,7 +192,7 @@ def utc_now() -> str:
 
 @dataclass
 class Status:
-    """The writer of status.json and status.prom, which tell people, schedulers and Prometheus the state of a run.
+    """The writer of status.json, which shows people and schedulers the state of a run.
 
     failed_save_step: the last step whose checkpoint could not be written; 0 if none failed.
     """
@@ -257,5 +256,3 @@ class Status:
             fields["stall"] = stalled
         fields |= attempts.status(self.directory) | reshapes.status(self.directory)
         write_json(self.directory / "status.json", fields)
-        with contextlib.suppress(OSError):  # status.json is what counts
-            write_text(self.directory / "status.prom", exposition(fields, "/".join(self.directory.parts[-2:])))

@@ -27,7 +27,7 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.hosts import ranks_per_node
 
 INTERFACE, _BRIDGE, _NAME = "eth0", "bridge", "host{}"
-CARRIED_BYTES_S = 0.5e9  # that the ports of all hosts carry together beside training on two cores
+CARRIED_BYTES_S = 0.5e9  # of all hosts' ports together, while two cores also train
 _NEW_NAMES, _NEW_NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET of <linux/sched.h>
 _BURST_S = 0.0005  # a port may be late by this much: timers and cores are shared
 _LEAST_BURST = 80_000  # bytes: more than the 64 KiB that TCP hands over at once
@@ -101,8 +101,8 @@ def check(config: Config, plan: Plan) -> list[str]:
     if not config.emulate:
         return []
     if plan.device == "cuda":
-        what = "emulate=true runs CPU ranks: NCCL would use NVLink or PCIe beside the emulated network"
-        raise ConfigError(Problem(what, "device", "device=cpu", kind="contradiction"))
+        message = "emulate=true runs CPU ranks: NCCL would use NVLink or PCIe beside the emulated network"
+        raise ConfigError(Problem(message, "device", "device=cpu", kind="contradiction"))
     if problem := missing():
         fix = "run as root on Linux with iproute2 (in a container: --privileged)"
         raise EnvironmentProblem(

@@ -1,6 +1,6 @@
 """The variables that tell how this process was started: directly, or as a rank by torchrun, srun, mpirun, TF_CONFIG.
 
-Torch-free. Sources: the documentation of torch.distributed.run; Slurm's srun manual, OUTPUT ENVIRONMENT VARIABLES
+Sources: the documentation of torch.distributed.run; Slurm's srun manual, OUTPUT ENVIRONMENT VARIABLES
 (SLURM_STEP_NUM_TASKS, unlike SLURM_NTASKS, is not set in an sbatch or salloc shell); Open MPI's mpirun manual; MPICH's
 PMI.
 """
@@ -77,17 +77,17 @@ def for_rank(environ: Mapping[str, str], rank: int, world: int, threads: int) ->
 
     There is no master address: the ranks inherit the file of their store.
     """
-    kept = {name: value for name, value in without_launchers(environ).items() if _FOR_RANKS.match(name)}
-    kept.setdefault("OMP_NUM_THREADS", str(threads))
-    kept.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-    kept.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    return kept
+    variables = {name: value for name, value in without_launchers(environ).items() if _FOR_RANKS.match(name)}
+    variables.setdefault("OMP_NUM_THREADS", str(threads))
+    variables.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    variables.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    return variables
 
 
 def for_other_hosts(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the launcher sends to ranks on other hosts: those that do not describe this host."""
-    kept = without_launchers(environ).items()
-    return {name: value for name, value in kept if _FOR_RANKS.match(name) and not _OF_ONE_HOST.match(name)}
+    variables = without_launchers(environ).items()
+    return {name: value for name, value in variables if _FOR_RANKS.match(name) and not _OF_ONE_HOST.match(name)}
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
@@ -126,10 +126,10 @@ def visible_gpus(environment: Mapping[str, str] | None = None, devices: Path = P
         return 0
     if not present or _torch_is_cpu_only():
         return 0
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
+    selected = environment.get("CUDA_VISIBLE_DEVICES")
+    if selected is None:
         return present
-    entries = [entry.strip() for entry in chosen.split(",")]
+    entries = [entry.strip() for entry in selected.split(",")]
     listed = takewhile(lambda entry: entry and not entry.startswith("-"), entries)  # CUDA stops at an invalid entry
     return min(len(list(listed)), present)
 
@@ -145,8 +145,8 @@ def _torch_is_cpu_only() -> bool:
 
 def threads_per_rank(environ: Mapping[str, str], local_ranks: int) -> int:
     """Return the compute threads for each of `local_ranks` ranks on this host: OMP_NUM_THREADS, else its cores."""
-    given = environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) else max(1, num_cores() // local_ranks)
+    requested = environ.get("OMP_NUM_THREADS", "")
+    return int(requested) if requested.isdigit() and int(requested) else max(1, num_cores() // local_ranks)
 
 
 def first_host(nodes: str) -> str:
@@ -159,8 +159,8 @@ def _torchrun(environ: Mapping[str, str], present: list[str]) -> Attached:
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if missing := [name for name in TORCHRUN if name not in present]:
         shown = _shown(environ, *present, "TORCHELASTIC_RUN_ID")
-        what = f"{shown} is set, but {', '.join(missing)} is not: left over from another job, or not all passed on"
-        raise _problem(what, [*present, "TORCHELASTIC_RUN_ID"][0], f"unset {' '.join(TORCHRUN)} TORCHELASTIC_RUN_ID")
+        message = f"{shown} is set, but {', '.join(missing)} is not: left over from another job, or not all passed on"
+        raise _problem(message, [*present, "TORCHELASTIC_RUN_ID"][0], f"unset {' '.join(TORCHRUN)} TORCHELASTIC_RUN_ID")
     rank = _number(environ, "RANK")
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         # srun or mpirun may start one torchrun per host; then only torchrun's variables count
@@ -207,10 +207,10 @@ def _mpirun(
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else "")
     port = _number(environ, "MASTER_PORT", "0")
     if not address or not (port or one_host):
-        what = f"mpirun started {num_ranks} ranks on several hosts, and MASTER_ADDR or MASTER_PORT is not set"
+        message = f"mpirun started {num_ranks} ranks on several hosts, and MASTER_ADDR or MASTER_PORT is not set"
         probes = " ".join(f"--mca oob_tcp_keepalive_{name}" for name in ("time 10", "intvl 3", "probes 3"))
         command = f"mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 {probes} ..."
-        raise _problem(what, "MASTER_ADDR", command)
+        raise _problem(message, "MASTER_ADDR", command)
     job = job or f"parent-{os.getppid()}"  # without a job name, the parent process identifies the job
     return _checked(environ, (rank, world, local_rank), address, port, "mpirun", job)
 
@@ -236,10 +236,10 @@ def _shown(environ: Mapping[str, str], *names: str) -> str:
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
     text = environ.get(name) or default
     if text is None or not re.fullmatch(r"-?\d{1,9}", text):
-        what = f"{name} is not set" if text is None else f"{name}={text} is not a whole number"
-        raise _problem(what, name, f"unset {name}")
+        message = f"{name} is not set" if text is None else f"{name}={text} is not a whole number"
+        raise _problem(message, name, f"unset {name}")
     return int(text)
 
 
-def _problem(what: str, where: str, command: str = "") -> EnvironmentProblem:
-    return EnvironmentProblem(Problem(what, where, command=command))
+def _problem(message: str, where: str, command: str = "") -> EnvironmentProblem:
+    return EnvironmentProblem(Problem(message, where, command=command))

@@ -1,4 +1,4 @@
-"""The heartbeat file: memory that a launcher and its ranks share to report progress and failures. Torch-free."""
+"""The heartbeat file: memory that a launcher and its ranks share to report progress and failures."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ class HeartbeatFile:
         return self.read(rank).phase not in ("start", "build")
 
     def set_pace(self, rank: int, pace: Pace) -> None:
-        """Record how `rank` fares."""
+        """Record the pace of `rank`."""
         self._slots[rank].pace[:] = astuple(pace)
 
     def rows(self, pids: Mapping[int, int]) -> list[dict[str, Any]]:
         """Return what each rank of `pids` last reported, as rows of status.json, by rank."""
-        found = []
+        rows = []
         for rank, pid in sorted(pids.items()):
             heartbeat = self.read(rank)
             row = {"rank": rank, "pid": pid, "host": socket.gethostname(), "step": heartbeat.step}
             row |= {"phase": heartbeat.phase, "silent_s": round(heartbeat.age_s, 3)}
-            found.append({**row, **asdict(Pace(*self._slots[rank].pace))})
-        return found
+            rows.append({**row, **asdict(Pace(*self._slots[rank].pace))})
+        return rows
 
     def set_returned(self, rank: int, code: int) -> None:
         """Record that the worker of `rank` has returned `code`, so that its process may exit."""
@@ -102,10 +102,10 @@ class HeartbeatFile:
         """Return the code that the worker of `rank` has returned, or NOT_RETURNED."""
         return int(self._slots[rank].returned)
 
-    def report_failure(self, rank: int, exit_code: int, order: int, what: str) -> None:
+    def report_failure(self, rank: int, exit_code: int, order: int, message: str) -> None:
         """Record the `failure.Failure` of `rank` here, because it could not be written to a file."""
         slot = self._slots[rank]
-        slot.exit_code, slot.order, slot.what = exit_code, order, what.encode(errors="replace")[:400]
+        slot.exit_code, slot.order, slot.what = exit_code, order, message.encode(errors="replace")[:400]
 
     def reported_failure(self, rank: int) -> tuple[int, int, str] | None:
         """Return (exit code, order, what) of `report_failure`, or None."""

@@ -1,4 +1,4 @@
-"""The network interface that reaches the other hosts: gloo and NCCL are told to use it. Torch-free."""
+"""The network interface that reaches the other hosts: gloo and NCCL are told to use it."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ def _datagrams(address: str) -> socket.socket:
 
 
 def chosen(environ: Mapping[str, str], host: str) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use the interface towards `host`, but for those that are set.
+    """Return the variables that make gloo and NCCL use the interface towards `host`, except those that are set.
 
     Left alone, gloo binds to what the host's own name resolves to, which is often 127.0.1.1, and NCCL takes the first
     interface that looks like a network.
     """
     name = towards(host)
-    found = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    return {key: value for key, value in found.items() if not environ.get(key)}
+    variables = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {key: value for key, value in variables.items() if not environ.get(key)}
 
 
 def missing(environ: Mapping[str, str]) -> str:
     """Return which of the interfaces that gloo is told to use this host does not have; empty if it has all."""
     present = {name for _, name in socket.if_nameindex()}
-    asked = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    absent = [name for name in asked if name not in present]
+    names = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    absent = [name for name in names if name not in present]
     has = ", ".join(sorted(present))
-    return f"GLOO_SOCKET_IFNAME={','.join(asked)}, and this host has only {has}" if absent else ""
+    return f"GLOO_SOCKET_IFNAME={','.join(names)}, and this host has only {has}" if absent else ""
 
 
 def addresses() -> list[str]:
     """Return the addresses by which other hosts may reach this one."""
-    found = [address for _, address in _ipv4()]
+    addresses = [address for _, address in _ipv4()]
     with contextlib.suppress(OSError):
         for line in _IPV6.read_text().splitlines():
-            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])))
-    return [address for address in found if address != "::1" and not address.startswith("127.")]
+            addresses.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])))
+    return [address for address in addresses if address != "::1" and not address.startswith("127.")]
 
 
 def _with_address(address: str) -> str | None:
     """Return the interface with this IPv4 address."""
-    return next((name for name, found in _ipv4() if found == address), None)
+    return next((name for name, own in _ipv4() if own == address), None)
 
 
 def _ipv4() -> Iterator[tuple[str, str]]:

@@ -1,6 +1,4 @@
-"""What a launcher gives its ranks: the run to launch, the settings of one rank, and how to talk to the user.
-Torch-free.
-"""
+"""What a launcher gives its ranks: the run to launch, the settings of one rank, and how to talk to the user."""
 
 from __future__ import annotations
 

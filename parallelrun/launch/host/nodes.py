@@ -2,7 +2,7 @@
 
 Unlike torchrun, srun and mpirun, they start no ranks: this process does (`cli/node.py`). Sources: torchrun's PET_*
 variables, which Kubeflow Trainer sets in every pod (its plug-in torch); SkyPilot's documentation, "environment
-variables". Torch-free.
+variables".
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def detect(environ: Mapping[str, str], visible_gpus: int) -> Node | None:
 def _of_torchrun(environ: Mapping[str, str], visible_gpus: int) -> Node | None:
     nodes = environ["PET_NNODES"]
     if ":" in nodes:
-        what = f"PET_NNODES={nodes}: a number of nodes that may change needs torchrun"
-        raise EnvironmentProblem(Problem(what, "PET_NNODES", command="torchrun -m parallelrun ..."))
+        message = f"PET_NNODES={nodes}: a number of nodes that may change needs torchrun"
+        raise EnvironmentProblem(Problem(message, "PET_NNODES", command="torchrun -m parallelrun ..."))
     num_nodes = _number(environ, "PET_NNODES", 1)
     if num_nodes == 1:
         return None
-    given = environ.get("PET_NPROC_PER_NODE", "auto")
-    if given in ("auto", "gpu", "cpu"):
-        per_node = 1 if given == "cpu" else max(1, visible_gpus)
+    requested = environ.get("PET_NPROC_PER_NODE", "auto")
+    if requested in ("auto", "gpu", "cpu"):
+        per_node = 1 if requested == "cpu" else max(1, visible_gpus)
     else:
         per_node = _number(environ, "PET_NPROC_PER_NODE", 1)
     port = _number(environ, "PET_MASTER_PORT", 1) if environ.get("PET_MASTER_PORT") else PORT
@@ -84,20 +84,20 @@ def _of_skypilot(environ: Mapping[str, str]) -> Node | None:
 
 def _checked(node: Node) -> Node:
     if node.index >= node.num_nodes:
-        what = f"{node.source} says that this is node {node.index} of {node.num_nodes}, counted from 0"
-        raise EnvironmentProblem(Problem(what, "node", command="env | grep -E 'PET_|SKYPILOT_'"))
+        message = f"{node.source} says that this is node {node.index} of {node.num_nodes}, counted from 0"
+        raise EnvironmentProblem(Problem(message, "node", command="env | grep -E 'PET_|SKYPILOT_'"))
     return node
 
 
-def _number(environ: Mapping[str, str], name: str, least: int) -> int:
+def _number(environ: Mapping[str, str], name: str, minimum: int) -> int:
     text = environ.get(name, "")
     if not text:
         raise _missing(name)
-    if not text.isdecimal() or not least <= int(text) <= _MAX:
-        raise EnvironmentProblem(Problem(f"{name}={text} is not a whole number from {least}", name))
+    if not text.isdecimal() or not minimum <= int(text) <= _MAX:
+        raise EnvironmentProblem(Problem(f"{name}={text} is not a whole number from {minimum}", name))
     return int(text)
 
 
 def _missing(name: str) -> EnvironmentProblem:
-    what = f"the variables of a job of several nodes are set, but {name} is not"
-    return EnvironmentProblem(Problem(what, name, command="unset PET_NNODES SKYPILOT_NUM_NODES"))
+    message = f"the variables of a job of several nodes are set, but {name} is not"
+    return EnvironmentProblem(Problem(message, name, command="unset PET_NNODES SKYPILOT_NUM_NODES"))

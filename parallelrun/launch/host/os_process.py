@@ -1,4 +1,4 @@
-"""Processes as the operating system knows them: signals, exit codes, start times, and kills for want of memory."""
+"""Processes of the operating system: signals, exit codes, start times, and kills by the out-of-memory killer."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def guarded() -> Iterator[None]:
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), before.fileno())
     if output.error is not None and not isinstance(output.error, (BrokenPipeError, ConnectionResetError)):
-        what = f"standard output cannot be written to: {output.error.strerror or output.error}"
-        raise EnvironmentProblem(Problem(what, "standard output"))
+        message = f"standard output cannot be written to: {output.error.strerror or output.error}"
+        raise EnvironmentProblem(Problem(message, "standard output"))
 
 
 def redirect(directory: Path, rank: int) -> None:

@@ -1,7 +1,7 @@
-"""Where a rank is that makes no progress: asleep, computing or waiting for others, and in which lines. Torch-free.
+"""Where a rank is that makes no progress: asleep, computing or waiting for others, and in which lines.
 
-A rank tells its own position, from a thread beside the one that trains. The launcher asks for it by SIGUSR1, on which
-faulthandler also writes all stacks to the log: that succeeds even if native code never gives back Python's lock.
+A thread of each rank writes the position of the rank's main thread to a file. The launcher asks for it by SIGUSR1. On
+this signal faulthandler also writes all stacks to the log, even if native code never releases Python's lock.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import dis
 import json
+import linecache
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,10 @@ STOPPED = "is stopped (SIGSTOP), so that no stack can be had"
 LOCKED = "holds Python's lock in native code"
 SILENT = "does not answer"
 _FRAME = re.compile(r'(?m)^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_WAITING_CALL = re.compile(
+    r"\.(wait|synchronize|barrier|all_reduce|all_gather\w*|reduce_scatter\w*|broadcast|recv|send)\("
+)
+_DEPTH = 4  # innermost frames in which a waiting call counts
 _APART_S, _MOST_LOOKS = 0.2, 5  # looks at a thread: one that computes may wait for a core that others use
 _SOON_S = 0.02  # between looks at one that computes
 _BUSY_S = 0.004  # of processor time between them, of a rank that computes
@@ -40,12 +45,22 @@ _BUSY_S = 0.004  # of processor time between them, of a rank that computes
 @dataclass(frozen=True)
 class Position:
     """A rank's activity (one of the texts above), the collective that it waits for, the number of collectives that it
-    has issued by group, and its frames in the user's code and in ours, innermost first."""
+    has issued by group, and its frames in the user's code and in ours, innermost first.
+
+    in_collective: its innermost frames are of torch.distributed or call something that waits, so that it may wait for
+    other ranks even if it is not known for what.
+    """
 
     activity: str
     frames: tuple[str, ...] = ()
     waits_for: PendingCollective | None = None
     issued: dict[str, int] = field(default_factory=dict)
+    in_collective: bool = False
+
+    @property
+    def text(self) -> str:
+        """The activity and the innermost function: `sleeps in forward (net.py:7)`."""
+        return f"{self.activity} in {function_of(self.frames[0])}" if self.frames else self.activity
 
 
 def from_json(fields: dict[str, Any] | None) -> Position | None:
@@ -56,7 +71,7 @@ def from_json(fields: dict[str, Any] | None) -> Position | None:
     if wait is not None:
         missing = None if wait["missing"] is None else tuple(wait["missing"])
         wait = PendingCollective(**{**wait, "ranks": tuple(wait["ranks"]), "missing": missing})
-    return Position(fields["activity"], tuple(fields["frames"]), wait, fields["issued"])
+    return Position(fields["activity"], tuple(fields["frames"]), wait, fields["issued"], fields["in_collective"])
 
 
 def own_position() -> Position:
@@ -70,13 +85,23 @@ def own_position() -> Position:
         waits_for, issued = _communication(frame)
         if waits_for is not None or used_s > _BUSY_S:
             break
-    stack = user_code.of_stack(_frames(frame))
+    stack = list(_frames(frame))
     if waits_for is not None:
-        return Position(WAITS, stack, waits_for, issued)
-    if used_s < _BUSY_S:
-        return Position(SLEEPS, stack, None, issued)
-    in_call = frame is not None and _is_call(frame) and _stays(main, first)
-    return Position(COMPUTES if in_call else SPINS, stack, None, issued)
+        activity = WAITS
+    elif used_s < _BUSY_S:
+        activity = SLEEPS
+    else:
+        activity = COMPUTES if frame is not None and _is_call(frame) and _stays(main, first) else SPINS
+    in_collective = waits_for is not None or _waits(stack)
+    return Position(activity, user_code.of_stack(stack), waits_for, issued, in_collective)
+
+
+def _waits(stack: Sequence[tuple[str, int, str]]) -> bool:
+    """Return whether the innermost frames of a stack (file, line, function) are those of a collective."""
+    return any(
+        "torch/distributed" in file or _WAITING_CALL.search(linecache.getline(file, line)) is not None
+        for file, line, _ in stack[:_DEPTH]
+    )
 
 
 def _communication(frame: FrameType | None) -> tuple[PendingCollective | None, dict[str, int]]:
@@ -123,20 +148,27 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
 def of_dump(dump: str) -> Position:
     """Return the position of a rank that cannot tell it, from faulthandler's dump of its process."""
     main_thread = re.split(r"(?m)^(?:Current thread|Thread) .*$", dump)[-1]
-    found = [(one["file"], int(one["line"]), one["function"]) for one in _FRAME.finditer(main_thread)]
-    return Position(LOCKED, user_code.of_stack(found)) if found else Position(SILENT)
+    stack = [(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(main_thread)]
+    return Position(LOCKED, user_code.of_stack(stack), in_collective=_waits(stack)) if stack else Position(SILENT)
+
+
+def function_of(frame: str) -> str:
+    """Return `misbehave (workers.py:61)` of `tests/cli/workers.py:61 in misbehave: time.sleep(1000)`."""
+    place, _, rest = frame.partition(" in ")
+    name = rest.partition(":")[0]
+    return f"{name} ({place})" if name else place
 
 
 # -- asked by the launcher
 
 
 def path_of(directory: Path, rank: int) -> Path:
-    """Return the file in which a rank tells its position when it is asked."""
+    """Return the file to which a rank writes its position on ASK."""
     return directory / "logs" / f"position_rank_{rank}.json"
 
 
 def read(directory: Path, rank: int) -> Position | None:
-    """Return the position that a rank has told; None if it has told none."""
+    """Return the position that a rank has written; None if it has written none."""
     try:
         return from_json(json.loads(path_of(directory, rank).read_text()))
     except (OSError, ValueError, KeyError, TypeError):
@@ -144,18 +176,18 @@ def read(directory: Path, rank: int) -> Position | None:
 
 
 def tell_when_asked(directory: Path, rank: int) -> None:
-    """Let this rank tell its position when ASK comes. Called once, in its main thread, before faulthandler registers
+    """Let this rank write its position when ASK arrives. Called once, in its main thread, before faulthandler registers
     the same signal with `chain`.
 
-    Python notes a signal in a pipe at once, whatever the main thread does, and a thread waits at the pipe's other end.
+    Python writes a signal's number to a pipe at once, even if the main thread is blocked. A thread reads the pipe.
     """
-    told, noted = os.pipe()
-    os.set_blocking(noted, False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     signal.signal(ASK, lambda *_: None)
-    signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def answer() -> None:
-        while numbers := os.read(told, 64):
+        while numbers := os.read(reader, 64):
             if ASK in numbers:
                 with contextlib.suppress(Exception):  # the launcher then has the stacks alone
                     write_json(path_of(directory, rank), asdict(own_position()))

@@ -36,16 +36,16 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
     if config.verb == "verify":
         sample_sets.check_replay(plan)
     if attached and attached.world != plan.world:
-        what = f"{attached.source} started {attached.world} ranks, the plan has {plan.world}"
+        message = f"{attached.source} started {attached.world} ranks, the plan has {plan.world}"
         fix = f"degrees whose product is {attached.world}, or {plan.world} ranks"
-        raise ConfigError(Problem(what, "world", fix, kind="arithmetic"))
+        raise ConfigError(Problem(message, "world", fix, kind="arithmetic"))
     if config.compile and plan.spec.packed:
         refuse_packed_compile(version("torch"))
     compiler = os.environ.get("CXX") or "g++"  # torch's inductor generates C++ for the CPU
     if config.compile and plan.device == "cpu" and shutil.which(compiler.split()[0]) is None:
-        what = f"compile=true on the CPU needs a C++ compiler, and there is no {compiler}"
+        message = f"compile=true on the CPU needs a C++ compiler, and there is no {compiler}"
         fix = "apt-get install g++, or CXX=<your compiler>"
-        raise EnvironmentProblem(Problem(what, "compile", "compile=false", fix))
+        raise EnvironmentProblem(Problem(message, "compile", "compile=false", fix))
     if plan.device == "cuda":
         # ranks of another launcher may be on other hosts: each reports its GPU when it joins
         smallest = _check_gpus(needed=1 if attached else plan.num_workers)
@@ -70,8 +70,8 @@ def allow_open_files(num_ranks: int) -> None:
     if soft >= needed:
         return
     if hard < needed:
-        what = f"each of {counted(num_ranks, 'rank')} opens {needed} files, and the limit of this shell is {hard}"
-        raise EnvironmentProblem(Problem(what, "ulimit -n", command=f"ulimit -n {needed}, in a new shell"))
+        message = f"each of {counted(num_ranks, 'rank')} opens {needed} files, and the limit of this shell is {hard}"
+        raise EnvironmentProblem(Problem(message, "ulimit -n", command=f"ulimit -n {needed}, in a new shell"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
@@ -84,9 +84,9 @@ def refuse_packed_compile(torch: str) -> None:
     if numbers is None or tuple(map(int, numbers.groups())) >= PACKED_COMPILE:
         return
     needed = ".".join(map(str, PACKED_COMPILE))
-    what = f"compile=true with dataset.pack=true needs torch {needed}, and torch {torch} is installed"
+    message = f"compile=true with dataset.pack=true needs torch {needed}, and torch {torch} is installed"
     fix = "compile=false or dataset.pack=false"
-    raise ConfigError(Problem(what, "compile", fix, f"pip install 'torch>={needed}'"))
+    raise ConfigError(Problem(message, "compile", fix, f"pip install 'torch>={needed}'"))
 
 
 def crowding(world: int, cores: int) -> list[str]:
@@ -136,19 +136,19 @@ def _check_gpus(needed: int) -> int:
     if len(set(listed)) < len(listed):
         raise EnvironmentProblem(Problem(f"CUDA_VISIBLE_DEVICES={visible!r} names a GPU twice", "CUDA_VISIBLE_DEVICES"))
     if "torch" not in sys.modules and version("torch").endswith("+cpu"):
-        found, is_cuda = 0, False  # known without importing torch, which takes a second
+        num_gpus, is_cuda = 0, False  # known without importing torch, which takes a second
     else:
         import torch
 
-        found, is_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0, bool(torch.version.cuda)
-    if found == 0:
+        num_gpus, is_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0, bool(torch.version.cuda)
+    if num_gpus == 0:
         built = "" if is_cuda else f"; torch {version('torch')} is built without CUDA, so without NCCL"
         raise EnvironmentProblem(Problem(f"device=cuda, and 0 GPUs are visible{shown}{built}", "device", "device=cpu"))
-    if found < needed:
-        what = f"the plan puts {needed} ranks on this host, one GPU each, and {found} are visible{shown}"
-        fix = f"degrees whose product is at most {found}, or device=cpu"
-        raise EnvironmentProblem(Problem(what, "world", fix))
-    return min(torch.cuda.get_device_properties(index).total_memory for index in range(found))
+    if num_gpus < needed:
+        message = f"the plan puts {needed} ranks on this host, one GPU each, and {num_gpus} are visible{shown}"
+        fix = f"degrees whose product is at most {num_gpus}, or device=cpu"
+        raise EnvironmentProblem(Problem(message, "world", fix))
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(num_gpus))
 
 
 # -- memory
@@ -192,21 +192,21 @@ def check_memory(config: Config, plan: Plan, available: int | None, per_rank: bo
     kinds = "for weights, gradients and optimizer"
     fix = "a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices"
     if config.verb == "verify":  # the tensors that are compared are in the host's memory
-        least = verified.state + (0 if per_rank else verified.traces)
+        compared_bytes = verified.state + (0 if per_rank else verified.traces)
         total = max(total, state + (verified.total if per_rank else verified.peak))
-        state, kinds = state + least, f"{kinds}, {gib(least)} of it to compare them with one device"
+        state, kinds = state + compared_bytes, f"{kinds}, {gib(compared_bytes)} of it to compare them with one device"
         fix = "shrink=true, a smaller model, verify.steps=1 or verify.precision=fp32"
     if state > available:  # certain, because activations come on top
-        what = f"{holder} {gib(state)} {kinds}, and {gib(available)} are available"
+        message = f"{holder} {gib(state)} {kinds}, and {gib(available)} are available"
         command = "parallelrun plan ... (shows the memory of each rank by kind)"
-        raise EnvironmentProblem(Problem(what, "memory", fix, command))
+        raise EnvironmentProblem(Problem(message, "memory", fix, command))
     notes = []
     if total > available:
         notes = [f"memory may be too small: {holder} about {gib(total)}, and {gib(available)} are available"]
     host = available_bytes() if per_rank else None
     if host is not None and verified.traces > host:
-        what = f"verify needs {gib(verified.traces)} on the host of rank 0 for the tensors that it compares"
-        raise EnvironmentProblem(Problem(f"{what}, and {gib(host)} are available", "memory", fix))
+        message = f"verify needs {gib(verified.traces)} on the host of rank 0 for the tensors that it compares"
+        raise EnvironmentProblem(Problem(f"{message}, and {gib(host)} are available", "memory", fix))
     return notes
 
 
@@ -246,8 +246,8 @@ def disk_shortage(config: Config, plan: Plan, folder: Path) -> list[str]:
     need, free = disk_need(config, plan), free_bytes(folder)
     if need.total <= free:
         return []
-    kept = f" ({need.num_checkpoints - 1} kept while the next is written)" if need.num_checkpoints > 1 else ""
-    checkpoints = f"{need.num_checkpoints} checkpoints of {gib(need.checkpoint_bytes)}{kept} and "
+    retained = f" ({need.num_checkpoints - 1} kept while the next is written)" if need.num_checkpoints > 1 else ""
+    checkpoints = f"{need.num_checkpoints} checkpoints of {gib(need.checkpoint_bytes)}{retained} and "
     parts = f"{checkpoints if need.num_checkpoints else ''}{gib(need.record_bytes)} of records"
     return [
         f"the disk may become full: the run needs {gib(need.total)} in {folder} ({parts}), and {gib(free)} are "

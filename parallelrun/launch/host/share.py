@@ -1,4 +1,4 @@
-"""The share of this host's cores and GPUs for one of several runs that another program starts side by side. Torch-free.
+"""The share of this host's cores and GPUs for one of several runs that another program starts side by side.
 
 Without it each run would start as many threads as there are cores, and use the same first GPUs.
 """
@@ -38,8 +38,8 @@ def limit(folder: Path, parts: int) -> int:
         cores = sorted(os.sched_getaffinity(0))[: num_cores()]
         os.sched_setaffinity(0, part(cores, index, parts))
     if gpus := visible_gpus():
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = chosen.split(",")[:gpus] if chosen else [str(number) for number in range(gpus)]
+        selected = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = selected.split(",")[:gpus] if selected else [str(number) for number in range(gpus)]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(part(names, index, parts))
     return index
 

@@ -1,4 +1,4 @@
-"""The file in which the ranks of one host meet: nothing listens, and only its user can open it. Torch-free."""
+"""The file in which the ranks of one host meet: nothing listens, and only its user can open it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TF_CONFIG: the variable in which TensorFlow describes a cluster and the task of this process. Torch-free.
+"""TF_CONFIG: the variable in which TensorFlow describes a cluster and the task of this process.
 
     TF_CONFIG='{"cluster": {"worker": ["a:2222", "b:2222"], "ps": ["c:2222"]}, "task": {"type": "ps", "index": 0}}'
 
@@ -51,8 +51,8 @@ def apply(config: Config, environ: Mapping[str, str]) -> Config:
     for job in ("worker", "ps"):
         addresses, own = list(getattr(spec, job)), getattr(config.cluster, job)
         if own is not None and list(own) != addresses:
-            what = f"cluster.{job}=[{','.join(map(str, own))}], but {NAME} names [{','.join(addresses)}]"
-            raise ConfigError(Problem(what, f"cluster.{job}", f"leave cluster.{job} out", f"unset {NAME}"))
+            message = f"cluster.{job}=[{','.join(map(str, own))}], but {NAME} names [{','.join(addresses)}]"
+            raise ConfigError(Problem(message, f"cluster.{job}", f"leave cluster.{job} out", f"unset {NAME}"))
     cluster = replace(config.cluster, worker=list(spec.worker), ps=list(spec.ps) or None)
     return replace(config, cluster=cluster)
 
@@ -68,9 +68,11 @@ def refuse_other_hosts(config: Config, argv: Sequence[str], this_host: str) -> N
     for job, index, address in spec.tasks:
         value = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}}, separators=(",", ":"))
         print(f"{cluster_spec.split(address)[0]}: {shlex.join(['env', f'{NAME}={value}', 'parallelrun', *words])}")
-    what = f"the {spec} is on {counted(len(hosts), 'host')}, and parallelrun cannot start ranks on the others from here"
+    message = (
+        f"the {spec} is on {counted(len(hosts), 'host')}, and parallelrun cannot start ranks on the others from here"
+    )
     fix = "run each of the lines above on the host that it begins with"
-    raise EnvironmentProblem(Problem(what, "cluster.worker, cluster.ps", command=fix))
+    raise EnvironmentProblem(Problem(message, "cluster.worker, cluster.ps", command=fix))
 
 
 def _spec(cluster: dict[str, Any]) -> tuple[ClusterSpec, str]:
@@ -112,5 +114,5 @@ def _rank(task: Any, spec: ClusterSpec, chief: str) -> int:
     return ranks[index]
 
 
-def _problem(what: str, suggestion: str = "") -> EnvironmentProblem:
-    return EnvironmentProblem(Problem(what, NAME, suggestion, f"unset {NAME}, if it is left over from another job"))
+def _problem(message: str, suggestion: str = "") -> EnvironmentProblem:
+    return EnvironmentProblem(Problem(message, NAME, suggestion, f"unset {NAME}, if it is left over from another job"))

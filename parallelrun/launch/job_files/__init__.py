@@ -1,1 +1,1 @@
-"""Job files for schedulers of clusters: text that people can read and edit. No torch."""
+"""Job files for schedulers of clusters: text that people can read and edit."""

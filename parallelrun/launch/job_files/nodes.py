@@ -1,13 +1,16 @@
-"""Base classes of the jobs: what the user may ask of every scheduler. Torch-free."""
+"""Base classes of the jobs: settings of every scheduler, and how they fill its template."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from string import Formatter
+from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.base.errors import Problem
+from parallelrun.base.errors import EXIT_PREEMPTED, Problem
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -17,7 +20,9 @@ MOUNT = "/runs"  # of the runs, in a job whose nodes are rented or containers
 
 @dataclass(frozen=True)
 class JobFile(ABC):
-    """Settings of a job. gpus_per_node: 0 for a job on CPUs."""
+    """Settings of a job, which fill TEMPLATE, the text of its file. gpus_per_node: 0 for a job on CPUs."""
+
+    TEMPLATE: ClassVar[str]
 
     nodes: int = 1
     gpus_per_node: int = 0
@@ -44,9 +49,40 @@ class JobFile(ABC):
     def problems(self) -> list[Problem]:
         """Every setting that the scheduler would refuse, and those without which no job can be written."""
 
+    def illegal_names(
+        self, names: Iterable[str], legal: re.Pattern[str], rule: str, fitting: Callable[[str], str]
+    ) -> list[Problem]:
+        """A problem for each of the settings `names` that is not `legal`. rule: what the message says."""
+        values = {name: getattr(self, name) for name in names}
+        wrong = {name: value for name, value in values.items() if value and not legal.fullmatch(value)}
+        return [Problem(f"{name}={value!r}{rule}", name, f"{name}={fitting(value)}") for name, value in wrong.items()]
+
     @abstractmethod
+    def fields(self, program: list[str]) -> dict[str, object]:
+        """Fields of the template that are no settings, or have another text. program: the words that start a rank."""
+
     def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str:
         """The job's file. command: of `python -m parallelrun`; title: the plan; written_by: for readers."""
+        program = [python, "-m", "parallelrun", *command]
+        common = {
+            "title": title,
+            "written_by": written_by,
+            "program": shlex.join(program),
+            "gpus_per_node": self.gpus_per_node or "",
+            "mount": MOUNT,
+            "preempted": EXIT_PREEMPTED,
+        }
+        return filled(self.TEMPLATE, asdict(self) | common | self.fields(program))
+
+
+def filled(template: str, fields: Mapping[str, object]) -> str:
+    """Return the text of a template without the lines that have an empty field."""
+    lines = [
+        line
+        for line in template.splitlines(keepends=True)
+        if all(fields[name] != "" for _, name, _, _ in Formatter().parse(line) if name)
+    ]
+    return "".join(lines).format_map(fields)
 
 
 @dataclass(frozen=True)
@@ -65,10 +101,10 @@ class JobOnNodes(JobFile):
 
     def problems_of_nodes(self) -> list[Problem]:
         """Without nodes, or ranks on them, no job can be written."""
-        found = []
+        problems = []
         if self.nodes < 1:
-            found.append(Problem(f"nodes={self.nodes}: a job needs a node", "nodes", "nodes=1"))
+            problems.append(Problem(f"nodes={self.nodes}: a job needs a node", "nodes", "nodes=1"))
         if self.ranks_per_node < 1:
-            what = "the number of ranks on a node is not known"
-            found.append(Problem(what, "gpus_per_node", "gpus_per_node=8, or tasks_per_node=4 for a job on CPUs"))
-        return found
+            message = "the number of ranks on a node is not known"
+            problems.append(Problem(message, "gpus_per_node", "gpus_per_node=8, or tasks_per_node=4 for a job on CPUs"))
+        return problems

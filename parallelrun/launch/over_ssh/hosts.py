@@ -1,5 +1,5 @@
 """horovodrun's `-np N -H h1:4,h2:4` or `--hostfile FILE`: the ranks of each host, which `launch/over_ssh/ssh.py`
-starts. No torch.
+starts.
 
 Slots are filled in the order in which hosts are listed; remaining slots stay idle.
 """
@@ -37,13 +37,13 @@ class SshOptions:
 
     def problems(self) -> list[Problem]:
         """The mistakes in these options."""
-        found = []
+        problems = []
         if self.port is not None and not (_NUMBER.fullmatch(self.port) and int(self.port) < 65536):
-            found.append(Problem(f"--ssh-port {self.port}: not a port (1 to 65535)", COMMAND_LINE, "--ssh-port 22"))
+            problems.append(Problem(f"--ssh-port {self.port}: not a port (1 to 65535)", COMMAND_LINE, "--ssh-port 22"))
         for flag, file in (("--ssh-identity-file", self.identity_file), ("--ssh-config", self.config)):
             if file is not None and not Path(file).is_file():
-                found.append(Problem(f"{flag} {file}: no such file", COMMAND_LINE))
-        return found
+                problems.append(Problem(f"{flag} {file}: no such file", COMMAND_LINE))
+        return problems
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ def read(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> t
     if ranks is not None and not _NUMBER.fullmatch(ranks):
         raise ConfigError(Problem(f"-np {ranks}: must be a number of ranks, at least 1", COMMAND_LINE, "-np 2"))
     slots = _slots(hosts) if hosts is not None else {"localhost": None}
-    asked = int(ranks) if ranks is not None else sum(count or 1 for count in slots.values())
-    available = sum(asked if count is None else count for count in slots.values())
-    if asked > available:
-        what = f"Requested more processes ({asked}) than there are available slots ({available})"
-        raise ConfigError(Problem(what, f"-H {hosts}", f"-np {available}"))
+    num_ranks = int(ranks) if ranks is not None else sum(count or 1 for count in slots.values())
+    available = sum(num_ranks if count is None else count for count in slots.values())
+    if num_ranks > available:
+        message = f"Requested more processes ({num_ranks}) than there are available slots ({available})"
+        raise ConfigError(Problem(message, f"-H {hosts}", f"-np {available}"))
     out, first = [], 0
     for name, count in slots.items():
-        here = min(asked - first, asked if count is None else count)
+        here = min(num_ranks - first, num_ranks if count is None else count)
         out.append(HostRanks(name, first, here))
         first += here
     return tuple(out)
@@ -102,22 +102,22 @@ def _listed(file: Path) -> str:
             raise OSError("there is no such file")
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        what = f"--hostfile {file}: cannot be read ({error})"
-        raise ConfigError(Problem(what, COMMAND_LINE, "--hostfile FILE, with `h1 slots=4` on each line")) from error
-    found, problems = [], []
+        message = f"--hostfile {file}: cannot be read ({error})"
+        raise ConfigError(Problem(message, COMMAND_LINE, "--hostfile FILE, with `h1 slots=4` on each line")) from error
+    entries, problems = [], []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         match = _LINE.fullmatch(" ".join(words))
         if match is not None:
-            found.append(match["name"] + (f":{match['slots']}" if match["slots"] else ""))
+            entries.append(match["name"] + (f":{match['slots']}" if match["slots"] else ""))
         elif words:
-            what = f"{file}, line {number}: {line.strip()!r} is not a host with slots"
-            problems.append(Problem(what, "--hostfile", "worker-1 slots=8"))
-    if not found and not problems:
+            message = f"{file}, line {number}: {line.strip()!r} is not a host with slots"
+            problems.append(Problem(message, "--hostfile", "worker-1 slots=8"))
+    if not entries and not problems:
         problems.append(Problem(f"{file} names no host", "--hostfile", "worker-1 slots=8"))
     if problems:
         raise ConfigError(*problems)
-    return ",".join(found)
+    return ",".join(entries)
 
 
 def _slots(text: str) -> dict[str, int | None]:
@@ -126,15 +126,15 @@ def _slots(text: str) -> dict[str, int | None]:
     entries = {entry: _ENTRY.fullmatch(entry) for entry in text.split(",")}
     if wrong := [entry for entry, match in entries.items() if match is None]:
         whats = [f"-H {text}: {entry!r} is not a host with slots, as in h1:4,h2:4" for entry in wrong]
-        raise ConfigError(*(Problem(what, COMMAND_LINE, "-H localhost:2") for what in whats))
+        raise ConfigError(*(Problem(message, COMMAND_LINE, "-H localhost:2") for message in whats))
     for entry in text.split(","):
         match = entries[entry]
         assert match is not None
-        given, before = match["slots"], slots.get(match["name"], 0)
-        slots[match["name"]] = None if given is None or before is None else before + int(given)
+        count, before = match["slots"], slots.get(match["name"], 0)
+        slots[match["name"]] = None if count is None or before is None else before + int(count)
     return slots
 
 
 def has_others(hosts: Sequence[HostRanks]) -> bool:
     """Whether some ranks run on other hosts."""
-    return any(one.num_ranks and not one.is_here for one in hosts)
+    return any(host.num_ranks and not host.is_here for host in hosts)

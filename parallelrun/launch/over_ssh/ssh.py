@@ -45,41 +45,41 @@ _PORTS = range(20_000, 30_000)  # rank 0 listens on a random one, or one of the 
 _TICK_S = 0.05
 
 
-def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, asked: Config | None = None) -> int:
+def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, requested: Config | None = None) -> int:
     """Run `parallelrun <words>` on all hosts and return its exit code. No process outlives this call.
 
-    asked: the configuration that `words` mean, if the ranks may be started again. Raises EnvironmentProblem when a host
-    cannot be reached or has no parallelrun.
+    requested: the configuration that `words` mean, if the ranks may be started again. Raises EnvironmentProblem when a
+    host cannot be reached or has no parallelrun.
     """
     signals: list[int] = []
     used = [host for host in hosts if host.num_ranks]
-    job, most = secrets.token_hex(8), asked.restarts if asked is not None else 0
+    job, limit = secrets.token_hex(8), requested.restarts if requested is not None else 0
     code = EXIT_OK
     with handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
         for number in count():
             try:
                 with SshAttempt(used, ssh, signals) as attempt:
-                    attempt.start(words, reattach.variables(job, most, number))
+                    attempt.start(words, reattach.variables(job, limit, number))
                     code = attempt.watch()
             except EnvironmentProblem as problem:
                 if not number:
                     raise
                 print(f"  not restarted: {problem}", file=sys.stderr, flush=True)
                 return code
-            if code == EXIT_OK or signals or asked is None or not most:
+            if code == EXIT_OK or signals or requested is None or not limit:
                 return code
-            following = _code_if_final(asked, reattach.variables(job, most, number + 1), code, attempt.noticed)
+            following = _code_if_final(requested, reattach.variables(job, limit, number + 1), code, attempt.noticed)
             if following is not None:
                 return following
     raise AssertionError("unreachable")
 
 
-def _code_if_final(asked: Config, variables: Mapping[str, str], code: int, noticed: float) -> int | None:
+def _code_if_final(requested: Config, variables: Mapping[str, str], code: int, noticed: float) -> int | None:
     """Return the exit code of the run, whose last attempt has failed with `code`; None if it must be started again."""
-    directory = reattach.earlier(Path(asked.runs).expanduser(), variables)
+    directory = reattach.earlier(Path(requested.runs).expanduser(), variables)
     if directory is None:  # it has failed before a run began
         return code
-    _, _, decision = reattach.judged(directory, asked.restarts)
+    _, _, decision = reattach.judged(directory, requested.restarts)
     if not decision.restart:
         print(f"  not restarted: {decision.why}", file=sys.stderr, flush=True)
         return decision.exit_code or code
@@ -188,10 +188,10 @@ def _address_of_rank_0(agents: Sequence[SshConnection]) -> str:
     address = addresses[0][0]
     if agents[0].host.is_here:
         seen = [launcher for _, launcher in addresses if launcher and interfaces.is_own(launcher)]
-        routed = [found for own, _ in addresses if own and (found := interfaces.address_towards(own))]
+        routed = [source for own, _ in addresses if own and (source := interfaces.address_towards(own))]
         address = (seen or routed or [os.uname().nodename])[0]
     others = {own for own, _ in addresses[1:] if not (own.startswith("127.") or own in ("", "::1"))}
     if others and (address.startswith("127.") or address == "::1"):
-        what = f"rank 0 would listen on {address}, which the other hosts cannot reach"
-        raise EnvironmentProblem(Problem(what, "-H", "name the first host as the network knows it"))
+        message = f"rank 0 would listen on {address}, which the other hosts cannot reach"
+        raise EnvironmentProblem(Problem(message, "-H", "name the first host as the network knows it"))
     return address

@@ -56,12 +56,14 @@ def modules(config: Config, plan: Plan, worker: str = WORKER) -> list[str]:
     """Return what forked ranks need, for `import_all`; nothing if the ranks of this plan are not forked."""
     if not _may_fork(plan):
         return []
-    found = [worker.partition(":")[0], *_PRELOADED]
+    names = [worker.partition(":")[0], *_PRELOADED]
     if plan.recompute == "full" or config.compile:
-        found.append("parallelrun.distributed.torch_private:import_compiler")
-    found += [registry.path("models", config.model.name, "network"), registry.path("datasets", config.dataset.name)]
+        names.append("parallelrun.distributed.torch_private:import_compiler")
+    names += [registry.path("models", config.model.name, "network"), registry.path("datasets", config.dataset.name)]
     used = {axis: getattr(plan, axis) for axis in ("data", "tensor", "pipeline", "context", "expert")}
-    return found + [registry.path("strategies", f"{axis}.{one.kind}", "runtime") for axis, one in used.items() if one]
+    return names + [
+        registry.path("strategies", f"{axis}.{strategy.kind}", "runtime") for axis, strategy in used.items() if strategy
+    ]
 
 
 def import_all(names: Sequence[str]) -> None:
@@ -86,8 +88,8 @@ def import_all(names: Sequence[str]) -> None:
 
 
 def prepared(job: Job) -> Job:
-    """Return the job with what its worker's module prepares once for all ranks, if they are forked. An error is left to
-    the ranks, which meet it again and log it."""
+    """Return the job with the object that its worker's module prepares once for all forked ranks. An error is ignored:
+    the ranks get it again, and log it."""
     if _may_fork(job.plan):
         with contextlib.suppress(Exception):
             make = getattr(import_module(job.worker.partition(":")[0]), "prepare", None)

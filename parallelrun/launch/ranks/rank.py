@@ -51,16 +51,16 @@ def serve(
         return code
     except BaseException as error:
         # Whatever fails because of the interrupt, such as a lock that it kept from being taken, is no failure.
-        if any(isinstance(one, KeyboardInterrupt) for one in cause_chain(error)):
+        if any(isinstance(link, KeyboardInterrupt) for link in cause_chain(error)):
             return EXIT_INTERRUPTED
         if isinstance(error, SystemExit) and error.code in (0, None):
             error = RuntimeError("the worker called sys.exit()")
         now = time.monotonic_ns()
         with contextlib.suppress(OSError, ValueError):  # the disk of the log may be full
             traceback.print_exception(error)
-        found = failure.of_exception(error, settings.rank, now, single_rank=connect is None)
-        failure.record(job.directory, heartbeats, found.at(heartbeats.read(settings.rank), os.getpid()))
-        return found.exit_code
+        own = failure.of_exception(error, settings.rank, now, single_rank=connect is None)
+        failure.record(job.directory, heartbeats, own.at(heartbeats.read(settings.rank), os.getpid()))
+        return own.exit_code
 
 
 def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: Callable[[], Store] | None) -> int:
@@ -119,19 +119,19 @@ def _device(plan: Plan, settings: RankSettings) -> torch.device:
 def _join(job: Job, rank: int, store: Store) -> None:
     """Create the process group of the run. Its timeout is the last resort, later than the launcher's hang detection.
 
-    With GPUs it uses gloo and NCCL; beside servers, which may have no GPU, only gloo: the workers have an NCCL group of
-    their own. Raises EnvironmentProblem if backend=shm is asked for and impossible.
+    With GPUs it uses gloo and NCCL. With servers, which may have no GPU, it uses gloo only: the workers have an NCCL
+    group of their own. Raises EnvironmentProblem if backend=shm is asked for and impossible.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
     from parallelrun.distributed import shared_memory
 
-    asked = job.config.backend
+    requested = job.config.backend
     if job.plan.device == "cuda":
         backend = "gloo" if job.plan.servers else "cpu:gloo,cuda:nccl"
     else:
-        backend = shared_memory.register() if asked != "gloo" else asked
+        backend = shared_memory.register() if requested != "gloo" else requested
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),
@@ -139,9 +139,9 @@ def _join(job: Job, rank: int, store: Store) -> None:
         world_size=job.plan.world,
         timeout=timedelta(seconds=2 * job.config.timeout_s + 60),
     )
-    if asked == backend == shared_memory.BACKEND and shared_memory.carrier(dist.group.WORLD) == "gloo":
-        what = f"backend=shm is impossible: {shared_memory.refusal(dist.group.WORLD)}"
-        raise EnvironmentProblem(Problem(what, "backend", suggestion="backend=auto"))
+    if requested == backend == shared_memory.BACKEND and shared_memory.carrier(dist.group.WORLD) == "gloo":
+        message = f"backend=shm is impossible: {shared_memory.refusal(dist.group.WORLD)}"
+        raise EnvironmentProblem(Problem(message, "backend", suggestion="backend=auto"))
 
 
 def _leave(store: Store, rank: int, world: int) -> None:
@@ -233,8 +233,8 @@ def main(
     config = load_frozen(Path(config_file).read_text())
     job = Job(config, resolve(config), Path(folder), worker)
     if job.plan.world != world:
-        what = f"{config_file} describes {job.plan.world} ranks, but the launcher started {world}"
-        raise EnvironmentProblem(Problem(what, "config.yaml"))
+        message = f"{config_file} describes {job.plan.world} ranks, but the launcher started {world}"
+        raise EnvironmentProblem(Problem(message, "config.yaml"))
     connect = partial(file_store, store) if world > 1 else None
     end(serve(job, RankSettings(rank, rank), heartbeat_file, connect))
 

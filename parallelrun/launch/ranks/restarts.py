@@ -45,19 +45,19 @@ def notes(config: Config, only_once: str = "") -> list[str]:
 
     only_once: the launcher that has started the ranks, if it does not start them again.
     """
-    most = config.restarts
-    if most and only_once:
+    limit = config.restarts
+    if limit and only_once:
         others = _INSTEAD.get(only_once, "our own launcher does (-H for several hosts)")
-        return [f"restarts={most}: {only_once} does not start ranks again: {others}; resume=auto goes on in a new job"]
-    if not most or config.checkpoint.every:
+        return [f"restarts={limit}: {only_once} does not start ranks again: {others}; resume=auto goes on in a new job"]
+    if not limit or config.checkpoint.every:
         return []
-    return [f"restarts={most} without checkpoint.every: after a failure the run begins again with its first step"]
+    return [f"restarts={limit} without checkpoint.every: after a failure the run begins again with its first step"]
 
 
-def supervise(job: Job, asked: Config, signals: list[int]) -> Outcome:
+def supervise(job: Job, requested: Config, signals: list[int]) -> Outcome:
     """Run the job's ranks to their end, again after failures. None of their processes outlives this call.
 
-    asked: the user's configuration, from which an elastic run resolves a smaller plan. signals: those that have
+    requested: the user's configuration, from which an elastic run resolves a smaller plan. signals: those that have
     arrived; the caller adds those that arrive between attempts. The outcome is that of the last attempt.
     """
     history = [attempt_of(job, 1)]
@@ -71,7 +71,7 @@ def supervise(job: Job, asked: Config, signals: list[int]) -> Outcome:
         decision = restart_policy.decide(history, job.config.restarts)
         if not decision.restart:
             return stopped(outcome, decision, job.config.restarts)
-        plan, job = job.plan, prepared(job, asked, history, decision)
+        plan, job = job.plan, prepared(job, requested, history, decision)
         announce(outcome, plan, history, job, job.config.restarts + 1)
 
 
@@ -100,30 +100,30 @@ def ended(history: Sequence[Attempt], outcome: Outcome, directory: Path) -> Atte
     )
 
 
-def stopped(outcome: Outcome, decision: Decision, most: int) -> Outcome:
+def stopped(outcome: Outcome, decision: Decision, max_restarts: int) -> Outcome:
     """Return the outcome of a run that is not restarted. One that may not restart at all says nothing of it."""
-    if not most:
+    if not max_restarts:
         return outcome
     return replace(outcome, exit_code=decision.exit_code or outcome.exit_code, why_not=decision.why)
 
 
-def prepared(job: Job, asked: Config | None, history: list[Attempt], decision: Decision) -> Job:
+def prepared(job: Job, requested: Config | None, history: list[Attempt], decision: Decision) -> Job:
     """Return the job of the next attempt; append its record to `history`, and rewind the run's rows to its checkpoint.
 
-    asked: None if the plan of `job` is already for the ranks that are left. The attempt's configuration is in
+    requested: None if the plan of `job` is already for the ranks that are left. The attempt's configuration is in
     `attempts/<n>/`, with the plan if that has changed.
     """
     last = history[-1]
     if decision.bad_checkpoint and last.checkpoint:
         _set_aside(Path(last.checkpoint))
-    found = latest(job.directory)
+    checkpoint = latest(job.directory)
     # a run that has resumed another one never begins from nothing, even if that one's checkpoint could not be linked
-    resume = os.fspath(found) if found else history[0].checkpoint
+    resume = os.fspath(checkpoint) if checkpoint else history[0].checkpoint
     config, plan = replace(job.config, resume=resume), job.plan
-    if asked is not None:
+    if requested is not None:
         config, plan = reshaped(job, config) or (config, plan)
-    if decision.without is not None and asked is not None and asked.elastic:
-        config, plan = shrunk(asked, config, plan, plan.world - 1) or (config, plan)
+    if decision.without is not None and requested is not None and requested.elastic:
+        config, plan = shrunk(requested, config, plan, plan.world - 1) or (config, plan)
     after = replace(job, config=config, plan=plan, attempt=last.number + 1)
     beginning = attempt_of(after, after.attempt)
     lost_s = attempts.rewind(job.directory, beginning.resumed_step, last.number)
@@ -138,26 +138,29 @@ def reshaped(job: Job, config: Config) -> tuple[Config, Plan] | None:
     file = reshapes.config_file(job.directory)
     if file is None:
         return None
-    found = replace(load_frozen(file.read_text()), resume=config.resume)
-    plan = resolve(found)
-    return (found, plan) if plan.world == job.plan.world else None  # the run has become smaller since
+    reshaped_config = replace(load_frozen(file.read_text()), resume=config.resume)
+    plan = resolve(reshaped_config)
+    return (reshaped_config, plan) if plan.world == job.plan.world else None  # the run has become smaller since
 
 
-def shrunk(asked: Config, saved: Config, plan: Plan, most: int, exact: bool = False) -> tuple[Config, Plan] | None:
-    """Return the configuration and plan for at most `most` ranks (exact: for so many), or None after a warning."""
-    found = elastic.fitting(asked, saved, plan, most, exact)
-    if found is None:
-        least = elastic.least_world(asked)
-        print_note(f"warning: elastic=true: no plan fits {most} ranks or fewer (min_world={least})")
+def shrunk(
+    requested: Config, saved: Config, plan: Plan, maximum: int, exact: bool = False
+) -> tuple[Config, Plan] | None:
+    """Return the configuration and plan for at most `maximum` ranks (exact: for exactly `maximum`). Return None after a
+    warning if no plan fits."""
+    fitting = elastic.fitting(requested, saved, plan, maximum, exact)
+    if fitting is None:
+        minimum = elastic.least_world(requested)
+        print_note(f"warning: elastic=true: no plan fits {maximum} ranks or fewer (min_world={minimum})")
         return None
-    before, now = (" ".join(f"{axis}={size}" for axis, size in one.degrees.items()) for one in (plan, found[1]))
-    batch = found[1].batch
+    before, now = (" ".join(f"{axis}={size}" for axis, size in shape.degrees.items()) for shape in (plan, fitting[1]))
+    batch = fitting[1].batch
     print(
-        f"elastic: the plan changes from {plan.world} ranks ({before}) to {found[1].world} ({now}); "
+        f"elastic: the plan changes from {plan.world} ranks ({before}) to {fitting[1].world} ({now}); "
         f"global_batch={batch.global_batch} stays: {batch.microbatches} x {batch.micro_batch} samples per dp rank",
         file=sys.stderr,
     )
-    return found
+    return fitting
 
 
 def describe(job: Job, changed: bool) -> None:
@@ -172,20 +175,22 @@ def describe(job: Job, changed: bool) -> None:
 
 
 def _set_aside(checkpoint: Path) -> None:
-    """Give a checkpoint that could not be loaded a name by which nobody resumes from it."""
+    """Rename a checkpoint that could not be loaded, so that no run resumes from it."""
     with suppress(OSError):
         os.rename(checkpoint, checkpoint.with_name(DAMAGED + checkpoint.name))
     print_note(f"warning: {checkpoint} is damaged: an older checkpoint is used")
 
 
-def announce(outcome: Outcome, plan: Plan, history: Sequence[Attempt], job: Job, most: int) -> None:
-    """Print why the last attempt, of `plan`, ended, and where the next one, `job`, begins. most: attempts allowed."""
+def announce(outcome: Outcome, plan: Plan, history: Sequence[Attempt], job: Job, limit: int) -> None:
+    """Print why the last attempt, of `plan`, ended, and where the next one, `job`, begins. limit: of attempts."""
     before, now = history[-2], history[-1]
     lines = failure.headline(outcome.cause, plan) if outcome.cause else []
     start = f"the checkpoint of step {now.resumed_step}" if now.checkpoint else "step 0: nothing was saved"
     again = f"; {counted(before.step - now.resumed_step, 'step')} again" if before.step > now.resumed_step else ""
     why = "" if outcome.cause else f" ({before.error})"
-    lines.append(f"attempt {before.number} of {most} has failed{why}; attempt {now.number} goes on from {start}{again}")
+    lines.append(
+        f"attempt {before.number} of {limit} has failed{why}; attempt {now.number} goes on from {start}{again}"
+    )
     screen = sys.stderr
     with suppress(OSError):
         print(("\n" if screen.isatty() else "") + "\n".join(lines), file=screen, flush=True)

@@ -127,8 +127,8 @@ class Supervisor:
         if failed and self._is_spare(rank, code):
             self._lost.add(rank)
             left = self._job.plan.num_workers - len(self._lost)
-            what = self._of_exit(rank, code, now).what
-            print_note(f"warning: rank {rank} {what}; continuing with {left} workers")
+            reason = self._of_exit(rank, code, now).what
+            print_note(f"warning: rank {rank} {reason}; continuing with {left} workers")
             return
         self._codes[rank] = code
         if failed:
@@ -149,8 +149,8 @@ class Supervisor:
         if code == EXIT_INTERRUPTED and self._signals:
             return
         pid = self._pids[rank]
-        found = failure.recorded(self._job.directory, self._heartbeats, rank, pid) if code >= 0 else None
-        self._failures.append(found or self._of_exit(rank, code, now).at(self._heartbeats.read(rank), pid))
+        recorded = failure.recorded(self._job.directory, self._heartbeats, rank, pid) if code >= 0 else None
+        self._failures.append(recorded or self._of_exit(rank, code, now).at(self._heartbeats.read(rank), pid))
         self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
 
     def _handle_signals(self) -> None:
@@ -178,9 +178,9 @@ class Supervisor:
     def _tick(self) -> None:
         now = time.monotonic()
         if self._alive and not self._failures and self._verdict is None:
-            found = hang.find(self._job, self._heartbeats, self._alive) or self._mismatch(now)
-            if found is not None:
-                self._failures.append(found.at(self._heartbeats.read(found.rank), self._pids[found.rank]))
+            cause = hang.find(self._job, self._heartbeats, self._alive) or self._mismatch(now)
+            if cause is not None:
+                self._failures.append(cause.at(self._heartbeats.read(cause.rank), self._pids[cause.rank]))
                 self._deadline = 0.0
         if now >= self._deadline:
             self._kill_all()

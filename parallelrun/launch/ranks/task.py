@@ -25,8 +25,8 @@ from parallelrun.planner.resolve.freeze import freeze
 class TaskFailed(EnvironmentProblem):
     """A rank of a task has failed for no reason that it explains. log: what it has written."""
 
-    def __init__(self, what: str, log: Path):
-        super().__init__(what)
+    def __init__(self, message: str, log: Path):
+        super().__init__(message)
         self.log = log
 
 
@@ -59,10 +59,10 @@ def run_task(root: Path, config: Config, plan: Plan, worker: str, asked: Mapping
     outcome = supervisor.supervise(Job(config, plan, folder, worker))
     if outcome.cause is not None:
         rank = outcome.cause.rank
-        what = f"rank {rank} of {plan.world}: {outcome.cause.what}"
+        message = f"rank {rank} of {plan.world}: {outcome.cause.what}"
         if outcome.cause.problems:  # the log tells no more
-            raise EnvironmentProblem(what)
-        raise TaskFailed(what, log_path(folder, rank))
+            raise EnvironmentProblem(message)
+        raise TaskFailed(message, log_path(folder, rank))
     if outcome.exit_code == EXIT_TERMINATED:
         raise Terminated("SIGTERM")
     if outcome.exit_code == EXIT_INTERRUPTED:

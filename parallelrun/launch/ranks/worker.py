@@ -14,7 +14,7 @@ from parallelrun.training.loop.data_runtime import data_runtime
 
 
 def prepare(config: Config, plan: Plan) -> Network | None:
-    """Return the whole network on meta, of which each rank keeps its stages: built once before the ranks are forked.
+    """Return the unsharded network on meta, built once before the ranks are forked. Each rank keeps its own stages.
 
     None if they do not use it, or if it is the user's code, which might do more than build.
     """

@@ -1,6 +1,6 @@
 """Progress reports of ranks under another launcher: each rank writes a small file, and rank 0 gathers them.
 
-Our own launcher reads its ranks' memory instead. Torch-free.
+Our own launcher reads its ranks' memory instead.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class GatheredStatus(Status):
             row: dict[str, Any] = json.loads(text)
         except (OSError, ValueError):
             return {"rank": member.rank, "pid": member.pid, "host": member.host, "seen": False}
-        known, since = self._last.get(member.rank, ("", now))
-        if text != known:
+        before, since = self._last.get(member.rank, ("", now))
+        if text != before:
             self._last[member.rank], since = (text, now), now
         return {**row, "silent_s": round(float(row["silent_s"]) + now - since, 3)}
 

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks that another launcher has started: they join through a store and must agree. Torch-free.
+"""The rendezvous of ranks that another launcher has started: they join through a store and must agree.
 
 Only rank 0 composes the configuration. It publishes the frozen config, its hash and the run directory. Each rank
 reports how it was started (`Member`). Rank 0 compares the reports before a process group exists: command line, code,
@@ -80,8 +80,8 @@ def gather(store: Store, world: int, timeout_s: float) -> list[Member]:
     if missing:
         hosts = sorted({member.host for member in joined.values()})
         shown = ", ".join(missing[:16]) + (", ..." if len(missing) > 16 else "")
-        what = f"joined {world - len(missing)} of {world} ranks in {timeout_s:g} s; missing: {shown}"
-        problem = Problem(f"{what} (hosts of the others: {', '.join(hosts)})", "world")
+        message = f"joined {world - len(missing)} of {world} ranks in {timeout_s:g} s; missing: {shown}"
+        problem = Problem(f"{message} (hosts of the others: {', '.join(hosts)})", "world")
         raise EnvironmentProblem(problem, exit_code=EXIT_HANG)
     return list(joined.values())
 
@@ -100,18 +100,18 @@ def command_line(words: Sequence[str]) -> dict[str, tuple[str, str]]:
             by_key[word.partition("=")[0].lstrip("+")].append(word)
     by_key.pop("run", None)  # the default verb
     return {
-        key: (" ".join(map(redact, given)), sha256(json.dumps(given).encode()).hexdigest())
-        for key, given in by_key.items()
+        key: (" ".join(map(redact, values)), sha256(json.dumps(values).encode()).hexdigest())
+        for key, values in by_key.items()
     }
 
 
 def code(model_source: str | None) -> dict[str, str]:
     """Return versions and file hashes of the code of this rank, by name. model_source: the key `model.source`."""
-    found = {"parallelrun's code": directory.code_fingerprint(), "torch": metadata.version("torch")}
+    versions = {"parallelrun's code": directory.code_fingerprint(), "torch": metadata.version("torch")}
     file = Path((model_source or "").rpartition(":")[0]).expanduser()
     if file.is_file():
-        found[f"the file of model.source={model_source}"] = sha256(file.read_bytes()).hexdigest()
-    return found
+        versions[f"the file of model.source={model_source}"] = sha256(file.read_bytes()).hexdigest()
+    return versions
 
 
 def code_version() -> str:
@@ -125,11 +125,11 @@ def differences(members: Sequence[Member], plan: Plan) -> list[Problem]:
     """Return the reasons why these ranks cannot run `plan` together."""
     problems = [*_command_lines(members), *_code(members)]
     if damaged := [member for member in members if member.config != members[0].config]:
-        what = f"the config arrived damaged at {named(damaged)}: its hash differs from rank 0's"
-        problems.append(Problem(what, "config"))
+        message = f"the config arrived damaged at {named(damaged)}: its hash differs from rank 0's"
+        problems.append(Problem(message, "config"))
     if unseen := sorted({member.host for member in members if not member.directory_seen}):
-        what = f"the run directory is not visible on {', '.join(unseen)}"
-        problems.append(Problem(what, "runs", "runs=<a folder on a file system that all hosts share>"))
+        message = f"the run directory is not visible on {', '.join(unseen)}"
+        problems.append(Problem(message, "runs", "runs=<a folder on a file system that all hosts share>"))
     return problems + (_gpus(members, plan) if plan.device == "cuda" else [])
 
 
@@ -137,23 +137,23 @@ def _command_lines(members: Sequence[Member]) -> list[Problem]:
     """Name the ranks whose command lines differ from rank 0's, with the words that differ."""
     groups: dict[str, list[Member]] = defaultdict(list)
     for member in members:
-        if found := _other_words(members[0].words, member.words):
-            groups[found].append(member)
+        if difference := _other_words(members[0].words, member.words):
+            groups[difference].append(member)
     fix = "start every rank with the same words"
     problems = [
-        Problem(f"the command line of {named(odd)} differs from rank 0's: {found}", "command line", command=fix)
-        for found, odd in list(groups.items())[:MAX_NAMED]
+        Problem(f"the command line of {named(odd)} differs from rank 0's: {difference}", "command line", command=fix)
+        for difference, odd in list(groups.items())[:MAX_NAMED]
     ]
     if len(groups) > MAX_NAMED:
         problems.append(Problem(f"{len(groups) - MAX_NAMED} other command lines differ from rank 0's too"))
     return problems
 
 
-def _other_words(expected: dict[str, tuple[str, str]], given: dict[str, tuple[str, str]]) -> str:
+def _other_words(expected: dict[str, tuple[str, str]], words: dict[str, tuple[str, str]]) -> str:
     """Return `model.layers=3 (rank 0: not given)` for each key whose words differ."""
     parts = []
-    for key in sorted({*expected, *given}):
-        (ours, our_hash), (theirs, their_hash) = expected.get(key, ("", "")), given.get(key, ("", ""))
+    for key in sorted({*expected, *words}):
+        (ours, our_hash), (theirs, their_hash) = expected.get(key, ("", "")), words.get(key, ("", ""))
         if our_hash != their_hash:
             same = " (a hidden value differs)" if theirs == ours else f" (rank 0: {ours or 'not given'})"
             parts.append((theirs or f"{key} not given") + same)
@@ -166,8 +166,8 @@ def _code(members: Sequence[Member]) -> list[Problem]:
         if odd := [member for member in members if member.code.get(name) != members[0].code.get(name)]:
             table = "; ".join(_shown(member, name) for member in (members[0], *odd[:MAX_NAMED]))
             more = f"; and {len(odd) - MAX_NAMED} more" if len(odd) > MAX_NAMED else ""
-            what = f"{name} differs between ranks: {table}{more}"
-            problems.append(Problem(what, name, command="install the same versions on all hosts"))
+            message = f"{name} differs between ranks: {table}{more}"
+            problems.append(Problem(message, name, command="install the same versions on all hosts"))
     return problems
 
 
@@ -187,9 +187,9 @@ def _gpus(members: Sequence[Member], plan: Plan) -> list[Problem]:
     if shared := [group for (_, gpu), group in sharing.items() if gpu and len(group) > 1]:
         groups = "; ".join(map(named, shared[:MAX_NAMED]))
         visible = ", ".join(f"rank {member.rank} sees {member.visible_gpus}" for member in shared[0][:MAX_NAMED])
-        what = f"several ranks would share one GPU: {groups} ({visible})"
+        message = f"several ranks would share one GPU: {groups} ({visible})"
         fix = "start one rank per GPU of a host: torchrun --nproc-per-node=<GPUs>, srun --gpus-per-task=1"
-        problems.append(Problem(what, "world", command=fix))
+        problems.append(Problem(message, "world", command=fix))
     return problems
 
 

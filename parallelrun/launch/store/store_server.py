@@ -1,4 +1,4 @@
-"""The server of the store in which ranks of several hosts meet, and the protocol that its clients speak. Torch-free.
+"""The server of the store in which ranks of several hosts meet, and the protocol that its clients speak.
 
 torch's TCPStore answers every process that connects, so that any of them can delete its keys. This server answers
 only clients that know the run's token: both sides prove that they do (HMAC-SHA256 of fresh random numbers), and the
@@ -97,7 +97,7 @@ class _Contents:
             waiting.missing.discard(key)
             if not waiting.missing:
                 waiting.timer.cancel()
-                waiting.client.answer(*(self.values.get(one, b"") for one in waiting.keys))
+                waiting.client.answer(*(self.values.get(waited_key, b"") for waited_key in waiting.keys))
 
     def wait(self, client: _Connection, timeout_ms: int, keys: Sequence[str], wanted: Sequence[str]) -> None:
         """Answer with the values of `wanted` as soon as all `keys` are there."""
@@ -166,8 +166,8 @@ class _Connection(asyncio.Protocol):
             return
         assert self._transport is not None
         theirs = bytes(self._received[:NONCE_BYTES])
-        given = bytes(self._received[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES])
-        if not hmac.compare_digest(given, proof(self._token, b"client", self._nonce + theirs)):
+        received = bytes(self._received[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES])
+        if not hmac.compare_digest(received, proof(self._token, b"client", self._nonce + theirs)):
             self._transport.write(REFUSED)
             self._transport.close()
             return
@@ -177,7 +177,7 @@ class _Connection(asyncio.Protocol):
         self._handle()
 
     def _handle(self) -> None:
-        """Answer all messages that have come whole."""
+        """Answer all messages that have arrived completely."""
         received = self._received
         try:
             while len(received) >= _LENGTH.size:
@@ -235,6 +235,6 @@ class _Connection(asyncio.Protocol):
         self.send(DONE, *fields)
 
     def send(self, *fields: bytes) -> None:
-        """Send these fields, unless the client is gone."""
+        """Send these fields, unless the client has disconnected."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(packed(fields))

@@ -45,16 +45,16 @@ def connect(attached: Attached, timeout_s: float = CONNECT_S) -> Store:
     with stop_signals.postponed():  # torch is imported
         from torch.distributed.distributed_c10d import PrefixStore
 
-    if what := interfaces.missing(os.environ):
-        raise EnvironmentProblem(Problem(what, "GLOO_SOCKET_IFNAME", command="unset GLOO_SOCKET_IFNAME"))
+    if message := interfaces.missing(os.environ):
+        raise EnvironmentProblem(Problem(message, "GLOO_SOCKET_IFNAME", command="unset GLOO_SOCKET_IFNAME"))
     prefix = f"parallelrun/{attached.job}"
     if attached.master_port == 0:
         return PrefixStore(prefix, file_store(f"/proc/self/fd/{_shared_file(attached, timeout_s)}"))
     try:
         socket.getaddrinfo(attached.master_addr, None)
     except OSError as error:
-        what = f"MASTER_ADDR={attached.master_addr} cannot be resolved"
-        raise EnvironmentProblem(Problem(what, "MASTER_ADDR", command="unset MASTER_ADDR")) from error
+        message = f"MASTER_ADDR={attached.master_addr} cannot be resolved"
+        raise EnvironmentProblem(Problem(message, "MASTER_ADDR", command="unset MASTER_ADDR")) from error
     agent_serves = attached.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         if agent_serves:
@@ -62,9 +62,9 @@ def connect(attached: Attached, timeout_s: float = CONNECT_S) -> Store:
         return _token_store(attached, timeout_s, f"{prefix}/")
     except (RuntimeError, OSError) as error:  # DistNetworkError is a RuntimeError
         where = f"{attached.master_addr}:{attached.master_port}"
-        what = f"rank {attached.rank} cannot reach rank 0 at {where} within {timeout_s:g} s ({error})"
+        message = f"rank {attached.rank} cannot reach rank 0 at {where} within {timeout_s:g} s ({error})"
         command = f"check that rank 0 runs, that the port is open, and that all ranks have the same {TOKEN}, or none"
-        raise EnvironmentProblem(Problem(what.splitlines()[0], _ADDRESS, command=command)) from error
+        raise EnvironmentProblem(Problem(message.splitlines()[0], _ADDRESS, command=command)) from error
 
 
 def _tcp_store(attached: Attached, timeout_s: float) -> Store:
@@ -86,39 +86,39 @@ def _token_store(attached: Attached, timeout_s: float, prefix: str) -> Store:
     host, port = attached.master_addr, attached.master_port
     token = os.environ.get(TOKEN, "")
     # without a secret, the job's name keeps other jobs out, if not strangers
-    known = token or f"{attached.job} {attached.world}"
+    secret = token or f"{attached.job} {attached.world}"
     if attached.rank == 0:
         listener = _listen(host, port)
         address, port = listener.getsockname()[:2]
         if warning := exposure(str(address), port, token):
             print_note(f"warning: {warning}")
-        store_server.serve(listener, known)
-        return TokenStore([(str(address), port)], known, timeout_s, prefix)
+        store_server.serve(listener, secret)
+        return TokenStore([(str(address), port)], secret, timeout_s, prefix)
     ports = range(port, min(port + NUM_PORTS, 65536))
-    return TokenStore([(host, one) for one in ports], known, timeout_s, prefix)
+    return TokenStore([(host, candidate) for candidate in ports], secret, timeout_s, prefix)
 
 
 def exposure(address: str, port: int, token: str) -> str:
     """Return what strangers could do to a run that meets at this address; empty if they cannot."""
     if token or address.startswith("127.") or address == "::1":
         return ""
-    what = f"rank 0 listens on {address}:{port} without a token: any process that reaches this port can end the run"
-    return f"{what} (set {TOKEN} to a secret, the same on all ranks)"
+    message = f"rank 0 listens on {address}:{port} without a token: any process that reaches this port can end the run"
+    return f"{message} (set {TOKEN} to a secret, the same on all ranks)"
 
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on exactly this address, at the first free port."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     problem: OSError | None = None
-    for one in range(port, min(port + NUM_PORTS, 65536)):
+    for candidate in range(port, min(port + NUM_PORTS, 65536)):
         try:
-            return socket.create_server((str(address[0]), one), family=family, backlog=4096)
+            return socket.create_server((str(address[0]), candidate), family=family, backlog=4096)
         except OSError as error:
             problem = problem or error
     assert problem is not None
-    what = f"rank 0 cannot listen on {host}:{port} or the ports after it: {problem.strerror or problem}"
+    message = f"rank 0 cannot listen on {host}:{port} or the ports after it: {problem.strerror or problem}"
     command = "MASTER_PORT=<a free port>; on one host, unset MASTER_ADDR and MASTER_PORT"
-    raise EnvironmentProblem(Problem(what, _ADDRESS, command=command)) from problem
+    raise EnvironmentProblem(Problem(message, _ADDRESS, command=command)) from problem
 
 
 # -- on one host
@@ -139,12 +139,12 @@ def _shared_file(attached: Attached, timeout_s: float) -> int:
             if start_time(contact["pid"]) == contact["born"]:  # else that of a process that has exited
                 return os.open(f"/proc/{contact['pid']}/fd/{contact['descriptor']}", os.O_RDWR)
         time.sleep(0.02)
-    what = f"rank {attached.rank} has waited {timeout_s:g} s for rank 0 to start"
-    raise EnvironmentProblem(Problem(what, "rank 0"), exit_code=EXIT_HANG)
+    message = f"rank {attached.rank} has waited {timeout_s:g} s for rank 0 to start"
+    raise EnvironmentProblem(Problem(message, "rank 0"), exit_code=EXIT_HANG)
 
 
 def forget(attached: Attached) -> None:
-    """Delete rank 0's note, which nobody needs when all ranks have joined."""
+    """Delete rank 0's note, which no rank needs after all have joined."""
     if attached.master_port == 0 and attached.rank == 0:
         with contextlib.suppress(OSError):
             _note(attached).unlink()
@@ -156,6 +156,6 @@ def _note(attached: Attached) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     owner = folder.lstat()
     if owner.st_uid != os.getuid() or stat.S_IMODE(owner.st_mode) & 0o077 or not stat.S_ISDIR(owner.st_mode):
-        what = f"{folder} must be a folder that only this user can read"
-        raise EnvironmentProblem(Problem(what, "TMPDIR", command=f"ls -ld {folder}"))
+        message = f"{folder} must be a folder that only this user can read"
+        raise EnvironmentProblem(Problem(message, "TMPDIR", command=f"ls -ld {folder}"))
     return folder / f"{sha256(attached.job.encode()).hexdigest()[:16]}.json"

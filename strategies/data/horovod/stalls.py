@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from parallelrun.base.context import PendingCollective
 from parallelrun.distributed import torch_private
 
 from .exchanges import WatchedExchange
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 5
 _KEY = "horovod/progress/{rank}"
+_GROUP = "gradients"
 
 
 @dataclass(frozen=True)
 class SubmissionProgress:
-    """The last report of one rank. waits_s: how long it has waited for exchange `num_done`; None if it does not wait.
+    """The last report of one rank. num_submitted: exchanges since the start of the run; num_done: of this step;
+    waits_s: how long it has waited for exchange `num_done`; None if it does not wait.
 
     tensors: of the exchange for which it waits, or else those of its next exchange whose gradients are not computed.
     """
@@ -74,15 +77,16 @@ def find_stalls(
         if not waiting:
             continue
         first = min(waiting.values(), key=lambda report: (report.step, report.num_done))
-        submitted = max((report.step, report.num_submitted) for report in waiting.values())
+        # An exchange that a rank has submitted may still need it: shared memory sums in the ranks' own threads. So they
+        # wait for the last exchange.
+        last = max(report.num_submitted for report in waiting.values())
+        pending = PendingCollective(_GROUP, tuple(group), "all_reduce", last, 0)
+        issued = {rank: {_GROUP: report.num_submitted} for rank, report in reports.items()}
         missing = []
-        for rank in group:
+        for rank in pending.absent(dict.fromkeys(waiting, pending), issued):
             report = reports.get(rank)
-            reached = (report.step, report.num_submitted) if report else (0, 0)
-            # An exchange that a rank has submitted may still need it: shared memory sums in the ranks' own threads.
-            if rank not in waiting and reached < submitted:
-                named = report.tensors if report and report.step == first.step else ()
-                missing.append((rank, named or first.tensors))
+            named = report.tensors if report and report.step == first.step else ()
+            missing.append((rank, named or first.tensors))
         if missing:
             seconds = max(report.waits_s or 0 for report in waiting.values())
             stalls.append(Stall(first.step, first.num_done, tuple(waiting), tuple(missing), seconds))
@@ -124,19 +128,20 @@ class StallWatch:
                 return
 
     def _progress(self) -> SubmissionProgress:
-        submitted = sum(one.is_submitted for one in self._exchanges)
-        done = sum(one.is_done for one in self._exchanges)
-        waits = [(one.waits_s, one.names) for one in self._exchanges]
+        submitted = sum(exchange.is_submitted for exchange in self._exchanges)
+        done = sum(exchange.is_done for exchange in self._exchanges)
+        waits = [(exchange.waits_s, exchange.names) for exchange in self._exchanges]
         waits_s, tensors = next((wait for wait in waits if wait[0] is not None), (None, ()))
         if waits_s is None and submitted < len(self._buckets):
             slots = zip(self._exchanges[submitted].names, self._buckets[submitted].slots)
             tensors = tuple(name for name, slot in slots if not slot.filled and slot.weight.grad is None)
-        return SubmissionProgress(self.step, submitted, done, waits_s, tensors)
+        before = (self.step - 1) * len(self._exchanges)
+        return SubmissionProgress(self.step, before + submitted, done, waits_s, tensors)
 
     def _warn(self) -> None:
         keys = {rank: _KEY.format(rank=rank) for rank in range(self._world)}
-        found = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-        reports = {rank: SubmissionProgress(**fields) for rank, fields in found.items()}
+        reported = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        reports = {rank: SubmissionProgress(**fields) for rank, fields in reported.items()}
         for stall in find_stalls(self._groups, reports, self._warn_s):
             key, now = (stall.step, stall.exchange, stall.waiting), time.monotonic()
             if now - self._warned.get(key, -self._warn_s) >= self._warn_s:

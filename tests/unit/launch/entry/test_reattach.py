@@ -16,6 +16,7 @@ from parallelrun.launch.entry import attach, reattach
 from parallelrun.launch.failures import failure, reach
 from parallelrun.launch.host.directory import Status
 from parallelrun.launch.host.environment import Attached
+from parallelrun.launch.host.heartbeat import HeartbeatFile
 from parallelrun.launch.host.job import Job
 from parallelrun.planner.resolve.freeze import filled, freeze
 from parallelrun.planner.resolve.resolve_config import resolve
@@ -109,10 +110,10 @@ def test_a_rank_that_was_cut_off_writes_nothing_into_the_run_that_goes_on(tmp_pa
     own = failure.Failure(1, "lost a peer", 6)
     (first,) = attempts.read(job.directory)
     attempts.write(job.directory, [first, replace(first, number=2)])
-    assert attach._reporter(attached, job, screen, peers, lambda: None)(own) == 6
+    assert attach._reporter(attached, job, screen, peers, lambda: None, HeartbeatFile(1))(own) == 6
     assert not screen.getvalue() and failure.read(job.directory, 1) is None
     assert json.loads((job.directory / "status.json").read_text())["state"] == "running"
-    assert attach._reporter(attached, replace(job, attempt=2), screen, peers, lambda: None)(own) == 6
+    assert attach._reporter(attached, replace(job, attempt=2), screen, peers, lambda: None, HeartbeatFile(1))(own) == 6
     assert json.loads((job.directory / "status.json").read_text())["state"] == "failed"
 
 
@@ -124,7 +125,7 @@ def test_a_rank_that_lost_its_peers_blames_the_host_that_the_launcher_has_lost(t
                             members=(), positions=lambda own: {})  # fmt: skip
     attached = Attached(1, 4, 1, "127.0.0.1", 1, "parallelrun", "job")
     lost = failure.Failure(2, "the connection to host worker-2 (ranks 2 to 3) was lost", 6)
-    attach._reporter(attached, job, screen, peers, lambda: lost)(own)
+    attach._reporter(attached, job, screen, peers, lambda: lost, HeartbeatFile(1))(own)
     status = json.loads((job.directory / "status.json").read_text())
     assert (status["failed_rank"], status["error"]) == (2, lost.what)
 

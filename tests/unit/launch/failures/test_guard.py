@@ -79,23 +79,26 @@ def test_a_guard_holds_nothing_that_its_process_had_open(tmp_path):
         os.close(reads)
 
 
-def test_a_run_without_anybody_has_failed_at_its_last_step(tmp_path):
-    guard.conclude_abandoned(a_run(tmp_path, here(NO_PROCESS)), guard.LAUNCHER_GONE, 0.01)
+def test_a_run_without_anybody_has_failed_at_its_last_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "PATIENCE_S", 0.01)
+    guard.conclude_abandoned(a_run(tmp_path, here(NO_PROCESS)), guard.LAUNCHER_GONE)
     found = state(tmp_path)
     assert (found["state"], found["exit_code"], found["step"]) == ("failed", 6, 7)
     assert found["error"] == guard.LAUNCHER_GONE
 
 
-def test_where_nobody_else_can_write_it_does_not_wait(tmp_path):
+def test_where_nobody_else_can_write_it_does_not_wait(tmp_path, monkeypatch):
     """A scheduler that sees the ranks' end ends this process, too."""
     began = time.monotonic()
-    guard.conclude_abandoned(a_run(tmp_path, here(NO_PROCESS), here(NO_PROCESS)), guard.RANKS_GONE, 30.0)
+    monkeypatch.setattr(guard, "PATIENCE_S", 30.0)
+    guard.conclude_abandoned(a_run(tmp_path, here(NO_PROCESS), here(NO_PROCESS)), guard.RANKS_GONE)
     assert state(tmp_path)["error"] == guard.RANKS_GONE and time.monotonic() - began < 15
 
 
-def test_a_status_that_tells_more_is_left_alone(tmp_path):
+def test_a_status_that_tells_more_is_left_alone(tmp_path, monkeypatch):
     Status(a_run(tmp_path)).ended(7, "rank 1 hangs", 1)
-    guard.conclude_abandoned(tmp_path, guard.LAUNCHER_GONE, 0.2)
+    monkeypatch.setattr(guard, "PATIENCE_S", 0.2)
+    guard.conclude_abandoned(tmp_path, guard.LAUNCHER_GONE)
     assert state(tmp_path)["error"] == "rank 1 hangs"
 
 
@@ -120,7 +123,8 @@ def test_whoever_survives_goes_first(tmp_path, monkeypatch, who):
 
     thread = threading.Thread(target=live)
     thread.start()
-    guard.conclude_abandoned(run, guard.RANKS_GONE, 0.2)
+    monkeypatch.setattr(guard, "PATIENCE_S", 0.2)
+    guard.conclude_abandoned(run, guard.RANKS_GONE)
     thread.join()
     assert state(run)["error"] == (None if who == "the next attempt" else "a better one")
 
@@ -135,7 +139,8 @@ def test_ranks_that_are_stopped_or_silent_are_not_waited_for(tmp_path, monkeypat
     try:
         run = a_run(tmp_path, here(stopped.pid), {"pid": 1, "host": "elsewhere"})
         write_json(path_of(run, 1), {"step": 3})
-        guard.conclude_abandoned(run, guard.RANKS_GONE, 0.1)
+        monkeypatch.setattr(guard, "PATIENCE_S", 0.1)
+        guard.conclude_abandoned(run, guard.RANKS_GONE)
         assert stopped.poll() is None, "waited for until it was killed"
     finally:
         too_late.cancel()
@@ -176,7 +181,7 @@ def test_a_guard_kills_the_stopped_ranks_of_its_host_once_the_run_is_recorded(tm
         stopped.communicate()
 
 
-def test_a_guard_waits_while_a_rank_lives_and_may_still_tell_why(tmp_path):
+def test_a_guard_waits_while_a_rank_lives_and_may_still_tell_why(tmp_path, monkeypatch):
     """A rank that the launcher's death has not ended yet, and one that goes before the guard's patience begins."""
     pid = os.fork()
     if not pid:
@@ -185,7 +190,8 @@ def test_a_guard_waits_while_a_rank_lives_and_may_still_tell_why(tmp_path):
     reaper = threading.Thread(target=os.waitpid, args=(pid, 0))
     reaper.start()
     run = a_run(tmp_path, here(pid), {"pid": 1, "host": "another"})
-    guard.conclude_abandoned(run, guard.LAUNCHER_GONE, patience_s=0.3)
+    monkeypatch.setattr(guard, "PATIENCE_S", 0.3)
+    guard.conclude_abandoned(run, guard.LAUNCHER_GONE)
     alive = reaper.is_alive()
     reaper.join()
     assert not alive and state(run)["state"] == "failed"

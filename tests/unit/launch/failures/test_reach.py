@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallelrun.launch.failures import failure_detection, reach
-from parallelrun.launch.failures.failure_detection import Watchdog
+from parallelrun.launch.failures import reach, watchdog
 from parallelrun.launch.failures.reach import RESENT, LostHost, Reach
 from parallelrun.launch.host.environment import Attached
 from parallelrun.launch.host.heartbeat import HeartbeatFile
@@ -98,10 +97,10 @@ def test_a_rank_that_waits_is_ended_by_its_watchdog_and_the_lost_host_is_the_cau
         return done.looks > 10
 
     done = SimpleNamespace(looks=0, wait=wait)
-    monkeypatch.setattr(failure_detection.os, "_exit", exit_)
+    monkeypatch.setattr(watchdog.os, "_exit", exit_)
     lost = LostHost("worker-2", 2, "ranks 2 to 3")
     look = partial(reach.told, lambda: lost if done.looks > 2 else None, None, heartbeats, 1)
-    Watchdog(heartbeats, 1, 60.0, io.StringIO(), told.append, None, look, told.append, done).watch()
+    watchdog.Watchdog(heartbeats, 1, 60.0, io.StringIO(), told.append, None, look, told.append, done).watch()
     (cause,) = told
     assert codes == [6] and (cause.rank, cause.host, cause.step) == (2, "worker-2", 12)
     assert cause.what == "the connection to host worker-2 (ranks 2 to 3) was lost: it does not answer"

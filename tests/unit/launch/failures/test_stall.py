@@ -14,7 +14,7 @@ import pytest
 from parallelrun.base.context import PendingCollective
 from parallelrun.launch.failures import stall
 from parallelrun.launch.host import position
-from parallelrun.launch.host.position import COMPUTES, SLEEPS, SPINS, STOPPED, WAITS, Position
+from parallelrun.launch.host.position import COMPUTES, SILENT, SLEEPS, SPINS, STOPPED, WAITS, Position
 from parallelrun.planner.contract.mesh_shape import MeshShape
 
 MESH = MeshShape((("pp", 1), ("dp", 2), ("tp", 2)))
@@ -91,9 +91,60 @@ def test_a_rank_that_sleeps_is_not_blamed_while_another_is_stopped():
     assert missing(found({**asleep, 0: ahead, 2: waits("tp2", TP, 17)})) == [3]
 
 
+def test_a_rank_that_has_issued_the_collective_has_come():
+    """It waits by something of its own, such as a handle of the collective."""
+    has_issued = Position(SLEEPS, (), None, {"world": 12})
+    assert (
+        stall.find({rank: has_issued if rank == 2 else waits("world", ALL, 12) for rank in ALL}, MESH, Path(), {})
+        is None
+    )
+
+
 def test_positions_that_do_not_tell_are_no_stall():
     assert stall.find({0: SLEEPING, 1: SLEEPING}, MESH, Path("/run"), {}) is None
     assert stall.find({rank: waits("world", ALL, 12) for rank in ALL}, MESH, Path("/run"), {}) is None
+
+
+WAITING = f'''Thread 0x1 (most recent call first):
+  File "/usr/lib/threading.py", line 1 in wait
+
+Current thread 0x2 (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "{__file__}", line 1 in train
+'''
+ELSEWHERE = f'''Current thread 0x2 (most recent call first):
+  File "/data/reader.py", line 7 in read_next
+  File "{__file__}", line 1 in train
+'''
+
+
+def test_the_stacks_of_a_rank_that_does_not_answer_tell_whether_it_is_in_a_collective():
+    assert position.of_dump(WAITING).in_collective
+    assert not position.of_dump(ELSEWHERE).in_collective
+    assert position.of_dump(ELSEWHERE).text == "holds Python's lock in native code in read_next (/data/reader.py:7)"
+    assert position.of_dump("") == Position(SILENT)
+
+
+@pytest.mark.parametrize(
+    ("at", "guilty", "why"),
+    [
+        ({0: (3, WAITING), 1: (3, ELSEWHERE), 2: (3, WAITING)}, [1], "not in a collective: holds Python's lock"),
+        ({0: (3, WAITING), 1: (3, WAITING), 2: (4, WAITING)}, [2], "at step 4, all others at step 3"),
+        ({0: (3, WAITING), 1: (3, ""), 2: (3, WAITING)}, [1], "does not answer"),
+        ({0: (3, WAITING), 1: (3, WAITING)}, [], ""),
+        ({0: (3, ELSEWHERE), 1: (3, ELSEWHERE)}, [], ""),
+        ({0: (3, ELSEWHERE), 1: (3, ELSEWHERE), 2: (3, ELSEWHERE.replace("7", "8"))}, [2], "in read_next (/data/"),
+        ({0: (2, WAITING), 1: (3, WAITING)}, [], ""),  # one against one: no majority
+    ],
+)
+def test_the_rank_that_is_not_where_the_others_are_is_the_suspect(at, guilty, why):
+    positions = {rank: position.of_dump(dump) for rank, (_, dump) in at.items()}
+    suspects, reason = stall.suspects(positions, {rank: step for rank, (step, _) in at.items()})
+    assert suspects == guilty and why in reason
+
+
+def test_a_stopped_rank_is_suspected_before_all():
+    assert stall.suspects({0: Position(STOPPED), 1: SLEEPING}, {0: 1, 1: 1}) == ([0], "is stopped (SIGSTOP)")
 
 
 def spin() -> None:
@@ -106,7 +157,15 @@ def compute() -> None:
     hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)  # seconds, without Python's lock
 
 
-@pytest.mark.parametrize(("does", "expected"), [(spin, SPINS), (compute, COMPUTES), (lambda: time.sleep(1.5), SLEEPS)])
+def sleep() -> None:
+    time.sleep(1.5)
+
+
+def wait() -> None:
+    threading.Event().wait(1.5)
+
+
+@pytest.mark.parametrize(("does", "expected"), [(spin, SPINS), (compute, COMPUTES), (sleep, SLEEPS), (wait, SLEEPS)])
 def test_a_rank_says_what_it_does_and_where(does, expected):
     told: list[Position] = []
 
@@ -119,6 +178,7 @@ def test_a_rank_says_what_it_does_and_where(does, expected):
     does()
     looking.join()
     assert told[0].activity == expected and "test_stall.py" in told[0].frames[0]
+    assert told[0].in_collective == (does is wait) and f"{expected} in {does.__name__} (" in told[0].text
     assert position.from_json(json.loads(json.dumps(asdict(told[0])))) == told[0]
 
 

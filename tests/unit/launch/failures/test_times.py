@@ -6,7 +6,6 @@ the code, because a wrong constant is what these tests look for.
 
 from __future__ import annotations
 
-import io
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 
 from parallelrun.base.errors import EXIT_HANG, EnvironmentProblem
 from parallelrun.launch.entry import attach
-from parallelrun.launch.failures import failure, failure_detection, hang
+from parallelrun.launch.failures import failure, hang, watchdog
 from parallelrun.launch.failures import peers as peers_module
 from parallelrun.launch.failures.failure import Failure
 from parallelrun.launch.failures.peers import Peers
@@ -173,7 +172,7 @@ class Ended(Exception):
     """What stands in for the end of the process."""
 
 
-def test_an_attached_or_inline_rank_notices_its_hang_at_the_timeout(monkeypatch, clock):
+def test_an_attached_or_inline_rank_notices_its_hang_at_the_timeout(tmp_path, monkeypatch, clock):
     own, told = heartbeat.HeartbeatFile(1), []
 
     def wait(seconds: float) -> bool:
@@ -183,14 +182,16 @@ def test_an_attached_or_inline_rank_notices_its_hang_at_the_timeout(monkeypatch,
     def leave(code: int) -> None:
         raise Ended(code)
 
-    watcher = failure_detection.Watchdog(own, 0, TIMEOUT_S, io.StringIO(), told.append, None)
+    log = (tmp_path / "log").open("w")
+    watcher = watchdog.Watchdog(own, 0, TIMEOUT_S, log, told.append, None)
     watcher.done = SimpleNamespace(wait=wait)
-    monkeypatch.setattr(failure_detection.os, "_exit", leave)
+    monkeypatch.setattr(watchdog.os, "_exit", leave)
     began = clock.now
     with pytest.raises(Ended, match=str(EXIT_HANG)):
         watcher.watch()
     assert clock.now - began == pytest.approx(TIMEOUT_S + 0.5)  # the first look after it
     assert len(told) == 1 and f"no progress for {TIMEOUT_S:g} s" in told[0].what
+    assert "in test_an_attached_or_inline_rank" in (tmp_path / "log").read_text(), "the stacks are in the log"
 
 
 def test_ranks_that_do_not_join_are_waited_for_a_minute_altogether(monkeypatch, clock):

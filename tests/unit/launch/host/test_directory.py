@@ -145,3 +145,4 @@ def test_the_status_says_how_a_run_ended(tmp_path, code, state):
     assert (fields["state"], fields["exit_code"], fields["step"]) == (state, code, 4)
     keys = ["schema", "state", "exit_code", "error", "failed_rank", "pid", "host", "step", "updated_utc"]
     assert list(fields) == keys
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

@@ -30,6 +30,10 @@ def test_a_rank_for_each_gpu_a_signal_before_the_end_and_another_start():
     assert not {"partition", "account", "qos", "constraint"} & set(found)
 
 
+def test_a_signal_at_the_very_end_is_still_asked_for():
+    assert settings(replace(GPUS, save_s=0))["signal"] == "B:USR1@0"
+
+
 def test_what_is_given_is_asked_for():
     job = replace(GPUS, partition="gpu", account="team", qos="high", constraint="a100", cpus_per_task=4, save_s=60)
     found = settings(job)

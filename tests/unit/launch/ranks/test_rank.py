@@ -1,8 +1,11 @@
-"""The exit code of a rank."""
+"""The exit code of a rank, and its exit."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch.distributed as dist
 
 from parallelrun.launch.ranks import rank
 
@@ -18,3 +21,12 @@ def test_ctrl_c_is_130_whatever_fails_because_of_it(monkeypatch, after):
 
     monkeypatch.setattr(rank, "_work", interrupted)
     assert rank.serve(job=None, settings=None, heartbeats=None) == 130
+
+
+def test_rank_0_which_serves_the_store_exits_last(monkeypatch):
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    store = dist.HashStore()
+    rank._count_finished(store, world=2)  # as rank 1
+    threading.Timer(0.3, store.add, ("exited", 1)).start()  # as rank 1, which needs the store until then
+    rank._leave(store, rank=0, world=2)
+    assert store.add("exited", 0) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from parallelrun.planner.predict.traffic import traffic_of
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.allreduce.rounds import halvings
 from parallelrun.strategies.data.horovod import adasum, halving
-from parallelrun.strategies.data.horovod.stalls import SubmissionProgress, find_stalls
+from parallelrun.strategies.data.horovod.stalls import StallWatch, SubmissionProgress, find_stalls
 from tests.plans import tiny_config, tiny_plan
 
 HOROVOD = {"strategy.data.kind": "horovod"}
@@ -181,7 +182,8 @@ NAMES = (("head.weight",), ("embedding.weight",))
 
 
 def progress(step, submitted, done, waits=None, missing=()):
-    return SubmissionProgress(step, submitted, done, waits, tuple(missing) if waits is None else NAMES[done])
+    tensors = tuple(missing) if waits is None else NAMES[done]
+    return SubmissionProgress(step, 4 * (step - 1) + submitted, done, waits, tensors)
 
 
 def test_a_stall_names_the_missing_rank_and_its_tensors():
@@ -213,6 +215,16 @@ def test_nobody_is_missing_while_all_wait_or_nobody_waits_long():
     assert find_stalls([(0, 1)], slow, 60.0) == []
     fine = {0: progress(3, 2, 1, 59.0), 1: progress(2, 1, 0)}
     assert find_stalls([(0, 1)], fine, 60.0) == []
+
+
+def test_a_rank_reports_the_exchanges_of_all_its_steps():
+    """So that one that is a step behind has submitted fewer, wherever it is in its step."""
+    done, waiting = (
+        SimpleNamespace(is_submitted=True, is_done=is_done, waits_s=waits_s, names=("w",))
+        for is_done, waits_s in ((True, None), (False, 2.0))
+    )
+    watch = SimpleNamespace(step=3, _exchanges=[done, waiting], _buckets=[])
+    assert StallWatch._progress(watch) == SubmissionProgress(3, 6, 1, 2.0, ("w",))
 
 
 def test_only_the_group_that_waits_is_told_of():

@@ -6,7 +6,7 @@ import pytest
 
 from parallelrun.base.errors import ConfigError
 from parallelrun.cli.main import main
-from parallelrun.cli.tools import slurm
+from parallelrun.cli.tools.job_file import slurm
 
 JOB = ("nodes=2", "gpus_per_node=2", "time=10:00")
 RUN = ("model=gpt", "strategy=ptdp", "tp=2", "dp=2")
@@ -27,7 +27,7 @@ def test_what_the_run_says_itself_is_not_said_twice(capsys):
 
 def test_all_mistakes_come_at_once_with_what_to_type():
     with pytest.raises(ConfigError) as caught:
-        slurm.main(["model=gpt", "tp=3", "nodes=two", "gpus_per_node=8", "time=soon", "partitoin=a"])
+        slurm(["model=gpt", "tp=3", "nodes=two", "gpus_per_node=8", "time=soon", "partitoin=a"])
     where = {problem.where for problem in caught.value.problems}
     assert where == {"nodes", "time", "partitoin", "world"}
     assert all(problem.suggestion for problem in caught.value.problems)
@@ -83,7 +83,7 @@ def test_a_verification_has_no_default_to_warn_of(capsys):
 def test_a_plan_of_more_or_fewer_nodes_names_their_number(words, fix, capsys):
     run = ["slurm", "model=gpt", "time=10:00", *words]
     with pytest.raises(ConfigError, match=r"the plan has \d+ ranks, and \d nodes of \d have") as caught:
-        slurm.main(run[1:])
+        slurm(run[1:])
     assert [problem.suggestion for problem in caught.value.problems] == [fix]
     assert main([word for word in run if not word.startswith("nodes=")] + [fix]) == 0
 
@@ -94,13 +94,13 @@ def test_the_gpus_of_a_node_are_those_of_the_named_cluster(capsys):
     assert "--gpus-per-node=8\n" in text and "16 ranks on 2 nodes" in text and "device=cuda" in text
     for cluster in ((), ("cluster=h100_dgx", "cluster.cores=64"), ("cluster=h100_dgx", "device=cpu")):
         with pytest.raises(ConfigError, match="the number of ranks on a node is not known"):
-            slurm.main(["model=gpt", "strategy=ddp", *cluster, "nodes=2", "time=10:00"])
+            slurm(["model=gpt", "strategy=ddp", *cluster, "nodes=2", "time=10:00"])
 
 
 @pytest.mark.parametrize("words", [["plan"], ["-m", "seed=1,2"], ["explain"]])
 def test_only_a_run_becomes_a_job(words):
     with pytest.raises(ConfigError, match="slurm writes the file of one run"):
-        slurm.main([*words, *RUN, *JOB])
+        slurm([*words, *RUN, *JOB])
 
 
 def test_a_job_is_submitted_only_when_told_and_without_slurm_that_is_an_error(monkeypatch, tmp_path, capsys):
