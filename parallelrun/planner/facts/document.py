@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import WORLD, Memory, Plan
+from parallelrun.planner.facts import alternatives
 from parallelrun.planner.facts.advice import warnings
+from parallelrun.planner.facts.alternatives import Alternatives
 from parallelrun.planner.facts.corruption_cost import checks
 from parallelrun.planner.facts.plan_facts import Facts, facts
 from parallelrun.planner.model import definitions
@@ -16,7 +19,6 @@ from parallelrun.planner.model.definitions import Packing, PartUse
 from parallelrun.planner.pieces.hosts import backend_of_axis, ranks_per_node
 from parallelrun.planner.pieces.packing import packing_document, with_packing
 from parallelrun.planner.predict import cluster_cost, prediction, simulate
-from parallelrun.planner.predict.data_axis import DataAxis
 from parallelrun.planner.predict.step_time.step import why_unknown
 
 MOST_LINKED_RANKS = 64  # links are listed for at most this many ranks
@@ -93,15 +95,17 @@ def _predictions(plan: Plan, config: Config, found: Facts) -> dict[str, Any]:
         "training": asdict(found.training) if found.training else None,
         "goodput": asdict(found.goodput) if found.goodput else None,
         "sdc": asdict(looking) if (looking := checks(plan, config)) else None,
-        "layouts": asdict(found.layouts) if found.layouts else None,
-        "data_axis": _data_axis(found.data_axis) if found.data_axis else None,
+        "layouts": _alternatives(plan, config, "layouts", alternatives.layouts),
+        "data_axis": _alternatives(plan, config, "data_axis", alternatives.data_axis),
     }
 
 
-def _data_axis(data_axis: DataAxis) -> dict[str, Any]:
-    fields = asdict(data_axis)
-    fields["ways"] = fields.pop("strategies")  # the name that JSON has always had
-    return fields
+def _alternatives(
+    plan: Plan, config: Config, section: str, compare: Callable[[Plan, Config], Alternatives | None]
+) -> dict[str, Any] | None:
+    """A comparison with plans that were not selected; None unless `detail` names it."""
+    compared = compare(plan, config) if alternatives.requested(config, section) else None
+    return asdict(compared) if compared else None
 
 
 def _model(plan: Plan) -> dict[str, Any]:

@@ -11,9 +11,7 @@ from parallelrun.planner.contract.plan import Memory, Plan
 from parallelrun.planner.model.definitions import Packing
 from parallelrun.planner.pieces.packing import packing_of, with_packing
 from parallelrun.planner.predict import cluster_cost, prediction, simulate
-from parallelrun.planner.predict.data_axis import DataAxis, agreed, costs
 from parallelrun.planner.predict.goodput import Goodput, goodput
-from parallelrun.planner.predict.layout_costs import Comparison, compare
 from parallelrun.planner.predict.step_time.partial import known_parts
 from parallelrun.planner.predict.step_time.step import StepTime, step_time
 from parallelrun.planner.predict.traffic import TrafficRow, traffic_of
@@ -29,7 +27,6 @@ class Facts:
     goodput: the useful part of the time, if failures are given.
     packing: of documents in samples, where it is known; FLOPs and times are then those of the documents, otherwise of
     whole samples.
-    layouts, data_axis: the tensor layouts and the data strategies compared, if there is something to compare.
     """
 
     simulation: simulate.Simulation
@@ -41,8 +38,6 @@ class Facts:
     known_parts: dict[str, float]
     training: cluster_cost.TrainingTime | None
     goodput: Goodput | None
-    layouts: Comparison | None
-    data_axis: DataAxis | None
     packing: Packing | None = None
 
     @property
@@ -52,22 +47,19 @@ class Facts:
 
 
 def facts(plan: Plan, config: Config) -> Facts:
-    """Simulate the schedule, predict memory, traffic and cost, and compare tensor layouts and data strategies."""
+    """Simulate the schedule, and predict memory, traffic and cost."""
     packing = packing_of(config, plan.spec)
     plan = with_packing(plan, packing)
     simulation = simulate.of_plan(plan)
     busiest, rows = traffic_of(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
-    data_axis = costs(plan, config.cluster, cost)
-    cost = agreed(cost, data_axis)
     training = cluster_cost.training_time(plan, config.cluster, cost, config.tokens) if config.tokens else None
     memories = prediction.memories(plan, config.cluster)
     time = step_time(plan, config.cluster)
     known = {} if time else known_parts(plan, config.cluster)
     useful = goodput(plan, config, time.step_s if time else None)
-    layouts = compare(plan, config)
-    return Facts(simulation, busiest, rows, memories, cost, time, known, training, useful, layouts, data_axis, packing)
+    return Facts(simulation, busiest, rows, memories, cost, time, known, training, useful, packing)
 
 
 def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.text import Text
 from parallelrun.base.wording import COLUMNS
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.facts import alternatives
 from parallelrun.planner.facts.document import axis_rows, link_rows, rank_row, server_rows, stage_rows
 from parallelrun.planner.facts.plan_facts import Facts
 from parallelrun.planner.pieces.expert_axes import axis_views
@@ -18,7 +19,7 @@ from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.simulate import Simulation
 from parallelrun.planner.predict.traffic import TrafficRow
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, evenly
-from parallelrun.report.plans import data_axis, layouts
+from parallelrun.report.plans import alternatives as alternatives_report
 from parallelrun.report.plans import gantt_text as timeline
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
 
@@ -33,21 +34,25 @@ def show(name: str, plan: Plan, config: Config, found: Facts, console: Console) 
         "stages": ("stages and memory", lambda: _stages(plan, found)),
         "schedule": ("schedule", lambda: schedule(plan, found.simulation, width(console))),
         "traffic": ("collectives of a step", lambda: _traffic(plan, found)),
-        "data_axis": ("data-parallel strategies side by side", lambda: _data_axis(found)),
-        "layouts": ("tensor layouts side by side", lambda: _layouts(found)),
+        "data_axis": ("data-parallel strategies side by side", lambda: _data_axis(plan, config)),
+        "layouts": ("tensor layouts side by side", lambda: _layouts(plan, config)),
     }
     title, draw = sections[name]
     show_section(title, draw(), console)
 
 
-def _data_axis(found: Facts) -> RenderableType:
-    return (
-        data_axis.panel(found.data_axis) if found.data_axis else Text("one data replica: there is nothing to combine")
-    )
+def _data_axis(plan: Plan, config: Config) -> RenderableType:
+    compared = alternatives.data_axis(plan, config)
+    if compared is None:
+        return Text("one data replica: there is nothing to combine")
+    return alternatives_report.data_axis_panel(compared)
 
 
-def _layouts(found: Facts) -> RenderableType:
-    return layouts.panel(found.layouts) if found.layouts else Text("this plan has no tensor layouts to compare")
+def _layouts(plan: Plan, config: Config) -> RenderableType:
+    compared = alternatives.layouts(plan, config)
+    if compared is None:
+        return Text("this plan has no tensor layouts to compare")
+    return alternatives_report.layouts_panel(compared, plan.mesh.size("tp"))
 
 
 def _ranks(plan: Plan, config: Config) -> Group:

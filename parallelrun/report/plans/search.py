@@ -90,7 +90,10 @@ def show(
     title = f"search: {config.model.preset} on {counted(found.world, 'device')} of {config.cluster.name}"
     head = labelled([*first, ("searched", Text(_searched(found, config))), ("best", Text(_verdict(found)))])
     reasons = [
-        (f"{'why 1, not' if number == 2 else '      not'} {number}", Text(waterfall.why(timed(shown[0]), timed(other))))
+        (
+            "why" if number == 2 else "",
+            Text(f"plan 1 beats plan {number}: {waterfall.why(timed(shown[0]), timed(other))}"),
+        )
         for number, other in enumerate(shown[1:], 2)
     ]
     tail = [*reasons, *_close(found, shown[0], config), *_nearest(found, config), *_unpriced(found), *more]
@@ -120,7 +123,11 @@ def rank_rows(found: Search | None, mine: StepTime, fits: str) -> list[tuple[str
     if fits != "yes":
         rank = f"{'it does not fit' if fits == 'no' else 'it may not fit'}; {behind} of {count}"
     fastest = f"{' '.join(best.overrides)}: {seconds_text(time.step_s)} a step, {gib(best.heaviest_bytes)}"
-    return [("rank", Text(rank)), ("fastest", Text(fastest)), ("why", Text(waterfall.why(time, mine)))]
+    return [
+        ("rank", Text(rank)),
+        ("fastest", Text(fastest)),
+        ("why", Text(f"the fastest is {waterfall.why(time, mine)}")),
+    ]
 
 
 def too_many(number: int) -> Text:
@@ -225,7 +232,7 @@ def _close(found: Search, first: Found, config: Config) -> list[tuple[str, Text]
         more = timed(other).step_s / timed(first).step_s - 1
         if other is not first and degrees(other) == degrees(first) and more <= CLOSE:
             texts[f"{_difference(other, first, config)} (+{more:.1%})"] = None
-    return [("as fast", Text("; ".join(list(texts)[:MOST_CLOSE])))] if texts else []
+    return [("nearly as fast", Text("; ".join(list(texts)[:MOST_CLOSE])))] if texts else []
 
 
 def _difference(other: Found, first: Found, config: Config) -> str:

@@ -80,7 +80,7 @@ def differences(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[
 
 
 def why(ours: StepTime, theirs: StepTime) -> str:
-    """`0.41 s faster: tensor communication -0.62, bubble +0.21`: how ours differs, the largest differences first."""
+    """`0.41 s faster (tensor communication -0.62 s, bubble +0.21 s)`: how ours differs, the largest part first."""
     gained = theirs.step_s - ours.step_s
     parts = differences(ours.parts, theirs.parts)
     if not parts:
@@ -90,6 +90,6 @@ def why(ours: StepTime, theirs: StepTime) -> str:
     named = [one for one in parts[:MOST_DIFFERENCES] if abs(one[1]) >= SMALL * abs(parts[0][1])]
     others = -gained - sum(seconds for _, seconds in named)
     named += [("others", others)] if abs(others) >= SMALL * abs(parts[0][1]) else []
-    listed = ", ".join(f"{name} {seconds / size:+.{num_digits}f}" for name, seconds in named)
+    listed = ", ".join(f"{name} {seconds / size:+.{num_digits}f} {unit}" for name, seconds in named)
     verdict = "faster" if gained >= 0 else "slower"
-    return f"{abs(gained) / size:.{num_digits}f} {unit} {verdict}: {listed}"
+    return f"{abs(gained) / size:.{num_digits}f} {unit} {verdict} ({listed})"
