@@ -86,8 +86,8 @@ class DataStrategy(AxisStrategy):
         return None
 
     @classmethod
-    def num_servers(cls, asked: int | None) -> int:
-        """The number of ranks that are no workers. asked: see `asked_servers`."""
+    def num_servers(cls, requested: int | None) -> int:
+        """The number of ranks that are no workers. requested: see `asked_servers`."""
         return 0
 
     @classmethod
@@ -236,8 +236,8 @@ class DataStrategy(AxisStrategy):
 
     def explain(self, plan: Plan) -> Explanation:
         coordinate = plan.mesh.coordinate(0)
-        found = self.collectives(coordinate["pp"], coordinate, plan)
-        return explanation_of_calls("data", self.kind, *self.description, plan, found)
+        rows = self.collectives(coordinate["pp"], coordinate, plan)
+        return explanation_of_calls("data", self.kind, *self.description, plan, rows)
 
     # Memory (asked only where dp > 1, but for `gathered_bytes`)
 

@@ -188,7 +188,7 @@ def _default(item: Any) -> object:
 
 def _solved(plan: Plan, base: Config, axis: str, section: Any, nodes: int) -> Plan | str:
     """The plan with another section of `strategy`, on `nodes` nodes; or why it is not legal."""
-    data = section if axis == "data" else base.strategy.data
+    data: Any = section if axis == "data" else base.strategy.data
     servers = (data.servers or 1) if data_strategy(data.kind).has_servers else 0
     dp = nodes - servers
     if dp < 1:

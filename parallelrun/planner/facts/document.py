@@ -24,9 +24,9 @@ from parallelrun.planner.predict.step_time.step import why_unknown
 MOST_LINKED_RANKS = 64  # links are listed for at most this many ranks
 
 
-def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str, Any]:
-    """The plan with every rank, stage and row, ready for JSON. found: the result of `facts`, if already computed."""
-    found = found or facts(plan, config)
+def document(plan: Plan, config: Config, results: Facts | None = None) -> dict[str, Any]:
+    """The plan with every rank, stage and row, ready for JSON. results: the result of `facts`, if already computed."""
+    results = results or facts(plan, config)
     return {
         "schema": 1,
         "preset": plan.preset,
@@ -43,18 +43,18 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},
         "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
         "experts": experts(plan),
-        "context": context(plan, found.packing),
+        "context": context(plan, results.packing),
         "equivalence": asdict(plan.equivalence),
         "mixture": [asdict(part) for part in mixture(plan, config)] or None,
-        "packing": packing_document(plan.spec, found.packing),
+        "packing": packing_document(plan.spec, results.packing),
         "filled": list(plan.filled),
-        "warnings": warnings(plan, config, found),
+        "warnings": warnings(plan, config, results),
         "axes": axis_rows(plan),
         "backend": backends(plan, config),
         "ranks": [rank_row(plan, rank, config.cluster) for rank in range(plan.world)],
         "stages": stage_rows(plan),
         "servers": server_rows(plan),
-        **_predictions(plan, config, found),
+        **_predictions(plan, config, results),
     }
 
 
@@ -64,13 +64,13 @@ def mixture(plan: Plan, config: Config) -> list[PartUse]:
     return dataset.uses(config, plan.spec, plan.batch.global_batch)
 
 
-def _predictions(plan: Plan, config: Config, found: Facts) -> dict[str, Any]:
+def _predictions(plan: Plan, config: Config, results: Facts) -> dict[str, Any]:
     """Predicted memory, schedule, traffic and cost."""
-    worst, cluster = found.memories[found.heaviest_pp_rank], config.cluster
+    worst, cluster = results.memories[results.heaviest_pp_rank], config.cluster
     return {
         "memory": {
-            "per_position": [{"position": pp_rank, **_bytes(memory)} for pp_rank, memory in found.memories.items()],
-            "heaviest_position": found.heaviest_pp_rank,
+            "per_position": [{"position": pp_rank, **_bytes(memory)} for pp_rank, memory in results.memories.items()],
+            "heaviest_position": results.heaviest_pp_rank,
             "heaviest_gib": worst.total / 2**30,
             "leaves_out": list(worst.leaves_out),
             "fits": cluster_cost.fits(worst, cluster),
@@ -80,20 +80,22 @@ def _predictions(plan: Plan, config: Config, found: Facts) -> dict[str, Any]:
         "schedule": {
             "kind": plan.pipeline.kind,
             "chunks": plan.pipeline.virtual_stages,
-            "bubble_of_total": found.simulation.bubble_of_total,
-            "bubble_of_ideal": found.simulation.bubble_of_ideal,
+            "bubble_of_total": results.simulation.bubble_of_total,
+            "bubble_of_ideal": results.simulation.bubble_of_ideal,
         },
         "communication": {
-            "busiest_rank": found.busiest_rank,
-            "rows": [asdict(row) for row in found.traffic if row.purpose != prediction.CONTROL],
-            "control": [asdict(row) for row in found.traffic if row.purpose == prediction.CONTROL],
+            "busiest_rank": results.busiest_rank,
+            "rows": [asdict(row) for row in results.traffic if row.purpose != prediction.CONTROL],
+            "control": [asdict(row) for row in results.traffic if row.purpose == prediction.CONTROL],
             "links": link_rows(plan),
         },
-        "cost": asdict(found.cost),
-        "time": asdict(found.time) if found.time else None,
-        "time_unknown": {"why": why_unknown(plan, cluster), "at_least": found.known_parts} if not found.time else None,
-        "training": asdict(found.training) if found.training else None,
-        "goodput": asdict(found.goodput) if found.goodput else None,
+        "cost": asdict(results.cost),
+        "time": asdict(results.time) if results.time else None,
+        "time_unknown": {"why": why_unknown(plan, cluster), "at_least": results.known_parts}
+        if not results.time
+        else None,
+        "training": asdict(results.training) if results.training else None,
+        "goodput": asdict(results.goodput) if results.goodput else None,
         "sdc": asdict(looking) if (looking := checks(plan, config)) else None,
         "layouts": _alternatives(plan, config, "layouts", alternatives.layouts),
         "data_axis": _alternatives(plan, config, "data_axis", alternatives.data_axis),
@@ -203,10 +205,10 @@ def context(plan: Plan, packing: Packing | None = None) -> dict[str, Any] | None
     if plan.context is None:
         return None
     own, plan = plan.context, with_packing(plan, packing)
-    found = {own.order: own.imbalance(plan)}
+    imbalances = {own.order: own.imbalance(plan)}
     for order in own.orders(plan):
-        found[order] = replace(own, order=order).imbalance(plan)
-    return {"kind": own.kind, **asdict(own), "positions": plan.seq, "imbalance": found}
+        imbalances[order] = replace(own, order=order).imbalance(plan)
+    return {"kind": own.kind, **asdict(own), "positions": plan.seq, "imbalance": imbalances}
 
 
 def experts(plan: Plan) -> dict[str, Any] | None:

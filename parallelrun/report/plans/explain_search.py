@@ -31,7 +31,7 @@ TRIED = "with 8 times slower or faster links, or a quarter to 4 times the tokens
 
 def show(
     time: StepTime,
-    found: Sequence[Limit],
+    limits: Sequence[Limit],
     flips: tuple[Sequence[Flip], bool] | None,
     memory: tuple[int, ClusterConfig],
     best: Found | None,
@@ -45,18 +45,18 @@ def show(
     width = max(20, min(console.width, WIDEST) - FRAME - BESIDE_BARS)
     texts = flip_texts(*flips, best) if flips else []
     found_flips = [("crossovers" if not index else "", Text(text)) for index, text in enumerate(texts)]
-    rows = [*limit_rows(time, found), ("memory", Text(_memory(*memory))), *found_flips]
+    rows = [*limit_rows(time, limits), ("memory", Text(_memory(*memory))), *found_flips]
     show_section("why: the parts of a step", Group(waterfall.bars(time, width), Text(), labelled(rows)), console)
 
 
-def limit_rows(time: StepTime, found: Sequence[Limit]) -> list[tuple[str, RenderableType]]:
+def limit_rows(time: StepTime, limits: Sequence[Limit]) -> list[tuple[str, RenderableType]]:
     """The first of them binds."""
-    if not found:
+    if not limits:
         return [
             ("limit", Text("computation at the device's own rate; everything else costs less than 0.5 % of a step"))
         ]
     texts = []
-    for limit in found:
+    for limit in limits:
         condition = FREE.get(limit.name, f"without {limit.name}")
         saved = f"{seconds_text(limit.saved_s)} ({limit.saved_s / time.step_s:.0%})"
         texts.append(f"{condition} a step would be {saved} shorter")
