@@ -32,7 +32,6 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.distributed.mesh import Group, Mesh, build_mesh
 from parallelrun.distributed.sequences import Lane
-from parallelrun.planner.predict.data_cost import Link, parameter_server, ring
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text, digits
 from parallelrun.strategies.data.common.allreduce.rounds import ring as ring_rounds
@@ -43,7 +42,7 @@ from tests.plans import tiny_plan
 SIZES = (2**10, 2**14, 2**18, 2**24)  # bytes of gradients
 LARGE, SMALL = SIZES[-1], SIZES[1]
 SYSTEMS = ("ring", "ps, 1 server", "ps, n/2 servers")
-NETWORK = Link(bytes_per_s=3.125e9, latency_s=30e-6)  # cluster=ethernet_25g
+BYTES_PER_S, LATENCY_S = 3.125e9, 30e-6  # cluster=ethernet_25g
 
 
 def num_servers(system: str, nodes: int) -> int:
@@ -135,11 +134,13 @@ def _measure(node_counts: list[int], repeats: int) -> dict[str, Any]:
 
 
 def predicted(system: str, nodes: int, size: int) -> float:
-    """Seconds of the exchange by the closed forms, on NETWORK."""
+    """Seconds of the exchange by the closed forms, on cluster=ethernet_25g."""
     servers = num_servers(system, nodes)
     if not servers:
-        return ring(size, nodes, NETWORK).seconds
-    return parameter_server(size, nodes - servers, servers, NETWORK).seconds
+        steps, sent = 2 * (nodes - 1), 2 * (nodes - 1) / nodes * size
+    else:
+        steps, sent = 2, 2 * max(1.0, (nodes - servers) / servers) * size
+    return steps * LATENCY_S + sent / BYTES_PER_S
 
 
 def crossover_bytes(ratios: dict[int, float]) -> float:
@@ -152,7 +153,7 @@ def crossover_bytes(ratios: dict[int, float]) -> float:
 
 
 def crossovers(rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """(nodes, bytes) of the crossover, as measured and on NETWORK, where there is one."""
+    """(nodes, bytes) of the crossover, as measured and predicted, where there is one."""
     found: dict[str, list[tuple[int, float]]] = {"measured": [], "ethernet_25g": []}
     fine = tuple(round(2 ** (power / 8)) for power in range(8 * 6, 8 * 28))
     for nodes in sorted({row["nodes"] for row in rows}):

@@ -213,7 +213,7 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
     from parallelrun.report.plans import plan as report
 
     found = found or facts(plan, config)
-    written = write_plot(plan, config, found, point)
+    written = write_plot(plan, config, point)
     ranked = None
     if point is None and found.time is not None:
         from parallelrun.cli import search
@@ -259,19 +259,23 @@ def show_explanation(plan: Plan, config: Config, as_json: bool) -> None:
 _SHOWN = {"plan": show_plan, "explain": show_explanation}  # the verbs that start nothing
 
 
-def write_plot(plan: Plan, config: Config, found: Any, point: int | None = None) -> list[Path]:
+def write_plot(plan: Plan, config: Config, point: int | None = None) -> list[Path]:
     """Write the files that `plot=NAME` asks for, separate for each point of a sweep.
 
     Raises ConfigError, EnvironmentProblem.
     """
     if config.plot is None:
         return []
-    if found.data_axis is None:
+    from parallelrun.planner.facts import alternatives
+    from parallelrun.report import chart
+    from parallelrun.report.plans import alternatives as report
+
+    chart.require(f"plot={config.plot}")
+    compared = alternatives.data_axis(plan, config)
+    if compared is None:
         what = f"plot={config.plot} draws the cost of combining gradients, and one rank has none to combine"
         raise ConfigError(Problem(what, "plot", "leave plot out or strategy=ddp"))
-    from parallelrun.report.plans import data_axis
-
-    return data_axis.write(found.data_axis, data_axis.title(plan, config), config.plot, point)
+    return report.write(compared, report.title(plan, config), config.plot, point)
 
 
 def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str, Any]:

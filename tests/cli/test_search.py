@@ -40,7 +40,7 @@ def of_label(label: str, text: str) -> str:
 def test_the_best_plans_are_printed_with_the_command_that_runs_the_first(run):
     code, out, _ = run("plan", *SPACE)
     assert code == 0 and out.startswith("search: gpt2_124m on 4 devices of a100_dgx:")
-    for label in ("searched", "best", "pp", "products", "step", "memory", "why 1, not 2", "run it"):
+    for label in ("searched", "best", "pp", "products", "step", "memory", "why  ", "run it"):
         assert any(line.strip().startswith(label) for line in out.splitlines()), label
     command = shlex.split(out.splitlines()[-1])  # on a line of its own
     assert command[0] == "parallelrun" and not any(word.startswith(("strategy=", "plan")) for word in command)
@@ -79,7 +79,7 @@ def test_explain_draws_the_waterfall_and_names_limits_and_flips(run, monkeypatch
     shown = sum(float(next(word for word in line if word[0].isdigit())) for line in parts)
     assert len(parts) >= 4 and shown == pytest.approx(step, abs=1e-6)
     assert "a step would be" in of_label("limits", why) and "on the heaviest rank" in of_label("memory", why)
-    assert "dp=2 tp=2 wins below 8 samples a step (now 16)" in of_label("flips", why)
+    assert "another plan wins below 8 samples a step (now 16): dp=2 tp=2" in of_label("crossovers", why)
 
 
 NAMED = (*MODEL, "strategy=ddp", "dp=2")
@@ -95,7 +95,7 @@ def test_a_plan_that_is_named_is_ranked_among_all(run):
     assert code == 0 and 1 < search["best_rank"] <= search["rank"]
     assert of_label("rank", out) == rank + behind
     fastest = " ".join(search["best"][0]["overrides"])
-    assert of_label("fastest", out).startswith(fastest) and " faster: " in of_label("why", out)
+    assert of_label("fastest", out).startswith(fastest) and of_label("why", out).startswith("the fastest is ")
     best = json.loads(run("plan", "--json", *MODEL[:-1], "gpus=2")[1])["search"]["best"][0]
     assert search["best"][0]["step_s"] == best["step_s"], "what a search for a plan finds"
 

@@ -219,20 +219,19 @@ class _Sweep:
         from parallelrun.cli.verbs import show_plan, write_plot
         from parallelrun.planner.facts.document import document
         from parallelrun.planner.facts.plan_facts import facts, figures
-        from parallelrun.report.plans import layouts
 
         found = facts(plan, composed.config)
         planned = {"state": sweep_rows.PLANNED, **figures(plan, composed.config.cluster, found)}
         if self.line.json:
-            write_plot(plan, composed.config, found, row["point"])
+            write_plot(plan, composed.config, row["point"])
             return {**planned, "plan": document(plan, composed.config, found)}
         if composed.config.detail is not None:  # every plan in full
             self._say(f"\npoint {row['point']}: {' '.join(row['overrides'])}")
             show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
         else:
-            for path in write_plot(plan, composed.config, found, row["point"]):
+            for path in write_plot(plan, composed.config, row["point"]):
                 self._say(f"written: {path}")
-        return {**planned, "notes": list(plan.warnings), "layouts": layouts.sweep_row(found.layouts)}
+        return {**planned, "notes": list(plan.warnings)}
 
     def _run(self, composed: Composed, plan: Plan, row: dict[str, Any]) -> dict[str, Any]:
         from parallelrun.launch.entry.start import start

@@ -32,11 +32,11 @@ class StrategyClasses:
 
 def strategy_class(base: type[Base], axis: str, kind: str) -> type[Base]:
     """Return the class of a strategy. Raises KeyError for an unknown kind, ConfigError for a plug-in without one."""
-    found = strategy_keys.strategy_class(axis, kind)
-    if not issubclass(found, base):
-        what = f"{found.__module__}.{found.__qualname__} is no subclass of {base.__name__}"
-        raise ConfigError(Problem(what, f"strategy.{axis}.kind"))
-    return found
+    strategy = strategy_keys.strategy_class(axis, kind)
+    if not issubclass(strategy, base):
+        message = f"{strategy.__module__}.{strategy.__qualname__} is no subclass of {base.__name__}"
+        raise ConfigError(Problem(message, f"strategy.{axis}.kind"))
+    return strategy
 
 
 # By kind, as `strategy_class`.

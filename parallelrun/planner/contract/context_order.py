@@ -64,24 +64,24 @@ ORDERS = {CONTIGUOUS: TokenOrder(_contiguous), "zigzag": TokenOrder(_zigzag, 2),
 def part(spans: Spans, num: int, index: int) -> Spans:
     """Part `index` of `num` equal parts of the positions of `spans`."""
     size = sum(span.length for span in spans) // num
-    first, found = index * size, []
+    first, spans_found = index * size, []
     for start, step, length in spans:
         left, right = max(first, 0), min(first + size, length)
         if left < right:
-            found.append(Span(start + left * step, step, right - left))
+            spans_found.append(Span(start + left * step, step, right - left))
         first -= length
-    return tuple(found)
+    return tuple(spans_found)
 
 
 def inside(spans: Spans, start: int, stop: int) -> tuple[int, Spans]:
     """(positions of `spans` before `start`, those in [start, stop))."""
-    before, found = 0, []
+    before, sums = 0, []
     for span in spans:
         first, last = (min(max(0, -((span.start - end) // span.step)), span.length) for end in (start, stop))
         before += first
         if first < last:
-            found.append(Span(span.start + first * span.step, span.step, last - first))
-    return before, tuple(found)
+            sums.append(Span(span.start + first * span.step, span.step, last - first))
+    return before, tuple(sums)
 
 
 def num_pairs(queries: Sequence[Span], keys: Sequence[Span]) -> int:
@@ -144,11 +144,11 @@ def document_work(spans: Sequence[Spans], samples: Sequence[Lengths], causal: bo
     for lengths in samples:
         start = 0
         for length in lengths:
-            held = [inside(one, start, start + length)[1] for one in spans]
+            pairs = [inside(one, start, start + length)[1] for one in spans]
             start += length
-            for rank, queries in enumerate(held):
+            for rank, queries in enumerate(pairs):
                 for step in range(size):
-                    keys = held[(rank - step) % size]
+                    keys = pairs[(rank - step) % size]
                     work[rank][step] += num_pairs(queries, keys) if causal else _num(queries) * _num(keys)
     return work
 

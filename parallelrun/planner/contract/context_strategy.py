@@ -41,7 +41,7 @@ class ContextStrategy(AxisStrategy):
 
     def positions(self, index: int, plan: Plan) -> tuple[int, ...]:
         """Return the positions of `spans`, one by one."""
-        return tuple(p for one in self.spans(index, plan) for p in range(one.start, one.stop, one.step))
+        return tuple(p for span in self.spans(index, plan) for p in range(span.start, span.stop, span.step))
 
     @abstractmethod
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:

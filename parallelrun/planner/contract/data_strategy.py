@@ -29,17 +29,12 @@ FlattenedDims = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True)
 class ExchangeForm:
-    """How a strategy combines gradients, for the comparison of costs in `data_axis`.
+    """How a strategy combines gradients, as far as the time and memory of a step depend on it.
 
-    name: that of the closed form (`data_cost`) where the strategy sends all gradients in every step; None: there is no
-    form. group_size: ranks of an inner group (hierarchical). native: by a collective of the backend, not by messages.
     compression: its kind; empty: none. scatters_once: gradients are scattered once a step, not in every backward pass.
     gathers_again: weights are gathered twice a microbatch, not once a step. gathers_rounded: in the compute dtype.
     """
 
-    name: str | None = None
-    group_size: int = 1
-    native: bool = True
     compression: str = ""
     scatters_once: bool = False
     gathers_again: bool = False
@@ -74,6 +69,7 @@ class DataStrategy(AxisStrategy):
     has_servers: ClassVar[bool] = False  # some ranks are no workers
     overlaps_backward: ClassVar[bool] = True  # gradients are exchanged while backward computes the next ones
     kept_states: ClassVar[int] = 0  # tensors of state per weight beside the optimizer's
+    compared: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # settings in `detail=data_axis`, if it has no `choices`
 
     shard: int = 1
     bucket_bytes: int = 25 * 2**20
@@ -90,8 +86,8 @@ class DataStrategy(AxisStrategy):
         return None
 
     @classmethod
-    def num_servers(cls, asked: int | None) -> int:
-        """The number of ranks that are no workers. asked: see `asked_servers`."""
+    def num_servers(cls, requested: int | None) -> int:
+        """The number of ranks that are no workers. requested: see `asked_servers`."""
         return 0
 
     @classmethod
@@ -240,8 +236,8 @@ class DataStrategy(AxisStrategy):
 
     def explain(self, plan: Plan) -> Explanation:
         coordinate = plan.mesh.coordinate(0)
-        found = self.collectives(coordinate["pp"], coordinate, plan)
-        return explanation_of_calls("data", self.kind, *self.description, plan, found)
+        rows = self.collectives(coordinate["pp"], coordinate, plan)
+        return explanation_of_calls("data", self.kind, *self.description, plan, rows)
 
     # Memory (asked only where dp > 1, but for `gathered_bytes`)
 

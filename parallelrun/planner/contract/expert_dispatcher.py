@@ -39,8 +39,8 @@ class ExpertDispatcher(AxisStrategy):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        asked = request.config.strategy.expert
-        return cls(asked.chunks, asked.group_size or 1, asked.overlap)
+        section = request.config.strategy.expert
+        return cls(section.chunks, section.group_size or 1, section.overlap)
 
     @classmethod
     def choices(cls, dp: int, experts: int) -> list[int]:

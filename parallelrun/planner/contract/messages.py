@@ -86,8 +86,8 @@ class Explanation:
 def explain(plan: Plan) -> tuple[Explanation, ...]:
     """The messages of the strategy of each axis with several ranks. Raises ConfigError for a plan of one rank."""
     if plan.world == 1:
-        what = "one rank sends nothing, so there is nothing to explain"
-        raise ConfigError(Problem(what, "world", "world=4", "parallelrun explain strategy=ring world=4"))
+        message = "one rank sends nothing, so there is nothing to explain"
+        raise ConfigError(Problem(message, "world", "world=4", "parallelrun explain strategy=ring world=4"))
     axes = [
         (plan.tensor, plan.mesh.size("tp") > 1),
         (plan.context, plan.context is not None),
@@ -100,19 +100,19 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
 
 def rows(explanation: Explanation, rank: int) -> list[Collective]:
     """The messages and collectives of `rank` in a step, as rows that can be compared with the prediction."""
-    found = []
+    lines = []
     rounds = [(exchange.repeats, one) for exchange in explanation.exchanges for one in exchange.rounds]
     for repeats, one in rounds:
         for message in one.messages:
             calls, payload = repeats * message.calls, repeats * message.payload_bytes
             for operation, end, sent in (("send", message.source, payload), ("recv", message.target, 0)):
                 if end == rank:
-                    found.append(Collective(explanation.message_axis, operation, message.purpose, calls, sent))
+                    lines.append(Collective(explanation.message_axis, operation, message.purpose, calls, sent))
         for call in one.calls:
             if rank in call.ranks:
                 calls, payload = repeats * call.calls, repeats * call.payload_bytes
-                found.append(Collective(call.axis, call.operation, call.purpose, calls, payload))
-    return found
+                lines.append(Collective(call.axis, call.operation, call.purpose, calls, payload))
+    return lines
 
 
 def ranks_over(plan: Plan, axis: str, rank: int = 0) -> tuple[int, ...]:
@@ -131,27 +131,27 @@ def ranks_over(plan: Plan, axis: str, rank: int = 0) -> tuple[int, ...]:
     return plan.mesh.group_of(rank, *axis.split("+"))
 
 
-def calls_of(found: Iterable[Collective], plan: Plan, ranks: Sequence[int]) -> list[tuple[Call, ...]]:
+def calls_of(collectives: Iterable[Collective], plan: Plan, ranks: Sequence[int]) -> list[tuple[Call, ...]]:
     """Predicted collectives, which are equal on all of `ranks`, as calls: for each row, one per group of these ranks.
 
     Not for point-to-point rows, which do not contain the peers.
     """
 
     found_calls = []
-    for row in found:
-        what = WORDS.get(row.purpose, row.purpose.replace("_", " "))
+    for row in collectives:
+        message = WORDS.get(row.purpose, row.purpose.replace("_", " "))
         groups = dict.fromkeys(ranks_over(plan, row.axis, rank) for rank in ranks)
-        call = Call(row.operation, (), what, row.payload_bytes, row.axis, row.purpose, row.calls)
+        call = Call(row.operation, (), message, row.payload_bytes, row.axis, row.purpose, row.calls)
         found_calls.append(tuple(replace(call, ranks=members) for members in groups))
     return found_calls
 
 
 def explanation_of_calls(
-    axis: str, kind: str, text: str, source: str, plan: Plan, found: Sequence[Collective]
+    axis: str, kind: str, text: str, source: str, plan: Plan, collectives: Sequence[Collective]
 ) -> Explanation:
     """Explain a strategy that only uses collectives: one round for each predicted row of rank 0."""
     mesh_axis = MESH_AXES[axis]
     ranks = ranks_over(plan, mesh_axis)
-    rounds = tuple(ExplainedRound(calls[0].what, calls=calls) for calls in calls_of(found, plan, ranks))
+    rounds = tuple(ExplainedRound(calls[0].what, calls=calls) for calls in calls_of(collectives, plan, ranks))
     exchange = ExplainedExchange("the collectives of one step", rounds)
     return Explanation(axis, kind, text, source, ranks, plan.mesh.num_ranks // len(ranks), mesh_axis, (exchange,))

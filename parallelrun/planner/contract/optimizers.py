@@ -46,8 +46,8 @@ def check_lr_scale(config: Config) -> list[Problem]:
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if scale is None or scale == LINEAR or (is_number and isfinite(scale) and scale > 0):
         return []
-    what = f"{LR_SCALE}={scale} is neither {LINEAR} nor a finite number above 0"
-    return [Problem(what, LR_SCALE, f"{LR_SCALE}={LINEAR}")]
+    message = f"{LR_SCALE}={scale} is neither {LINEAR} nor a finite number above 0"
+    return [Problem(message, LR_SCALE, f"{LR_SCALE}={LINEAR}")]
 
 
 def with_lr_scale(config: Config, plan: Plan) -> Config:

@@ -91,13 +91,13 @@ def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, i
 
 
 def _distinct(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:
-    found: list[tuple[HeldParameter, int]] = []
+    parameters: list[tuple[HeldParameter, int]] = []
     for stage in plan.stages_of(pp_rank):
         counts = Counter(plan.spec.first_alike[name] for name in stage.blocks)
         first = {plan.spec.first_alike[name]: name for name in reversed(stage.blocks)}
         for kind, count in counts.items():
-            found += [(held, count) for held in _of_block(plan, stage.index, first[kind])]
-    return found
+            parameters += [(parameter, count) for parameter in _of_block(plan, stage.index, first[kind])]
+    return parameters
 
 
 def _held(plan: Plan, pp_rank: int) -> Iterator[HeldParameter]:

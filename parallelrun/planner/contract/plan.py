@@ -88,8 +88,8 @@ def once(cache: dict[object, Any], key: object, compute: Callable[[], Value]) ->
     """The value under `key`, computed if it is not in the cache yet."""
     if key not in cache:
         cache[key] = compute()
-    found: Value = cache[key]
-    return found
+    value: Value = cache[key]
+    return value
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ class Plan:
 
     def sharing(self, **changes: Any) -> Plan:
         """The plan with other recomputation or another number of microbatches, and caches that depend on neither."""
-        found = replace(self, **changes)
-        vars(found).update(weights_cache=self.weights_cache, blocks_cache=self.blocks_cache)
-        return found
+        changed = replace(self, **changes)
+        vars(changed).update(weights_cache=self.weights_cache, blocks_cache=self.blocks_cache)
+        return changed
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -29,13 +29,13 @@ LARGEST_BUBBLE = 0.15  # of a step's time; a larger one is warned about
 MOST_SIMULATED = 20_000  # stages by microbatches of a schedule that is tried: a tenth of a second
 
 
-def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
+def warnings(plan: Plan, config: Config, results: Facts) -> list[str]:
     """The plan's own warnings, and those that follow from its cost."""
     cluster, texts = config.cluster, list(plan.warnings)
-    memory = found.memories[found.heaviest_pp_rank]
+    memory = results.memories[results.heaviest_pp_rank]
     if cluster_cost.fits(memory, cluster) == "no":
         texts.append(
-            f"does not fit: a rank of pp={found.heaviest_pp_rank} needs {gib(memory.total)}, "
+            f"does not fit: a rank of pp={results.heaviest_pp_rank} needs {gib(memory.total)}, "
             f"{cluster_cost.why_fits(memory, cluster)}; {memory_advice(plan, config)}"
         )
     per_node = ranks_per_node(cluster, plan.world)
@@ -52,8 +52,8 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
         crowd = f"{counted(plan.world, 'rank')} on {counted(cores, 'core')} of this host"
         texts.append(f"{crowd}: step time is no scaling measurement")
-    texts += _bubble_warnings(plan, config, found.simulation)
-    texts += _schedule_warnings(plan, config, found.simulation.bubble_of_total)
+    texts += _bubble_warnings(plan, config, results.simulation)
+    texts += _schedule_warnings(plan, config, results.simulation.bubble_of_total)
     if config.model.attention_dropout > 0:
         texts.append("attention_dropout > 0: attention is computed explicitly, with s x s scores kept per head")
     return texts

@@ -66,10 +66,10 @@ def _bytes_of(plan: Plan, pp_rank: int) -> tuple[int, int, int]:
     """Bytes that the first rank of a stage updates, of their state, and of the state that it alone holds."""
     coordinate = plan.mesh.coordinate(plan.mesh.rank(pp=pp_rank))
     weights = states = lone = 0
-    for held, count in distinct_parameters(plan, pp_rank):
-        layout = plan.data.state_layout(held.spec, held.layout, plan)
-        numel = layout.local_numel(held.spec.shape, plan.mesh.sizes, coordinate)
-        state = count * parameter_bytes(held.spec, held.layout, plan, coordinate)[2]
+    for parameter, count in distinct_parameters(plan, pp_rank):
+        layout = plan.data.state_layout(parameter.spec, parameter.layout, plan)
+        numel = layout.local_numel(parameter.spec.shape, plan.mesh.sizes, coordinate)
+        state = count * parameter_bytes(parameter.spec, parameter.layout, plan, coordinate)[2]
         weights += count * numel * BYTES[plan.precision.stored]
         states += state
         lone += 0 if replicated_over(layout, plan) else state
@@ -98,11 +98,11 @@ def smallest_batch(config: Config, plan: Plan) -> Plan:
     batch, dp = plan.batch, plan.mesh.size("dp")
     for count in divisors(batch.microbatches):
         for size in divisors(batch.micro_batch):
-            asked = replace(
+            traced = replace(
                 config, global_batch=dp * count * size, micro_batch=size, microbatches=None, local_batch=None
             )
             try:
-                return resolve(asked)
+                return resolve(traced)
             except ConfigError:
                 continue
     return plan

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import WORLD, Memory, Plan
+from parallelrun.planner.facts import alternatives
 from parallelrun.planner.facts.advice import warnings
+from parallelrun.planner.facts.alternatives import Alternatives
 from parallelrun.planner.facts.corruption_cost import checks
 from parallelrun.planner.facts.plan_facts import Facts, facts
 from parallelrun.planner.model import definitions
@@ -16,15 +19,14 @@ from parallelrun.planner.model.definitions import Packing, PartUse
 from parallelrun.planner.pieces.hosts import backend_of_axis, ranks_per_node
 from parallelrun.planner.pieces.packing import packing_document, with_packing
 from parallelrun.planner.predict import cluster_cost, prediction, simulate
-from parallelrun.planner.predict.data_axis import DataAxis
 from parallelrun.planner.predict.step_time.step import why_unknown
 
 MOST_LINKED_RANKS = 64  # links are listed for at most this many ranks
 
 
-def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str, Any]:
-    """The plan with every rank, stage and row, ready for JSON. found: the result of `facts`, if already computed."""
-    found = found or facts(plan, config)
+def document(plan: Plan, config: Config, results: Facts | None = None) -> dict[str, Any]:
+    """The plan with every rank, stage and row, ready for JSON. results: the result of `facts`, if already computed."""
+    results = results or facts(plan, config)
     return {
         "schema": 1,
         "preset": plan.preset,
@@ -41,18 +43,18 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},
         "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
         "experts": experts(plan),
-        "context": context(plan, found.packing),
+        "context": context(plan, results.packing),
         "equivalence": asdict(plan.equivalence),
         "mixture": [asdict(part) for part in mixture(plan, config)] or None,
-        "packing": packing_document(plan.spec, found.packing),
+        "packing": packing_document(plan.spec, results.packing),
         "filled": list(plan.filled),
-        "warnings": warnings(plan, config, found),
+        "warnings": warnings(plan, config, results),
         "axes": axis_rows(plan),
         "backend": backends(plan, config),
         "ranks": [rank_row(plan, rank, config.cluster) for rank in range(plan.world)],
         "stages": stage_rows(plan),
         "servers": server_rows(plan),
-        **_predictions(plan, config, found),
+        **_predictions(plan, config, results),
     }
 
 
@@ -62,13 +64,13 @@ def mixture(plan: Plan, config: Config) -> list[PartUse]:
     return dataset.uses(config, plan.spec, plan.batch.global_batch)
 
 
-def _predictions(plan: Plan, config: Config, found: Facts) -> dict[str, Any]:
+def _predictions(plan: Plan, config: Config, results: Facts) -> dict[str, Any]:
     """Predicted memory, schedule, traffic and cost."""
-    worst, cluster = found.memories[found.heaviest_pp_rank], config.cluster
+    worst, cluster = results.memories[results.heaviest_pp_rank], config.cluster
     return {
         "memory": {
-            "per_position": [{"position": pp_rank, **_bytes(memory)} for pp_rank, memory in found.memories.items()],
-            "heaviest_position": found.heaviest_pp_rank,
+            "per_position": [{"position": pp_rank, **_bytes(memory)} for pp_rank, memory in results.memories.items()],
+            "heaviest_position": results.heaviest_pp_rank,
             "heaviest_gib": worst.total / 2**30,
             "leaves_out": list(worst.leaves_out),
             "fits": cluster_cost.fits(worst, cluster),
@@ -78,30 +80,34 @@ def _predictions(plan: Plan, config: Config, found: Facts) -> dict[str, Any]:
         "schedule": {
             "kind": plan.pipeline.kind,
             "chunks": plan.pipeline.virtual_stages,
-            "bubble_of_total": found.simulation.bubble_of_total,
-            "bubble_of_ideal": found.simulation.bubble_of_ideal,
+            "bubble_of_total": results.simulation.bubble_of_total,
+            "bubble_of_ideal": results.simulation.bubble_of_ideal,
         },
         "communication": {
-            "busiest_rank": found.busiest_rank,
-            "rows": [asdict(row) for row in found.traffic if row.purpose != prediction.CONTROL],
-            "control": [asdict(row) for row in found.traffic if row.purpose == prediction.CONTROL],
+            "busiest_rank": results.busiest_rank,
+            "rows": [asdict(row) for row in results.traffic if row.purpose != prediction.CONTROL],
+            "control": [asdict(row) for row in results.traffic if row.purpose == prediction.CONTROL],
             "links": link_rows(plan),
         },
-        "cost": asdict(found.cost),
-        "time": asdict(found.time) if found.time else None,
-        "time_unknown": {"why": why_unknown(plan, cluster), "at_least": found.known_parts} if not found.time else None,
-        "training": asdict(found.training) if found.training else None,
-        "goodput": asdict(found.goodput) if found.goodput else None,
+        "cost": asdict(results.cost),
+        "time": asdict(results.time) if results.time else None,
+        "time_unknown": {"why": why_unknown(plan, cluster), "at_least": results.known_parts}
+        if not results.time
+        else None,
+        "training": asdict(results.training) if results.training else None,
+        "goodput": asdict(results.goodput) if results.goodput else None,
         "sdc": asdict(looking) if (looking := checks(plan, config)) else None,
-        "layouts": asdict(found.layouts) if found.layouts else None,
-        "data_axis": _data_axis(found.data_axis) if found.data_axis else None,
+        "layouts": _alternatives(plan, config, "layouts", alternatives.layouts),
+        "data_axis": _alternatives(plan, config, "data_axis", alternatives.data_axis),
     }
 
 
-def _data_axis(data_axis: DataAxis) -> dict[str, Any]:
-    fields = asdict(data_axis)
-    fields["ways"] = fields.pop("strategies")  # the name that JSON has always had
-    return fields
+def _alternatives(
+    plan: Plan, config: Config, section: str, compare: Callable[[Plan, Config], Alternatives | None]
+) -> dict[str, Any] | None:
+    """A comparison with plans that were not selected; None unless `detail` names it."""
+    compared = compare(plan, config) if alternatives.requested(config, section) else None
+    return asdict(compared) if compared else None
 
 
 def _model(plan: Plan) -> dict[str, Any]:
@@ -199,10 +205,10 @@ def context(plan: Plan, packing: Packing | None = None) -> dict[str, Any] | None
     if plan.context is None:
         return None
     own, plan = plan.context, with_packing(plan, packing)
-    found = {own.order: own.imbalance(plan)}
+    imbalances = {own.order: own.imbalance(plan)}
     for order in own.orders(plan):
-        found[order] = replace(own, order=order).imbalance(plan)
-    return {"kind": own.kind, **asdict(own), "positions": plan.seq, "imbalance": found}
+        imbalances[order] = replace(own, order=order).imbalance(plan)
+    return {"kind": own.kind, **asdict(own), "positions": plan.seq, "imbalance": imbalances}
 
 
 def experts(plan: Plan) -> dict[str, Any] | None:

@@ -11,9 +11,7 @@ from parallelrun.planner.contract.plan import Memory, Plan
 from parallelrun.planner.model.definitions import Packing
 from parallelrun.planner.pieces.packing import packing_of, with_packing
 from parallelrun.planner.predict import cluster_cost, prediction, simulate
-from parallelrun.planner.predict.data_axis import DataAxis, agreed, costs
 from parallelrun.planner.predict.goodput import Goodput, goodput
-from parallelrun.planner.predict.layout_costs import Comparison, compare
 from parallelrun.planner.predict.step_time.partial import known_parts
 from parallelrun.planner.predict.step_time.step import StepTime, step_time
 from parallelrun.planner.predict.traffic import TrafficRow, traffic_of
@@ -29,7 +27,6 @@ class Facts:
     goodput: the useful part of the time, if failures are given.
     packing: of documents in samples, where it is known; FLOPs and times are then those of the documents, otherwise of
     whole samples.
-    layouts, data_axis: the tensor layouts and the data strategies compared, if there is something to compare.
     """
 
     simulation: simulate.Simulation
@@ -41,8 +38,6 @@ class Facts:
     known_parts: dict[str, float]
     training: cluster_cost.TrainingTime | None
     goodput: Goodput | None
-    layouts: Comparison | None
-    data_axis: DataAxis | None
     packing: Packing | None = None
 
     @property
@@ -52,47 +47,44 @@ class Facts:
 
 
 def facts(plan: Plan, config: Config) -> Facts:
-    """Simulate the schedule, predict memory, traffic and cost, and compare tensor layouts and data strategies."""
+    """Simulate the schedule, and predict memory, traffic and cost."""
     packing = packing_of(config, plan.spec)
     plan = with_packing(plan, packing)
     simulation = simulate.of_plan(plan)
     busiest, rows = traffic_of(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
-    data_axis = costs(plan, config.cluster, cost)
-    cost = agreed(cost, data_axis)
     training = cluster_cost.training_time(plan, config.cluster, cost, config.tokens) if config.tokens else None
     memories = prediction.memories(plan, config.cluster)
     time = step_time(plan, config.cluster)
-    known = {} if time else known_parts(plan, config.cluster)
+    parts = {} if time else known_parts(plan, config.cluster)
     useful = goodput(plan, config, time.step_s if time else None)
-    layouts = compare(plan, config)
-    return Facts(simulation, busiest, rows, memories, cost, time, known, training, useful, layouts, data_axis, packing)
+    return Facts(simulation, busiest, rows, memories, cost, time, parts, training, useful, packing)
 
 
-def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
+def figures(plan: Plan, cluster: ClusterConfig, results: Facts) -> dict[str, Any]:
     """Predicted memory, traffic, bubble and step time as a flat row, under the names used in a run's summary.json.
 
     The step time is the prediction; where there is none, it is the bound at peak rates without overlapped
     communication (`step_time_is_bound`). Times are None if the cluster gives no rates.
     """
-    memory = found.memories[found.heaviest_pp_rank]
-    bound = found.cost.step_s[0] if found.cost.step_s else None
-    step_time = found.time.step_s if found.time else bound
+    memory = results.memories[results.heaviest_pp_rank]
+    bound = results.cost.step_s[0] if results.cost.step_s else None
+    step_time = results.time.step_s if results.time else bound
     batch = plan.batch.global_batch
     days = {}
-    if found.training and step_time:
-        days = {"training_days": found.training.steps * step_time / cluster_cost.DAY}
-    each: float = found.packing.tokens if found.packing else plan.spec.seq if plan.spec.kind == "tokens" else 0
+    if results.training and step_time:
+        days = {"training_days": results.training.steps * step_time / cluster_cost.DAY}
+    each: float = results.packing.tokens if results.packing else plan.spec.seq if plan.spec.kind == "tokens" else 0
     return {
         "global_batch": batch,
         "microbatches": plan.batch.microbatches,
         "fits": cluster_cost.fits(memory, cluster),
         "memory_bytes": memory.total,
-        "bubble_predicted": found.simulation.bubble_of_total,
-        "wire_bytes_per_step": round(sum(row.total_wire_bytes / row.every for row in found.traffic)),
+        "bubble_predicted": results.simulation.bubble_of_total,
+        "wire_bytes_per_step": round(sum(row.total_wire_bytes / row.every for row in results.traffic)),
         "step_time_predicted_s": step_time,
-        "step_time_is_bound": step_time is not None and found.time is None,
+        "step_time_is_bound": step_time is not None and results.time is None,
         "tokens_per_s": batch * each / step_time if each and step_time else None,
         "samples_per_s": batch / step_time if step_time else None,
         **days,

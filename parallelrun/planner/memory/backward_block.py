@@ -41,8 +41,8 @@ class BackwardBlock:
 
 def backward_blocks(names: Iterable[str], plan: Plan) -> list[BackwardBlock]:
     alike, rounded = plan.spec.first_alike, keeps_rounded(plan)
-    found = {alike[name]: backward_block(name, plan, rounded) for name in dict.fromkeys(map(alike.__getitem__, names))}
-    return [found[alike[name]] for name in names]
+    blocks = {alike[name]: backward_block(name, plan, rounded) for name in dict.fromkeys(map(alike.__getitem__, names))}
+    return [blocks[alike[name]] for name in names]
 
 
 def keeps_rounded(plan: Plan) -> bool:

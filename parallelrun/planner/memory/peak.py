@@ -41,9 +41,9 @@ class Moment:
         return self.gradients + self.activations + self.temporary
 
 
-def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
+def gradient_bytes(plan: Plan, parameters: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
     """Bytes of the gradients that backward produces: in the weights' dtype, not sharded by the data strategy."""
-    sizes, trained = plan.mesh.sizes, (p for p in held if not p.spec.frozen)
+    sizes, trained = plan.mesh.sizes, (p for p in parameters if not p.spec.frozen)
     return sum(
         element_bytes(p.spec, plan, p.layout) * p.layout.local_numel(p.spec.shape, sizes, coordinate) for p in trained
     )
@@ -57,14 +57,14 @@ def first_alike_rank(plan: Plan, pp_rank: int) -> int:
 def _first_alike(plan: Plan) -> list[int]:
     """By pp rank."""
     last, alike, stages = len(plan.stages) - 1, plan.spec.first_alike, plan.stages
-    found: list[tuple[object, ...]] = [()] * plan.mesh.size("pp")
+    shapes: list[tuple[object, ...]] = [()] * plan.mesh.size("pp")
     for index, stage in enumerate(stages):
         holds_before = index == 0 or stages[index - 1].pp_rank == stage.pp_rank
         holds_next = index == last or stages[index + 1].pp_rank == stage.pp_rank
         own = holds_before, holds_next, tuple(alike[name] for name in stage.blocks)
-        found[stage.pp_rank] += (own,)
+        shapes[stage.pp_rank] += (own,)
     first: dict[object, int] = {}
-    return [first.setdefault(own, pp_rank) for pp_rank, own in enumerate(found)]
+    return [first.setdefault(own, pp_rank) for pp_rank, own in enumerate(shapes)]
 
 
 def within_stage(coordinate: dict[str, int]) -> tuple[tuple[str, int], ...]:
@@ -212,12 +212,12 @@ class Walk:
         """Bytes, by block of a stage, of gradients that wait for the block that shares the weight: autograd adds both
         before it adds them to the sum over microbatches."""
         plan, (stage,) = self._plan, [one for one in self._plan.stages_of(self._pp_rank) if one.index == index]
-        found = dict.fromkeys(stage.blocks, 0)
-        for held, _ in distinct_parameters(plan, self._pp_rank):
-            reads = plan.spec.readers.get(held.spec.name)
-            if held.stage == index and reads in found and held.block in found:
-                found[reads] += gradient_bytes(plan, [held], self._coordinate)
-        return [*found.values()]
+        numbers = dict.fromkeys(stage.blocks, 0)
+        for parameter, _ in distinct_parameters(plan, self._pp_rank):
+            reads = plan.spec.readers.get(parameter.spec.name)
+            if parameter.stage == index and reads in numbers and parameter.block in numbers:
+                numbers[reads] += gradient_bytes(plan, [parameter], self._coordinate)
+        return [*numbers.values()]
 
 
 def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]) -> list[int]:

@@ -241,14 +241,14 @@ class DatasetDefinition(ABC):
 
 def model(config: Config) -> ModelDefinition:
     """The definition of `config.model.name`. Raises KeyError for an unknown name."""
-    found: ModelDefinition = registry.load("models", config.model.name, "spec").MODEL
-    return found
+    definition: ModelDefinition = registry.load("models", config.model.name, "spec").MODEL
+    return definition
 
 
 def dataset(config: Config) -> DatasetDefinition:
     """The definition of `config.dataset.name`. Raises KeyError for an unknown name."""
-    found: DatasetDefinition = registry.load("datasets", config.dataset.name).DATASET
-    return found
+    definition: DatasetDefinition = registry.load("datasets", config.dataset.name).DATASET
+    return definition
 
 
 EXAMPLES = {"tokens": ("pystdlib", "gpt"), "features": ("synthetic", "mlp"), "images": ("digits", "resnet")}
@@ -264,8 +264,8 @@ def check_samples(config: Config, spec: ModelSpec) -> list[Problem]:
         return []
     if not kinds or not EXAMPLES.keys() >= set(kinds):
         owner = f"{type(definition).__module__}.{type(definition).__name__}"
-        what = f"dataset={name} does not declare its samples: {owner}.kinds is {kinds}, not some of {list(EXAMPLES)}"
-        return [Problem(what, "dataset", f'kinds = ("{spec.kind}",) in {owner}, if these are its samples')]
-    what = f"dataset={name} gives {' or '.join(kinds)}, and model={config.model.preset} reads {spec.kind}"
+        message = f"dataset={name} does not declare its samples: {owner}.kinds is {kinds}, not some of {list(EXAMPLES)}"
+        return [Problem(message, "dataset", f'kinds = ("{spec.kind}",) in {owner}, if these are its samples')]
+    message = f"dataset={name} gives {' or '.join(kinds)}, and model={config.model.preset} reads {spec.kind}"
     fix = f"dataset={EXAMPLES[spec.kind][0]} or model={EXAMPLES[kinds[0]][1]}"
-    return [Problem(what, "dataset", fix, "parallelrun ls datasets", kind="undefined")]
+    return [Problem(message, "dataset", fix, "parallelrun ls datasets", kind="undefined")]

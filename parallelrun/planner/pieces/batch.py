@@ -45,12 +45,14 @@ class BatchRules:
 def check(config: Config) -> list[Problem]:
     """Return the violations that do not depend on the degrees."""
     keys, problems = ("global_batch", "local_batch", "micro_batch", "microbatches"), []
-    asked = {key: value for key in keys if (value := getattr(config, key)) is not None}
+    requested = {key: value for key in keys if (value := getattr(config, key)) is not None}
     for one, other in (keys[:2], keys[2:]):
-        if {one, other} <= asked.keys():
-            what = f"{one}={asked[one]} and {other}={asked[other]} are both given; each follows from the other"
-            problems.append(Problem(what, other, f"leave {other} out", kind="contradiction"))
-    for key, value in asked.items():
+        if {one, other} <= requested.keys():
+            message = (
+                f"{one}={requested[one]} and {other}={requested[other]} are both given; each follows from the other"
+            )
+            problems.append(Problem(message, other, f"leave {other} out", kind="contradiction"))
+    for key, value in requested.items():
         if type(value) is not int or value < 1:
             problems.append(Problem(f"{key}={value} is not a whole number of at least 1", key, f"{key}=1"))
     return problems
@@ -60,9 +62,9 @@ def fill(
     config: Config, dp: int, pp: int, rules: BatchRules, filled: list[str], problems: list[Problem]
 ) -> BatchSizes | None:
     """The batch, or None with the violations appended to `problems`. Unset counts are filled by the module's rule."""
-    found = check(config)
-    problems += found
-    if found:
+    problems_found = check(config)
+    problems += problems_found
+    if problems_found:
         return None
     if config.local_batch is not None:
         global_batch = config.local_batch * dp
@@ -78,8 +80,8 @@ def fill(
     if global_batch % dp:
         step = dp * (config.micro_batch or (config.microbatches or 1) * rules.parts)
         fix = _around(global_batch, step) + "".join(f" or dp={n}" for n in nearest(dp, divisors(global_batch)))
-        what = f"global_batch={global_batch} is not divisible by dp={dp}"
-        problems.append(Problem(what, "global_batch", fix, kind="arithmetic"))
+        message = f"global_batch={global_batch} is not divisible by dp={dp}"
+        problems.append(Problem(message, "global_batch", fix, kind="arithmetic"))
         return None
     return _microbatches(config, global_batch, dp, pp, rules, filled, problems)
 
@@ -129,11 +131,11 @@ def _microbatches(
     counts = _counts(config, replica)
     key = "micro_batch" if config.micro_batch is not None else "microbatches"
     if not counts:
-        asked = getattr(config, key)
-        what = f"global_batch={global_batch} is not divisible by dp x {key} = {dp} x {asked} = {dp * asked}"
-        step = dp * (asked if key == "micro_batch" else asked * rules.parts)
-        fix = either(key, nearest(asked, divisors(replica))) + " or " + _around(global_batch, step)
-        problems.append(Problem(what, key, fix, kind="arithmetic"))
+        size = getattr(config, key)
+        message = f"global_batch={global_batch} is not divisible by dp x {key} = {dp} x {size} = {dp * size}"
+        step = dp * (size if key == "micro_batch" else size * rules.parts)
+        fix = either(key, nearest(size, divisors(replica))) + " or " + _around(global_batch, step)
+        problems.append(Problem(message, key, fix, kind="arithmetic"))
         return None
     batches = [_batch(global_batch, dp, m) for m in counts]
     if len(batches) == 1 and (config.micro_batch is not None or config.microbatches is not None):

@@ -41,14 +41,14 @@ class ClusterSpec:
     def disagreement(self, servers: int | None, strategy: str, has_servers: bool) -> list[Problem]:
         """Check that the servers agree with `servers` and with the strategy."""
         if self.ps and not has_servers:
-            what = f"cluster.ps names {counted(len(self.ps), 'server')}, and {strategy} has none"
-            return [Problem(what, "cluster.ps", "strategy=ps, or leave cluster.ps out", kind="contradiction")]
+            message = f"cluster.ps names {counted(len(self.ps), 'server')}, and {strategy} has none"
+            return [Problem(message, "cluster.ps", "strategy=ps, or leave cluster.ps out", kind="contradiction")]
         if has_servers and not self.ps:
-            what = f"{strategy} needs a server, and the {self} names none"
-            return [Problem(what, "cluster.ps", "cluster.ps=[localhost:2222]", kind="contradiction")]
+            message = f"{strategy} needs a server, and the {self} names none"
+            return [Problem(message, "cluster.ps", "cluster.ps=[localhost:2222]", kind="contradiction")]
         if has_servers and servers not in (None, len(self.ps)):
-            what = f"servers={servers} contradicts cluster.ps, which names {len(self.ps)}"
-            return [Problem(what, "servers", f"servers={len(self.ps)}", kind="contradiction")]
+            message = f"servers={servers} contradicts cluster.ps, which names {len(self.ps)}"
+            return [Problem(message, "servers", f"servers={len(self.ps)}", kind="contradiction")]
         return []
 
 
@@ -64,38 +64,40 @@ def read(config: Config, problems: list[Problem]) -> ClusterSpec | None:
     jobs = {job: getattr(config.cluster, job) for job in _JOBS}
     if not any(jobs.values()):
         return None
-    found = [problem for job, addresses in jobs.items() for problem in _check(f"cluster.{job}", addresses or [])]
+    violations = [problem for job, addresses in jobs.items() for problem in _check(f"cluster.{job}", addresses or [])]
     if not jobs["worker"]:
-        what = "cluster.ps is given without cluster.worker"
-        found.append(Problem(what, "cluster.worker", "cluster.worker=[localhost:2223]", kind="usage"))
+        message = "cluster.ps is given without cluster.worker"
+        violations.append(Problem(message, "cluster.worker", "cluster.worker=[localhost:2223]", kind="usage"))
     every = [address for addresses in jobs.values() for address in addresses or []]
     for address in sorted({str(address) for address in every if every.count(address) > 1}):
-        found.append(Problem(f"{address} is the address of two tasks", "cluster", "another port for one of them"))
-    problems += found
-    return None if found else ClusterSpec(tuple(jobs["worker"]), tuple(jobs["ps"] or ()))
+        violations.append(Problem(f"{address} is the address of two tasks", "cluster", "another port for one of them"))
+    problems += violations
+    return None if violations else ClusterSpec(tuple(jobs["worker"]), tuple(jobs["ps"] or ()))
 
 
 def target_world(
-    asked: int | None, launched: int | None, servers: int, cluster: ClusterSpec | None, problems: list[Problem]
+    requested: int | None, launched: int | None, servers: int, cluster: ClusterSpec | None, problems: list[Problem]
 ) -> tuple[int | None, str]:
     """(the world that the degrees must multiply to, its source for messages)."""
-    if asked is not None and launched is not None and asked != launched:
-        what = f"world={asked}, but the launcher has started {launched} ranks"
-        problems.append(Problem(what, "world", f"world={launched}", kind="contradiction"))
-    said = asked if launched is None else launched
+    if requested is not None and launched is not None and requested != launched:
+        message = f"world={requested}, but the launcher has started {launched} ranks"
+        problems.append(Problem(message, "world", f"world={launched}", kind="contradiction"))
+    said = requested if launched is None else launched
     if cluster is not None and said not in (None, cluster.world):
-        what = f"{'world=' if launched is None else 'ranks launched: '}{said}, but {cluster} has {cluster.world} tasks"
-        problems.append(Problem(what, "world", f"world={cluster.world}", kind="contradiction"))
+        message = (
+            f"{'world=' if launched is None else 'ranks launched: '}{said}, but {cluster} has {cluster.world} tasks"
+        )
+        problems.append(Problem(message, "world", f"world={cluster.world}", kind="contradiction"))
     beside = f", {counted(servers, 'server')}" if servers else ""
     if launched is not None:
         return launched, f"{counted(launched, 'rank')} launched{beside}"
-    if asked is None and cluster is not None:
+    if requested is None and cluster is not None:
         return cluster.world, str(cluster)
-    return asked, f"world {asked}{beside}"
+    return requested, f"world {requested}{beside}"
 
 
 def _check(key: str, addresses: list[str]) -> list[Problem]:
-    found = []
+    violations = []
     for address in map(str, addresses):
         match = ADDRESS.fullmatch(address)
         if match and 0 < int(match["port"]) < 65536:
@@ -103,6 +105,6 @@ def _check(key: str, addresses: list[str]) -> list[Problem]:
         host = re.sub(r"^[a-z]+://", "", address).partition(":")[0].partition("/")[0]
         host = match["host"] if match else host if re.fullmatch(r"[A-Za-z0-9.-]+", host) else "localhost"
         corrected = [f"{host}:2222" if str(other) == address else str(other) for other in addresses]
-        what = f"{address}: the port must be from 1 to 65535" if match else f"{address!r} is not host:port"
-        found.append(Problem(f"{key}: {what}", key, f"{key}=[{','.join(corrected)}]"))
-    return found
+        message = f"{address}: the port must be from 1 to 65535" if match else f"{address!r} is not host:port"
+        violations.append(Problem(f"{key}: {message}", key, f"{key}=[{','.join(corrected)}]"))
+    return violations

@@ -24,10 +24,10 @@ def split(
 ) -> tuple[MeshDims, FlattenedDims]:
     """(mesh dims, flattened dims) of dp x cp. data: of the data strategy over all of it; ep: empty without."""
     ranges = _ranges(data, context, ep)
-    cuts = sorted({cut for one in ranges.values() for cut in one})
+    cuts = sorted({cut for span in ranges.values() for cut in span})
     assert all(large % small == 0 for small, large in pairwise(cuts)), f"{ranges} cut across each other"
     mesh_dims: list[tuple[str, int]] = []
-    name_of = {one: axis for axis, one in reversed(ranges.items())}
+    name_of = {span: axis for axis, span in reversed(ranges.items())}
     for low, high in reversed(list(pairwise(cuts))):
         name = name_of.get((low, high)) or f"{_around(low, high, ranges)}_part_{len(mesh_dims)}"
         mesh_dims.append((name, high // low))
@@ -55,30 +55,30 @@ def _ranges(
     data: tuple[MeshDims, FlattenedDims], context: tuple[MeshDims, FlattenedDims], ep: tuple[MeshDims, FlattenedDims]
 ) -> Ranges:
     """Data axes are named first: where two axes are the same ranks, the mesh dim has the first name."""
-    found: Ranges = {}
+    dims: Ranges = {}
     total = prod(degree for _, degree in data[0])
     cp = prod(degree for _, degree in context[0])
-    found["dp"] = cp, total
-    found |= {"cp": (1, cp)} | _of_dims(context[0])
-    found[DATA_CONTEXT] = 1, total
+    dims["dp"] = cp, total
+    dims |= {"cp": (1, cp)} | _of_dims(context[0])
+    dims[DATA_CONTEXT] = 1, total
     if len(data[0]) > 1:
-        found |= _of_dims(data[0])
+        dims |= _of_dims(data[0])
     if ep[0]:
         inner = prod(degree for _, degree in ep[0])
-        found |= {expert_axes.EP: (1, inner)} | _of_dims(ep[0])
-        found[expert_axes.EXPERT + "dp"] = inner, total
+        dims |= {expert_axes.EP: (1, inner)} | _of_dims(ep[0])
+        dims[expert_axes.EXPERT + "dp"] = inner, total
         minor, size = data[0][-1]
         if len(data[0]) > 1:
-            found[expert_axes.EXPERT + minor] = inner, size
-    return found
+            dims[expert_axes.EXPERT + minor] = inner, size
+    return dims
 
 
 def _of_dims(dims: MeshDims) -> Ranges:
-    found, low = {}, 1
+    axes, low = {}, 1
     for name, degree in reversed(dims):
-        found[name] = low, low * degree
+        axes[name] = low, low * degree
         low *= degree
-    return found
+    return axes
 
 
 def is_of_context(axis: str) -> bool:
@@ -93,16 +93,16 @@ def check(request: Request, strategy: type[DataStrategy], context: tuple[MeshDim
         return []
     data, problems = strategy.resolve(request), []
     if not (strategy.takes_context and data.in_step):
-        what = f"cp={cp}: {where}={data.kind} does not sum gradients over ranks that share a sequence"
-        problems.append(Problem(what, where, f"{where}=ddp or cp=1", kind="not_built"))
+        message = f"cp={cp}: {where}={data.kind} does not sum gradients over ranks that share a sequence"
+        problems.append(Problem(message, where, f"{where}=ddp or cp=1", kind="not_built"))
         return problems
     inner = data.mesh_dims(request.num_data_ranks)[0][-1][1]
     for key, size in (("strategy.data.shard", inner), (expert_axes.EP, request.ep)):
         for cut in _cuts(context[0]):
             if size % cut and cut % size:
                 legal = [n for n in divisors(request.num_data_ranks) if n > 1 and (n % cut == 0 or cut % n == 0)]
-                what = f"{key}={size} ranks of dp x cp={request.num_data_ranks} cut across cp={cp}"
-                problems.append(Problem(what, key, either(key, nearest(size, legal)), kind="arithmetic"))
+                message = f"{key}={size} ranks of dp x cp={request.num_data_ranks} cut across cp={cp}"
+                problems.append(Problem(message, key, either(key, nearest(size, legal)), kind="arithmetic"))
                 break
     return problems
 

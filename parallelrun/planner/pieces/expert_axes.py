@@ -22,7 +22,7 @@ EP, DP, EXPERT = "ep", "dp", "expert_"
 
 
 def degree(
-    config: Config, asked: int | None, dp: int, cp: int, experts: int, filled: list[str], problems: list[Problem]
+    config: Config, requested: int | None, dp: int, cp: int, experts: int, filled: list[str], problems: list[Problem]
 ) -> int:
     """ep as the user set it, or as a preset of experts fills it; 1, with the violations appended, if it is illegal.
 
@@ -31,40 +31,40 @@ def degree(
     """
     ranks, of = dp * cp, "dp" if cp == 1 else "dp x cp"
     if experts < 1:
-        if config.strategy.expert.fills or (asked or 1) > 1:
-            said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={config.strategy.name}"
-            what = f"{said} shards the experts of a layer, and model={config.model.preset} has none"
+        if config.strategy.expert.fills or (requested or 1) > 1:
+            said = f"ep={requested}" if (requested or 1) > 1 else f"strategy={config.strategy.name}"
+            message = f"{said} shards the experts of a layer, and model={config.model.preset} has none"
             fixes = ["model.experts=8"] if "experts" in (definitions.model(config).own_keys or ()) else []
             fixes += ["model=moe_gpt"] if config.model.preset != "moe_gpt" else []
             fix = " or ".join(fixes)
-            problems.append(Problem(what, "ep" if (asked or 1) > 1 else "strategy", fix, kind="undefined"))
+            problems.append(Problem(message, "ep" if (requested or 1) > 1 else "strategy", fix, kind="undefined"))
         return 1
-    if asked is None:
+    if requested is None:
         if not config.strategy.expert.fills:
             return 1
         largest = gcd(ranks, experts)
         filled.append(f"ep={largest} (filled: the largest that divides {of} {ranks} and {experts} experts)")
         return largest
-    legal = either("ep", nearest(asked, [n for n in divisors(gcd(ranks, experts)) if n > 1] or [1]))
+    legal = either("ep", nearest(requested, [n for n in divisors(gcd(ranks, experts)) if n > 1] or [1]))
     found = []
-    for key, number, what in (
-        ("model.experts", experts, f"{experts} experts of a layer are not divisible by ep={asked}"),
-        (of, ranks, f"ep={asked} does not divide {of}={ranks}, whose ranks hold the experts"),
+    for key, number, message in (
+        ("model.experts", experts, f"{experts} experts of a layer are not divisible by ep={requested}"),
+        (of, ranks, f"ep={requested} does not divide {of}={ranks}, whose ranks hold the experts"),
     ):
-        if number % asked:
-            around = sorted({max(1, number // asked) * asked, -(-number // asked) * asked})
-            what += f"; divisors: {_listed(number)}"
-            step = asked // gcd(asked, cp)
+        if number % requested:
+            around = sorted({max(1, number // requested) * requested, -(-number // requested) * requested})
+            message += f"; divisors: {_listed(number)}"
+            step = requested // gcd(requested, cp)
             around = around if key != of or cp == 1 else sorted({max(1, dp // step) * step, -(-dp // step) * step})
             key = "dp" if key == of else key
-            found.append(Problem(what, "ep", f"{legal} or {either(key, around)}", kind="arithmetic"))
+            found.append(Problem(message, "ep", f"{legal} or {either(key, around)}", kind="arithmetic"))
     problems += found
-    return 1 if found else asked
+    return 1 if found else requested
 
 
 def _listed(number: int) -> str:
-    found = divisors(number)
-    return ", ".join(map(str, found if len(found) <= 12 else [*found[:6], "...", *found[-3:]]))
+    degrees = divisors(number)
+    return ", ".join(map(str, degrees if len(degrees) <= 12 else [*degrees[:6], "...", *degrees[-3:]]))
 
 
 def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
@@ -79,19 +79,19 @@ def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
     if not (data.in_step and data.takes_experts):
         where = "strategy.data.kind"
         said = f"{where}={data.kind}" + (f" ({data.detail})" if data.detail else "")
-        kind, what = "not_built", f"ep={request.ep}: {said} does not support experts that are sharded over dp"
+        kind, message = "not_built", f"ep={request.ep}: {said} does not support experts that are sharded over dp"
         if not data.in_step:
             sends = f"ep={request.ep} sends tokens to other ranks of dp in every step"
-            kind, what = "undefined", f"{sends}; replicas are not in step under {said}"
-        problems.append(Problem(what, where, f"{where}=ddp or ep=1", kind=kind))
+            kind, message = "undefined", f"{sends}; replicas are not in step under {said}"
+        problems.append(Problem(message, where, f"{where}=ddp or ep=1", kind=kind))
     axis, size = data.mesh_dims(request.num_data_ranks)[0][-1]
     if axis != DP and size % request.ep:
         shard, cp = "strategy.data.shard", request.cp
         of = f"dp={request.dp}" if cp == 1 else f"dp x cp={request.num_data_ranks}"
         legal = [n for n in divisors(request.num_data_ranks) if n % request.ep == 0]
         fixes = [either("ep", nearest(request.ep, divisors(gcd(size, request.spec.experts)))), either(shard, legal[:2])]
-        what = f"ep={request.ep} does not divide {shard}={size}, the inner part of {of}"
-        problems.append(Problem(what, "ep", " or ".join(filter(None, fixes)), kind="arithmetic"))
+        message = f"ep={request.ep} does not divide {shard}={size}, the inner part of {of}"
+        problems.append(Problem(message, "ep", " or ".join(filter(None, fixes)), kind="arithmetic"))
     return problems
 
 

@@ -18,8 +18,8 @@ def packed_spec(config: Config, spec: ModelSpec, problems: list[Problem]) -> Mod
     if not config.dataset.pack or not definitions.dataset(config).packs:
         return spec
     if not definitions.model(config).packs:
-        what = f"dataset.pack=true: model={spec.name} does not know where in a sample a document ends"
-        problems.append(Problem(what, "dataset.pack", "leave dataset.pack out, or model=gpt", kind="not_built"))
+        message = f"dataset.pack=true: model={spec.name} does not know where in a sample a document ends"
+        problems.append(Problem(message, "dataset.pack", "leave dataset.pack out, or model=gpt", kind="not_built"))
         return spec
     return replace(spec, packed=True)
 

@@ -93,10 +93,10 @@ def _even_parts(prefix: list[float], num_stages: int, limit: float) -> list[int]
 
 def cut(spec: ModelSpec, config: Config, num_stages: int) -> tuple[list[tuple[str, ...]], list[Problem]]:
     """(block names per stage, violations) under `strategy.pipeline.partition` and `.split`; no stages if violated."""
-    asked = config.strategy.pipeline
-    if asked.split:
-        sizes = _manual(spec.blocks, list(asked.split), num_stages)
-    elif asked.partition == "uniform":
+    section = config.strategy.pipeline
+    if section.split:
+        sizes = _manual(spec.blocks, list(section.split), num_stages)
+    elif section.partition == "uniform":
         sizes = _uniform(spec.blocks, num_stages)
     elif num_cuttable(spec) < num_stages:
         sizes = []  # reported as one violation by `resolve`
@@ -117,12 +117,12 @@ def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> list[int] | Prob
     """Equally many transformer blocks per stage; the embedding goes to the first stage, the head to the last."""
     middle = [i for i, block in enumerate(blocks) if block.is_recomputed] or list(range(len(blocks)))
     if len(middle) % num_stages:
-        what = (
+        message = (
             f"{len(middle)} layers are not divisible by {num_stages} stages, and partition=uniform was asked for; "
             f"numbers of stages that do: {', '.join(map(str, divisors(len(middle))))}"
         )
         where = "strategy.pipeline.partition"
-        return Problem(what, where, f"{where}=cost", kind="arithmetic")
+        return Problem(message, where, f"{where}=cost", kind="arithmetic")
     sizes = [len(middle) // num_stages] * num_stages
     sizes[0] += middle[0]
     sizes[-1] += len(blocks) - 1 - middle[-1]
@@ -138,16 +138,16 @@ def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) ->
         nearest = [
             match for name in split for match in ([name] if name in names else spelling.closest(name, names)[:1])
         ]
-        what = f"the model has no block {' and no block '.join(map(repr, unknown))}"
-        return Problem(what, where, f"{where}={_cuts(blocks, nearest, num_stages)}")
+        message = f"the model has no block {' and no block '.join(map(repr, unknown))}"
+        return Problem(message, where, f"{where}={_cuts(blocks, nearest, num_stages)}")
     if len(split) != num_stages - 1:
-        what = f"{num_stages} stages need {num_stages - 1} cuts, and {len(split)} are given"
-        return Problem(what, where, f"{where}={_cuts(blocks, split, num_stages)}", kind="arithmetic")
+        message = f"{num_stages} stages need {num_stages - 1} cuts, and {len(split)} are given"
+        return Problem(message, where, f"{where}={_cuts(blocks, split, num_stages)}", kind="arithmetic")
     starts = [0, *(names.index(name) for name in split), len(blocks)]
     sizes = [later - earlier for earlier, later in pairwise(starts)]
     if min(sizes) <= 0:
-        what = f"the cuts {','.join(split)} are not in model order, so a stage would be empty"
-        return Problem(what, where, f"{where}={_cuts(blocks, split, num_stages)}", kind="arithmetic")
+        message = f"the cuts {','.join(split)} are not in model order, so a stage would be empty"
+        return Problem(message, where, f"{where}={_cuts(blocks, split, num_stages)}", kind="arithmetic")
     return sizes
 
 

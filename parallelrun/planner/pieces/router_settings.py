@@ -32,25 +32,25 @@ OF_EXPERTS = ("expert_ffn", "expert_period", "dense_layers", "shared_experts")  
 CHOICES_OF = {"gshard": 2, "switch": 1}  # experts per token of the kinds that fix it
 
 
-def fold(config: Config, given: frozenset[str]) -> tuple[ModelConfig, list[Problem]]:
+def fold(config: Config, user_keys: frozenset[str]) -> tuple[ModelConfig, list[Problem]]:
     """(the model with the router of the `strategy` preset and the user's keys, violations).
 
     The user's keys override the preset's, and a model with its own router keeps it. A kind that fixes the number of
     experts per token sets top_k, unless it is given.
     """
-    known = [field.name for field in fields(RouterConfig)]
+    names = [field.name for field in fields(RouterConfig)]
     problems, preset = [], {}
     for key, value in config.strategy.router.items():
         where = f"strategy.router.{key}"
-        if key not in known:
-            what = f"{where} is not a router setting; they are {', '.join(known)}"
-            problems.append(Problem(what, where, did_you_mean(key, known, "strategy.router.")))
+        if key not in names:
+            message = f"{where} is not a router setting; they are {', '.join(names)}"
+            problems.append(Problem(message, where, did_you_mean(key, names, "strategy.router.")))
         elif value is None and not known_keys()[KEY + key].optional:
             problems.append(Problem(f"{where} must not be null", where, f"leave {where} out"))
-        elif KEY + key not in given and not config.model.own_router:
+        elif KEY + key not in user_keys and not config.model.own_router:
             preset[key] = value
     router = replace(config.model.router, **preset)
-    if "top_k" not in preset and KEY + "top_k" not in given:
+    if "top_k" not in preset and KEY + "top_k" not in user_keys:
         router = replace(router, top_k=CHOICES_OF.get(str(router.kind), router.top_k))
     return replace(config.model, router=router), problems
 
@@ -75,20 +75,20 @@ def check_model(config: Config, experts: int) -> list[Problem]:
     problems = []
     fixed = CHOICES_OF.get(kind, top_k)
     if top_k != fixed:
-        what = f"{KEY}kind={kind} sends a token to {counted(fixed, 'expert')}, and {KEY}top_k={top_k}"
-        problems.append(Problem(what, f"{KEY}top_k", f"{KEY}top_k={fixed} or {KEY}kind=top_k", kind="contradiction"))
+        message = f"{KEY}kind={kind} sends a token to {counted(fixed, 'expert')}, and {KEY}top_k={top_k}"
+        problems.append(Problem(message, f"{KEY}top_k", f"{KEY}top_k={fixed} or {KEY}kind=top_k", kind="contradiction"))
     elif top_k > experts:
-        what = f"{KEY}top_k={top_k}, and a layer has {counted(experts, 'expert')} to choose from"
+        message = f"{KEY}top_k={top_k}, and a layer has {counted(experts, 'expert')} to choose from"
         fix = f"model.experts={top_k}" + (f" or {KEY}top_k={experts}" if kind not in CHOICES_OF else "")
-        problems.append(Problem(what, f"{KEY}top_k", fix, kind="arithmetic"))
+        problems.append(Problem(message, f"{KEY}top_k", fix, kind="arithmetic"))
     problems += _groups(router, experts)
     if router.eval_capacity_factor is not None and not RouterSpec(**vars(router)).limited:
-        what = (
+        message = (
             f"{KEY}eval_capacity_factor={router.eval_capacity_factor}: without {KEY}capacity_factor an expert takes "
             "all that come, in evaluation too"
         )
         fix = f"{KEY}capacity_factor=1.25 or leave {KEY}eval_capacity_factor out"
-        problems.append(Problem(what, f"{KEY}eval_capacity_factor", fix, kind="contradiction"))
+        problems.append(Problem(message, f"{KEY}eval_capacity_factor", fix, kind="contradiction"))
     return problems
 
 
@@ -98,19 +98,19 @@ def _groups(router: RouterConfig, experts: int) -> list[Problem]:
     if count == 1 == used:
         return []
     if router.kind == "expert_choice":
-        what = f"{key}={count} with {KEY}kind=expert_choice: its experts choose tokens, not tokens experts"
-        return [Problem(what, key, f"{key}=1 {KEY}topk_group=1", kind="undefined")]
+        message = f"{key}={count} with {KEY}kind=expert_choice: its experts choose tokens, not tokens experts"
+        return [Problem(message, key, f"{key}=1 {KEY}topk_group=1", kind="undefined")]
     if experts % count:
-        what = f"{key}={count} does not divide a layer's {counted(experts, 'expert')}"
-        return [Problem(what, key, either(key, nearest(count, divisors(experts))), kind="arithmetic")]
+        message = f"{key}={count} does not divide a layer's {counted(experts, 'expert')}"
+        return [Problem(message, key, either(key, nearest(count, divisors(experts))), kind="arithmetic")]
     size = experts // count
     if used > count:
-        what = f"{KEY}topk_group={used} of {key}={count} groups"
-        return [Problem(what, f"{KEY}topk_group", f"{KEY}topk_group={count}", kind="arithmetic")]
+        message = f"{KEY}topk_group={used} of {key}={count} groups"
+        return [Problem(message, f"{KEY}topk_group", f"{KEY}topk_group={count}", kind="arithmetic")]
     if used * size < router.top_k:
-        what = f"{KEY}topk_group={used} groups of {counted(size, 'expert')} are fewer than {KEY}top_k={router.top_k}"
+        message = f"{KEY}topk_group={used} groups of {counted(size, 'expert')} are fewer than {KEY}top_k={router.top_k}"
         fix = f"{KEY}topk_group={-(-router.top_k // size)}"
-        return [Problem(what, f"{KEY}topk_group", fix, kind="arithmetic")]
+        return [Problem(message, f"{KEY}topk_group", fix, kind="arithmetic")]
     return []
 
 
@@ -137,12 +137,12 @@ def check(request: Request, parts: int) -> list[Problem]:
         and expert_dispatcher(kind).needs_capacity
         and not router.limited
     ):
-        what = (
+        message = (
             f"strategy.expert.kind={kind} sends equally many rows to every expert, and with model.router.kind="
             f"{router.kind} and no model.router.capacity_factor an expert takes all that come"
         )
         fix = f"strategy.expert.kind=dropless or {KEY}capacity_factor=1.25"
-        problems.append(Problem(what, "strategy.expert.kind", fix, kind="undefined"))
+        problems.append(Problem(message, "strategy.expert.kind", fix, kind="undefined"))
     if batch is not None and batch.micro_batch % parts:
         problems.append(_cut_groups(request, parts))
     return problems
@@ -156,33 +156,33 @@ def _cut_groups(request: Request, parts: int) -> Problem:
     num_parts = parts // group
     equal = f", in {num_parts} equal parts" if num_parts > 1 else ""
     of_groups = f"routing groups of {KEY}group_samples={group} samples{equal}"
-    what = f"micro_batch={batch.micro_batch} does not hold whole {of_groups}"
+    message = f"micro_batch={batch.micro_batch} does not hold whole {of_groups}"
     fixes = []
     if batch.replica_batch % parts == 0:
         legal = [n for n in divisors(batch.replica_batch) if n % parts == 0]
         fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
     else:
-        what += f"; a data replica has {batch.replica_batch} samples"
+        message += f"; a data replica has {batch.replica_batch} samples"
         step = lcm(request.dp * parts, request.dp * parts * (batch.microbatches if num_parts > 1 else 1))
         least = -(-batch.global_batch // step) * step
         fixes.append(f"global_batch={least}")
     if batch.micro_batch % num_parts == 0:
         fixes.append(either(f"{KEY}group_samples", nearest(group, divisors(batch.micro_batch // num_parts))))
-    return Problem(what, f"{KEY}group_samples", " or ".join(fixes), kind="arithmetic")
+    return Problem(message, f"{KEY}group_samples", " or ".join(fixes), kind="arithmetic")
 
 
-def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list[Problem]:
+def unread(config: Config, user_keys: frozenset[str], experts: int, ep: int) -> list[Problem]:
     """Return a problem for each given key of experts and routers that nothing reads. config: after `fold`."""
     if experts < 1:
         without = f"model={config.model.preset} has no experts"
         keys = [f"model.{key}" for key in OF_EXPERTS]
         keys += ["model.experts"] if config.model.experts else []  # set by the preset of a model without experts
-        keys += [key for key in given if key.startswith(KEY) or _is_dispatcher_key(key)]
-        return [_unread(key, config, without, MODEL) for key in sorted(given & set(keys))]
-    found = []
+        keys += [key for key in user_keys if key.startswith(KEY) or _is_dispatcher_key(key)]
+        return [_unread(key, config, without, MODEL) for key in sorted(user_keys & set(keys))]
+    problems = []
     if ep == 1 and (config.ep or 1) == 1:
         without = "every rank has all experts (ep is 1)"
-        found += [_unread(key, config, without, "ep=2") for key in sorted(given) if _is_dispatcher_key(key)]
+        problems += [_unread(key, config, without, "ep=2") for key in sorted(user_keys) if _is_dispatcher_key(key)]
     router = config.model.router
     chosen = f"{KEY}kind={router.kind}"
     unlimited = "experts have no capacity" if not RouterSpec(**vars(router)).limited else ""
@@ -196,8 +196,10 @@ def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list
         "aux_coefficient": (by_experts, f"{KEY}kind=top_k"),
         "bias_rate": (by_experts, f"{KEY}kind=top_k"),
     }
-    found += [_unread(KEY + key, config, why, fix) for key, (why, fix) in ignored.items() if why and KEY + key in given]
-    return found
+    problems += [
+        _unread(KEY + key, config, why, fix) for key, (why, fix) in ignored.items() if why and KEY + key in user_keys
+    ]
+    return problems
 
 
 def _is_dispatcher_key(key: str) -> bool:
@@ -239,5 +241,5 @@ def frozen(config: Config, plan: Plan) -> Config:
 
 def single_device(config: Config, plan: Plan) -> Config:
     """`config` for the single-device reference: the same router, without ep and a dispatcher."""
-    kept = frozen(config, plan)
-    return replace(kept, strategy=replace(kept.strategy, expert=ExpertConfig()), ep=None)
+    frozen_model = frozen(config, plan)
+    return replace(frozen_model, strategy=replace(frozen_model.strategy, expert=ExpertConfig()), ep=None)

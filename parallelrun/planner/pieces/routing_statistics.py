@@ -38,17 +38,17 @@ def describe(vector: list[float], router: RouterSpec, seq: int) -> dict[str, obj
     assert num_experts > 0 and len(vector) == size(num_experts), (
         f"routing statistics cannot have {len(vector)} elements"
     )
-    load, kept = vector[:num_experts], vector[num_experts : 2 * num_experts]
+    load, routed = vector[:num_experts], vector[num_experts : 2 * num_experts]
     of = dict(zip(SCALARS, vector[2 * num_experts :]))
     later = of["tokens"] * (router.top_k - 1)
     slots = router.capacity(router.group_samples * seq, num_experts) * of["groups"] * num_experts
     return {
         "load": load,
-        "kept": kept,
+        "kept": routed,
         "drop_first": _part(of["first_dropped"], of["tokens"]),
         "drop_second": _part(of["second_dropped"], later),
         "overflow": _part(of["overflow"], of["tokens"]),
-        "capacity_used": _part(sum(kept), slots) if router.limited else None,
+        "capacity_used": _part(sum(routed), slots) if router.limited else None,
         "max_vio": _part(max(load) * num_experts, sum(load), 1.0) - 1.0,
         "load_entropy": _evenness(load),
         "aux": _part(of["aux"], of["groups"]),

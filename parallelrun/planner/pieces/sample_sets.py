@@ -24,30 +24,30 @@ def resolve(request: Request, data: DataStrategy) -> tuple[SampleSets | None, li
     if not any(layer.layer_role == SAMPLE_SET_ROLE for layer in request.spec.layers()):
         return None, []
     assert request.batch is not None
-    batch, asked = request.batch, request.config.model.norm_samples
-    size, text = batch.global_batch if asked is None else batch.micro_batch, str(asked)
-    if asked is not None and text != LOCAL:
+    batch, requested = request.batch, request.config.model.norm_samples
+    size, text = batch.global_batch if requested is None else batch.micro_batch, str(requested)
+    if requested is not None and text != LOCAL:
         size = int(text) if text.isdecimal() else 0
         if not size or batch.global_batch % size:
             close = nearest(size or batch.micro_batch, divisors(batch.global_batch))
             around = [n for n in close if n > 1 or batch.global_batch == 1]
-            what = f"{KEY}={asked} does not divide global_batch={batch.global_batch} into equal sets"
-            return None, [Problem(what, KEY, f"{either(KEY, around)}, {LOCAL} or null", kind="arithmetic")]
+            message = f"{KEY}={requested} does not divide global_batch={batch.global_batch} into equal sets"
+            return None, [Problem(message, KEY, f"{either(KEY, around)}, {LOCAL} or null", kind="arithmetic")]
     sets = SampleSets(size, spread=batch.micro_batch % size != 0, exchanged=data.shares_statistics and request.dp > 1)
-    said = f"{KEY}={size}" if asked is not None else f"{KEY} (unset: the global batch)"
+    said = f"{KEY}={size}" if requested is not None else f"{KEY} (unset: the global batch)"
     fix = f"{either(KEY, nearest(min(size, batch.micro_batch), divisors(batch.micro_batch)))} or {KEY}={LOCAL}"
     if sets.spread and batch.microbatches > 1:
-        what = (
+        message = (
             f"{said}: a set of {size} samples needs several of the {batch.microbatches} microbatches of "
             f"{batch.micro_batch}, and each is normalised before the next is read"
         )
         first = "microbatches=1 or " if request.pp == 1 else ""
-        return sets, [Problem(what, KEY, first + fix, kind="undefined")]
+        return sets, [Problem(message, KEY, first + fix, kind="undefined")]
     if sets.spread and not data.in_step:
-        what = (
+        message = (
             f"{said}: a set of {size} samples is split over data replicas, which do not step together under {data.kind}"
         )
-        return sets, [Problem(what, KEY, fix, kind="undefined")]
+        return sets, [Problem(message, KEY, fix, kind="undefined")]
     return sets, []
 
 
@@ -55,8 +55,10 @@ def check_replay(plan: Plan) -> None:
     """Raise ConfigError if a set spans several replicas of a plan whose replay trains them one after the other."""
     sets, in_turn = plan.sample_sets, plan.equivalence.kind == "replay" and not plan.data.has_servers
     if in_turn and sets is not None and sets.spread and plan.mesh.size("dp") > 1:
-        what = f"verify runs the replicas of {plan.data.kind} in turn, so no sample set of BatchNorm may span several"
-        raise ConfigError(Problem(what, KEY, f"{KEY}={LOCAL}"))
+        message = (
+            f"verify runs the replicas of {plan.data.kind} in turn, so no sample set of BatchNorm may span several"
+        )
+        raise ConfigError(Problem(message, KEY, f"{KEY}={LOCAL}"))
 
 
 def filled(config_value: str | None, sets: SampleSets | None) -> tuple[str, ...]:

@@ -8,10 +8,8 @@ from math import ceil
 
 from parallelrun.base.wording import gib
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import EMBEDDING, WORLD, Memory, Plan
-from parallelrun.planner.pieces import context_axes, sample_sets
-from parallelrun.planner.pieces.hosts import mesh_dims, rate_gb_s
-from parallelrun.planner.predict.prediction import CONTROL
+from parallelrun.planner.contract.plan import WORLD, Memory, Plan
+from parallelrun.planner.pieces.hosts import rate_gb_s
 from parallelrun.planner.predict.traffic import TrafficRow
 
 POINT_TO_POINT = ("send", "recv", "all_to_all")  # each rank sends data that no other one has
@@ -54,20 +52,14 @@ class Cost:
 
     model_flops: forward and twice as much for backward (72 B s l h^2 (1 + s/(6h) + V/(12 l h)) for a gpt, SC21).
     hardware_flops: with recomputation. compute_s: at the peak rate of the plan's precision, bubble included.
-    communication_s: wire bytes and calls of the busiest rank at the links' rates, not overlapped; data_s: its part on
-    the data axis.
+    communication_s: wire bytes and calls of the busiest rank at the links' rates, not overlapped; pushes to
+    servers and pulls from them follow each other.
     """
 
     model_flops: float
     hardware_flops: float
     compute_s: float | None
     communication_s: float | None
-    data_s: float | None = None
-
-    @property
-    def beside_s(self) -> float:
-        """Seconds of communication on all axes except data."""
-        return (self.communication_s or 0.0) - (self.data_s or 0.0)
 
     @property
     def step_s(self) -> tuple[float, float] | None:
@@ -84,11 +76,7 @@ def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[TrafficRow, ...], makes
     again = repeated * plan.batch.global_batch if plan.recompute == "full" else 0.0
     peak = peak_flops(cluster, plan.precision.name)
     compute = makespan_flops / peak if peak else None
-    of_data = tuple(
-        row for row in rows if row.purpose not in (sample_sets.PURPOSE, CONTROL) and _is_of_data(plan, row.axis)
-    )
-    seconds = [_communication_s(plan, cluster, some) for some in (rows, of_data)]
-    return Cost(3 * forward, 3 * forward + again, compute, *seconds)
+    return Cost(3 * forward, 3 * forward + again, compute, _communication_s(plan, cluster, rows))
 
 
 @dataclass(frozen=True)
@@ -113,18 +101,6 @@ def training_time(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float)
     return TrainingTime(tokens, steps, at_peak, sustained)
 
 
-def _is_of_data(plan: Plan, axis: str) -> bool:
-    """Return whether `axis` carries traffic that `data_axis` compares: not tokens or gradients of sharded experts."""
-    if plan.data.group_size(axis) is not None:
-        return True
-    if axis == WORLD:
-        return plan.servers > 0  # pushes and pulls
-    if axis == EMBEDDING or axis.startswith("expert_") or context_axes.is_of_context(axis):
-        return False
-    of_axis = mesh_dims(plan, axis)
-    return of_axis <= mesh_dims(plan, plan.data_axis) and not of_axis <= mesh_dims(plan, "ep")
-
-
 def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[TrafficRow, ...]) -> float | None:
     if not cluster.intra_gb_s:
         return None
@@ -133,6 +109,8 @@ def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[TrafficRow,
         rate = rate_gb_s(plan, cluster, row.axis, row.operation in POINT_TO_POINT)
         if row.calls and not rate:
             return None
-        one_step = row.wire_bytes / ((rate or 1) * 1e9) + row.calls * (cluster.latency_us or 0.0) * 1e-6
+        # Servers send only when they have received as much: the pushes, then the pulls.
+        sent = row.wire_bytes * (2 if plan.servers and row.axis == WORLD else 1)
+        one_step = sent / ((rate or 1) * 1e9) + row.calls * (cluster.latency_us or 0.0) * 1e-6
         seconds += one_step / row.every
     return seconds

@@ -37,14 +37,16 @@ class Limit:
 
 def limits(plan: Plan, cluster: ClusterConfig, time: StepTime) -> list[Limit]:
     """Return the limits of the plan, largest first. time: the prediction for the cluster as it is."""
-    found = [Limit(name, time.step_s - _without(plan, cluster, keys, time)) for name, keys in FREE.items()]
-    found.append(Limit(BUBBLE, time.parts.get(BUBBLE, 0.0)))
-    return sorted((one for one in found if one.saved_s >= SMALLEST * time.step_s), key=lambda one: -one.saved_s)
+    limits_found = [Limit(name, time.step_s - _without(plan, cluster, keys, time)) for name, keys in FREE.items()]
+    limits_found.append(Limit(BUBBLE, time.parts.get(BUBBLE, 0.0)))
+    return sorted(
+        (limit for limit in limits_found if limit.saved_s >= SMALLEST * time.step_s), key=lambda limit: -limit.saved_s
+    )
 
 
 def _without(plan: Plan, cluster: ClusterConfig, keys: dict[str, float], time: StepTime) -> float:
     """Seconds of a step where the rates of `keys` are as given there."""
-    given = {item.name: getattr(cluster, item.name) for item in fields(cluster)}
-    changed: dict[str, Any] = {key: value for key, value in keys.items() if given[key] is not None}
-    found = step_time(plan, replace(cluster, **changed)) if changed else None
-    return found.step_s if found else time.step_s
+    rates = {item.name: getattr(cluster, item.name) for item in fields(cluster)}
+    changed: dict[str, Any] = {key: value for key, value in keys.items() if rates[key] is not None}
+    time_without = step_time(plan, replace(cluster, **changed)) if changed else None
+    return time_without.step_s if time_without else time.step_s

@@ -129,12 +129,18 @@ def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
 def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     data, pp_rank = plan.data, coordinate["pp"]
     weights = gradients = states = 0
-    known: dict[object, tuple[int, int, int]] = {}  # several stages of a rank have equal parameters
-    for held, count in distinct_parameters(plan, pp_rank):
-        key = held.spec.shape, held.spec.layer_role, held.spec.heads, held.spec.frozen, held.layout
-        if key not in known:
-            known[key] = parameter_bytes(held.spec, held.layout, plan, coordinate)
-        weight, gradient, state = known[key]
+    sizes: dict[object, tuple[int, int, int]] = {}  # several stages of a rank have equal parameters
+    for parameter, count in distinct_parameters(plan, pp_rank):
+        key = (
+            parameter.spec.shape,
+            parameter.spec.layer_role,
+            parameter.spec.heads,
+            parameter.spec.frozen,
+            parameter.layout,
+        )
+        if key not in sizes:
+            sizes[key] = parameter_bytes(parameter.spec, parameter.layout, plan, coordinate)
+        weight, gradient, state = sizes[key]
         weights += count * weight
         gradients += count * gradient
         states += count * state
@@ -186,8 +192,8 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 def copied_bytes(config: Config, plan: Plan) -> int:
     """Bytes of host memory, over all ranks, of the copies from which a checkpoint is written beside training."""
-    asked = config.checkpoint
-    return checkpoint_bytes(plan) if asked.asynchronous and 0 < asked.every < config.steps else 0
+    settings = config.checkpoint
+    return checkpoint_bytes(plan) if settings.asynchronous and 0 < settings.every < config.steps else 0
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:
@@ -204,16 +210,16 @@ def pp_rank_classes(plan: Plan) -> list[list[int]]:
 
 def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memory]:
     """Per pp rank, the Memory of its first rank, which holds most; with what a device of `cluster` holds besides."""
-    found = {pp_rank: _memory_of(plan, pp_rank) for pp_rank in range(plan.mesh.size("pp"))}
+    tensors = {pp_rank: _memory_of(plan, pp_rank) for pp_rank in range(plan.mesh.size("pp"))}
     if cluster is None:
-        return found
-    return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items()}
+        return tensors
+    return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in tensors.items()}
 
 
 def heaviest(plan: Plan, cluster: ClusterConfig) -> Memory:
     """The largest of `memories`: of pp ranks with equal blocks and neighbours, the first holds most microbatches."""
-    found = {ranks[0]: _memory_of(plan, ranks[0]) for ranks in pp_rank_classes(plan)}
-    on_device = (device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items())
+    tensors = {ranks[0]: _memory_of(plan, ranks[0]) for ranks in pp_rank_classes(plan)}
+    on_device = (device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in tensors.items())
     return max(on_device, key=lambda memory: memory.total)
 
 
@@ -233,9 +239,9 @@ def _memory_of(plan: Plan, pp_rank: int, has_messages: bool = True) -> Memory:
 
     def compute() -> Memory:
         rank, short = plan.mesh.rank(pp=pp_rank), once(plan.cache, "shortened", lambda: _shortened(plan))
-        found = memory(short, rank, has_messages)
+        needed = memory(short, rank, has_messages)
         batch = peak.batch_bytes(plan, pp_rank) - peak.batch_bytes(short, pp_rank)
-        return replace(found, temporary=found.temporary + batch)
+        return replace(needed, temporary=needed.temporary + batch)
 
     return once(plan.cache, ("memory", pp_rank, has_messages), compute)
 

@@ -25,9 +25,9 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
     originals = {original for _, original in plan.tied_copies}
     classes = []
     for pp_ranks in pp_rank_classes(plan):
-        held = [parameter for parameter, _ in distinct_parameters(plan, pp_ranks[0])]
-        parts = {(h.spec.shape, h.layout) for h in held}
-        last = [h for h in held if (h.layout.partial or h.spec.name in originals) and not h.spec.frozen]
+        parameters = [parameter for parameter, _ in distinct_parameters(plan, pp_ranks[0])]
+        parts = {(h.spec.shape, h.layout) for h in parameters}
+        last = [h for h in parameters if (h.layout.partial or h.spec.name in originals) and not h.spec.frozen]
         shards = {(h.spec.shape, plan.data.state_layout(h.spec, h.layout, plan)) for h in last}
         for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=pp_ranks[0], tp=i) for i in range(num_tensor)]):
             tensor = plan.mesh.coordinate(first)["tp"]
@@ -53,14 +53,14 @@ def _alike_replicas(plan: Plan, parts: Parts, pp_rank: int, tp_rank: int) -> lis
     mesh_dims = [mesh_dim for axis in axes for mesh_dim in mesh.mesh_dims_of(axis)]
     if len(set(mesh_dims)) < len(mesh_dims):  # dp and the experts' part of it: every member is asked
         axes = sorted(set(mesh_dims))
-    found: dict[object, tuple[int, int]] = {}
+    classes: dict[object, tuple[int, int]] = {}
     others = plan.num_data_ranks // prod(map(mesh.size, axes))
     for spans in product(*(_spans(plan, parts, axis) for axis in axes)):
         rank = mesh.rank(pp=pp_rank, tp=tp_rank, **{axis: start for axis, (start, _) in zip(axes, spans)})
         shapes = _shapes(plan, parts, rank)
-        first, count = found.get(shapes, (rank, 0))
-        found[shapes] = first, count + others * prod(stop - start for start, stop in spans)
-    return list(found.values())
+        first, count = classes.get(shapes, (rank, 0))
+        classes[shapes] = first, count + others * prod(stop - start for start, stop in spans)
+    return list(classes.values())
 
 
 def _spans(plan: Plan, parts: Parts, axis: str) -> list[tuple[int, int]]:
@@ -74,10 +74,10 @@ def _spans(plan: Plan, parts: Parts, axis: str) -> list[tuple[int, int]]:
 
 def _alike(plan: Plan, parts: Parts, ranks: list[int]) -> list[tuple[int, int]]:
     """(first rank, number of ranks) of each class of `ranks` whose parts of all tensors have equal shapes."""
-    found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank in ranks:
-        found.setdefault(_shapes(plan, parts, rank), []).append(rank)
-    return [(same[0], len(same)) for same in found.values()]
+        groups.setdefault(_shapes(plan, parts, rank), []).append(rank)
+    return [(same[0], len(same)) for same in groups.values()]
 
 
 def _shapes(plan: Plan, parts: Parts, rank: int) -> tuple[tuple[int, ...], ...]:

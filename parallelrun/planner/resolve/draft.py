@@ -83,8 +83,8 @@ class PlanDraft:
             problems += found
 
         def violations(batch: BatchSizes) -> list[Problem]:
-            found = strategies.pipeline.check(replace(request, batch=batch))
-            return [problem for problem in found if problem not in of_any_batch]
+            problems_of_batch = strategies.pipeline.check(replace(request, batch=batch))
+            return [problem for problem in problems_of_batch if problem not in of_any_batch]
 
         group = self.spec.router.group_samples if self.spec.router else 1
         parts = strategies.tensor.micro_batch_divisor(request) * group
@@ -166,11 +166,11 @@ class PlanDraft:
 
     def _virtual_stages(self) -> int:
         """Stages per rank: as the user set it, else the schedule's default."""
-        asked, schedule = self.config.strategy.pipeline.virtual_stages, self.strategies.pipeline
+        requested, schedule = self.config.strategy.pipeline.virtual_stages, self.strategies.pipeline
         if self.degrees.pp == 1 or not schedule.takes_virtual_stages:
             return 1
-        if asked is not None:
-            return asked
+        if requested is not None:
+            return requested
         number = schedule.default_virtual_stages(self.degrees.pp, partition.num_cuttable(self.spec))
         self.degrees.filled.append(f"virtual_stages={number} (filled: stages per rank under {schedule.kind})")
         return number
@@ -202,13 +202,13 @@ def check_depth(request: Request) -> list[Problem]:
     if num_stages <= most:
         return []
     shown = f"pp {request.pp}" + (f" x virtual_stages {request.virtual_stages}" if request.virtual_stages > 1 else "")
-    what = f"{shown} = {num_stages} stages, and the model has {most} layer{'s' * (most > 1)} to cut between"
+    message = f"{shown} = {num_stages} stages, and the model has {most} layer{'s' * (most > 1)} to cut between"
     fixes = [either("pp", [most // request.virtual_stages])] if most >= request.virtual_stages else []
     if request.virtual_stages > 1 and most // request.pp > 1:
         fixes.append(f"virtual_stages={most // request.pp}")
     if "layers" in (definitions.model(request.config).own_keys or ()):
         fixes.append(f"model.layers={num_stages}")
-    return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
+    return [Problem(message, "pp", " or ".join(fixes), kind="arithmetic")]
 
 
 def check_length(request: Request) -> list[Problem]:
@@ -217,6 +217,6 @@ def check_length(request: Request) -> list[Problem]:
     num_stages, count = request.pp * request.virtual_stages, request.batch.microbatches
     if request.pp == 1 or num_stages * min(count, 16 * request.pp) <= LARGEST_SCHEDULE:
         return []
-    what = f"{num_stages} stages x {count} microbatches are more than can be planned: at most {LARGEST_SCHEDULE}"
+    message = f"{num_stages} stages x {count} microbatches are more than can be planned: at most {LARGEST_SCHEDULE}"
     most = LARGEST_SCHEDULE // num_stages
-    return [Problem(what, "pp", f"microbatches={most}" if most else "pp=64", kind="arithmetic")]
+    return [Problem(message, "pp", f"microbatches={most}" if most else "pp=64", kind="arithmetic")]

@@ -29,21 +29,23 @@ def least_world(config: Config) -> int:
     return config.min_world or 1
 
 
-def fitting(asked: Config, saved: Config, plan: Plan, most: int, exact: bool = False) -> tuple[Config, Plan] | None:
+def fitting(requested: Config, saved: Config, plan: Plan, most: int, exact: bool = False) -> tuple[Config, Plan] | None:
     """Return the configuration, with what `resolve` chose, and the plan with at most `most` ranks; None if none fits.
 
-    asked: the user's configuration; saved: what the run's ranks have started from; plan: theirs. exact: the plan must
-    have `most` ranks, because a launcher has started them. Degrees that have grown are tried for `exact` alone.
+    requested: the user's configuration; saved: the one that the ranks have started from; plan: theirs. exact: the plan
+    must have `most` ranks, because a launcher has started them. Degrees that have grown are tried for `exact` alone.
     """
-    for sizes in _candidates(plan, most, least_world(asked), exact):
-        for micro_batch in dict.fromkeys((plan.batch.micro_batch, asked.micro_batch)):  # the same memory, if possible
-            new = replace(asked, world=None, gpus=None, resume=saved.resume, micro_batch=micro_batch, **sizes)
+    for sizes in _candidates(plan, most, least_world(requested), exact):
+        for micro_batch in dict.fromkeys(
+            (plan.batch.micro_batch, requested.micro_batch)
+        ):  # the same memory, if possible
+            new = replace(requested, world=None, gpus=None, resume=saved.resume, micro_batch=micro_batch, **sizes)
             try:
                 config = continued(new, _GIVEN, saved)
-                found = resolve(config, world=most if exact else None)
+                plan_found = resolve(config, world=most if exact else None)
             except ConfigError:
                 continue
-            return filled(config, found), found
+            return filled(config, plan_found), plan_found
     return None
 
 
@@ -62,16 +64,16 @@ def _candidates(plan: Plan, most: int, least: int, exact: bool) -> Iterator[dict
                 yield sizes
     others = [axis for axis in _SIZES if axis != "dp" and now[axis] > 1]
     smaller = [dict(zip(others, chosen)) for chosen in product(*(divisors(now[axis]) for axis in others))]
-    found = []
+    candidates = []
     for changes in smaller:
         sizes = {**now, **changes}
         ranks = prod(sizes[axis] for axis in _OF_WORLD) // sizes["dp"]
         if any(sizes[axis] != now[axis] for axis in ("cp", "tp", "pp")):
-            found += [{**sizes, "dp": dp} for dp in range((most - plan.servers) // ranks, 0, -1)]
+            candidates += [{**sizes, "dp": dp} for dp in range((most - plan.servers) // ranks, 0, -1)]
 
     def cost(sizes: Mapping[str, int]) -> tuple[int, int, int]:
         world = prod(sizes[axis] for axis in _OF_WORLD)
         changed = sum(sizes[axis] != now[axis] for axis in _SIZES)
         return -world, changed, -sizes["dp"]
 
-    yield from sorted(filter(fits, found), key=cost)
+    yield from sorted(filter(fits, candidates), key=cost)

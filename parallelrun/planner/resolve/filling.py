@@ -38,22 +38,24 @@ def fill(
     """
     before = len(problems)
     device = device_of(config, gpus)
-    degrees, asked = Degrees(servers=servers, device=device), read(config, problems)
+    degrees, requested = Degrees(servers=servers, device=device), read(config, problems)
     if cluster is None:
-        degrees.servers = _enough_servers(config, asked, world, servers, degrees.filled)
-    target, source = target_world(asked["world"], world, degrees.servers, cluster, problems)
-    given = {axis: degree for axis in AXES if (degree := asked[axis]) is not None}
-    degrees.sound, ep = len(problems) == before, asked["ep"] or 1
+        degrees.servers = _enough_servers(config, requested, world, servers, degrees.filled)
+    target, source = target_world(requested["world"], world, degrees.servers, cluster, problems)
+    set_degrees = {axis: degree for axis in AXES if (degree := requested[axis]) is not None}
+    degrees.sound, ep = len(problems) == before, requested["ep"] or 1
     if config.strategy.own_axis not in AXES:
-        problems += _check_single(config, {**given, "ep": ep, "world": target or 1})
+        problems += _check_single(config, {**set_degrees, "ep": ep, "world": target or 1})
         return degrees
-    filling = Filling(config, given, gpus, ep, degrees, num_problems)
+    filling = Filling(config, set_degrees, gpus, ep, degrees, num_problems)
     fills_gpus = target is None and device == "cuda" and bool(gpus)
-    if ep > 1 and "dp" not in given and ("dp" not in filling.open_axes or not (fills_gpus or target)):
-        cp = given.get("cp", 1)
-        given["dp"] = ep // gcd(ep, cp)
-        degrees.filled.append(f"dp={given['dp']} (filled: ep, which divides {'it' if cp == 1 else f'dp x cp {cp}'})")
-    filling.set(given)
+    if ep > 1 and "dp" not in set_degrees and ("dp" not in filling.open_axes or not (fills_gpus or target)):
+        cp = set_degrees.get("cp", 1)
+        set_degrees["dp"] = ep // gcd(ep, cp)
+        degrees.filled.append(
+            f"dp={set_degrees['dp']} (filled: ep, which divides {'it' if cp == 1 else f'dp x cp {cp}'})"
+        )
+    filling.set(set_degrees)
     if fills_gpus:
         filling.fill_gpus(gpus or 0)
     elif target is None:
@@ -64,31 +66,38 @@ def fill(
         problems.append(_too_large(degrees))
         degrees.sound = False
     if degrees.sound:
-        degrees.ep = expert_axes.degree(config, asked["ep"], degrees.dp, degrees.cp, experts, degrees.filled, problems)
+        degrees.ep = expert_axes.degree(
+            config, requested["ep"], degrees.dp, degrees.cp, experts, degrees.filled, problems
+        )
     return degrees
 
 
 def read(config: Config, problems: list[Problem]) -> dict[str, int | None]:
     """The degrees and the world that the user set; None, with the violation appended, for those that are illegal."""
-    asked = {axis: getattr(config, axis) for axis in (*AXES, "ep", "world")}
-    for key, value in asked.items():
+    degrees = {axis: getattr(config, axis) for axis in (*AXES, "ep", "world")}
+    for key, value in degrees.items():
         if value is not None and not (type(value) is int and 1 <= value <= LARGEST):
-            what = f"{key}={value} is not a whole number from 1 to {LARGEST}"
-            problems.append(Problem(what, key, f"{key}=1", kind="arithmetic"))
-            asked[key] = None
-    return asked
+            message = f"{key}={value} is not a whole number from 1 to {LARGEST}"
+            problems.append(Problem(message, key, f"{key}=1", kind="arithmetic"))
+            degrees[key] = None
+    return degrees
 
 
 def _enough_servers(
-    config: Config, asked: dict[str, int | None], launched: int | None, servers: int, filled: list[str]
+    config: Config, requested: dict[str, int | None], launched: int | None, servers: int, filled: list[str]
 ) -> int:
     """The number of servers that the user set; else the fewest that leave a dp which divides the batch."""
-    target = asked["world"] or launched
+    target = requested["world"] or launched
     if servers == 0 or data_strategy(config.strategy.data.kind).asked_servers(config) is not None:
         return servers
-    if config.strategy.own_axis != "dp" or target is None or asked["dp"] is not None or config.local_batch is not None:
+    if (
+        config.strategy.own_axis != "dp"
+        or target is None
+        or requested["dp"] is not None
+        or config.local_batch is not None
+    ):
         return servers
-    others = prod(asked[axis] or 1 for axis in AXES)
+    others = prod(requested[axis] or 1 for axis in AXES)
     size = config.global_batch or DEFAULT_GLOBAL_BATCH
     for count in range(servers, target // 2 + 1):
         dp, rest = divmod(target - count, others)
@@ -100,14 +109,14 @@ def _enough_servers(
     return servers
 
 
-def _check_single(config: Config, given: Sizes) -> list[Problem]:
+def _check_single(config: Config, sizes: Sizes) -> list[Problem]:
     """Check that a preset without an axis runs on one device."""
     return [
         Problem(
             f"strategy={config.strategy.name} runs on one device, and {axis}={degree}",
             axis, f"{axis}=1", f"parallelrun strategy=ptdp {axis}={degree}", kind="contradiction",
         )
-        for axis, degree in given.items() if degree != 1
+        for axis, degree in sizes.items() if degree != 1
     ]  # fmt: skip
 
 
@@ -154,8 +163,8 @@ class Filling:
         rest = prod(self.given.values())
         step = self.ep // gcd(self.ep, self.given.get("cp", 1)) if "dp" in self.open_axes else 1
         most = max(step, gpus // rest // step * step)
-        found = (self._sizes(ranks) for ranks in range(most, 0, -step))
-        sizes = next((sizes for sizes, is_legal in found if is_legal), None) or self._sizes(most)[0]
+        candidates = (self._sizes(ranks) for ranks in range(most, 0, -step))
+        sizes = next((sizes for sizes, is_legal in candidates if is_legal), None) or self._sizes(most)[0]
         self.set(sizes, f"{gpus} GPU{'s' * (gpus > 1)}{self._beside}")
         used = rest * prod(sizes.values())
         if used < gpus:
@@ -227,16 +236,16 @@ class Filling:
 def _too_large(degrees: Degrees) -> Problem:
     factors = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES if axis != "cp" or degrees.cp > 1)
     factors += f" + {counted(degrees.servers, 'server')}" if degrees.servers else ""
-    what = f"{factors} = {degrees.world} ranks; the most that can be planned is {LARGEST}"
-    return Problem(what, "world", f"world={LARGEST}", kind="arithmetic")
+    message = f"{factors} = {degrees.world} ranks; the most that can be planned is {LARGEST}"
+    return Problem(message, "world", f"world={LARGEST}", kind="arithmetic")
 
 
-def _wrong_product(given: dict[str, int], target: int, source: str, servers: int, unfilled: list[str]) -> Problem:
+def _wrong_product(degrees: dict[str, int], target: int, source: str, servers: int, unfilled: list[str]) -> Problem:
     """The given degrees do not multiply to `target` workers, or do not divide them if other axes are to be filled."""
-    product = prod(given.values())
-    factors = " x ".join(f"{axis} {degree}" for axis, degree in given.items())
+    product = prod(degrees.values())
+    factors = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
     fixes = []
-    for axis, degree in given.items():
+    for axis, degree in degrees.items():
         rest = product // degree
         legal = divisors(target // rest) if target % rest == 0 else []
         legal = legal if unfilled else legal[-1:]
@@ -245,7 +254,7 @@ def _wrong_product(given: dict[str, int], target: int, source: str, servers: int
         fixes.append(f"world={product + servers}")
         if servers and product < target:
             fixes.append(f"servers={servers + target - product}")
-        what = (
+        message = (
             f"{factors} = {product} ranks, but {source}; divisors of {target}: {', '.join(map(str, divisors(target)))}"
         )
     else:
@@ -253,5 +262,5 @@ def _wrong_product(given: dict[str, int], target: int, source: str, servers: int
         fixes += [f"world={n + servers}" for n in multiples]
         remainder = f"{target} = {target // product} x {product} + {target % product}"
         axes = " and ".join(unfilled)
-        what = f"{factors} = {product} ranks do not divide {source} ({remainder}), so {axes} cannot be filled"
-    return Problem(what, "world", " or ".join(dict.fromkeys(fixes)), kind="arithmetic")
+        message = f"{factors} = {product} ranks do not divide {source} ({remainder}), so {axes} cannot be filled"
+    return Problem(message, "world", " or ".join(dict.fromkeys(fixes)), kind="arithmetic")

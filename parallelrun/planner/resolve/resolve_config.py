@@ -121,11 +121,11 @@ def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem
     if not registry.has("strategies", f"data.{kind}"):
         return 0
     strategy = data_strategy(kind)
-    asked = strategy.asked_servers(config)
+    requested = strategy.asked_servers(config)
     if cluster is not None:
-        problems += cluster.disagreement(asked, f"strategy={config.strategy.name}", strategy.has_servers)
-        asked = len(cluster.ps)
-    return strategy.num_servers(asked)
+        problems += cluster.disagreement(requested, f"strategy={config.strategy.name}", strategy.has_servers)
+        requested = len(cluster.ps)
+    return strategy.num_servers(requested)
 
 
 def spec_of(config: Config, problems: list[Problem]) -> ModelSpec | None:
@@ -140,8 +140,8 @@ def spec_of(config: Config, problems: list[Problem]) -> ModelSpec | None:
         vocab = definitions.dataset(config).vocab_size(config)
         if config.model.vocab is not None:
             if vocab is not None and vocab > config.model.vocab:
-                what = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"
-                problems.append(Problem(what, "model.vocab", f"model.vocab={vocab}", kind="arithmetic"))
+                message = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"
+                problems.append(Problem(message, "model.vocab", f"model.vocab={vocab}", kind="arithmetic"))
             vocab = config.model.vocab
         spec = packed_spec(config, definitions.model(config).make(config, vocab or 0), problems)
         problems += definitions.check_samples(config, spec)

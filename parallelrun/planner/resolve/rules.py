@@ -42,9 +42,9 @@ def too_large(config: Config) -> list[Problem]:
         value, most = attrgetter(name)(config), LARGEST if key.most is None else key.most
         numbers = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
         if any(type(number) is int and number > most for number in numbers):
-            what = f"{name}={value} is too large to plan with: at most {most}"
+            message = f"{name}={value} is too large to plan with: at most {most}"
             fix = f"{name}={most}" if key.kind == "int" else ""
-            problems.append(Problem(what, name, fix, kind="arithmetic"))
+            problems.append(Problem(message, name, fix, kind="arithmetic"))
     return problems
 
 
@@ -60,21 +60,23 @@ def check(config: Config) -> list[Problem]:
     for section in config.detail.split(",") if config.detail is not None else ():
         problems += one_of("detail", section, (*DETAILS, "all"))
     if config.name is not None and not RUN_NAME.fullmatch(config.name):
-        what = f"name={config.name[:80]!r} is not a run name: 1 to 64 of A-Z a-z 0-9 . _ -, first a letter or digit"
+        message = f"name={config.name[:80]!r} is not a run name: 1 to 64 of A-Z a-z 0-9 . _ -, first a letter or digit"
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]
-        problems.append(Problem(what, "name", f"name={cleaned or 'run'}"))
+        problems.append(Problem(message, "name", f"name={cleaned or 'run'}"))
     for key, name in (("strategy.name", config.strategy.name), ("model.preset", config.model.preset)):
         if not RUN_NAME.fullmatch(name):
-            what = f"{key}={name[:80]!r} is part of directory names: it needs 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
-            problems.append(Problem(what, key, "the preset's own name"))
+            message = (
+                f"{key}={name[:80]!r} is part of directory names: it needs 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
+            )
+            problems.append(Problem(message, key, "the preset's own name"))
     problems += _goodput(config) + _elastic(config) + _emulation(config)
     for key, verbs in _READ_BY.items():
         value = getattr(config, key)
         if value not in (None, False) and config.verb not in verbs:
             value = "true" if value is True else value
-            what = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
+            message = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
             command = f"parallelrun {verbs[0]} ... {key}={value}"
-            problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
+            problems.append(Problem(message, key, f"leave {key} out", command, kind="unread"))
     return problems
 
 
@@ -83,35 +85,35 @@ def _emulation(config: Config) -> list[Problem]:
     if not config.emulate:
         if config.emulate_slowdown is None:
             return []
-        what = f"emulate_slowdown={config.emulate_slowdown:g} is read with emulate=true only"
-        return [Problem(what, "emulate_slowdown", "emulate=true", kind="unread")]
+        message = f"emulate_slowdown={config.emulate_slowdown:g} is read with emulate=true only"
+        return [Problem(message, "emulate_slowdown", "emulate=true", kind="unread")]
     cluster, problems = config.cluster, []
     if not cluster.inter_gb_s:
-        what = f"emulate=true needs the rate between hosts, which cluster={cluster.name} does not give"
-        problems.append(Problem(what, "cluster.inter_gb_s", "cluster.inter_gb_s=3.125, or cluster=ethernet_25g"))
+        message = f"emulate=true needs the rate between hosts, which cluster={cluster.name} does not give"
+        problems.append(Problem(message, "cluster.inter_gb_s", "cluster.inter_gb_s=3.125, or cluster=ethernet_25g"))
     if not cluster.gpus_per_node and not cluster.nodes:
-        what = f"emulate=true needs the ranks of a host, which cluster={cluster.name} does not give"
-        problems.append(Problem(what, "cluster.gpus_per_node", "cluster.gpus_per_node=1, or cluster.nodes=4"))
+        message = f"emulate=true needs the ranks of a host, which cluster={cluster.name} does not give"
+        problems.append(Problem(message, "cluster.gpus_per_node", "cluster.gpus_per_node=1, or cluster.nodes=4"))
     return problems
 
 
 def _goodput(config: Config) -> list[Problem]:
     """Refuse failures without the rate of checkpoints, or the other way round."""
-    given = [key for key in OF_GOODPUT if getattr(config, key) is not None]
-    absent = [key for key in OF_GOODPUT[:2] if key not in given] if given else []
+    keys_set = [key for key in OF_GOODPUT if getattr(config, key) is not None]
+    absent = [key for key in OF_GOODPUT[:2] if key not in keys_set] if keys_set else []
     examples = {"mtbf_gpu_hours": "mtbf_gpu_hours=50000", "checkpoint_gb_s": "checkpoint_gb_s=20"}
-    return [Problem(f"{given[0]} is given without {key}", key, examples[key]) for key in absent]
+    return [Problem(f"{keys_set[0]} is given without {key}", key, examples[key]) for key in absent]
 
 
 def _elastic(config: Config) -> list[Problem]:
     """Refuse settings of restarts that nothing would read."""
     problems = []
     if config.elastic and config.restarts == 0:
-        what = "elastic=true changes the plan at a restart, and restarts=0 allows none"
-        problems.append(Problem(what, "elastic", "restarts=3", kind="contradiction"))
+        message = "elastic=true changes the plan at a restart, and restarts=0 allows none"
+        problems.append(Problem(message, "elastic", "restarts=3", kind="contradiction"))
     if config.min_world is not None and not config.elastic:
-        what = f"min_world={config.min_world} is for elastic=true only: other runs keep their ranks"
-        problems.append(Problem(what, "min_world", "elastic=true", kind="unread"))
+        message = f"min_world={config.min_world} is for elastic=true only: other runs keep their ranks"
+        problems.append(Problem(message, "min_world", "elastic=true", kind="unread"))
     return problems
 
 
@@ -119,31 +121,31 @@ def check_min_world(config: Config, world: int) -> list[Problem]:
     """Refuse more ranks after a failure than the run has at its start."""
     if config.min_world is None or config.min_world <= world:
         return []
-    what = f"min_world={config.min_world} is above the plan's {world} ranks"
-    return [Problem(what, "min_world", f"min_world={world} or less", kind="arithmetic")]
+    message = f"min_world={config.min_world} is above the plan's {world} ranks"
+    return [Problem(message, "min_world", f"min_world={world} or less", kind="arithmetic")]
 
 
 def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:
     """Refuse `tokens` for a model that reads none, and a token id outside the vocabulary."""
     problems: list[Problem] = []
     if spec is not None and config.tokens is not None and spec.kind != "tokens":
-        what = f"tokens={config.tokens:g}: model={spec.name} reads {spec.kind}, not tokens"
-        problems.append(Problem(what, "tokens", "leave tokens out", kind="undefined"))
+        message = f"tokens={config.tokens:g}: model={spec.name} reads {spec.kind}, not tokens"
+        problems.append(Problem(message, "tokens", "leave tokens out", kind="undefined"))
     mask = spec.mask_token if spec is not None else None
     if spec is not None and mask is not None and not 0 <= mask < spec.vocab:
-        what = f"model.mask_token={mask} is outside the vocabulary of {counted(spec.vocab, 'token id')}"
-        problems.append(Problem(what, "model.mask_token", f"model.vocab={mask + 1}", kind="arithmetic"))
+        message = f"model.mask_token={mask} is outside the vocabulary of {counted(spec.vocab, 'token id')}"
+        problems.append(Problem(message, "model.mask_token", f"model.vocab={mask + 1}", kind="arithmetic"))
     return problems
 
 
-def check_devices(config: Config, given: frozenset[str], servers: int) -> list[Problem]:
+def check_devices(config: Config, user_keys: frozenset[str], servers: int) -> list[Problem]:
     """Refuse `gpus` where some ranks are servers, which have no device."""
-    if not servers or "gpus" not in given:
+    if not servers or "gpus" not in user_keys:
         return []
-    what = (
+    message = (
         f"gpus={config.world} counts a device for every rank, and servers of strategy={config.strategy.name} have none"
     )
-    return [Problem(what, "gpus", f"world={config.world}, servers included", kind="contradiction")]
+    return [Problem(message, "gpus", f"world={config.world}, servers included", kind="contradiction")]
 
 
 def check_images(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
@@ -154,12 +156,12 @@ def check_images(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     if spec.kind != "images" or tp == 1:
         return []
     if not any(layer.layer_role == "column_parallel" for layer in spec.layers()):
-        what = f"model={spec.name}: convolutions are not split by channels, so tp={tp} has nothing to split"
-        return [Problem(what, "tp", f"tp=1 dp={tp} or tp=1 pp={tp}", kind="not_built")]
+        message = f"model={spec.name}: convolutions are not split by channels, so tp={tp} has nothing to split"
+        return [Problem(message, "tp", f"tp=1 dp={tp} or tp=1 pp={tp}", kind="not_built")]
     kind = config.strategy.tensor.kind
     if not (has("strategies", f"tensor.{kind}") and tensor_strategy(kind).splits_images):
-        what = f"model={spec.name}: layout={kind} does not split images, only layout=1d is built"
-        return [Problem(what, "layout", "layout=1d or strategy=tp", kind="not_built")]
+        message = f"model={spec.name}: layout={kind} does not split images, only layout=1d is built"
+        return [Problem(message, "layout", "layout=1d or strategy=tp", kind="not_built")]
     return []
 
 
@@ -188,22 +190,22 @@ def _outside(key: Key, name: str, value: Any) -> list[Problem]:
     if key.kind == "int":
         if key.least is None or (type(value) is int and value >= key.least):  # True and 2.0 are not whole numbers
             return []
-        what = f"{name}={value} is not a whole number of at least {key.least}"
-        return [Problem(what, name, f"{name}={default_of(name, max(int(key.least), 1))}")]
+        message = f"{name}={value} is not a whole number of at least {key.least}"
+        return [Problem(message, name, f"{name}={default_of(name, max(int(key.least), 1))}")]
     bounds = ("at least", ge, key.least), ("above", gt, key.above), ("at most", le, key.most), ("below", lt, key.below)
     limits = [(word, holds, bound) for word, holds, bound in bounds if bound is not None]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
     if not limits or (is_number and all(holds(value, bound) for _, holds, bound in limits)):
         return implausible(key, name, value)
     inside = key.least if key.least is not None else 1.0 if key.below is None and key.most is None else 0.5
-    what = f"{name}={value} is not a finite number {' and '.join(f'{word} {bound}' for word, _, bound in limits)}"
+    message = f"{name}={value} is not a finite number {' and '.join(f'{word} {bound}' for word, _, bound in limits)}"
     if key.plausible:
-        what += f": {plausible_range(key)}"
+        message += f": {plausible_range(key)}"
         if is_number and not implausible(key, name, -value):
             inside = -value
     if key.most == 1 and is_number and 1 < value <= 100:
-        return [Problem(f"{what}; {value:g} % are {value / 100:g}", name, f"{name}={value / 100:g}")]
-    return [Problem(what, name, f"{name}={default_of(name, inside)}")]
+        return [Problem(f"{message}; {value:g} % are {value / 100:g}", name, f"{name}={value / 100:g}")]
+    return [Problem(message, name, f"{name}={default_of(name, inside)}")]
 
 
 def _profile(config: Config) -> list[Problem]:
@@ -213,22 +215,22 @@ def _profile(config: Config) -> list[Problem]:
         wrong = [step for step in wrong if type(step) is not int or step < 1]
     if not wrong:
         return []
-    what = f"profile={list(config.profile)}: {wrong[0]} is not one of the steps 1 to {config.steps}"
-    return [Problem(what, "profile", f"profile=[{min(3, max(config.steps, 1))}]")]
+    message = f"profile={list(config.profile)}: {wrong[0]} is not one of the steps 1 to {config.steps}"
+    return [Problem(message, "profile", f"profile=[{min(3, max(config.steps, 1))}]")]
 
 
-def _peaks(given: Any) -> list[Problem]:
+def _peaks(peaks: Any) -> list[Problem]:
     """Check `cluster.peak_tflops`: one rate, or one per precision."""
     key = "cluster.peak_tflops"
     peak = replace(known_keys()[key], kind="float")
-    if not isinstance(given, Mapping):
-        return _outside(peak, key, given)
-    unknown = [name for name in given if name not in TABLE]
+    if not isinstance(peaks, Mapping):
+        return _outside(peak, key, peaks)
+    unknown = [name for name in peaks if name not in TABLE]
     problems = [
         Problem(f"{key} has no {name}; it is one of {', '.join(TABLE)}", key, f"{key}.{did_you_mean(name, TABLE)}")
         for name in map(str, unknown)
     ]
-    return problems + [p for name in TABLE for p in _outside(peak, f"{key}.{name}", given.get(name))]
+    return problems + [p for name in TABLE for p in _outside(peak, f"{key}.{name}", peaks.get(name))]
 
 
 def _balance(cluster: ClusterConfig) -> list[Problem]:
@@ -237,15 +239,15 @@ def _balance(cluster: ClusterConfig) -> list[Problem]:
     rate = cluster.memory_gb_s
     if not rate or peak / (rate * 1e9) <= MOST_FLOPS_PER_BYTE:
         return []
-    what = (
+    message = (
         f"{key}={rate:g}: a device of {peak / 1e12:g} TFLOP/s computes {peak / (rate * 1e9):,.0f} FLOPs for each byte"
     )
     fix = f"{key}={rate * 1e3:g}"
-    return [Problem(f"{what} that it reads, where at most {MOST_FLOPS_PER_BYTE:,} are plausible", key, fix)]
+    return [Problem(f"{message} that it reads, where at most {MOST_FLOPS_PER_BYTE:,} are plausible", key, fix)]
 
 
 def _betas(betas: list[float]) -> list[Problem]:
     if len(betas) == 2 and all(isinstance(b, (int, float)) and isfinite(b) and 0 <= b < 1 for b in betas):
         return []
-    what = f"optimizer.betas={betas} are not two numbers, each at least 0 and below 1"
-    return [Problem(what, "optimizer.betas", "optimizer.betas=[0.9,0.95]")]
+    message = f"optimizer.betas={betas} are not two numbers, each at least 0 and below 1"
+    return [Problem(message, "optimizer.betas", "optimizer.betas=[0.9,0.95]")]

@@ -39,7 +39,7 @@ def layouts() -> dict[str, str]:
     return {tensor_strategy(kind).layout_name: kind for kind in kinds("tensor")}
 
 
-def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
+def fold(config: Config, user_keys: frozenset[str]) -> tuple[Config, list[Problem]]:
     """(a copy of `config` whose strategy section says everything, and whose model.router has what a preset of experts
     fills in; the shorthands' violations).
 
@@ -49,29 +49,29 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
     problems: list[Problem] = []
     data, tensor, pipeline = config.strategy.data, config.strategy.tensor, config.strategy.pipeline
     if config.layout is not None:
-        kind, found = _layout(config.layout)
-        problems += found
+        kind, of_router = _layout(config.layout)
+        problems += of_router
         if kind and kind != tensor.kind:
-            problems += _contradiction("layout", config.layout, "strategy.tensor.kind", tensor.kind, given)
+            problems += _contradiction("layout", config.layout, "strategy.tensor.kind", tensor.kind, user_keys)
             problems += _other_preset(config)
             tensor = replace(tensor, kind=kind)
     sections: dict[str, Any] = {"data": data, "tensor": tensor}
     for key, axis in sorted(short_keys().items()):
         value, section = getattr(config, key), sections[axis]
         if value is not None:
-            problems += _contradiction(key, value, f"strategy.{axis}.{key}", getattr(section, key), given)
+            problems += _contradiction(key, value, f"strategy.{axis}.{key}", getattr(section, key), user_keys)
             sections[axis] = replace(section, **{key: value})
     if config.schedule is not None:
         problems += one_of("schedule", config.schedule, kinds("pipeline"))
-        problems += _contradiction("schedule", config.schedule, "strategy.pipeline.kind", pipeline.kind, given)
+        problems += _contradiction("schedule", config.schedule, "strategy.pipeline.kind", pipeline.kind, user_keys)
         if config.schedule in kinds("pipeline"):
             pipeline = replace(pipeline, kind=config.schedule)
     if config.virtual_stages is not None:
         long = "strategy.pipeline.virtual_stages"
-        problems += _contradiction("virtual_stages", config.virtual_stages, long, pipeline.virtual_stages, given)
+        problems += _contradiction("virtual_stages", config.virtual_stages, long, pipeline.virtual_stages, user_keys)
         pipeline = replace(pipeline, virtual_stages=config.virtual_stages)
-    model, found = router_settings.fold(config, given)
-    problems += found
+    model, of_router = router_settings.fold(config, user_keys)
+    problems += of_router
     if config.strategy.expert.kind is not None:
         problems += one_of("strategy.expert.kind", config.strategy.expert.kind, kinds("expert"))
     chosen: dict[str, Any] = {**sections, "pipeline": pipeline, "context": config.strategy.context}
@@ -83,11 +83,11 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
 
 
 def _layout(layout: str) -> tuple[str | None, list[Problem]]:
-    text, known = str(layout).lower(), layouts()
-    if text not in known:
-        what = f"layout={layout} is unknown; it is one of {', '.join(known)}"
-        return None, [Problem(what, "layout", did_you_mean(text, known, "layout="))]
-    return known[text], []
+    text, names = str(layout).lower(), layouts()
+    if text not in names:
+        message = f"layout={layout} is unknown; it is one of {', '.join(names)}"
+        return None, [Problem(message, "layout", did_you_mean(text, names, "layout="))]
+    return names[text], []
 
 
 def _other_preset(config: Config) -> list[Problem]:
@@ -96,15 +96,15 @@ def _other_preset(config: Config) -> list[Problem]:
     if config.strategy.own_axis != "tp":
         return []
     named = tensor_strategy(own).layout_name if has("strategies", f"tensor.{own}") else own
-    what = f"layout={config.layout} contradicts strategy={preset}, which is layout={named}"
-    return [Problem(what, "layout", f"layout={named} or strategy=ptdp", kind="contradiction")]
+    message = f"layout={config.layout} contradicts strategy={preset}, which is layout={named}"
+    return [Problem(message, "layout", f"layout={named} or strategy=ptdp", kind="contradiction")]
 
 
-def _contradiction(short: str, asked: object, long: str, said: object, given: frozenset[str]) -> list[Problem]:
-    if long not in given or said is None or said == asked:
+def _contradiction(short: str, requested: object, long: str, said: object, user_keys: frozenset[str]) -> list[Problem]:
+    if long not in user_keys or said is None or said == requested:
         return []
-    what = f"{short}={asked} contradicts {long}={said}"
-    return [Problem(what, short, f"leave {short} out or leave {long} out", kind="contradiction")]
+    message = f"{short}={requested} contradicts {long}={said}"
+    return [Problem(message, short, f"leave {short} out or leave {long} out", kind="contradiction")]
 
 
 def _unread_keys(axis: str, kind: str) -> set[str]:
@@ -116,13 +116,13 @@ def _unread_keys(axis: str, kind: str) -> set[str]:
 
 def _readers(axis: str, key: str) -> str:
     """The choices that read a key: `strategy=ring or strategy=horovod`, `layout=2d`; empty if most strategies do."""
-    found = [kind for kind in kinds(axis) if key in own_keys(axis, kind)]
+    readers = [kind for kind in kinds(axis) if key in own_keys(axis, kind)]
     if axis == "tensor":
-        return f"layout={tensor_strategy(found[0]).layout_name}"
-    return " or ".join(f"strategy={kind}" for kind in found) if len(found) < MOST_NAMED else ""
+        return f"layout={tensor_strategy(readers[0]).layout_name}"
+    return " or ".join(f"strategy={kind}" for kind in readers) if len(readers) < MOST_NAMED else ""
 
 
-def unread(config: Config, given: frozenset[str], pp: int, cp: int = 1) -> list[Problem]:
+def unread(config: Config, user_keys: frozenset[str], pp: int, cp: int = 1) -> list[Problem]:
     """Keys that were set although the chosen strategies do not read them (`config` is folded)."""
     problems = []
     data, tensor, pipeline = config.strategy.data.kind, config.strategy.tensor.kind, config.strategy.pipeline.kind
@@ -144,49 +144,49 @@ def unread(config: Config, given: frozenset[str], pp: int, cp: int = 1) -> list[
     if pp == 1 and config.schedule is not None:
         complain("schedule", config.schedule, "pp=2, or leave schedule out")
     number = config.strategy.pipeline.virtual_stages
-    explicit = config.virtual_stages is not None or "strategy.pipeline.virtual_stages" in given
+    explicit = config.virtual_stages is not None or "strategy.pipeline.virtual_stages" in user_keys
     if explicit and number != 1 and (pp == 1 or not pipeline_schedule(pipeline).takes_virtual_stages):
         fix = "leave virtual_stages out"
         complain("virtual_stages", number, f"schedule=interleaved, or {fix}" if pp > 1 else fix)
     long = {f"strategy.{axis}.{key}": (axis, key) for axis, keys in of_others.items() for key in sorted(keys)}
-    ignored = {name: _readers(axis, key) for name, (axis, key) in long.items() if name in given}
-    ignored |= _ignored_elsewhere(config, pp) | _ignored_context(config, given, cp)
+    ignored = {name: _readers(axis, key) for name, (axis, key) in long.items() if name in user_keys}
+    ignored |= _ignored_elsewhere(config, pp) | _ignored_context(config, user_keys, cp)
     for key, suggestion in ignored.items():
-        asked = attrgetter(key)(config) if key in given else None
+        asked = attrgetter(key)(config) if key in user_keys else None
         if asked not in (None, [], {}):  # as if it had not been set
             complain(key, asked, f"{suggestion} or leave {key} out" if suggestion else f"leave {key} out")
     return problems
 
 
-def _ignored_context(config: Config, given: frozenset[str], cp: int) -> dict[str, str]:
+def _ignored_context(config: Config, user_keys: frozenset[str], cp: int) -> dict[str, str]:
     """Keys of `strategy.context` that are set at cp=1, or that the chosen kind does not read."""
     kind, section = config.strategy.context.kind, "strategy.context."
-    unread = _unread_keys("context", kind) if cp > 1 else {key.removeprefix(section) for key in given}
+    unread = _unread_keys("context", kind) if cp > 1 else {key.removeprefix(section) for key in user_keys}
     readers = {key: [one for one in kinds("context") if key in own_keys("context", one)] for key in unread}
     fixes = {key: "cp=2" if cp == 1 else f"strategy.context.kind={found[0]}" for key, found in readers.items() if found}
-    return {section + key: fix for key, fix in fixes.items() if section + key in given}
+    return {section + key: fix for key, fix in fixes.items() if section + key in user_keys}
 
 
 def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
     """Keys of the pipeline, model, dataset and optimizer that are ignored, each with the change that makes it read."""
-    found = {f"strategy.pipeline.{key}": "pp=2" for key in ("kind", "partition", "split") if pp == 1}
+    ignored = {f"strategy.pipeline.{key}": "pp=2" for key in ("kind", "partition", "split") if pp == 1}
     own = definitions.model(config).own_keys if has("models", config.model.name) else None
     if own is not None:
         chosen = {item.name for item in fields(ModelConfig)} - {*own, *_OF_ANY_MODEL, *router_settings.OF_EXPERTS}
-        found |= {f"model.{key}": "" for key in chosen}
-        found |= {"dropout": ""} if "dropout" not in own and config.dropout else {}
+        ignored |= {f"model.{key}": "" for key in chosen}
+        ignored |= {"dropout": ""} if "dropout" not in own and config.dropout else {}
     if has("datasets", config.dataset.name):
         dataset = definitions.dataset(config)
         if not dataset.reads_path:
-            found["dataset.path"] = "dataset=text"
+            ignored["dataset.path"] = "dataset=text"
         if not dataset.reads_tokenizer:
             of_text = ("tokenizer", "column", "split", "append_eod", "cache")
-            found |= {f"dataset.{key}": "dataset=text" for key in of_text}
+            ignored |= {f"dataset.{key}": "dataset=text" for key in of_text}
         if not dataset.packs:
-            found["dataset.pack"] = "dataset=text"
+            ignored["dataset.pack"] = "dataset=text"
         if not dataset.reads_mixture:
-            found["dataset.mixture"] = "dataset=mixture"
+            ignored["dataset.mixture"] = "dataset=mixture"
     if config.optimizer.name in OPTIMIZERS:
         own_keys = OPTIMIZERS[config.optimizer.name].own_keys
-        found |= {f"optimizer.{key}": readers(key) for key in ("momentum", "betas", "eps") if key not in own_keys}
-    return found
+        ignored |= {f"optimizer.{key}": readers(key) for key in ("momentum", "betas", "eps") if key not in own_keys}
+    return ignored

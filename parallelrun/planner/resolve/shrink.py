@@ -45,8 +45,8 @@ def shrunk(config: Config, plan: Plan) -> Shrunk:
     Raises ConfigError for a model that is not made of transformer layers.
     """
     if plan.spec.kind != "tokens" or not plan.spec.heads:
-        what = f"model={config.model.preset}: only models of transformer layers are made smaller"
-        raise ConfigError(Problem(what, "shrink", "shrink=false"))
+        message = f"model={config.model.preset}: only models of transformer layers are made smaller"
+        raise ConfigError(Problem(message, "shrink", "shrink=false"))
     wanted = features(plan)
     best: tuple[int, int, Config, Plan] | None = None
     for candidate in _candidates(filled(config, plan), plan):
@@ -60,8 +60,8 @@ def shrunk(config: Config, plan: Plan) -> Shrunk:
         if missing == 0:
             break
     if best is None:
-        what = f"no legal plan on at most {MOST_RANKS} ranks has the strategies of this one"
-        raise ConfigError(Problem(what, "shrink", "shrink=false"))
+        message = f"no legal plan on at most {MOST_RANKS} ranks has the strategies of this one"
+        raise ConfigError(Problem(message, "shrink", "shrink=false"))
     _, _, small, small_plan = best
     lost = _missing(wanted, features(small_plan))
     return Shrunk(completed(small), small_plan, tuple(_sizes(plan, small_plan)), tuple(lost))
@@ -100,8 +100,8 @@ def features(plan: Plan) -> dict[str, object]:
     }
 
 
-def _missing(wanted: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
-    return [name for name, value in wanted.items() if found.get(name, False) != value]
+def _missing(wanted: Mapping[str, object], actual: Mapping[str, object]) -> list[str]:
+    return [name for name, value in wanted.items() if actual.get(name, False) != value]
 
 
 def _candidates(config: Config, plan: Plan) -> Iterator[Config]:

@@ -26,7 +26,7 @@ def keep_helpful(problems: list[Problem], config: Config, solve: Solve) -> list[
     trials = 0
     out = []
     for problem in problems:
-        kept = []
+        helpful = []
         for alternative in _SEPARATOR.split(problem.suggestion):
             match = _PAIR.fullmatch(alternative)
             changed = with_value(config, match[1], parsed(match[2])) if match else None
@@ -34,23 +34,23 @@ def keep_helpful(problems: list[Problem], config: Config, solve: Solve) -> list[
                 trials += 1
                 if not _helps(problem, problems, solve(changed, match[1])):
                     continue
-            kept.append(alternative)
-        if not kept and len(problems) == 1:
-            kept = _nearest_cures(problem, config, solve)
-        out.append(replace(problem, suggestion=" or ".join(kept)) if kept else problem)
+            helpful.append(alternative)
+        if not helpful and len(problems) == 1:
+            helpful = _nearest_cures(problem, config, solve)
+        out.append(replace(problem, suggestion=" or ".join(helpful)) if helpful else problem)
     return out
 
 
 def _helps(problem: Problem, before: list[Problem], after: list[Problem]) -> bool:
     """Return whether `problem` is fixed and no new problem occurs."""
-    known = {other.where for other in before}
+    keys = {other.where for other in before}
     cured = all(left.what != problem.what for left in after)
-    return cured and len(after) < len(before) and all(left.where in known for left in after)
+    return cured and len(after) < len(before) and all(left.where in keys for left in after)
 
 
 def _nearest_cures(problem: Problem, config: Config, solve: Solve) -> list[str]:
     """For each integer key in the problem: the nearest value that gives a legal plan."""
-    found = []
+    values = []
     keys = dict.fromkeys(key for key, _ in _PAIR.findall(f"{problem.where}= {problem.what} {problem.suggestion}"))
     trials = 0
     for key in keys:
@@ -63,9 +63,9 @@ def _nearest_cures(problem: Problem, config: Config, solve: Solve) -> list[str]:
             if changed is None or trials > MOST_SEARCHED:
                 break
             if not solve(changed, key):
-                found.append(f"{key}={candidate}")
+                values.append(f"{key}={candidate}")
                 break
-    return found
+    return values
 
 
 def _around(value: int) -> Iterator[int]:

@@ -8,10 +8,10 @@ from parallelrun.planner.pieces import batch
 from parallelrun.planner.resolve import filling, rules, shorthands
 
 
-def violations(config: Config, given: frozenset[str]) -> list[Problem]:
+def violations(config: Config, user_keys: frozenset[str]) -> list[Problem]:
     """Return them, the numbers that are too large to plan with first. config: with the keys of all strategies."""
     problems = rules.too_large(config)
-    folded, found = shorthands.fold(config, given)
+    folded, found = shorthands.fold(config, user_keys)
     problems += found + rules.check(folded)
     filling.read(config, problems)
     return list(dict.fromkeys(problems + batch.check(config)))

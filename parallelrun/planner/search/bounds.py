@@ -39,19 +39,19 @@ class Bounds:
     def paths(self, group: LegalGroup) -> list[tuple[int, float, int]]:
         """Numbers of blocks, as in `simulate.least`: forward before a pp rank can begin, of its own (on average where
         pp ranks share cores), backward after its last action. Of all pp ranks, those that can be the longest."""
-        found: list[tuple[int, float, int]] = once(self._found, ("paths", _placed(group)), lambda: self._paths(group))
-        return found
+        paths: list[tuple[int, float, int]] = once(self._found, ("paths", _placed(group)), lambda: self._paths(group))
+        return paths
 
     def seconds(self, group: LegalGroup, micro_batch: int) -> tuple[float, float, float]:
         """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
         form that repeats most. Zeros where the cluster gives no rates."""
         # With sharded weights a block takes least, then with rounded ones: see `streaming.of_weights`.
-        least = max(group.datas, key=lambda one: _spares(data_strategy(one.kind)))
+        least = max(group.datas, key=lambda data: _spares(data_strategy(data.kind)))
         spares = _spares(data_strategy(least.kind))
         several = not spares[0] and self._legal.space.global_batch // group.dp // micro_batch > 1
         key = "seconds", tensor_of(group), micro_batch, spares, several
-        found: tuple[float, float, float] = once(self._found, key, lambda: self._seconds(group, micro_batch, least))
-        return found
+        seconds: tuple[float, float, float] = once(self._found, key, lambda: self._seconds(group, micro_batch, least))
+        return seconds
 
     def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
         """Return the bounds for `data`, which stands for all data strategies that treat weights alike."""
@@ -92,11 +92,11 @@ class Bounds:
             numbers: dict[int, list[int]] = {}
             for stage in self._legal.stages(group)[0]:
                 numbers.setdefault(stage.pp_rank, []).append(self._number(stage))
-            rank = max(sorted(numbers), key=lambda one: sum(numbers[one]))
+            rank = max(sorted(numbers), key=lambda number: sum(numbers[number]))
             return rank, sum(numbers[rank]), min(numbers[rank])
 
-        found: tuple[int, int, int] = once(self._found, ("fullest", _placed(group)), compute)
-        return found
+        fullest: tuple[int, int, int] = once(self._found, ("fullest", _placed(group)), compute)
+        return fullest
 
     def in_flight(self, group: LegalGroup, micro_batch: int) -> int:
         """Return how many of the commonest block (at least) have run forward on the fullest pp rank when its first
@@ -117,15 +117,15 @@ class Bounds:
 
         def compute() -> tuple[int, int]:
             plan = self._plan(group, micro_batch, recompute)
-            found = [backward_block(self._commonest, plan, rounded) for rounded in (False, True)]  # by data strategy
+            blocks = [backward_block(self._commonest, plan, rounded) for rounded in (False, True)]  # by data strategy
             least = min(
-                one.working_bytes(False) for block in found for one in (block, with_rounded_gradients(block, plan))
+                one.working_bytes(False) for block in blocks for one in (block, with_rounded_gradients(block, plan))
             )
-            return found[0].kept, 0 if group.schedule.splits_backward else least
+            return blocks[0].kept, 0 if group.schedule.splits_backward else least
 
         key = "kept", tensor_of(group), micro_batch, recompute
-        kept: tuple[int, int] = once(self._found, key, compute)
-        return kept
+        saved: tuple[int, int] = once(self._found, key, compute)
+        return saved
 
     def _plan(self, group: LegalGroup, micro_batch: int, recompute: str) -> Plan:
         """A plan whose blocks are those of the candidates with this tensor strategy, micro-batch and recomputation."""
@@ -169,12 +169,12 @@ def _placed(group: LegalGroup) -> object:
 
 def _block_bytes(block: BlockSpec, plan: Plan) -> int:
     """Bytes of a block's matrices that a rank holds: weights, gradients that stay, optimizer state."""
-    known: dict[object, int] = {}
+    cached: dict[object, int] = {}
     total = 0
     for spec, layout in zip(block.parameters, block_layouts(block.name, plan)):
         key = spec.shape, spec.layer_role, spec.heads, spec.frozen
         if len(spec.shape) > 1:
-            if key not in known:
-                known[key] = sum(prediction.parameter_bytes(spec, layout, plan, {}))
-            total += known[key]
+            if key not in cached:
+                cached[key] = sum(prediction.parameter_bytes(spec, layout, plan, {}))
+            total += cached[key]
     return total

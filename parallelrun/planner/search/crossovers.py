@@ -14,12 +14,13 @@ from typing import Any
 
 from parallelrun.config.keys import known_keys
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.contract.plan import Plan, once
+from parallelrun.planner.predict import cluster_cost, prediction
+from parallelrun.planner.predict.step_time.step import step_time
 from parallelrun.planner.resolve.resolve_config import solve
 from parallelrun.planner.resolve.suggest import with_value
 from parallelrun.planner.search import open_keys
 from parallelrun.planner.search.fastest_plans import search
-from parallelrun.planner.search.plan_pair import Contender, Contest
 from parallelrun.planner.search.result import Found, Search
 
 LINKS = ("cluster.inter_gb_s", "cluster.intra_gb_s")
@@ -28,6 +29,7 @@ KEYS = (SEQ, *LINKS, BATCH)
 FARTHEST, STEPS = 3, 2  # factors of two, of a rate and of a size, within which another plan is looked for
 HELD = ("recompute",)
 BUDGET_S = 10.0  # a space of 100,000 plans takes seconds to search
+NEVER = float("inf")
 RATES, LENGTHS = 4096, 64  # values between the one that is given and the farthest, among which bisection looks
 SHAPE = ("pp", "dp", "cp", "tp", "ep", "layout", "strategy.data.kind")  # a plan that differs in one of these is another
 
@@ -51,42 +53,95 @@ class Flip:
     most: float | None = None
 
 
-def flips(config: Config, given: frozenset[str], found: Search) -> tuple[list[Flip], bool]:
-    """(where another plan beats the best one of a search, whether all was looked for). config, given: as searched with.
+def flips(config: Config, user_keys: frozenset[str], result: Search) -> tuple[list[Flip], bool]:
+    """(where another plan beats the best one of a search, whether all was looked for). config, user_keys: searched.
 
-    Recomputation is held as in the best plan, and but for the batch its microbatch too. No search begins after
-    BUDGET_S.
+    Every plan has the recomputation of the best plan, and its microbatch unless the batch changes. No search begins
+    after BUDGET_S.
     """
-    end, best = monotonic() + BUDGET_S, found.best[0]
-    plain = replace(open_keys.base_of(config), global_batch=found.global_batch, local_batch=None)
-    given = given - {"strategy", "local_batch"} | {BATCH}
-    plan = _planned(given, best, plain)
+    end, best = monotonic() + BUDGET_S, result.best[0]
+    plain = replace(open_keys.base_of(config), global_batch=result.global_batch, local_batch=None)
+    user_keys = user_keys - {"strategy", "local_batch"} | {BATCH}
+    plan = _planned(user_keys, best, plain)
     flipped: list[Flip] = []
     for key, factor in product(KEYS, (1 / 2, 2)):
         if monotonic() >= end:
             return flipped, False
-        base, keys = _holding(plain, given, best, HELD if key == BATCH else (*HELD, "micro_batch"))
+        base, keys = _holding(plain, user_keys, best, HELD if key == BATCH else (*HELD, "micro_batch"))
         look = {BATCH: _of_batch, SEQ: _of_tokens}.get(key, _of_link)
-        flipped += look(_Ground(base, keys, found.world, best, plan), key, factor)
+        flipped += look(_Ground(base, keys, result.world, best, plan), key, factor)
     return flipped, True
 
 
-def flips_of(plan: Plan, config: Config, found: Search, opened: Config) -> list[Flip]:
+def flips_of(plan: Plan, config: Config, result: Search, opened: Config) -> list[Flip]:
     """Where a plan that the user has named would be faster than the best one of a search.
 
-    config: of the plan. found: a search with `opened`, which leaves open what the plan chooses.
+    config: of the plan. result: a search with `opened`, which leaves open what the plan chooses.
     """
     pinned: dict[str, Any] = {axis: plan.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")}
     pinned |= {"world": None, "device": plan.device, "microbatches": None, "micro_batch": plan.batch.micro_batch}
     pinned |= {BATCH: plan.batch.global_batch, "local_batch": None}
     named = Contender(lambda changed: _solved(changed, frozenset()))
-    best = Contender(lambda changed: _planned(frozenset(), found.best[0], replace(opened, model=changed.model)))
+    best = Contender(lambda changed: _planned(frozenset(), result.best[0], replace(opened, model=changed.model)))
     ground, contest = _Ground(replace(config, **pinned), frozenset(), plan.world, None, plan), Contest(best, named)
     flipped = []
     for key, factor in product((*LINKS, SEQ), (1 / 2, 2)):
         won = ((at, last) for at, last in ground.ways(key, factor) if contest.is_won(at(last)))
         flipped += [ground.flip(key, at(contest.edge(at, last)), None) for at, last in islice(won, 1)]
     return flipped
+
+
+class Contender:
+    """A plan at other values. planned: returns it with a configuration, or None where it is not legal."""
+
+    def __init__(self, planned: Callable[[Config], Plan | None]):
+        self._planned = planned
+        self._known: dict[object, tuple[Plan | None, bool]] = {}
+
+    def seconds(self, config: Config) -> float | None:
+        """Return the seconds of a step: infinite if the plan does not fit a device, None if it is illegal or not
+        predicted."""
+        # Of what is varied, only the sizes of model and batch change the plan: the links of the cluster do not.
+        key = config.model.seq, config.global_batch
+        plan, is_fit = once(self._known, key, lambda: self._plan(config))
+        time = step_time(plan, config.cluster) if plan else None
+        if time is None:
+            return None
+        return time.step_s if is_fit else NEVER
+
+    def _plan(self, config: Config) -> tuple[Plan | None, bool]:
+        plan, cluster = self._planned(config), config.cluster
+        if plan is None or not cluster.memory_gb:
+            return plan, True
+        return plan, cluster_cost.fits(prediction.heaviest(plan, cluster), cluster) == "yes"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Whether the second plan beats the first."""
+
+    first: Contender
+    second: Contender
+
+    def is_won(self, config: Config) -> bool | None:
+        """None where one of the plans cannot be compared."""
+        first, second = self.first.seconds(config), self.second.seconds(config)
+        return None if first is None or second is None else second < first
+
+    def edge(self, at: Callable[[int], Config], last: int) -> int:
+        """The first of the steps 1 to `last` at which the second plan wins, if it wins from some step on.
+
+        It is known to win at `last`. at: returns the configuration at a step. Bisection ends early where a step cannot
+        be compared.
+        """
+        lost = 0
+        while last - lost > 1:
+            middle = (lost + last) // 2
+            won = self.is_won(at(middle))
+            if won is None:
+                break
+            lost, last = (lost, middle) if won else (middle, last)
+        return last
 
 
 Way = tuple[Callable[[int], Config], int]  # the configuration at a step, and the last step
@@ -128,7 +183,7 @@ class _Ground:
 
     def contest(self, winner: Found) -> Contest:
         assert self.best is not None
-        first, second = (partial(_planned, self.given, one) for one in (self.best, winner))
+        first, second = (partial(_planned, self.given, plan) for plan in (self.best, winner))
         return Contest(Contender(first), Contender(second))
 
 
@@ -154,9 +209,9 @@ def _bounded(ground: _Ground, key: str, there: Config, contest: Contest, winner:
         for at, last in ground.ways(SEQ, factor, there):
             if contest.is_won(at(last)) is False:
                 lost = Contest(contest.second, contest.first).edge(at, last)
-                held = at(lost - 1)  # the last length at which it wins
-                if contest.is_won(held):
-                    tokens = ground.tokens * held.model.seq / ground.config.model.seq
+                shortest = at(lost - 1)  # the last length at which it wins
+                if contest.is_won(shortest):
+                    tokens = ground.tokens * shortest.model.seq / ground.config.model.seq
                     return [ground.flip(key, there, winner, **{name: tokens})]
     return []
 
@@ -188,31 +243,31 @@ def _sizes(now: float | None, factor: float) -> Iterator[int]:
 
 
 def _holding(
-    config: Config, given: frozenset[str], best: Found, keys: tuple[str, ...]
+    config: Config, user_keys: frozenset[str], best: Found, keys: tuple[str, ...]
 ) -> tuple[Config, frozenset[str]]:
     """The configuration in which every plan has the best one's values of some keys."""
-    chosen_config, _ = open_keys.with_choice(config, given, best)
+    chosen_config, _ = open_keys.with_choice(config, user_keys, best)
     if "micro_batch" in keys and config.microbatches is not None:
         keys = HELD
-    return replace(config, **{key: getattr(chosen_config, key) for key in keys}), given | {*keys}
+    return replace(config, **{key: getattr(chosen_config, key) for key in keys}), user_keys | {*keys}
 
 
 def _other(ground: _Ground, there: Config) -> Found | None:
     """The plan that wins with another configuration, if it is another one."""
-    found = search(there, ground.given, ground.world, 1).best
-    return found[0] if found and ground.best and _shape(found[0]) != _shape(ground.best) else None
+    fastest = search(there, ground.given, ground.world, 1).best
+    return fastest[0] if fastest and ground.best and _shape(fastest[0]) != _shape(ground.best) else None
 
 
-def _shape(found: Found) -> list[str]:
-    return [text for text in found.overrides if text.partition("=")[0] in SHAPE]
+def _shape(plan: Found) -> list[str]:
+    return [text for text in plan.overrides if text.partition("=")[0] in SHAPE]
 
 
-def _planned(given: frozenset[str], found: Found, config: Config) -> Plan | None:
-    return _solved(*open_keys.with_choice(config, given, found))
+def _planned(user_keys: frozenset[str], choice: Found, config: Config) -> Plan | None:
+    return _solved(*open_keys.with_choice(config, user_keys, choice))
 
 
-def _solved(config: Config, given: frozenset[str]) -> Plan | None:
-    solved = solve(config, given, None, None, True)
+def _solved(config: Config, user_keys: frozenset[str]) -> Plan | None:
+    solved = solve(config, user_keys, None, None, True)
     return solved if isinstance(solved, Plan) else None
 
 

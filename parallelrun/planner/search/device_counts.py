@@ -38,15 +38,15 @@ class Size:
     training: TrainingCost
 
 
-def training_of(config: Config, found: Search) -> TrainingCost | None:
+def training_of(config: Config, result: Search) -> TrainingCost | None:
     """Return duration and price of training on `tokens` with the best plan of a search; None without `tokens`."""
-    if config.tokens is None or not found.best:
+    if config.tokens is None or not result.best:
         return None
-    best = found.best[0]
+    best = result.best[0]
     assert best.time is not None and best.tokens_per_s is not None
     tokens_per_step = best.tokens_per_s * best.time.step_s
     days = ceil(config.tokens / tokens_per_step) * best.time.step_s / DAY
-    hours = days * DAY / HOUR * found.world
+    hours = days * DAY / HOUR * result.world
     price = config.cluster.price_per_gpu_hour
     return TrainingCost(days, hours, price * hours if price is not None else None)
 
@@ -61,22 +61,22 @@ def compares_sizes(config: Config) -> bool:
     if objective == TIME and config.days is None:
         return False
     if config.tokens is None:
-        what = f"objective={objective} compares whole trainings, and tokens is not given"
-        raise ConfigError(Problem(what, "tokens", "tokens=300e9"))
+        message = f"objective={objective} compares whole trainings, and tokens is not given"
+        raise ConfigError(Problem(message, "tokens", "tokens=300e9"))
     if objective == FEWEST and config.days is None:
-        what = f"objective={objective} looks for the fewest devices that are fast enough, and days is not given"
-        raise ConfigError(Problem(what, "days", "days=30"))
+        message = f"objective={objective} looks for the fewest devices that are fast enough, and days is not given"
+        raise ConfigError(Problem(message, "days", "days=30"))
     return objective != TIME
 
 
-def compared(config: Config, given: frozenset[str], keep: int) -> tuple[list[Size], Size]:
+def compared(config: Config, user_keys: frozenset[str], keep: int) -> tuple[list[Size], Size]:
     """(the sizes that were searched, by number of devices; the one that the objective and `days` choose).
 
     `gpus` or `world` is the most devices. Sizes double from the smallest with a plan that fits until one is fast enough
     (objective=gpus) or a larger one is hardly faster; then sizes next to the best one are tried. Raises ConfigError if
     none is fast enough.
     """
-    base, held = open_keys.base_of(config), given - {"strategy", "world", "gpus"}
+    base, held = open_keys.base_of(config), user_keys - {"strategy", "world", "gpus"}
     most = config.world or MOST_DEVICES
     open_keys.check_rates(config, most)
     tried: dict[int, Size | None] = {}
@@ -87,9 +87,9 @@ def compared(config: Config, given: frozenset[str], keep: int) -> tuple[list[Siz
         return tried[devices]
 
     def searched(devices: int, keep: int, most_counted: int) -> Size | None:
-        found = search(replace(base, world=devices), held, devices, keep, most_counted=most_counted)
-        training = training_of(config, found)
-        return Size(devices, found, training) if training else None
+        result = search(replace(base, world=devices), held, devices, keep, most_counted=most_counted)
+        training = training_of(config, result)
+        return Size(devices, result, training) if training else None
 
     _double(size, most, config.days if config.objective == FEWEST else None)
     best = _best(tried.values(), config)
@@ -125,23 +125,23 @@ def _between(devices: int, per_host: int) -> Iterator[int]:
 
 
 def _best(sizes: Iterable[Size | None], config: Config) -> Size | None:
-    enough = [one for one in sizes if one and one.training.days <= (config.days or float("inf"))]
+    enough = [size for size in sizes if size and size.training.days <= (config.days or float("inf"))]
     if config.objective == COST:
-        return min(enough, key=lambda one: one.training.device_hours, default=None)
-    return min(enough, key=lambda one: one.devices, default=None)
+        return min(enough, key=lambda size: size.training.device_hours, default=None)
+    return min(enough, key=lambda size: size.devices, default=None)
 
 
 def _too_slow(config: Config, sizes: Sequence[Size], most: int) -> Size:
     """Raise ConfigError: no size is fast enough."""
     if not sizes:
-        what = f"no plan fits on any number of devices up to {most:,}"
-        raise ConfigError(Problem(what, "gpus", "a larger gpus or a larger global_batch"))
-    fastest = min(sizes, key=lambda one: one.training.days)
+        message = f"no plan fits on any number of devices up to {most:,}"
+        raise ConfigError(Problem(message, "gpus", "a larger gpus or a larger global_batch"))
+    fastest = min(sizes, key=lambda size: size.training.days)
     days = f"{fastest.training.days:.1f} days on {fastest.devices:,} devices"
-    what = (
+    message = (
         f"{config.tokens:g} tokens take {days}, the fastest of {len(sizes)} sizes up to {most:,}; days={config.days:g}"
     )
     assert config.days is not None, "every size is fast enough"
     least = ceil(fastest.devices * fastest.training.days / config.days)  # were a step shorter by as many devices
     fix = f"days={ceil(fastest.training.days)}, or a larger gpus: at least {least:,}"
-    raise ConfigError(Problem(what, "days", fix))
+    raise ConfigError(Problem(message, "days", fix))

@@ -56,7 +56,7 @@ class _Waiting(NamedTuple):
 
 def search(
     config: Config,
-    given: frozenset[str],
+    user_keys: frozenset[str],
     world: int,
     keep: int = 3,
     *,
@@ -66,13 +66,13 @@ def search(
 ) -> Search:
     """Return the fastest plans on `world` ranks that fit (see `Kept`), and what became of all others.
 
-    config: composed, with the strategy that the user has chosen or the default one. given: the dotted keys that the
+    config: composed, with the strategy that the user has chosen or the default one. user_keys: the dotted keys that the
     user has set: they hold for all plans. against: seconds of a step of a plan to rank. gpus: GPUs of this host, as
     `resolve` takes it. most_counted: up to so many plans are all priced, to count them. Raises ConfigError where no
     plan can be listed: an unknown model or a bad value.
     """
     with _uncollected():
-        return _search(Space(config, given, world), keep, against, device_of(config, gpus), most_counted)
+        return _search(Space(config, user_keys, world), keep, against, device_of(config, gpus), most_counted)
 
 
 def _search(space: Space, keep: int, against: float | None, device: str, most_counted: int) -> Search:
@@ -208,10 +208,10 @@ class _Searched:
 
     def _leave(self, plan: Plan, leaf: Leaf) -> None:
         """Take down a plan that cannot be priced."""
-        found = why_unknown(plan, self.cluster)
-        if found not in self.num_unpriced:
+        reason = why_unknown(plan, self.cluster)
+        if reason not in self.num_unpriced:
             self.unpriced.append(self._found(plan, leaf, None))
-        self.num_unpriced[found] += 1
+        self.num_unpriced[reason] += 1
 
     def _found(self, plan: Plan, leaf: Leaf, time: StepTime | None) -> Found:
         row, data = leaf
@@ -282,8 +282,8 @@ class _Searched:
         return known, max(known, min(1 + may_be_faster, self.survey.may_fit))  # one of those that fit, if it does
 
 
-def _is_fit(found: Found, cluster: ClusterConfig) -> bool:
-    return found.fits == "yes" or not cluster.memory_gb
+def _is_fit(plan: Found, cluster: ClusterConfig) -> bool:
+    return plan.fits == "yes" or not cluster.memory_gb
 
 
 def _most_bytes(cluster: ClusterConfig) -> float:
@@ -293,6 +293,6 @@ def _most_bytes(cluster: ClusterConfig) -> float:
     low, high = 0, round(2 * cluster.memory_gb * device_memory.GIGA)
     while low < high:
         middle = (low + high + 1) // 2
-        found = device_memory.beside(Memory(middle, 0, 0, 0), 0 if cluster.context_gb else 1, cluster)
-        low, high = (middle, high) if cluster_cost.fits(found, cluster) == "yes" else (low, middle - 1)
+        memory = device_memory.beside(Memory(middle, 0, 0, 0), 0 if cluster.context_gb else 1, cluster)
+        low, high = (middle, high) if cluster_cost.fits(memory, cluster) == "yes" else (low, middle - 1)
     return low

@@ -46,25 +46,25 @@ class Survey:
         bounds = self.bounds
         self.considered += len(group.datas) * len(group.micro_batches) * len(self._recomputes)
         samples = self._legal.space.global_batch // group.dp
-        found: dict[bool, tuple[tuple[int, DataStrategyConfig], ...]] = {}
+        by_rounds: dict[bool, tuple[tuple[int, DataStrategyConfig], ...]] = {}
         for size in group.micro_batches:
             several = samples > size
-            if several not in found:
-                every = ((bounds.held_bytes(group, one, several), one) for one in group.datas)
-                found[several] = tuple(sorted(every, key=lambda item: item[0]))
-            held = found[several]
-            sizes = [one for one, _ in held]
+            if several not in by_rounds:
+                every = ((bounds.held_bytes(group, data, several), data) for data in group.datas)
+                by_rounds[several] = tuple(sorted(every, key=lambda item: item[0]))
+            held = by_rounds[several]
+            sizes = [data for data, _ in held]
             flight, seconds = bounds.in_flight(group, size), None
             for recompute in self._recomputes:
-                kept, fitting, least = 0, 0, 0.0
+                saved, fitting, least = 0, 0, 0.0
                 if sizes[0] <= self._limit:
                     each, beside = bounds.kept_bytes(group, size, recompute)
-                    kept = flight * each + (max(0, beside) if flight else 0)
-                    fitting = bisect_right(sizes, self._limit - kept)
+                    saved = flight * each + (max(0, beside) if flight else 0)
+                    fitting = bisect_right(sizes, self._limit - saved)
                 if fitting:
                     seconds = seconds or self._least_s(group, size)
                     least = seconds[recompute == self._recomputes[-1]]
-                self.rows.append(CandidateRow(group, size, recompute, held, fitting, kept, least))
+                self.rows.append(CandidateRow(group, size, recompute, held, fitting, saved, least))
                 self.may_fit += fitting
 
     def _least_s(self, group: LegalGroup, micro_batch: int) -> tuple[float, float]:

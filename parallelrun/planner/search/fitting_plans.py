@@ -28,8 +28,8 @@ class Kept:
         """Every plan that was added, the fastest first; of equally fast ones that which needs least memory."""
         return [found for _, _, found in self._ordered()]
 
-    def add(self, shape: Hashable, seconds: float, found: Found) -> None:
-        self._plans.append((shape, seconds, found))
+    def add(self, shape: Hashable, seconds: float, plan: Found) -> None:
+        self._plans.append((shape, seconds, plan))
         self._shapes.setdefault(shape, []).append(seconds)
 
     def wants(self, shape: Hashable, least_s: float) -> bool:
@@ -67,17 +67,17 @@ class Kept:
     def chosen(self) -> list[Found]:
         """The plans that are kept, the fastest first."""
         ordered = self._ordered()
-        found: list[Found] = []
+        plans: list[Found] = []
         shapes: set[Hashable] = set()
         close = 0
         for index, (shape, seconds, plan) in enumerate(ordered):
             is_new = shape not in shapes and len(shapes) < self._number
             is_close = index > 0 and shape == ordered[0][0] and seconds <= (1 + CLOSE) * ordered[0][1]
             if index < self._number or (self._number > 1 and (is_new or (is_close and close < MOST_CLOSE))):
-                found.append(plan)
+                plans.append(plan)
                 close += is_close
             shapes.add(shape)
-        return found
+        return plans
 
     def _ordered(self) -> list[tuple[Hashable, float, Found]]:
-        return sorted(self._plans, key=lambda one: (one[1], one[2].heaviest_bytes))
+        return sorted(self._plans, key=lambda entry: (entry[1], entry[2].heaviest_bytes))

@@ -84,7 +84,7 @@ class Legal:
     def groups(self) -> Iterator[LegalGroup]:
         for pp, dp, cp, tp in self.space.degrees(self.spec):
             sizes = tuple(self.space.micro_batches(dp, self.spec))
-            datas = tuple(self._sections.setdefault(repr(one), one) for one in self.space.datas(dp * cp, pp, tp))
+            datas = tuple(self._sections.setdefault(repr(data), data) for data in self.space.datas(dp * cp, pp, tp))
             tensors = once(self._known, ("tensors", tp), lambda: self.space.tensors(tp))  # noqa: B023
             pipelines = once(self._known, ("pipelines", pp), lambda: self._pipelines(pp))  # noqa: B023
             for ep in self.space.expert_degrees(dp * cp, self.spec):
@@ -97,10 +97,11 @@ class Legal:
 
     def _pipelines(self, pp: int) -> list[tuple[PipelineConfig, type[PipelineSchedule], int]]:
         """Schedules with their numbers of stages per rank."""
-        found = [
-            (one, pipeline_schedule(one.kind if pp > 1 else "none")) for one in self.space.pipelines(pp, self.spec)
+        schedules = [
+            (section, pipeline_schedule(section.kind if pp > 1 else "none"))
+            for section in self.space.pipelines(pp, self.spec)
         ]
-        return [(one, schedule, self._virtual_stages(one, schedule, pp)) for one, schedule in found]
+        return [(section, schedule, self._virtual_stages(section, schedule, pp)) for section, schedule in schedules]
 
     def plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
         """The plan of one candidate of a group. Those that differ in recomputation alone share all but that."""
@@ -166,10 +167,10 @@ class Legal:
         request, strategy = self.request(group, self._config(group, group.datas[0]), self.small), group.tensor.kind
         images = rules.check_images(self.spec, request.config, group.tp)
         context = self._classes(group, group.datas[0].kind).context
-        found = images or (context.check(request) if context else [])
-        if not found and tensor_strategy(strategy).is_legal(request):
+        problems = images or (context.check(request) if context else [])
+        if not problems and tensor_strategy(strategy).is_legal(request):
             return None
-        return found or (
+        return problems or (
             [self.examples[LAYOUT]] if LAYOUT in self.examples else tensor_strategy(strategy).check(request)
         )
 
@@ -182,12 +183,12 @@ class Legal:
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         expert = self._classes(group, group.datas[0].kind).expert
         if group.ep > 1:  # the user's own ep holds for all degrees
-            found: list[Problem] = []
-            expert_axes.degree(request.config, group.ep, group.dp, group.cp, self.spec.experts, [], found)
-            if found:
-                return found
-        found = routing.unread(self.space.folded, self.space.given, self.spec.experts, group.ep)
-        return found + routing.check(request, 1) + (expert.check(request) if expert else [])
+            problems: list[Problem] = []
+            expert_axes.degree(request.config, group.ep, group.dp, group.cp, self.spec.experts, [], problems)
+            if problems:
+                return problems
+        problems = routing.unread(self.space.folded, self.space.given, self.spec.experts, group.ep)
+        return problems + routing.check(request, 1) + (expert.check(request) if expert else [])
 
     def _parts(self, group: LegalGroup) -> int:
         """Return the number that must divide every micro-batch."""
@@ -197,51 +198,51 @@ class Legal:
 
     def _sizes(self, group: LegalGroup, parts: int) -> Checked:
         """The micro-batches without violations."""
-        kept, removed = [], []
+        legal, removed = [], []
         for size in group.micro_batches:
             count = self.space.global_batch // group.dp // size
             key = "batch", group.pp, group.virtual_stages, group.pipeline.kind, count
             of_experts = (size, group.ep) if group.ep > 1 else ()
             if size % parts:
-                what = f"micro_batch={size} does not divide into {parts} parts"
-                removed.append((LAYOUT, 1, Problem(what, "micro_batch", f"micro_batch={parts}")))
+                message = f"micro_batch={size} does not divide into {parts} parts"
+                removed.append((LAYOUT, 1, Problem(message, "micro_batch", f"micro_batch={parts}")))
             elif found := once(self._known, (*key, of_experts), partial(self._of_batch, group, size)):
                 removed.append((SCHEDULE, 1, found[0]))
             else:
-                kept.append(size)
-        return kept, removed
+                legal.append(size)
+        return legal, removed
 
     def _of_batch(self, group: LegalGroup, size: int) -> list[Problem]:
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         classes, filled = self._classes(group, group.datas[0].kind), replace(request, batch=self._batch(group, size))
-        found = classes.pipeline.check(filled) + check_length(filled)
-        return found + (classes.expert.check(filled) if classes.expert else [])
+        problems = classes.pipeline.check(filled) + check_length(filled)
+        return problems + (classes.expert.check(filled) if classes.expert else [])
 
     def _datas(self, group: LegalGroup) -> Checked:
         """The data strategies without violations."""
-        kept, removed = [], []
+        legal, removed = [], []
         for data in group.datas:
             request, strategy = self.request(group, self._config(group, data), self.small), data_strategy(data.kind)
-            found = strategy.check(request)
-            found += expert_axes.check(request, strategy) if group.ep > 1 and not found else []
-            if (context := self._classes(group, data.kind).context) and not found:
-                found += context_axes.check(request, strategy, context.mesh_dims(request))
-            kept += [] if found else [data]
-            removed += [(DATA, 1, found[0])] if found else []
-        return kept, removed
+            problems = strategy.check(request)
+            problems += expert_axes.check(request, strategy) if group.ep > 1 and not problems else []
+            if (context := self._classes(group, data.kind).context) and not problems:
+                problems += context_axes.check(request, strategy, context.mesh_dims(request))
+            legal += [] if problems else [data]
+            removed += [(DATA, 1, problems[0])] if problems else []
+        return legal, removed
 
     def _sized_sets(self, group: LegalGroup, sizes: list[int], datas: list[DataStrategyConfig]) -> Checked:
         """The micro-batches of which sets of samples for statistics can be made."""
-        kept, removed = [], []
+        legal, removed = [], []
         for size in sizes:
-            found: list[Problem] = []
+            problems_of_size: list[Problem] = []
             for data in datas:
                 request = self.request(group, self._config(group, data), self.spec)
                 request = replace(request, batch=self._batch(group, size))
-                found += sample_sets.resolve(request, data_strategy(data.kind).resolve(request))[1]
-            kept += [] if found else [size]
-            removed += [(SAMPLES, 1, found[0])] if found else []
-        return kept, removed
+                problems_of_size += sample_sets.resolve(request, data_strategy(data.kind).resolve(request))[1]
+            legal += [] if problems_of_size else [size]
+            removed += [(SAMPLES, 1, problems_of_size[0])] if problems_of_size else []
+        return legal, removed
 
     def stages(self, group: LegalGroup) -> tuple[tuple[Stage, ...], list[Problem]]:
         """(the stages, violations)."""

@@ -32,47 +32,51 @@ HELD = (
 )
 
 
-def error(config: Config, given: frozenset[str], found: Search, gpus: int | None) -> ConfigError:
-    """The error for a search without a result. config, given, gpus: as it was searched with."""
-    said = f"{counted(found.world, 'device')} of cluster={config.cluster.name}"
+def error(config: Config, user_keys: frozenset[str], result: Search, gpus: int | None) -> ConfigError:
+    """The error for a search without a result. config, user_keys, gpus: as it was searched with."""
+    said = f"{counted(result.world, 'device')} of cluster={config.cluster.name}"
 
     def finds(changed: Config, keys: frozenset[str], world: int) -> bool:
         return bool(search(changed, keys, world, 1, gpus=gpus).best)
 
-    if found.fitting and found.unpriced:
-        first = found.unpriced[0]
-        what = f"none of {counted(found.considered, 'plan')} on {said} can be compared: {first.reason}"
-        return ConfigError(Problem(what, "cluster", command="parallelrun plan strategy=ptdp ... shows what is known"))
-    changes = " or ".join(_changes(config, given, found, finds))
-    if found.considered:
-        least = found.nearest
+    if result.fitting and result.unpriced:
+        first = result.unpriced[0]
+        message = f"none of {counted(result.considered, 'plan')} on {said} can be compared: {first.reason}"
+        return ConfigError(
+            Problem(message, "cluster", command="parallelrun plan strategy=ptdp ... shows what is known")
+        )
+    changes = " or ".join(_changes(config, user_keys, result, finds))
+    if result.considered:
+        least = result.nearest
         needs = f"; the smallest needs {gib(least.heaviest_bytes)}: {' '.join(least.overrides)}" if least else ""
         has = f" of {gib(config.cluster.memory_gb * 1e9)}" if config.cluster.memory_gb else ""
-        what = f"none of {counted(found.considered, 'legal plan')} on {said} fits a device{has}{needs}"
-        return ConfigError(Problem(what, "gpus", changes, kind="arithmetic"))
-    what = f"no plan on {said} is legal"
-    if found.removed:
-        most = found.removed[0]
-        what += f"; the rule about {most.rule} removed most, {counted(most.candidates, 'candidate')}: {most.example}"
+        message = f"none of {counted(result.considered, 'legal plan')} on {said} fits a device{has}{needs}"
+        return ConfigError(Problem(message, "gpus", changes, kind="arithmetic"))
+    message = f"no plan on {said} is legal"
+    if result.removed:
+        most = result.removed[0]
+        message += f"; the rule about {most.rule} removed most, {counted(most.candidates, 'candidate')}: {most.example}"
         changes = changes or most.suggestion
-    return ConfigError(Problem(what, found.removed[0].rule if found.removed else "gpus", changes, kind="arithmetic"))
+    return ConfigError(
+        Problem(message, result.removed[0].rule if result.removed else "gpus", changes, kind="arithmetic")
+    )
 
 
 def _changes(
-    config: Config, given: frozenset[str], found: Search, finds: Callable[[Config, frozenset[str], int], bool]
+    config: Config, user_keys: frozenset[str], result: Search, finds: Callable[[Config, frozenset[str], int], bool]
 ) -> Iterator[str]:
     """Changes after which a search finds a plan: a key left out, a smaller batch, more devices."""
     for key in HELD:
         free = with_value(config, key, "none" if key == "recompute" else None)
-        if key in given and finds(free, given - {key}, found.world):
+        if key in user_keys and finds(free, user_keys - {key}, result.world):
             yield f"leave {key} out"
-    for size in _batches(found.global_batch, found.world):
-        if finds(replace(config, global_batch=size, local_batch=None), given | {"global_batch"}, found.world):
+    for size in _batches(result.global_batch, result.world):
+        if finds(replace(config, global_batch=size, local_batch=None), user_keys | {"global_batch"}, result.world):
             yield f"global_batch={size}"
             break
     for doubling in range(1, MOST_DOUBLINGS + 1):
-        world = found.world * 2**doubling
-        if finds(replace(config, world=world), given, world):
+        world = result.world * 2**doubling
+        if finds(replace(config, world=world), user_keys, world):
             yield f"gpus={world}"
             break
 

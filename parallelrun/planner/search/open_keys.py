@@ -27,7 +27,7 @@ SIZES = ("gpus", "objective", "days")  # these are asked of a search
 FAST = "bf16"
 
 
-def is_open(config: Config, given: frozenset[str]) -> bool:
+def is_open(config: Config, user_keys: frozenset[str]) -> bool:
     """Return whether a search is to choose the plan.
 
     `strategy=auto` asks for it. `plan` without a strategy and without a degree searches if it is told what to search
@@ -38,18 +38,18 @@ def is_open(config: Config, given: frozenset[str]) -> bool:
         return True
     if config.verb != PLAN:
         return False
-    if chosen := [key for key in CHOSEN if key in given]:
-        _refuse_unread(given, chosen[0])
+    if chosen := [key for key in CHOSEN if key in user_keys]:
+        _refuse_unread(user_keys, chosen[0])
         return False
-    return bool(given & {*SIZES}) or ("cluster" in given and not missing(config.cluster, config.precision.name))
+    return bool(user_keys & {*SIZES}) or ("cluster" in user_keys and not missing(config.cluster, config.precision.name))
 
 
-def _refuse_unread(given: frozenset[str], chosen: str) -> None:
+def _refuse_unread(user_keys: frozenset[str], chosen: str) -> None:
     """Raise ConfigError for keys of a search where `chosen` says what to plan."""
     for key in SIZES[1:]:
-        if key in given:
-            what = f"{key} is read by a search, and {chosen} says what to plan"
-            raise ConfigError(Problem(what, key, f"leave {chosen} out or leave {key} out", kind="unread"))
+        if key in user_keys:
+            message = f"{key} is read by a search, and {chosen} says what to plan"
+            raise ConfigError(Problem(message, key, f"leave {chosen} out or leave {key} out", kind="unread"))
 
 
 def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
@@ -59,20 +59,20 @@ def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
     it has) for a plan. Raises ConfigError if none of these is known.
     """
     if config.world is not None and world not in (None, config.world):
-        what = f"world={config.world}, but the launcher has started {world} ranks"
-        raise ConfigError(Problem(what, "world", f"world={world}", kind="contradiction"))
+        message = f"world={config.world}, but the launcher has started {world} ranks"
+        raise ConfigError(Problem(message, "world", f"world={world}", kind="contradiction"))
     cluster = config.cluster
     here = (cluster.gpus_per_node or 0) * (cluster.nodes or 1) if config.verb == PLAN else gpus
-    found = world or config.world or here
-    if not found:
-        what = "the number of devices to search on is not known"
-        raise ConfigError(Problem(what, "gpus", "gpus=8 or world=8"))
-    return found
+    count = world or config.world or here
+    if not count:
+        message = "the number of devices to search on is not known"
+        raise ConfigError(Problem(message, "gpus", "gpus=8 or world=8"))
+    return count
 
 
-def calibrated(config: Config, given: frozenset[str]) -> Config:
+def calibrated(config: Config, user_keys: frozenset[str]) -> Config:
     """`config` with the rates of this machine, if they have been measured and no cluster was chosen."""
-    chosen = any(key.partition(".")[0] == "cluster" for key in given)
+    chosen = any(key.partition(".")[0] == "cluster" for key in user_keys)
     if chosen or not missing(config.cluster, config.precision.name) or not presets.own_file("cluster", presets.MINE):
         return config
     return replace(config, cluster=replace(ClusterConfig(), **presets.values("cluster", presets.MINE)))
@@ -88,10 +88,10 @@ def base_of(config: Config) -> Config:
     return replace(config, strategy=replace(config.strategy, name=name, searches=False, **same))
 
 
-def faster_precision(config: Config, given: frozenset[str]) -> str:
+def faster_precision(config: Config, user_keys: frozenset[str]) -> str:
     """A sentence on the 16-bit format in which the devices are faster, if no precision was chosen; else empty."""
     own, other = (peak_flops(config.cluster, name) for name in (config.precision.name, FAST))
-    if given & {"precision", "precision.name"} or not own or not other or other <= own:
+    if user_keys & {"precision", "precision.name"} or not own or not other or other <= own:
         return ""
     higher = f"a device's peak is {other / own:.0f} times as high: precision={FAST}"
     return f"{config.precision.name}, the default; in {FAST} {higher}"
@@ -104,21 +104,21 @@ def check_rates(config: Config, world: int) -> None:
     lacking = absent(config.cluster, config.precision.name, world)
     if lacking:
         keys = ", ".join(f"cluster.{key}" for key in lacking)
-        what = f"a search compares predicted times, and cluster={config.cluster.name} does not give {keys}"
+        message = f"a search compares predicted times, and cluster={config.cluster.name} does not give {keys}"
         fix = f"cluster=h100_dgx, or cluster={presets.MINE} after a calibration of this machine"
-        raise ConfigError(Problem(what, "cluster", fix, "parallelrun calibrate"))
+        raise ConfigError(Problem(message, "cluster", fix, "parallelrun calibrate"))
 
 
-def with_choice(config: Config, given: frozenset[str], found: Found) -> tuple[Config, frozenset[str]]:
+def with_choice(config: Config, user_keys: frozenset[str], plan: Found) -> tuple[Config, frozenset[str]]:
     """The configuration of a plan that was found, with plain degrees and a plain strategy, and the keys that it sets.
 
-    config, given: those that were searched with.
+    config, user_keys: those that were searched with.
     """
     changed = completed(base_of(config))
-    for text in found.overrides:
+    for text in plan.overrides:
         key, _, value = text.partition("=")
         changed = with_value(changed, key, parsed(value))
         assert changed is not None, f"the search has set an unknown key: {text}"
-    if any(text.startswith("global_batch=") for text in found.overrides):
+    if any(text.startswith("global_batch=") for text in plan.overrides):
         changed = replace(changed, local_batch=None)
-    return changed, given | {text.partition("=")[0] for text in found.overrides}
+    return changed, user_keys | {text.partition("=")[0] for text in plan.overrides}

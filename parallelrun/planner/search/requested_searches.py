@@ -25,17 +25,19 @@ MOST_RANKED = 120_000  # candidates, legal or not, which take about three quarte
 MOST_RANKED_COUNTED = 60  # plans that are all priced in that time
 
 
-def searched(config: Config, given: frozenset[str], world: int, gpus: int | None = None, keep: int = KEPT) -> Search:
+def searched(
+    config: Config, user_keys: frozenset[str], world: int, gpus: int | None = None, keep: int = KEPT
+) -> Search:
     """Search on `world` ranks. Raises ConfigError where the cluster lacks rates, or no plan is legal and fits."""
     from parallelrun.planner.search import no_plan
     from parallelrun.planner.search.fastest_plans import search
 
     open_keys.check_rates(config, world)
-    base, held = open_keys.base_of(config), given - {"strategy"}
-    found = search(base, held, world, keep, gpus=gpus)
-    if not found.best:
-        raise no_plan.error(base, held, found, gpus)
-    return found
+    base, user_held = open_keys.base_of(config), user_keys - {"strategy"}
+    result = search(base, user_held, world, keep, gpus=gpus)
+    if not result.best:
+        raise no_plan.error(base, user_held, result, gpus)
+    return result
 
 
 def has_rank(plan: Plan, config: Config) -> bool:
@@ -57,12 +59,12 @@ def among_all(plan: Plan, config: Config, time: StepTime, gpus: int | None = Non
 
     keep, most = (1, MOST_RANKED_COUNTED) if soon else (KEPT, MOST_COUNTED)
     try:
-        found = search(
+        result = search(
             opened(plan, config), frozenset(), plan.world, keep, against=time.step_s, gpus=gpus, most_counted=most
         )
     except ConfigError:
         return None
-    return found if found.best else None
+    return result if result.best else None
 
 
 def opened(plan: Plan, config: Config) -> Config:

@@ -60,10 +60,10 @@ class Space:
     micro_batch or microbatches with a value is given too.
     """
 
-    def __init__(self, config: Config, given: frozenset[str], world: int):
+    def __init__(self, config: Config, user_keys: frozenset[str], world: int):
         self.world = world
-        folded, _ = shorthands.fold(completed(config), given)
-        self.given = given | {f"strategy.{axis}.{key}" for key, axis in shorthands.short_keys().items()
+        folded, _ = shorthands.fold(completed(config), user_keys)
+        self.given = user_keys | {f"strategy.{axis}.{key}" for key, axis in shorthands.short_keys().items()
                               if getattr(config, key) is not None}  # fmt: skip
         for short, key in (("layout", "strategy.tensor.kind"), ("schedule", "strategy.pipeline.kind"),
                            ("virtual_stages", "strategy.pipeline.virtual_stages")):  # fmt: skip
@@ -114,17 +114,17 @@ class Space:
         """As given; else those that leave a rank LEAST_SEQ tokens of a sequence."""
         if self.folded.cp is not None:
             return [self.folded.cp] if self.world % self.folded.cp == 0 else []
-        whole = spec.kind != "tokens" or not spec.heads
-        return [1] + [n for n in divisors(self.world)[1:] if not whole and spec.seq // n >= LEAST_SEQ]
+        is_unsplit = spec.kind != "tokens" or not spec.heads
+        return [1] + [n for n in divisors(self.world)[1:] if not is_unsplit and spec.seq // n >= LEAST_SEQ]
 
     def _degrees(self, spec: ModelSpec, ranks: int) -> Iterator[tuple[int, int, int]]:
-        asked = self.folded
+        folded = self.folded
         for tp in divisors(ranks):
             for pp in divisors(ranks // tp):
                 dp = ranks // tp // pp
-                far = asked.tp is None and tp > MOST_HOSTS * ranks_per_node(asked.cluster, self.world)
+                far = folded.tp is None and tp > MOST_HOSTS * ranks_per_node(folded.cluster, self.world)
                 fits = not far and all(
-                    want in (None, degree) for want, degree in ((asked.pp, pp), (asked.dp, dp), (asked.tp, tp))
+                    want in (None, degree) for want, degree in ((folded.pp, pp), (folded.dp, dp), (folded.tp, tp))
                 )
                 if fits and pp <= partition.num_cuttable(spec) and not (pp == 1 and self._needs_pipeline):
                     yield pp, dp, tp
@@ -144,9 +144,9 @@ class Space:
         base: TensorStrategyConfig = narrowed(self.base).strategy.tensor
         if tp == 1:
             return [base]
-        choices = [one for kind in kinds("tensor") for one in tensor_strategy(kind).layout_choices(tp)]
-        found = [one.config for one in choices if one.searched]
-        return self._restricted("tensor", found)
+        choices = [choice for kind in kinds("tensor") for choice in tensor_strategy(kind).layout_choices(tp)]
+        sections = [choice.config for choice in choices if choice.searched]
+        return self._restricted("tensor", sections)
 
     def datas(self, dp: int, pp: int, tp: int) -> list[DataStrategyConfig]:
         """The data strategies of dp replicas. A single one has the preset's own."""
@@ -154,81 +154,81 @@ class Space:
         if dp == 1:
             return [base]
         in_node = max(1, ranks_per_node(self.base.cluster, self.world) // tp)
-        found = [c for kind in kinds("data") for c in data_strategy(kind).choices(dp, pp, in_node)]
-        return self._restricted("data", found) or [base]
+        sections = [c for kind in kinds("data") for c in data_strategy(kind).choices(dp, pp, in_node)]
+        return self._restricted("data", sections) or [base]
 
     def pipelines(self, pp: int, spec: ModelSpec) -> list[PipelineConfig]:
         base = self.base.strategy.pipeline
         if pp == 1:
             return [replace(base, virtual_stages=None)]
-        found = [
+        sections = [
             replace(base, kind=kind, virtual_stages=number if pipeline_schedule(kind).takes_virtual_stages else None)
             for kind in kinds("pipeline")
             for number in pipeline_schedule(kind).choices(pp, partition.num_cuttable(spec))
         ]
         if "strategy.pipeline.virtual_stages" in self.given and base.virtual_stages is not None:
-            found = [one for one in found if pipeline_schedule(one.kind).takes_virtual_stages]
-        return self._restricted("pipeline", found) or [base]
+            sections = [section for section in sections if pipeline_schedule(section.kind).takes_virtual_stages]
+        return self._restricted("pipeline", sections) or [base]
 
     def micro_batches(self, dp: int, spec: ModelSpec) -> list[int]:
         """The divisors of a replica's samples, up to MOST_TOKENS."""
         replica, indivisible = divmod(self.global_batch, dp)
         if indivisible:
             return []
-        found, asked = divisors(replica), self.folded
-        if asked.micro_batch is None and asked.microbatches is None:
-            return [size for size in found if size == 1 or size * spec.seq <= MOST_TOKENS]
-        if asked.micro_batch is not None:
-            found = [size for size in found if size == asked.micro_batch]
-        if asked.microbatches is not None:
-            found = [size for size in found if replica // size == asked.microbatches]
-        return found
+        sizes, folded = divisors(replica), self.folded
+        if folded.micro_batch is None and folded.microbatches is None:
+            return [size for size in sizes if size == 1 or size * spec.seq <= MOST_TOKENS]
+        if folded.micro_batch is not None:
+            sizes = [size for size in sizes if size == folded.micro_batch]
+        if folded.microbatches is not None:
+            sizes = [size for size in sizes if replica // size == folded.microbatches]
+        return sizes
 
     def recomputes(self) -> tuple[str, ...]:
         return (self.folded.recompute,) if "recompute" in self.given else RECOMPUTE
 
-    def _restricted(self, axis: str, found: list[Any]) -> list[Any]:
+    def _restricted(self, axis: str, sections: list[Any]) -> list[Any]:
         """Sections of a strategy with the user's keys; none of strategies that do not read these."""
         base, prefix = getattr(self.base.strategy, axis), f"strategy.{axis}."
         keys = {key.removeprefix(prefix) for key in self.given if key.startswith(prefix)}
         same = {key: getattr(base, key) for key in keys}
-        kept: list[Any] = []
-        for section in found:
+        legal: list[Any] = []
+        for section in sections:
             if keys <= own_keys(axis, section.kind) and same.get("kind", section.kind) == section.kind:
                 changed = replace(section, **same)
-                kept += [changed] if changed not in kept else []
-        return kept
+                legal += [changed] if changed not in legal else []
+        return legal
 
-    def config(self, one: Choice) -> Config:
+    def config(self, choice: Choice) -> Config:
         """The configuration of a candidate."""
-        strategy = replace(self.base.strategy, data=one.data, tensor=one.tensor, pipeline=one.pipeline)
-        degrees: dict[str, Any] = {axis: getattr(one, axis) for axis in AXES}
-        degrees["cp"] = self.folded.cp if one.cp == 1 else one.cp
-        if self.folded.ep is not None or one.ep > 1 or strategy.expert.fills:
-            degrees["ep"] = one.ep
-        changed = replace(self.base, strategy=strategy, micro_batch=one.micro_batch, microbatches=None, **degrees)
-        return completed(replace(changed, recompute=one.recompute))
+        strategy = replace(self.base.strategy, data=choice.data, tensor=choice.tensor, pipeline=choice.pipeline)
+        degrees: dict[str, Any] = {axis: getattr(choice, axis) for axis in AXES}
+        degrees["cp"] = self.folded.cp if choice.cp == 1 else choice.cp
+        if self.folded.ep is not None or choice.ep > 1 or strategy.expert.fills:
+            degrees["ep"] = choice.ep
+        changed = replace(self.base, strategy=strategy, micro_batch=choice.micro_batch, microbatches=None, **degrees)
+        return completed(replace(changed, recompute=choice.recompute))
 
-    def overrides(self, one: Choice) -> tuple[str, ...]:
+    def overrides(self, choice: Choice) -> tuple[str, ...]:
         """Return the overrides that turn the user's command line into this candidate: every value that differs."""
-        config, names = self.config(one), {kind: name for name, kind in shorthands.layouts().items()}
-        found = [f"world={self.world}"] if self.folded.world != self.world else []
+        config, names = self.config(choice), {kind: name for name, kind in shorthands.layouts().items()}
+        overrides = [f"world={self.world}"] if self.folded.world != self.world else []
         for key in (*AXES, "ep", "global_batch", "micro_batch", "recompute"):
             value = getattr(config, key)
             is_given = key == "micro_batch" and self.folded.microbatches is not None
             if value != getattr(self.folded, key) and value is not None and not is_given:
-                found.append(f"{key}={value}")
+                overrides.append(f"{key}={value}")
         for axis in ("tensor", "pipeline", "data"):
-            section, base = getattr(one, axis), getattr(self.folded.strategy, axis)
+            section, base = getattr(choice, axis), getattr(self.folded.strategy, axis)
             for item in fields(section):
                 value, key = getattr(section, item.name), f"strategy.{axis}.{item.name}"
                 if value == getattr(base, item.name):
                     continue
                 if key == "strategy.tensor.kind":
-                    found.append(f"layout={names[value]}")
+                    overrides.append(f"layout={names[value]}")
                 else:
-                    found.append(f"{SHORT.get(key, key)}={_rendered(value)}")
-        return tuple(found)
+                    overrides.append(f"{SHORT.get(key, key)}={_rendered(value)}")
+        return tuple(overrides)
 
 
 def _rendered(value: object) -> str:

@@ -27,13 +27,16 @@ def text(explanations: tuple[Explanation, ...]) -> str:
     return "\n\n".join("\n".join(_explained(one)) for one in explanations)
 
 
-def _explained(one: Explanation) -> list[str]:
-    groups = f"; {one.num_groups} groups of ranks do the same" if one.num_groups > 1 else ""
-    lines = [f"{one.axis} axis: {one.kind}, ranks {_ranks(one.ranks)}{groups}"]
+def _explained(explanation: Explanation) -> list[str]:
+    groups = f"; {explanation.num_groups} groups of ranks do the same" if explanation.num_groups > 1 else ""
+    lines = [f"{explanation.axis} axis: {explanation.kind}, ranks {_ranks(explanation.ranks)}{groups}"]
     lines += textwrap.wrap(
-        f"{one.text} ({one.source})" if one.source else one.text, WIDTH, initial_indent="  ", subsequent_indent="  "
+        f"{explanation.text} ({explanation.source})" if explanation.source else explanation.text,
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="  ",
     )
-    for _, alike in groupby(one.exchanges, key=lambda exchange: (exchange.rounds, exchange.repeats)):
+    for _, alike in groupby(explanation.exchanges, key=lambda exchange: (exchange.rounds, exchange.repeats)):
         same = list(alike)
         title = same[0].title if len(same) == 1 else f"{same[0].title} to {same[-1].title}, each"
         times = f", {same[0].repeats} times a step" if same[0].repeats > 1 else ""
@@ -48,13 +51,13 @@ def _rounds(exchange: ExplainedExchange) -> list[str]:
     return [*lines[:MOST_LINES], f"    ... and {len(lines) - MOST_LINES} more lines; --json has all of them"]
 
 
-def _round(one: ExplainedRound) -> list[str]:
-    senders = max((len(str(message.source)) for message in one.messages), default=1)
-    lines = [f"    {one.title}"]
-    for message in one.messages:
+def _round(step: ExplainedRound) -> list[str]:
+    senders = max((len(str(message.source)) for message in step.messages), default=1)
+    lines = [f"    {step.title}"]
+    for message in step.messages:
         size = bytes_text(message.payload_bytes)
         lines.append(f"      {message.source:>{senders}} -> {message.target:<{senders}}  {message.what}, {size}")
-    for call in one.calls:
+    for call in step.calls:
         size = bytes_text(call.payload_bytes)
         lines.append(f"      {_operation(call)} over ranks {_ranks(call.ranks)}: {call.what}, {size}")
     return lines
@@ -84,16 +87,16 @@ def write(explanations: tuple[Explanation, ...], name: str) -> list[Path]:
     return chart.write(name, {Path(f"{name}-{one.axis}.svg").expanduser(): picture(one) for one in explanations})
 
 
-def picture(one: Explanation) -> str:
+def picture(explanation: Explanation) -> str:
     """Draw, as SVG, a vertical line per rank with time downwards, an arrow per message and a bar per collective."""
-    in_calls = (call.ranks for exchange in one.exchanges for part in exchange.rounds for call in part.calls)
-    lanes = {rank: lane for lane, rank in enumerate(sorted({*one.ranks}.union(*in_calls)))}
-    events = list(_events(one))
+    in_calls = (call.ranks for exchange in explanation.exchanges for part in exchange.rounds for call in part.calls)
+    lanes = {rank: lane for lane, rank in enumerate(sorted({*explanation.ranks}.union(*in_calls)))}
+    events = list(_events(explanation))
     shown, left_out = events[:MOST_DRAWN], len([event for event in events[MOST_DRAWN:] if not isinstance(event, str)])
     if left_out:
         shown.append(f"{left_out} more are not drawn; --json lists them")
     width = max(len(lanes), 3) - 0.3
-    drawn = chart.figure((width + 0.5) * LANE, (len(shown) + 3) * STEP, f"{one.axis} axis: {one.kind}")
+    drawn = chart.figure((width + 0.5) * LANE, (len(shown) + 3) * STEP, f"{explanation.axis} axis: {explanation.kind}")
     axes = drawn.add_subplot()
     axes.set_axis_off()
     axes.set(xlim=(-0.3, width), ylim=(len(shown), -1))
@@ -111,9 +114,9 @@ def picture(one: Explanation) -> str:
     return chart.svg(drawn, [purpose.replace("_", " ") for purpose in purposes] if len(purposes) > 1 else ())
 
 
-def _events(one: Explanation) -> Iterator[str | ExplainedMessage | Call]:
+def _events(explanation: Explanation) -> Iterator[str | ExplainedMessage | Call]:
     """Titles of exchanges and rounds, messages and collectives, in the order in which they are drawn."""
-    for exchange in one.exchanges:
+    for exchange in explanation.exchanges:
         for number, part in enumerate(exchange.rounds):
             yield f"{exchange.title}: {part.title}" if number == 0 else part.title
             yield from part.messages
@@ -121,7 +124,7 @@ def _events(one: Explanation) -> Iterator[str | ExplainedMessage | Call]:
 
 
 def _draw_event(axes: Axes, event: ExplainedMessage | Call, lanes: dict[int, int], y: float, colour: str) -> None:
-    what = f"{event.what}, {bytes_text(event.payload_bytes)}"
+    message = f"{event.what}, {bytes_text(event.payload_bytes)}"
     if isinstance(event, ExplainedMessage):
         start, stop = lanes[event.source], lanes[event.target]
         axes.annotate("", (stop, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": colour, "shrinkA": 0,
@@ -130,5 +133,5 @@ def _draw_event(axes: Axes, event: ExplainedMessage | Call, lanes: dict[int, int
     else:
         ends = [lanes[rank] for rank in event.ranks]
         axes.plot(ends, [y] * len(ends), "o-", color=colour, linewidth=4, markersize=5, gid="collective")
-        left, what = min(ends), f"{_operation(event)}: {what}"
-    axes.text(left + 0.04, y - 0.2, what, color=colour, fontsize=8)
+        left, message = min(ends), f"{_operation(event)}: {message}"
+    axes.text(left + 0.04, y - 0.2, message, color=colour, fontsize=8)

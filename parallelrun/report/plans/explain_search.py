@@ -19,12 +19,19 @@ from parallelrun.report.screen import FRAME, WIDEST, labelled, show_section
 
 BESIDE_BARS = 46  # columns of the figures beside the bars
 LINKS = {"cluster.inter_gb_s": "links between hosts", "cluster.intra_gb_s": "links inside a host"}
+FREE = {  # the condition under which a limit costs nothing, where it is not `without NAME`
+    "links between hosts": "with unlimited bandwidth between hosts",
+    "links inside a host": "with unlimited bandwidth inside a host",
+    "memory bandwidth": "with unlimited memory bandwidth",
+    "products cut into tiles": "if products were not cut into tiles,",
+    "issuing operations": "if operations were issued in no time,",
+}
 TRIED = "with 8 times slower or faster links, or a quarter to 4 times the tokens per microbatch"
 
 
 def show(
     time: StepTime,
-    found: Sequence[Limit],
+    limits: Sequence[Limit],
     flips: tuple[Sequence[Flip], bool] | None,
     memory: tuple[int, ClusterConfig],
     best: Found | None,
@@ -37,19 +44,22 @@ def show(
     """
     width = max(20, min(console.width, WIDEST) - FRAME - BESIDE_BARS)
     texts = flip_texts(*flips, best) if flips else []
-    found_flips = [("flips" if not index else "", Text(text)) for index, text in enumerate(texts)]
-    rows = [*_limits(time, found), ("memory", Text(_memory(*memory))), *found_flips]
+    found_flips = [("crossovers" if not index else "", Text(text)) for index, text in enumerate(texts)]
+    rows = [*limit_rows(time, limits), ("memory", Text(_memory(*memory))), *found_flips]
     show_section("why: the parts of a step", Group(waterfall.bars(time, width), Text(), labelled(rows)), console)
 
 
-def _limits(time: StepTime, found: Sequence[Limit]) -> list[tuple[str, RenderableType]]:
+def limit_rows(time: StepTime, limits: Sequence[Limit]) -> list[tuple[str, RenderableType]]:
     """The first of them binds."""
-    if not found:
-        return [("limit", Text("computation at the device's own rate: nothing else costs half a percent of a step"))]
-    texts = [
-        f"{one.name}: a step would be {seconds_text(one.saved_s)} ({one.saved_s / time.step_s:.0%}) shorter without"
-        for one in found
-    ]
+    if not limits:
+        return [
+            ("limit", Text("computation at the device's own rate; everything else costs less than 0.5 % of a step"))
+        ]
+    texts = []
+    for limit in limits:
+        condition = FREE.get(limit.name, f"without {limit.name}")
+        saved = f"{seconds_text(limit.saved_s)} ({limit.saved_s / time.step_s:.0%})"
+        texts.append(f"{condition} a step would be {saved} shorter")
     return [
         ("limits" if not index else "", Text(text, "bold" if not index else "")) for index, text in enumerate(texts)
     ]
@@ -69,11 +79,11 @@ def flip_texts(flips: Sequence[Flip], all_done: bool, best: Found | None) -> lis
         rows = rows or [f"this plan is not faster than the fastest {TRIED}"]
     else:
         own = set(best.overrides)
-        rows = [f"{_difference(one, own)} wins {_where(one)}" for one in flips]
+        rows = [f"another plan wins {_where(one)}: {_difference(one, own)}" for one in flips]
         if not flips and all_done:
             rows = ["the same plan is fastest at any link rate, batch and tokens per microbatch that was tried"]
     if not all_done:
-        rows.append("not all was looked for: this space takes too long to search many times")
+        rows.append("the list may be incomplete: this space takes too long to search many times")
     return rows
 
 

@@ -35,28 +35,30 @@ HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); explain=tru
 Row = tuple[str, RenderableType]  # label and value
 
 
-def show(plan: Plan, config: Config, console: Console, found: Facts | None = None, more: Sequence[Row] = ()) -> None:
+def show(plan: Plan, config: Config, console: Console, results: Facts | None = None, more: Sequence[Row] = ()) -> None:
     """Print a plan: panels on a terminal, plain lines elsewhere.
 
-    found: the plan's facts, if already computed. more: rows after those about time.
+    results: the plan's facts, if already computed. more: rows after those about time.
     """
-    found = found or facts(plan, config)
+    results = results or facts(plan, config)
     title = f"plan: {plan.spec.name} · {plan.preset} · {degrees_text(plan.degrees)}"
-    show_section(title, summary(plan, config, found, console, more), console)
+    show_section(title, summary(plan, config, results, console, more), console)
     if not config.detail:
         return
     from parallelrun.report.plans import plan_details
 
     for name in config.detail.split(","):
         for one in DETAILS if name == "all" else (name,):
-            plan_details.show(one, plan, config, found, console)
+            plan_details.show(one, plan, config, results, console)
 
 
-def summary(plan: Plan, config: Config, found: Facts, console: Console, more: Sequence[Row] = ()) -> Group:
+def summary(plan: Plan, config: Config, results: Facts, console: Console, more: Sequence[Row] = ()) -> Group:
     """Return the summary, with fewer warnings, filled-in values and axes where more than MOST_LINES lines result."""
-    texts = warnings(plan, config, found)  # once: what is advised has been planned, which takes a second at 3,072 ranks
+    texts = warnings(
+        plan, config, results
+    )  # once: what is advised has been planned, which takes a second at 3,072 ranks
     for most in (12, 6, 4, 3, 2, 1):
-        rows = [*_rows(plan, config, found, texts, most), *more, ("", "")]
+        rows = [*_rows(plan, config, results, texts, most), *more, ("", "")]
         drawn = Group(labelled(rows), Text(HINT, "dim"))
         measured = framed("", drawn, console) if console.is_terminal else drawn
         lines = len(console.render_lines(measured, pad=False))
@@ -65,7 +67,7 @@ def summary(plan: Plan, config: Config, found: Facts, console: Console, more: Se
     return drawn
 
 
-def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int) -> list[Row]:
+def _rows(plan: Plan, config: Config, results: Facts, texts: list[str], most: int) -> list[Row]:
     """texts: the warnings. most: how many warnings, filled-in values and axes of traffic are shown."""
     rows: list[Row] = [("warning" if not i else "", Text(text, "yellow")) for i, text in enumerate(texts[:most])]
     if len(texts) > most:
@@ -76,34 +78,34 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("strategy", Text(_strategy(plan))),
         ("mesh", Text(_mesh(plan, config))),
         ("batch", Text(_batch(plan))),
-        *([("packing", Text(_packing(plan, found.packing)))] if plan.spec.packed else []),
+        *([("packing", Text(_packing(plan, results.packing)))] if plan.spec.packed else []),
         *([("data", _mixture(parts, plan, most))] if (parts := mixture(plan, config)) else []),
         *([("backend", Text(_backend(plan, config)))] if plan.world > 1 and most > 1 else []),
         *([("filled in", Text(_filled(plan, most), "cyan"))] if plan.filled else []),
         *([("experts", Text(_experts(plan)))] if plan.spec.router else []),
-        *([("context", Text(_context(plan, found.packing)))] if plan.context else []),
+        *([("context", Text(_context(plan, results.packing)))] if plan.context else []),
         ("", ""),
-        ("memory", _memory(found, config)),
-        ("", _memory_by_kind(found)),
+        ("memory", _memory(results, config)),
+        ("", _memory_by_kind(results)),
         *([("", _copies(copied))] if (copied := prediction.copied_bytes(config, plan)) else []),
         *([("servers", Text(_servers(plan)))] if plan.servers else []),
         ("", ""),
-        ("schedule", Text(_schedule(plan, found))),
-        ("traffic", _traffic(found, most)),
+        ("schedule", Text(_schedule(plan, results))),
+        ("traffic", _traffic(results, most)),
         ("", ""),
-        ("cost", Text(cost_text(plan, config, found))),
-        *([("time", Text(time_text(plan, config, found)))] if found.cost.compute_s or found.known_parts else []),
+        ("cost", Text(cost_text(plan, config, results))),
+        *([("time", Text(time_text(plan, config, results)))] if results.cost.compute_s or results.known_parts else []),
         *([("sdc", Text(looking))] if (looking := corruption_text(plan, config)) else []),
-        *(_training(found, most) if found.training or found.goodput else []),
+        *(_training(results, most) if results.training or results.goodput else []),
     ]
 
 
-def _training(found: Facts, most: int) -> list[Row]:
+def _training(results: Facts, most: int) -> list[Row]:
     from parallelrun.report.plans import training
 
-    rows: list[Row] = [("training", Text(training.text(found)))] if found.training else []
-    if found.goodput:
-        text = training.goodput_text(found.goodput, training.training_s(found), most == 1)
+    rows: list[Row] = [("training", Text(training.text(results)))] if results.training else []
+    if results.goodput:
+        text = training.goodput_text(results.goodput, training.training_s(results), most == 1)
         rows.append(("goodput", Text(text)))
     return rows
 
@@ -189,40 +191,47 @@ def _filled(plan: Plan, most: int) -> str:
 def _context(plan: Plan, packing: Packing | None) -> str:
     """The positions of a rank, and the imbalance of each order."""
     assert plan.context is not None
-    cp, order, found = plan.mesh.size("cp"), plan.context.order, context(plan, packing)
-    assert found is not None
+    cp, order, ordering = plan.mesh.size("cp"), plan.context.order, context(plan, packing)
+    assert ordering is not None
     text = f"{plan.spec.seq:,} positions = cp {cp} x {plan.seq:,}"
-    if len(found["imbalance"]) < 2:
+    if len(ordering["imbalance"]) < 2:
         return f"{text}; attention is balanced"
-    others = [f"{name} {each:.3g}" for name, each in found["imbalance"].items() if name != order]
-    text += f", {order}: the slowest rank's attention is {found['imbalance'][order]:.3g} times the mean"
+    others = [f"{name} {each:.3g}" for name, each in ordering["imbalance"].items() if name != order]
+    text += f", {order}: the slowest rank's attention is {ordering['imbalance'][order]:.3g} times the mean"
     return f"{text} ({', '.join(others)})"
 
 
 def _experts(plan: Plan) -> str:
-    found, router, ep = experts(plan), plan.spec.router, plan.mesh.size("ep")
-    assert found is not None and router is not None
-    layers = found["layers"] if len(found["layers"]) <= 4 else [*found["layers"][:3], "..", found["layers"][-1]]
+    described, router, ep = experts(plan), plan.spec.router, plan.mesh.size("ep")
+    assert described is not None and router is not None
+    layers = (
+        described["layers"]
+        if len(described["layers"]) <= 4
+        else [*described["layers"][:3], "..", described["layers"][-1]]
+    )
     shown = ", ".join(layers)
-    text = f"{counted(found['experts'], 'expert')} in {shown} ({len(found['layers'])} of {plan.spec.num_layers} layers)"
+    number = f"{len(described['layers'])} of {plan.spec.num_layers} layers"
+    text = f"{counted(described['experts'], 'expert')} in {shown} ({number})"
     text += f"; {router.choice}"
-    text += f"\nrouting group: {counted(router.group_samples, 'sample')} ({found['group_tokens']:,} tokens); "
-    if found["capacity"] is None:
+    text += f"\nrouting group: {counted(router.group_samples, 'sample')} ({described['group_tokens']:,} tokens); "
+    if described["capacity"] is None:
         text += "no limit on the tokens of an expert"
     else:
-        text += f"an expert takes at most {found['capacity']:,} of them, {found['eval_capacity']:,} in evaluation"
+        text += (
+            f"an expert takes at most {described['capacity']:,} of them, {described['eval_capacity']:,} in evaluation"
+        )
     if plan.expert is None:
         return f"{text}\nevery rank holds all experts"
     levels = f" in two levels ({plan.expert.group_size} ranks per inner group)" if plan.expert.group_size > 1 else ""
     chunks = f", in {plan.expert.chunks} consecutive parts" if plan.expert.chunks > 1 else ""
-    held = counted(found["held"], "expert")
+    held = counted(described["held"], "expert")
     return f"{text}\nep {ep}: each rank holds {held} of every layer; dispatch: {plan.expert.kind}{levels}{chunks}"
 
 
-def _memory(found: Facts, config: Config) -> Text:
-    worst = found.memories[found.heaviest_pp_rank]
+def _memory(results: Facts, config: Config) -> Text:
+    worst = results.memories[results.heaviest_pp_rank]
     fits, why = cluster_cost.fits(worst, config.cluster), cluster_cost.why_fits(worst, config.cluster)
-    rank = f" (pp={found.heaviest_pp_rank})" if len(found.memories) > 1 else ""
+    rank = f" (pp={results.heaviest_pp_rank})" if len(results.memories) > 1 else ""
     return Text.assemble(
         "fits: ",
         (fits, FITS_STYLE.get(fits, "bold yellow")),
@@ -230,8 +239,8 @@ def _memory(found: Facts, config: Config) -> Text:
     )
 
 
-def _memory_by_kind(found: Facts) -> str:
-    worst = found.memories[found.heaviest_pp_rank]
+def _memory_by_kind(results: Facts) -> str:
+    worst = results.memories[results.heaviest_pp_rank]
     unit, size = byte_unit(worst.total)
     return "= " + " + ".join(f"{kind} {digits(one / size)}" for kind, one in worst.parts.items()) + f" {unit}"
 
@@ -249,21 +258,21 @@ def _servers(plan: Plan) -> str:
     )
 
 
-def _schedule(plan: Plan, found: Facts) -> str:
+def _schedule(plan: Plan, results: Facts) -> str:
     if plan.mesh.size("pp") == 1:
         count = plan.batch.microbatches
         return "no pipeline, no bubble" + (f"; {count} microbatches accumulate gradients" if count > 1 else "")
-    simulation = found.simulation
+    simulation = results.simulation
     return (
         f"{plan.pipeline.kind}: the bubble is {simulation.bubble_of_total:.1%} of the step's time "
         f"({simulation.bubble_of_ideal:.1%} of the ideal time)"
     )
 
 
-def _traffic(found: Facts, most: int) -> Table | Text:
+def _traffic(results: Facts, most: int) -> Table | Text:
     """Return a row per axis: the purposes of its traffic, and the mean bytes of a step."""
     by_axis: dict[tuple[str, int], list[TrafficRow]] = {}
-    for row in found.traffic:
+    for row in results.traffic:
         if row.purpose != prediction.CONTROL and row.operation != "recv":
             by_axis.setdefault((row.axis, row.group_size), []).append(row)
     if not by_axis:
@@ -283,7 +292,12 @@ def _traffic(found: Facts, most: int) -> Table | Text:
         others = (f"{len(rest)} other axes", "", sum(row[2] for row in rest), sum(row[3] for row in rest))
         rows = [*rows[:most], others]
     drawn = table(
-        "axis", "sent per step", f">rank {found.busiest_rank} (busiest)", ">all ranks", rule=False, padding=(0, 2, 0, 0)
+        "axis",
+        "sent per step",
+        f">rank {results.busiest_rank} (busiest)",
+        ">all ranks",
+        rule=False,
+        padding=(0, 2, 0, 0),
     )
     for axis, purposes, mine, everyone in rows:
         drawn.add_row(axis, purposes, bytes_text(round(mine)), bytes_text(round(everyone)))

@@ -18,9 +18,9 @@ MOST_PARTS = 4  # of the time of a step, the longest; --json has all
 ROUNDED = 5e-4  # of the longest part, which is printed with three digits
 
 
-def cost_text(plan: Plan, config: Config, found: Facts) -> str:
+def cost_text(plan: Plan, config: Config, results: Facts) -> str:
     """FLOPs of a step, and the seconds of computing and communicating at peak rates."""
-    cost, name = found.cost, plan.precision.name
+    cost, name = results.cost, plan.precision.name
     text = f"{flops_text(cost.model_flops)} per step"
     if cost.hardware_flops > cost.model_flops:
         text += f", {flops_text(cost.hardware_flops)} with recompute={plan.recompute}"
@@ -31,7 +31,7 @@ def cost_text(plan: Plan, config: Config, found: Facts) -> str:
     if cost.step_s is None or cost.communication_s is None:
         return f"{text}\ncommunication: unknown, because the cluster gives no link rates"
     text += f"\ncommunication takes {seconds_text(cost.communication_s)} on the busiest rank at the links' rates"
-    if found.time:
+    if results.time:
         return text
     high, low = cost.step_s
     return (
@@ -40,12 +40,12 @@ def cost_text(plan: Plan, config: Config, found: Facts) -> str:
     )
 
 
-def time_text(plan: Plan, config: Config, found: Facts) -> str:
+def time_text(plan: Plan, config: Config, results: Facts) -> str:
     """The predicted time of a step and the parts that it consists of."""
-    time = found.time
+    time = results.time
     if time is None:
-        known = f"\nat least {_sum_text(found.known_parts)}" if found.known_parts else ""
-        return f"not predicted: {why_unknown(plan, config.cluster)}{known}"
+        parts = f"\nat least {_sum_text(results.known_parts)}" if results.known_parts else ""
+        return f"not predicted: {why_unknown(plan, config.cluster)}{parts}"
     return (
         f"a step takes about {seconds_text(time.step_s)} ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}): "
         f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.0%} of the peak\n"
@@ -64,27 +64,27 @@ def _sum_text(parts: Mapping[str, float]) -> str:
 
 def corruption_text(plan: Plan, config: Config) -> str:
     """The cost of the checks, and what they leave out; empty for a run without them."""
-    found = checks(plan, config)
-    if found is None:
+    checked = checks(plan, config)
+    if checked is None:
         return ""
     batches = counted(EACH_CHECK, "batch", "es")
     lines = [
-        f"every {counted(found.every, 'step')} {batches} of {counted(found.samples, 'sample')} computed again: "
-        f"{found.share_of_flops:.2%} more FLOPs",
-        f"besides {bytes_text(found.host_bytes)} of host memory on a rank for copies of its state",
+        f"every {counted(checked.every, 'step')} {batches} of {counted(checked.samples, 'sample')} computed again: "
+        f"{checked.share_of_flops:.2%} more FLOPs",
+        f"besides {bytes_text(checked.host_bytes)} of host memory on a rank for copies of its state",
     ]
-    if found.wire_bytes:
-        lines[1] += f"; a check sends {bytes_text(found.wire_bytes)}"
-    if found.check_s is not None and found.share_of_time is not None:
-        lines[0] += f", {found.share_of_time:.2%} more time ({seconds_text(found.check_s)} a check)"
+    if checked.wire_bytes:
+        lines[1] += f"; a check sends {bytes_text(checked.wire_bytes)}"
+    if checked.check_s is not None and checked.share_of_time is not None:
+        lines[0] += f", {checked.share_of_time:.2%} more time ({seconds_text(checked.check_s)} a check)"
     gaps = []
-    if found.alone:
-        gaps.append(f"{found.alone:.0%} of the optimizer's state, which no other rank holds as well")
+    if checked.alone:
+        gaps.append(f"{checked.alone:.0%} of the optimizer's state, which no other rank holds as well")
     if plan.data.independent:
         meet = plan.data.meets(config.steps)
         compared = "they are compared only after they have met" if meet else "they never meet, so none is compared"
         gaps.append(f"what makes replicas differ, which train apart: {compared}")
-    if not (config.sdc.recompute and found.every == 1):
+    if not (config.sdc.recompute and checked.every == 1):
         fix = "sdc.every=1" if config.sdc.recompute else "sdc.recompute=true"
         gaps.append(f"what goes wrong in computing in one step alone (see {fix})")
     if gaps:

@@ -11,6 +11,7 @@ from rich.text import Text
 from parallelrun.base.wording import COLUMNS
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.facts import alternatives
 from parallelrun.planner.facts.document import axis_rows, link_rows, rank_row, server_rows, stage_rows
 from parallelrun.planner.facts.plan_facts import Facts
 from parallelrun.planner.pieces.expert_axes import axis_views
@@ -18,7 +19,7 @@ from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.simulate import Simulation
 from parallelrun.planner.predict.traffic import TrafficRow
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, evenly
-from parallelrun.report.plans import data_axis, layouts
+from parallelrun.report.plans import alternatives as alternatives_report
 from parallelrun.report.plans import gantt_text as timeline
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
 
@@ -26,28 +27,32 @@ MOST_RANKS, MOST_SERVERS = 200, 16  # rows
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ.", "temporary": "temp."}
 
 
-def show(name: str, plan: Plan, config: Config, found: Facts, console: Console) -> None:
+def show(name: str, plan: Plan, config: Config, results: Facts, console: Console) -> None:
     """Print one section: name is one of `wording.DETAILS`."""
     sections: dict[str, tuple[str, Callable[[], RenderableType]]] = {
         "ranks": ("mesh and ranks", lambda: _ranks(plan, config)),
-        "stages": ("stages and memory", lambda: _stages(plan, found)),
-        "schedule": ("schedule", lambda: schedule(plan, found.simulation, width(console))),
-        "traffic": ("collectives of a step", lambda: _traffic(plan, found)),
-        "data_axis": ("data-parallel strategies side by side", lambda: _data_axis(found)),
-        "layouts": ("tensor layouts side by side", lambda: _layouts(found)),
+        "stages": ("stages and memory", lambda: _stages(plan, results)),
+        "schedule": ("schedule", lambda: schedule(plan, results.simulation, width(console))),
+        "traffic": ("collectives of a step", lambda: _traffic(plan, results)),
+        "data_axis": ("data-parallel strategies side by side", lambda: _data_axis(plan, config)),
+        "layouts": ("tensor layouts side by side", lambda: _layouts(plan, config)),
     }
     title, draw = sections[name]
     show_section(title, draw(), console)
 
 
-def _data_axis(found: Facts) -> RenderableType:
-    return (
-        data_axis.panel(found.data_axis) if found.data_axis else Text("one data replica: there is nothing to combine")
-    )
+def _data_axis(plan: Plan, config: Config) -> RenderableType:
+    compared = alternatives.data_axis(plan, config)
+    if compared is None:
+        return Text("one data replica: there is nothing to combine")
+    return alternatives_report.data_axis_panel(compared)
 
 
-def _layouts(found: Facts) -> RenderableType:
-    return layouts.panel(found.layouts) if found.layouts else Text("this plan has no tensor layouts to compare")
+def _layouts(plan: Plan, config: Config) -> RenderableType:
+    compared = alternatives.layouts(plan, config)
+    if compared is None:
+        return Text("this plan has no tensor layouts to compare")
+    return alternatives_report.layouts_panel(compared, plan.mesh.size("tp"))
 
 
 def _ranks(plan: Plan, config: Config) -> Group:
@@ -82,16 +87,16 @@ def ranks_text(ranks: list[int]) -> str:
     return " ".join(map(str, shown))
 
 
-def _stages(plan: Plan, found: Facts) -> Group:
+def _stages(plan: Plan, results: Facts) -> Group:
     """Return blocks, parameters and memory of the heaviest rank for each pp rank, then the servers."""
-    stages, heaviest = stage_rows(plan), found.heaviest_pp_rank
-    names = [SHORT.get(name, name) for name in found.memories[heaviest].parts]
+    stages, heaviest = stage_rows(plan), results.heaviest_pp_rank
+    names = [SHORT.get(name, name) for name in results.memories[heaviest].parts]
     drawn = table("pp", "blocks", ">params", *(f">{name}" for name in names), ">total")
-    unit, size = byte_unit(found.memories[heaviest].total)
+    unit, size = byte_unit(results.memories[heaviest].total)
     shown = sorted({*evenly(plan.mesh.size("pp"), timeline.MOST_ROWS), heaviest})
     for pp_rank in shown:
-        mine, memory = [stage for stage in stages if stage["position"] == pp_rank], found.memories[pp_rank]
-        marked = pp_rank == heaviest and len(found.memories) > 1
+        mine, memory = [stage for stage in stages if stage["position"] == pp_rank], results.memories[pp_rank]
+        marked = pp_rank == heaviest and len(results.memories) > 1
         drawn.add_row(
             f"{pp_rank}{' *' if marked else ''}",
             "; ".join(_block_range(stage["blocks"]) for stage in mine),
@@ -100,9 +105,9 @@ def _stages(plan: Plan, found: Facts) -> Group:
             style="bold" if marked else None,
         )
     notes = [f"weights to total: {unit} on the heaviest rank of this pp rank; *: the heaviest of all"]
-    if len(found.memories) > len(shown):
-        notes.append(f"{len(found.memories) - len(shown)} coordinates between them are left out; --json has all")
-    notes.append(f"not counted: {', '.join(found.memories[heaviest].leaves_out)}")
+    if len(results.memories) > len(shown):
+        notes.append(f"{len(results.memories) - len(shown)} coordinates between them are left out; --json has all")
+    notes.append(f"not counted: {', '.join(results.memories[heaviest].leaves_out)}")
     return Group(drawn, Text("\n".join(notes), "dim"), *_servers(plan))
 
 
@@ -144,12 +149,12 @@ def schedule(plan: Plan, simulation: Simulation, columns: int) -> Text:
     return text.append_text(timeline.draw(simulation, columns, chunk_of_stage))
 
 
-def _traffic(plan: Plan, found: Facts) -> RenderableType:
+def _traffic(plan: Plan, results: Facts) -> RenderableType:
     """Return every collective of the busiest rank, and the bytes that all ranks send."""
-    if not found.traffic:
+    if not results.traffic:
         return Text("none: one rank")
     drawn = table("axis", "operation", "purpose", ">calls", ">payload", ">rank sends", ">all send")
-    sending = [row for row in found.traffic if row.operation != "recv"]
+    sending = [row for row in results.traffic if row.operation != "recv"]
     rows = [row for row in sending if row.purpose != prediction.CONTROL]
     for row in rows:
         drawn.add_row(
@@ -167,17 +172,17 @@ def _traffic(plan: Plan, found: Facts) -> RenderableType:
     )
     mean = "mean of a step" if any(row.every > 1 for row in rows) else "sum"
     drawn.add_row(mean, "", "", "", "", mine, everyone, style="bold")
-    return Group(drawn, Text("\n".join([*_traffic_notes(plan, found, sending), *_links(plan)]), "dim"))
+    return Group(drawn, Text("\n".join([*_traffic_notes(plan, results, sending), *_links(plan)]), "dim"))
 
 
-def _traffic_notes(plan: Plan, found: Facts, sending: list[TrafficRow]) -> list[str]:
-    if plan.role(found.busiest_rank) == "server":
+def _traffic_notes(plan: Plan, results: Facts, sending: list[TrafficRow]) -> list[str]:
+    if plan.role(results.busiest_rank) == "server":
         rank = "a server, in a step of every worker"
     else:
-        coordinate = plan.mesh.coordinate(found.busiest_rank)
+        coordinate = plan.mesh.coordinate(results.busiest_rank)
         rank = " ".join(f"{axis}={coordinate.get(axis, 0)}" for axis in ("pp", "dp", "tp"))
     notes = [
-        f"calls, payload, rank sends: of the busiest rank, {found.busiest_rank} ({rank}), with bandwidth-optimal "
+        f"calls, payload, rank sends: of the busiest rank, {results.busiest_rank} ({rank}), with bandwidth-optimal "
         "algorithms",
         "all send: the sum over all ranks",
     ]

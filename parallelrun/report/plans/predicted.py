@@ -15,19 +15,19 @@ MOST = 0.5  # of the difference: a constant that explains less is not named
 def text(predicted: dict[str, Any], measured_s: float | None) -> str:
     """Return the predicted step, its parts where they compare, how far it is off, and the constant that explains it."""
     low, high = (seconds_text(predicted[name]) for name in ("p10_s", "p90_s"))
-    found = f"{seconds_text(predicted['step_s'])} a step ({low} to {high})"
+    sentence = f"{seconds_text(predicted['step_s'])} a step ({low} to {high})"
     if measured_s:
         off = measured_s / predicted["step_s"] - 1
-        found += f": measured is {abs(off):.0%} {'longer' if off > 0 else 'shorter'}"
+        sentence += f": measured is {abs(off):.0%} {'longer' if off > 0 else 'shorter'}"
     if predicted["compares_parts"]:
         parts = [f"{name} {seconds_text(predicted[key])}" for key, name in PARTS.items() if predicted[key]]
-        found += f"\n{', '.join(parts)}"
+        sentence += f"\n{', '.join(parts)}"
     explanation = predicted["explanation"]
     if explanation and explanation["explains"] >= MOST:
-        found += (
+        sentence += (
             f"\n{explanation['key']}={digits(explanation['instead'])} instead of {digits(explanation['value'])} "
             f"explains {explanation['explains']:.0%} of the difference"
         )
     elif explanation:
-        found += "\nno single constant of the cluster explains the difference"
-    return found
+        sentence += "\nno single constant of the cluster explains the difference"
+    return sentence

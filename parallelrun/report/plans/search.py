@@ -34,66 +34,69 @@ class Context:
     command: str
 
 
-def document(found: Search) -> dict[str, Any]:
+def document(result: Search) -> dict[str, Any]:
     """The search for `plan --json`: the fastest plans that fit, by the time of a step, and what became of the rest."""
     return {
-        "world": found.world,
-        "global_batch": found.global_batch,
-        "considered": found.considered,
-        "fitting": found.fitting,
-        "rank": found.rank[1] if found.rank else None,
-        "best_rank": found.rank[0] if found.rank else None,
-        "counted": found.is_counted,
-        "best": [plan_document(one) for one in found.best[:SHOWN]],
-        "nearest": plan_document(found.nearest) if found.nearest else None,
+        "world": result.world,
+        "global_batch": result.global_batch,
+        "considered": result.considered,
+        "fitting": result.fitting,
+        "rank": result.rank[1] if result.rank else None,
+        "best_rank": result.rank[0] if result.rank else None,
+        "counted": result.is_counted,
+        "best": [plan_document(one) for one in result.best[:SHOWN]],
+        "nearest": plan_document(result.nearest) if result.nearest else None,
         "removed": [
-            {"rule": one.rule, "candidates": one.candidates, "example": one.example} for one in found.removed
+            {"rule": one.rule, "candidates": one.candidates, "example": one.example} for one in result.removed
         ],
         "unpriced": [
-            {"overrides": list(one.overrides), "reason": one.reason, "plans": found.num_unpriced[one.reason]}
-            for one in found.unpriced
+            {"overrides": list(one.overrides), "reason": one.reason, "plans": result.num_unpriced[one.reason]}
+            for one in result.unpriced
         ],
     }  # fmt: skip
 
 
-def plan_document(found: Found) -> dict[str, Any]:
+def plan_document(plan: Found) -> dict[str, Any]:
     """One plan of a search; seconds add up to step_s."""
-    time = timed(found)
+    time = timed(plan)
     return {
-        "overrides": list(found.overrides),
+        "overrides": list(plan.overrides),
         "step_s": time.step_s,
         "p10_s": time.p10_s,
         "p90_s": time.p90_s,
-        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_s": plan.tokens_per_s,
         "mfu": time.mfu,
-        "heaviest_gib": found.heaviest_bytes / 2**30,
-        "fits": found.fits,
+        "heaviest_gib": plan.heaviest_bytes / 2**30,
+        "fits": plan.fits,
         "parts": dict(time.parts),
     }
 
 
-def timed(found: Found) -> StepTime:
+def timed(plan: Found) -> StepTime:
     """The time of a plan that is known to have one."""
-    assert found.time is not None
-    return found.time
+    assert plan.time is not None
+    return plan.time
 
 
 def show(
-    found: Search,
+    result: Search,
     context: Context,
     console: Console,
     more: Sequence[tuple[str, RenderableType]] = (),
     first: Sequence[tuple[str, RenderableType]] = (),
 ) -> None:
     """Print a search that has found a plan. first, more: labelled lines before all others, and before the command."""
-    config, shown = context.config, side_by_side(found.best)
-    title = f"search: {config.model.preset} on {counted(found.world, 'device')} of {config.cluster.name}"
-    head = labelled([*first, ("searched", Text(_searched(found, config))), ("best", Text(_verdict(found)))])
+    config, shown = context.config, side_by_side(result.best)
+    title = f"search: {config.model.preset} on {counted(result.world, 'device')} of {config.cluster.name}"
+    head = labelled([*first, ("searched", Text(_searched(result, config))), ("best", Text(_verdict(result)))])
     reasons = [
-        (f"{'why 1, not' if number == 2 else '      not'} {number}", Text(waterfall.why(timed(shown[0]), timed(other))))
+        (
+            "why" if number == 2 else "",
+            Text(f"plan 1 beats plan {number}: {waterfall.why(timed(shown[0]), timed(other))}"),
+        )
         for number, other in enumerate(shown[1:], 2)
     ]
-    tail = [*reasons, *_close(found, shown[0], config), *_nearest(found, config), *_unpriced(found), *more]
+    tail = [*reasons, *_close(result, shown[0], config), *_nearest(result, config), *_unpriced(result), *more]
     parts: list[RenderableType] = [head, Text(), _columns(shown, config)]
     if tail:
         parts += [Text(), labelled(tail)]
@@ -102,25 +105,29 @@ def show(
     print_command(context.command, console)
 
 
-def rank_rows(found: Search | None, mine: StepTime, fits: str) -> list[tuple[str, RenderableType]]:
+def rank_rows(result: Search | None, mine: StepTime, fits: str) -> list[tuple[str, RenderableType]]:
     """Where a plan stands among all plans of as many ranks and samples; what is faster, and why.
 
-    found: None where no plan fits. mine: its time. fits: yes | no | unknown.
+    result: None where no plan fits. mine: its time. fits: yes | no | unknown.
     """
-    if found is None:
+    if result is None:
         return [("rank", Text("no plan that a search tries fits as many devices"))]
-    best = found.best[0]
-    time, count = timed(best), f"{counted(found.fitting, 'plan')} that {_may(found)}fit"
+    best = result.best[0]
+    time, count = timed(best), f"{counted(result.fitting, 'plan')} that {_may(result)}fit"
     if fits == "yes" and mine.step_s <= time.step_s:
         return [("rank", Text(f"the fastest of {count}"))]
     behind = f"{mine.step_s / time.step_s:.2f} times the fastest"
-    assert found.rank is not None, "a plan is compared"
-    first, last = found.rank
+    assert result.rank is not None, "a plan is compared"
+    first, last = result.rank
     rank = f"{f'{first:,} to ' if first < last else ''}{last:,} of {count}, {behind}"
     if fits != "yes":
         rank = f"{'it does not fit' if fits == 'no' else 'it may not fit'}; {behind} of {count}"
     fastest = f"{' '.join(best.overrides)}: {seconds_text(time.step_s)} a step, {gib(best.heaviest_bytes)}"
-    return [("rank", Text(rank)), ("fastest", Text(fastest)), ("why", Text(waterfall.why(time, mine)))]
+    return [
+        ("rank", Text(rank)),
+        ("fastest", Text(fastest)),
+        ("why", Text(f"the fastest is {waterfall.why(time, mine)}")),
+    ]
 
 
 def too_many(number: int) -> Text:
@@ -134,36 +141,36 @@ def side_by_side(best: Sequence[Found]) -> list[Found]:
     Where there are too few of those, the next fastest ones.
     """
     chosen: dict[tuple[str, ...], Found] = {}
-    for one in best:
-        chosen.setdefault(degrees(one), one)
+    for plan in best:
+        chosen.setdefault(degrees(plan), plan)
     different = list(chosen.values())[:SHOWN]
-    others = [one for one in best if one not in different][: SHOWN - len(different)]
-    return sorted([*different, *others], key=lambda one: timed(one).step_s)
+    others = [plan for plan in best if plan not in different][: SHOWN - len(different)]
+    return sorted([*different, *others], key=lambda plan: timed(plan).step_s)
 
 
-def degrees(found: Found) -> tuple[str, ...]:
+def degrees(plan: Found) -> tuple[str, ...]:
     """Return the overrides of a plan that are degrees or the tensor layout."""
-    return tuple(text for text in found.overrides if text.partition("=")[0] in DEGREES)
+    return tuple(text for text in plan.overrides if text.partition("=")[0] in DEGREES)
 
 
-def _searched(found: Search, config: Config) -> str:
-    sizes = f"{found.global_batch:,} samples"
-    text = f"{counted(found.considered, 'legal plan')} of {sizes} a step in {config.precision.name}"
+def _searched(result: Search, config: Config) -> str:
+    sizes = f"{result.global_batch:,} samples"
+    text = f"{counted(result.considered, 'legal plan')} of {sizes} a step in {config.precision.name}"
     if not config.cluster.memory_gb:
         return text
-    return f"{text}; {found.fitting:,} of them {_may(found)}fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
+    return f"{text}; {result.fitting:,} of them {_may(result)}fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
 
 
-def _may(found: Search) -> str:
+def _may(result: Search) -> str:
     """Before `fit`: in a large space, plans are counted by lower bounds of their memory, and some need more."""
-    return "" if found.is_counted else "may "
+    return "" if result.is_counted else "may "
 
 
-def _verdict(found: Search) -> str:
-    best, time = found.best[0], timed(found.best[0])
+def _verdict(result: Search) -> str:
+    best, time = result.best[0], timed(result.best[0])
     return (
         f"{seconds_text(time.step_s)} a step ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}), "
-        f"{count_text(found.best[0].tokens_per_s or 0.0)} tokens/s, {time.mfu:.0%} of the peak, "
+        f"{count_text(result.best[0].tokens_per_s or 0.0)} tokens/s, {time.mfu:.0%} of the peak, "
         f"{gib(best.heaviest_bytes)} on the heaviest rank"
     )
 
@@ -203,9 +210,9 @@ def _label(key: str) -> str:
     return sections[-1] if last == "kind" else last
 
 
-def _setting(found: Found, key: str, config: Config) -> str:
+def _setting(plan: Found, key: str, config: Config) -> str:
     """The value of a key in a plan: as it sets it, else that of the configuration."""
-    own = dict(text.split("=", 1) for text in found.overrides)
+    own = dict(text.split("=", 1) for text in plan.overrides)
     if key in own:
         return own[key]
     strategy = config.strategy
@@ -218,38 +225,40 @@ def _setting(found: Found, key: str, config: Config) -> str:
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _close(found: Search, first: Found, config: Config) -> list[tuple[str, Text]]:
+def _close(result: Search, first: Found, config: Config) -> list[tuple[str, Text]]:
     """Variants of the best plan, of the same degrees, that are about as fast."""
     texts: dict[str, None] = {}
-    for other in found.best:
+    for other in result.best:
         more = timed(other).step_s / timed(first).step_s - 1
         if other is not first and degrees(other) == degrees(first) and more <= CLOSE:
             texts[f"{_difference(other, first, config)} (+{more:.1%})"] = None
-    return [("as fast", Text("; ".join(list(texts)[:MOST_CLOSE])))] if texts else []
+    return [("nearly as fast", Text("; ".join(list(texts)[:MOST_CLOSE])))] if texts else []
 
 
 def _difference(other: Found, first: Found, config: Config) -> str:
     """The settings of a plan that another one has not: `data=zero1 recompute=none`."""
     settings = {key: (_setting(other, key, config), _setting(first, key, config)) for key in _keys([first, other])}
-    own_ones = [f"{_label(key)}={own}" for key, (own, known) in settings.items() if own not in (known, "-")]
-    unset = [f"{_label(key)}={known}" for key, (own, known) in settings.items() if own == "-" != known]
+    own_ones = [f"{_label(key)}={own}" for key, (own, first_value) in settings.items() if own not in (first_value, "-")]
+    unset = [
+        f"{_label(key)}={first_value}" for key, (own, first_value) in settings.items() if own == "-" != first_value
+    ]
     return " ".join(own_ones) or f"without {' '.join(unset)}"
 
 
-def _nearest(found: Search, config: Config) -> list[tuple[str, Text]]:
-    if found.nearest is None or not config.cluster.memory_gb:
+def _nearest(result: Search, config: Config) -> list[tuple[str, Text]]:
+    if result.nearest is None or not config.cluster.memory_gb:
         return []
-    nearest = found.nearest
-    gained = timed(found.best[0]).step_s - timed(nearest).step_s
+    nearest = result.nearest
+    gained = timed(result.best[0]).step_s - timed(nearest).step_s
     over = nearest.heaviest_bytes - config.cluster.memory_gb * 1e9
     lacks = f"{gib(over)} more than a device has" if nearest.fits == "no" else "so close to all that it may not fit"
     plan, needs = " ".join(nearest.overrides), gib(nearest.heaviest_bytes)
     return [("too large", Text(f"{plan} would be {seconds_text(gained)} faster; it needs {needs}, {lacks}"))]
 
 
-def _unpriced(found: Search) -> list[tuple[str, Text]]:
+def _unpriced(result: Search) -> list[tuple[str, Text]]:
     rows = [
-        f"{counted(found.num_unpriced[one.reason], 'plan')} ({one.reason}), such as {' '.join(one.overrides)}"
-        for one in found.unpriced[:MOST_REASONS]
+        f"{counted(result.num_unpriced[group.reason], 'plan')} ({group.reason}), such as {' '.join(group.overrides)}"
+        for group in result.unpriced[:MOST_REASONS]
     ]
     return [("no time" if not index else "", Text(row)) for index, row in enumerate(rows)]

@@ -9,12 +9,12 @@ from parallelrun.planner.predict.goodput import CONFIDENCE, HOUR, Goodput
 from parallelrun.report.figures import count_text, digits, seconds_text
 
 
-def text(found: Facts) -> str:
+def text(results: Facts) -> str:
     """Return how many days the given number of tokens takes, without failures."""
-    training = found.training
+    training = results.training
     assert training is not None
     text = f"{count_text(training.tokens)} tokens are {training.steps:,} steps: "
-    seconds = training_s(found)
+    seconds = training_s(results)
     if seconds:
         return f"{text}about {digits(seconds / DAY)} days"
     if training.sustained is None:
@@ -26,9 +26,9 @@ def text(found: Facts) -> str:
     return f"{text}{digits(training.sustained)} days at {share}"
 
 
-def training_s(found: Facts) -> float | None:
+def training_s(results: Facts) -> float | None:
     """The predicted seconds of the training, if tokens are given and a step is predicted."""
-    return found.training.steps * found.time.step_s if found.training and found.time else None
+    return results.training.steps * results.time.step_s if results.training and results.time else None
 
 
 def goodput_text(goodput: Goodput, training_s: float | None, brief: bool = False) -> str:

@@ -33,12 +33,12 @@ def unit_of(longest: float) -> tuple[str, float, int]:
 def rounded(values: Sequence[float], num_digits: int) -> list[float]:
     """The values with `num_digits` digits after the point, so that they add up to their rounded sum."""
     scale = 10.0**num_digits
-    whole = [floor(value * scale) for value in values]
-    missing = round(sum(values) * scale) - sum(whole)
-    by_remainder = sorted(range(len(values)), key=lambda index: whole[index] - values[index] * scale)
+    floors = [floor(value * scale) for value in values]
+    missing = round(sum(values) * scale) - sum(floors)
+    by_remainder = sorted(range(len(values)), key=lambda index: floors[index] - values[index] * scale)
     for index in by_remainder[:missing]:
-        whole[index] += 1
-    return [number / scale for number in whole]
+        floors[index] += 1
+    return [number / scale for number in floors]
 
 
 def columns(times: Sequence[StepTime], unit: tuple[str, float, int]) -> list[tuple[str, list[str]]]:
@@ -75,12 +75,12 @@ def _bar(begin: float, end: float, width: int) -> str:
 def differences(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[tuple[str, float]]:
     """(part, seconds that ours takes beyond theirs), the largest first; without parts that are equal."""
     names = dict.fromkeys([*ours, *theirs])
-    found = [(name, ours.get(name, 0.0) - theirs.get(name, 0.0)) for name in names]
-    return sorted((one for one in found if one[1]), key=lambda one: -abs(one[1]))
+    pairs = [(name, ours.get(name, 0.0) - theirs.get(name, 0.0)) for name in names]
+    return sorted((pair for pair in pairs if pair[1]), key=lambda pair: -abs(pair[1]))
 
 
 def why(ours: StepTime, theirs: StepTime) -> str:
-    """`0.41 s faster: tensor communication -0.62, bubble +0.21`: how ours differs, the largest differences first."""
+    """`0.41 s faster (tensor communication -0.62 s, bubble +0.21 s)`: how ours differs, the largest part first."""
     gained = theirs.step_s - ours.step_s
     parts = differences(ours.parts, theirs.parts)
     if not parts:
@@ -90,6 +90,6 @@ def why(ours: StepTime, theirs: StepTime) -> str:
     named = [one for one in parts[:MOST_DIFFERENCES] if abs(one[1]) >= SMALL * abs(parts[0][1])]
     others = -gained - sum(seconds for _, seconds in named)
     named += [("others", others)] if abs(others) >= SMALL * abs(parts[0][1]) else []
-    listed = ", ".join(f"{name} {seconds / size:+.{num_digits}f}" for name, seconds in named)
+    listed = ", ".join(f"{name} {seconds / size:+.{num_digits}f} {unit}" for name, seconds in named)
     verdict = "faster" if gained >= 0 else "slower"
-    return f"{abs(gained) / size:.{num_digits}f} {unit} {verdict}: {listed}"
+    return f"{abs(gained) / size:.{num_digits}f} {unit} {verdict} ({listed})"

@@ -13,7 +13,6 @@ from rich.table import Table
 from parallelrun.base.records import write_text
 from parallelrun.base.wording import counted
 from parallelrun.report.figures import bytes_text, csv_text, degrees_text, digits, seconds_text
-from parallelrun.report.plans.layouts import sweep_table
 from parallelrun.report.screen import NO_LIMIT, open_console, table
 from parallelrun.report.sweeps.scaling import efficiencies
 from parallelrun.report.sweeps.sweep_rows import DEGREES, PLANNED, RESULTS, is_crowded, overridden, read, varied
@@ -78,13 +77,8 @@ def show(directory: Path) -> None:
 
 
 def show_plans(rows: list[dict[str, Any]]) -> None:
-    """Print the tables of a sweep of plans: the layouts, if the points differ in them, and a line per point."""
-    console = open_console()
-    compared = [(row["point"], row["layouts"]) for row in rows if row.get("layouts")]
-    if len({row["chosen"]["kind"] for _, row in compared}) > 1:
-        sweep_table(compared, console)
-        print()
-    show_table(rows, console)
+    """Print the table of a sweep of plans, a line per point."""
+    show_table(rows, open_console())
     illegal = sum(row["state"] == "skipped" and "same_as" not in row for row in rows)
     print(f"{len(rows) - illegal} of {len(rows)} points are legal")
 

@@ -14,7 +14,6 @@ from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, Exc
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.predict import data_cost
 from parallelrun.planner.predict.prediction import merge
 
 from .bucket_prediction import buckets_of, final_collectives
@@ -81,7 +80,7 @@ class BucketedAllReduce(DataStrategy):
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         compression = self.compression.kind if self.compression.compresses else ""
-        return ExchangeForm(data_cost.RING, compression=compression)
+        return ExchangeForm(compression=compression)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return self.compression.equivalence(plan)

@@ -12,11 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.base.precision import BYTES
-from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
+from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import SYNC, Collective, Plan
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.predict import data_cost
 
 from .bucket_prediction import buckets_of, final_collectives
 from .buckets import Shape, partition
@@ -95,6 +94,3 @@ class IndependentReplicas(DataStrategy):
     def _bucket_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
         parts = buckets_of(pp_rank, coordinate, plan).parts
         return [BYTES[plan.precision.stored] * sum(prod(shape) for _, shape in bucket) for bucket in parts]
-
-    def exchange_form(self, plan: Plan) -> ExchangeForm:
-        return ExchangeForm(data_cost.RING)

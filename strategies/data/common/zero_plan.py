@@ -24,7 +24,6 @@ from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.planner.pieces.expert_axes import replica_axis
-from parallelrun.planner.predict import data_cost
 from parallelrun.planner.predict.prediction import merge
 
 from .bucket_prediction import RankBuckets, buckets_of, check_shardable, final_collectives
@@ -102,8 +101,7 @@ class ZeRO(DataStrategy):
         return merge(rows) + final_collectives(pp_rank, coordinate, plan)
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
-        name = data_cost.SCATTERED_AGAIN if self.num_exchanges(plan) > 1 else data_cost.SHARDED
-        return ExchangeForm(name, gathers_rounded=self._rounds(plan))
+        return ExchangeForm(gathers_rounded=self._rounds(plan))
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("exact")

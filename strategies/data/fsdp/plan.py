@@ -22,7 +22,6 @@ from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.memory.peak import gradient_bytes
 from parallelrun.planner.model.model_spec import ParameterSpec
-from parallelrun.planner.predict import data_cost
 from parallelrun.planner.predict.prediction import merge
 
 from ..common.bucket_prediction import buckets_of, check_shardable, final_collectives, local_shapes
@@ -214,15 +213,8 @@ class FSDP(UnitSharding):
         return plan.batch.microbatches if alternates else 1
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
-        name = data_cost.SHARDED
-        if 1 < self.shard < plan.num_data_ranks:
-            name = data_cost.HSDP
-        elif self.reshard_after_forward:
-            name = data_cost.GATHERED_AGAIN
-        elif self.reduce_each_microbatch and plan.batch.microbatches > 1:
-            name = data_cost.SCATTERED_AGAIN
         once, again = not self.reduce_each_microbatch, self.reshard_after_forward
-        return ExchangeForm(name, scatters_once=once, gathers_again=again, gathers_rounded=True)
+        return ExchangeForm(scatters_once=once, gathers_again=again, gathers_rounded=True)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("exact")

@@ -12,11 +12,10 @@ from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES, TABLE
 from parallelrun.base.wording import counted
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.data_strategy import DataStrategy, ExchangeForm
+from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
 from parallelrun.planner.contract.plan import Collective, Equivalence, Memory, Plan
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.predict import data_cost
 from parallelrun.planner.predict.prediction import INT64_BYTES
 
 from .keys import ParameterServerConfig
@@ -193,9 +192,6 @@ class ParameterServer(DataStrategy):
     def num_shards(self, server: int, plan: Plan) -> int:
         """Tensors, or pieces of tensors, that one server owns."""
         return len(sharding(plan).of_server[server])
-
-    def exchange_form(self, plan: Plan) -> ExchangeForm:
-        return ExchangeForm(data_cost.SERVERS if plan.servers > 1 else data_cost.ONE_SERVER)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         if self.in_step:

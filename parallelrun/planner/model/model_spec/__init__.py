@@ -188,8 +188,8 @@ class ModelSpec:
     def first_alike(self) -> dict[str, str]:
         """By block name: the first block with equal costs. A block with a tied weight equals no other."""
         tied = {name for pair in self.tied for name in pair}
-        found: dict[object, str] = {}
-        return {block.name: found.setdefault(_block_key(block, tied), block.name) for block in self.blocks}
+        names: dict[object, str] = {}
+        return {block.name: names.setdefault(_block_key(block, tied), block.name) for block in self.blocks}
 
     @cached_property
     def tied_blocks(self) -> dict[str, frozenset[str]]:
@@ -217,19 +217,19 @@ class ModelSpec:
     @cached_property
     def distinct_pairs(self) -> tuple[Pair, ...]:
         """The first of all pairs with equal shapes and heads."""
-        found: dict[object, Pair] = {}
+        pairs: dict[object, Pair] = {}
         for pair in self.pairs:
             layers = (*pair.columns, *((pair.row,) if pair.row else ()))
-            found.setdefault(tuple(_key(layer) for layer in layers), pair)
-        return tuple(found.values())
+            pairs.setdefault(tuple(_key(layer) for layer in layers), pair)
+        return tuple(pairs.values())
 
     @cached_property
     def distinct_layers(self) -> tuple[LayerSpec, ...]:
         """The first of all layers with equal roles, shapes and heads."""
-        found: dict[object, LayerSpec] = {}
+        first: dict[object, LayerSpec] = {}
         for layer in self.layers():
-            found.setdefault(_key(layer), layer)
-        return tuple(found.values())
+            first.setdefault(_key(layer), layer)
+        return tuple(first.values())
 
     @cached_property
     def pair_of(self) -> dict[str, Pair]:
@@ -257,15 +257,15 @@ def _key(layer: LayerSpec) -> object:
 
 def _pairs(block: BlockSpec) -> dict[str, Pair]:
     """By layer name, in order: the pair of each layer of `block` that has one."""
-    found: dict[str, Pair] = {}
+    pairs: dict[str, Pair] = {}
     opened: list[LayerSpec] = []
     for layer in block.layers:
         if layer.layer_role == "row_parallel":
             columns = tuple(other for other in opened if other.layer_role == "column_parallel")
             pair = Pair(columns, layer, tuple(other for other in opened if other.layer_role != "column_parallel"))
-            found |= {inside.name: pair for inside in (*opened, layer)}
+            pairs |= {inside.name: pair for inside in (*opened, layer)}
             opened = []
         elif layer.layer_role == "column_parallel" or opened:
             opened.append(layer)
-    found |= {layer.name: Pair((layer,), None) for layer in opened if layer.layer_role == "column_parallel"}
-    return found
+    pairs |= {layer.name: Pair((layer,), None) for layer in opened if layer.layer_role == "column_parallel"}
+    return pairs

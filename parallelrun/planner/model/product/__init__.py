@@ -39,9 +39,11 @@ class ActivationLayout:
         """The layout after an all-gather along `move`, which removes the minor-most axis of that dim."""
         if move is None:
             return self
-        held = getattr(self, move.dim)
-        assert held and held[-1] == move.axis, f"{move.axis} is not the minor-most axis of {move.dim} {held}"
-        return replace(self, **{move.dim: held[:-1]})
+        axes_of_dim = getattr(self, move.dim)
+        assert axes_of_dim and axes_of_dim[-1] == move.axis, (
+            f"{move.axis} is not the minor-most axis of {move.dim} {axes_of_dim}"
+        )
+        return replace(self, **{move.dim: axes_of_dim[:-1]})
 
     def local(self, rows: int, features: int, sizes: Sizes) -> tuple[int, int]:
         """(rows, features) of the largest part."""
@@ -156,8 +158,8 @@ def _transfers(
     product: Product, shape: tuple[int, int, int], degrees: tuple[tuple[str, int], ...], flags: tuple[bool, bool, bool]
 ) -> tuple[Transfer, ...]:
     sizes = dict(degrees)
-    found = _panels(product, *shape, sizes, *flags[1:]) if product.panels else _gathers(product, *shape, sizes, *flags)
-    return tuple(transfer for transfer in found if sizes.get(transfer.axis, 1) > 1)
+    moves = _panels(product, *shape, sizes, *flags[1:]) if product.panels else _gathers(product, *shape, sizes, *flags)
+    return tuple(transfer for transfer in moves if sizes.get(transfer.axis, 1) > 1)
 
 
 def _gathers(
@@ -192,11 +194,11 @@ def _gathers(
 def _weight_gathers(product: Product, shape: tuple[int, int], sizes: Sizes) -> list[tuple[str, int]]:
     """(axis, elements of the gathered buffer) of each all-gather of W, minor-most axis first; rows padded to equal."""
     rows, width = product.weight.local_shape(shape, sizes, {})
-    found = []
+    gathers = []
     for axis in product.gather_w:
         rows *= sizes.get(axis, 1)
-        found.append((axis, rows * width))
-    return found
+        gathers.append((axis, rows * width))
+    return gathers
 
 
 def degree(axes: Iterable[str], sizes: Sizes) -> int:
@@ -217,18 +219,18 @@ def _panels(
     (across,), (along,) = product.x.features, product.weight.dims[1]  # panels of X are broadcast over `across`
     x_panel = product.x.local(m, k, sizes)[0] * (k // count)
     w_panel = product.weight.local_shape((n, k), sizes, {})[0] * (k // count)
-    found = [
+    panels = [
         Transfer("forward", "x", "broadcast", across, x_panel, count),
         Transfer("forward", "w", "broadcast", along, w_panel, count),
     ]
     if input_gradient:
-        found += [
+        panels += [
             Transfer("backward", "w", "broadcast", along, w_panel, count, again=True),
             Transfer("backward", "dx", "reduce", across, x_panel, count),
         ]
     if weight_gradient:
-        found += [
+        panels += [
             Transfer("backward", "x", "broadcast", across, x_panel, count, again=True),
             Transfer("backward", "dw", "reduce", along, w_panel, count),
         ]
-    return found
+    return panels

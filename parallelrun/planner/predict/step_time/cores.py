@@ -31,8 +31,8 @@ def ranks_per_core(plan: Plan, cluster: ClusterConfig) -> float:
 
 def threads(plan: Plan, cluster: ClusterConfig) -> int:
     """The threads with which a rank computes: its share of the cores, as the launcher sets it; 1 for a device."""
-    whole = min(ranks_per_node(cluster, plan.world), plan.world)
-    return max(1, cluster.cores // whole) if cluster.cores else 1
+    on_host = min(ranks_per_node(cluster, plan.world), plan.world)
+    return max(1, cluster.cores // on_host) if cluster.cores else 1
 
 
 def _ranks(plan: Plan, cluster: ClusterConfig) -> int:

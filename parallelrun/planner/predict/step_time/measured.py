@@ -53,11 +53,11 @@ def beside(plan: Plan, cluster: ClusterConfig, measured: Mapping[str, float | No
         return None
     by_part = ranks_per_core(plan, cluster) == 1
     compared = {name: s for name, s in measured.items() if s is not None and (name == STEP or by_part)}
-    found = explanation(plan, cluster, compared) if compared.get(STEP) else None
+    reason = explanation(plan, cluster, compared) if compared.get(STEP) else None
     fields = {name: getattr(time, name) for name in ("step_s", "p10_s", "p90_s")}
     timed = {**as_measured(time), "optimizer_s": time.parts.get(OPTIMIZER, 0.0)}
     parts = {"parts": dict(time.parts), "compares_parts": by_part}
-    return {**fields, **timed, **parts, "explanation": asdict(found) if found else None}
+    return {**fields, **timed, **parts, "explanation": asdict(reason) if reason else None}
 
 
 def as_measured(time: StepTime) -> dict[str, float]:
@@ -90,14 +90,14 @@ def explanation(plan: Plan, cluster: ClusterConfig, measured: Mapping[str, float
     if total <= AGREES * measured[STEP]:
         return None
     largest = max(gaps, key=lambda name: abs(gaps[name]))
-    found = []
+    candidates = []
     for key, value in _constants(cluster):
         instead = _solved(key, value, partial(seconds, largest, key), now[largest], goal[largest])
         if instead is not None:
             after = predicted(**{key: instead})
             left = sum(abs(wanted - after[name]) for name, wanted in goal.items())
-            found.append(LikelyCause(f"cluster.{key}", value, instead, 1 - left / total))
-    best = max(found, key=lambda one: (round(one.explains, 1), -abs(log(one.instead / one.value))), default=None)
+            candidates.append(LikelyCause(f"cluster.{key}", value, instead, 1 - left / total))
+    best = max(candidates, key=lambda one: (round(one.explains, 1), -abs(log(one.instead / one.value))), default=None)
     return best if best and best.explains > 0 else None
 
 

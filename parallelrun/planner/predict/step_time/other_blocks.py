@@ -16,9 +16,9 @@ FORWARD_PASSES, BACKWARD_PASSES = 3, 5
 
 def streaming(block: BlockSpec, plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds (forward, backward) of the simple kernels of one microbatch of a block."""
-    kept = (block.saved_elements or 0.0) * plan.batch.micro_batch * BYTES[plan.precision.compute]
+    saved = (block.saved_elements or 0.0) * plan.batch.micro_batch * BYTES[plan.precision.compute]
     kernels = 2 * len(block.layers)
-    return streaming_s(FORWARD_PASSES * kept, kernels, rates), streaming_s(BACKWARD_PASSES * kept, 2 * kernels, rates)
+    return streaming_s(FORWARD_PASSES * saved, kernels, rates), streaming_s(BACKWARD_PASSES * saved, 2 * kernels, rates)
 
 
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:

@@ -46,6 +46,6 @@ def exchange(plan: Plan, cluster: ClusterConfig, rates: Rates, computing_s: floa
 
 def _seconds(rows: list[Collective], plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
     """Seconds of what one rank sends."""
-    found = [collective_s(row, plan, cluster, rates) for row in rows if row.operation != "recv"]
-    seconds = [one for one in found if one is not None]
-    return sum(seconds) if len(seconds) == len(found) else None
+    times = [collective_s(row, plan, cluster, rates) for row in rows if row.operation != "recv"]
+    seconds = [one for one in times if one is not None]
+    return sum(seconds) if len(seconds) == len(times) else None

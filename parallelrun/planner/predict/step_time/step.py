@@ -44,24 +44,24 @@ def step_time(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS) -
 
 
 def step_time_with(
-    known: Known, plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS, least: bool = False
+    cached: Known, plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS, least: bool = False
 ) -> StepTime | None:
-    """`step_time` of one of many plans. known: parts that plans share, by what they depend on; it is filled.
+    """`step_time` of one of many plans. cached: parts that plans share, by what they depend on; it is filled.
 
     Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
     optimizer, cluster, stack and partition. least: with a lower bound of the schedule's length, which is not simulated.
     """
-    setting = _setting(plan, cluster, stack, known)
+    setting = _setting(plan, cluster, stack, cached)
     if setting is None:
         return None
     rates, stack = setting
-    stages = stages_of(plan, cluster, rates, stack, known)
-    messages = messages_of(plan, cluster, rates, stack, known)
-    data = once(known, ("data", of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
+    stages = stages_of(plan, cluster, rates, stack, cached)
+    messages = messages_of(plan, cluster, rates, stack, cached)
+    data = once(cached, ("data", of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
     if stages is None or messages is None or data is None:
         return None
     key = "schedule", least, plan.pipeline, plan.batch.microbatches, of_stages(plan)
-    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages, least))
+    makespan, busy = once(cached, key, lambda: _schedule(plan, cluster, stages, messages, least))
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
@@ -86,10 +86,10 @@ def step_time_with(
 
 
 def _setting(
-    plan: Plan, cluster: ClusterConfig, stack: SoftwareStack, known: Known
+    plan: Plan, cluster: ClusterConfig, stack: SoftwareStack, cached: Known
 ) -> tuple[Rates, SoftwareStack] | None:
     """(the rates of one rank, what the program does on such a device); None where the time of a step is unknown."""
-    return once(known, ("setting", plan.world, plan.servers), lambda: _compute_setting(plan, cluster, stack))
+    return once(cached, ("setting", plan.world, plan.servers), lambda: _compute_setting(plan, cluster, stack))
 
 
 def _compute_setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[Rates, SoftwareStack] | None:
@@ -101,12 +101,12 @@ def _compute_setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -
     return rates, replace(stack, fused_attention=False) if keeps_scores else stack
 
 
-def least_s(known: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
-    """A lower bound of the schedule's length, and so of a step; None as `step_time`. known: see `step_time_with`."""
-    setting = _setting(plan, cluster, OURS, known)
+def least_s(cached: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
+    """A lower bound of the schedule's length, and so of a step; None as `step_time`. cached: see `step_time_with`."""
+    setting = _setting(plan, cluster, OURS, cached)
     if setting is None:
         return None
-    stages, messages = stages_of(plan, cluster, *setting, known), messages_of(plan, cluster, *setting, known)
+    stages, messages = stages_of(plan, cluster, *setting, cached), messages_of(plan, cluster, *setting, cached)
     return None if stages is None or messages is None else _schedule(plan, cluster, stages, messages, True)[0]
 
 
@@ -126,27 +126,27 @@ class StageTime:
 
 
 def stages_of(
-    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known
+    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, cached: Known
 ) -> list[StageTime] | None:
     """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
 
-    time_of = _blocks_of(plan, cluster, rates, stack, known)
+    time_of = _blocks_of(plan, cluster, rates, stack, cached)
     key = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages)
-    blocks = once(known, ("blocks of stages", *key), lambda: [_counted(stage, plan) for stage in plan.stages])
-    return once(known, ("stages", of_stages(plan)), lambda: _stages(plan, blocks, time_of))
+    blocks = once(cached, ("blocks of stages", *key), lambda: [_counted(stage, plan) for stage in plan.stages])
+    return once(cached, ("stages", of_stages(plan)), lambda: _stages(plan, blocks, time_of))
 
 
-def blocks_of(plan: Plan, cluster: ClusterConfig, known: Known) -> Callable[[BlockSpec], BlockTime | None]:
+def blocks_of(plan: Plan, cluster: ClusterConfig, cached: Known) -> Callable[[BlockSpec], BlockTime | None]:
     """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
-    setting = _setting(plan, cluster, OURS, known)
+    setting = _setting(plan, cluster, OURS, cached)
     assert setting is not None, "asked only where the cluster gives the rates"
-    return _blocks_of(plan, cluster, *setting, known)
+    return _blocks_of(plan, cluster, *setting, cached)
 
 
 def _blocks_of(
-    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known
+    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, cached: Known
 ) -> Callable[[BlockSpec], BlockTime | None]:
-    times: Known = once(known, ("blocks", of_blocks(plan)), dict)
+    times: Known = once(cached, ("blocks", of_blocks(plan)), dict)
 
     def time_of(block: BlockSpec) -> BlockTime | None:
         alike = plan.spec.first_alike[block.name]
@@ -163,7 +163,7 @@ def _stages(
     plan: Plan, blocks: list[CountedBlocks], time_of: Callable[[BlockSpec], BlockTime | None]
 ) -> list[StageTime] | None:
     """Stages with equal blocks take equally long."""
-    found: dict[CountedBlocks, StageTime] = {}
+    times: dict[CountedBlocks, StageTime] = {}
     for counted in dict.fromkeys(blocks):
         forward = backward = 0.0
         parts: Parts = defaultdict(float)
@@ -176,15 +176,15 @@ def _stages(
             backward += number * (sum(time.backward.values()) + again)
             for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
                 parts[kind] += number * seconds
-        found[counted] = StageTime(forward, backward, dict(parts))
-    return [found[counted] for counted in blocks]
+        times[counted] = StageTime(forward, backward, dict(parts))
+    return [times[counted] for counted in blocks]
 
 
-def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, known: Known) -> float | None:
+def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, cached: Known) -> float | None:
     """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
     if plan.mesh.size("pp") == 1:
         return 0.0
-    return once(known, ("messages", of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
+    return once(cached, ("messages", of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
 
 
 def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> float | None:

@@ -112,13 +112,13 @@ def of_weights(elements: float, plan: Plan, rates: Rates, stack: SoftwareStack) 
     if rates.synchronous or plan.data.shards_weights:
         return 0.0, 0.0
     compute = BYTES[plan.precision.compute]
-    stored, kept = (BYTES[dtype] for dtype in (plan.precision.stored, plan.precision.reduce))
+    stored, reduced = (BYTES[dtype] for dtype in (plan.precision.stored, plan.precision.reduce))
     keeps_rounded = plan.data.exchange_form(plan).gathers_rounded
     rounds = stored != compute and not (stack.rounded_weights or keeps_rounded)
     forward = backward = (stored + compute) * rounds
     if plan.batch.microbatches == 1:
-        backward += (compute + kept) * (keeps_rounded and not stack.rounded_weights)
+        backward += (compute + reduced) * (keeps_rounded and not stack.rounded_weights)
     else:
-        own = compute if stack.rounded_gradients else kept
-        backward += own if stack.fused_accumulation else 2 * own + (kept if rounds else compute)
+        own = compute if stack.rounded_gradients else reduced
+        backward += own if stack.fused_accumulation else 2 * own + (reduced if rounds else compute)
     return elements * forward / rates.memory_bytes_s, elements * backward / rates.memory_bytes_s

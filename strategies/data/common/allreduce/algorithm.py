@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from parallelrun.base.errors import Problem
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.predict import data_cost
 
 from ..keys import AlgorithmKeys
 from .rounds import SCATTER_REDUCE, Number, Rounds
@@ -38,7 +37,6 @@ class Algorithm(ABC):
     group_size: consecutive members that make an inner group (hierarchical).
     """
 
-    cost_name: ClassVar[str]  # of its closed form in `plan.data_axis`
     native: ClassVar[bool] = False  # the backend chooses the messages
     has_groups: ClassVar[bool] = False
     text: ClassVar[tuple[str, str]] = ("", "")  # what it does, in sentences, and the paper: for `explain`
@@ -111,9 +109,8 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class NativeAllReduce(Algorithm):
-    """The backend's own all-reduce, whose messages nobody here knows. Its cost counts as a ring's."""
+    """The backend's own all-reduce, whose messages nobody here knows."""
 
-    cost_name = data_cost.RING
     native = True
 
     name: str = field(default="native", init=False)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.wording import one_of
-from parallelrun.planner.contract.data_strategy import ExchangeForm
 from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
@@ -109,11 +108,6 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
             elements = algorithm.buffer_elements(size, index, message.numel, on_cpu=plan.device == "cpu")
             largest[message.axis] = max(largest[message.axis], elements * message.element_bytes)
         return largest.total()
-
-    def exchange_form(self, plan: Plan) -> ExchangeForm:
-        chosen = self.algorithm
-        form = super().exchange_form(plan)
-        return replace(form, name=chosen.cost_name, group_size=chosen.group_size, native=chosen.native)
 
     def explain(self, plan: Plan) -> Explanation:
         """Every message of every bucket, or one all-reduce a bucket where the backend chooses them."""

@@ -13,7 +13,6 @@ from parallelrun.base.errors import Problem
 from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.predict import data_cost
 
 from ..keys import AlgorithmKeys
 from .algorithm import GROUP_SIZE, Algorithm, Counts, num_pieces
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 class RingAllReduce(Algorithm):
     """See `rounds.ring`."""
 
-    cost_name = data_cost.RING
     text = (
         "The buffer is cut into as many blocks as there are ranks. In n - 1 rounds of scatter-reduce each rank sends a "
         "block to the next rank, which adds it to its own; then each rank holds one block of the sum. In n - 1 rounds "
@@ -62,7 +60,6 @@ class HierarchicalAllReduce(RingAllReduce):
     dp next to its root, with which a rank has the fewest rounds.
     """
 
-    cost_name = data_cost.HIERARCHICAL
     has_groups = True
     text = (
         "Scatter-reduce inside each inner group, a ring all-reduce of the own block across groups, all-gather inside: "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from parallelrun.planner.predict import data_cost
-
 from .algorithm import Algorithm, Counts, num_pieces
 from .rounds import ALL_GATHER, SCATTER_REDUCE, Number, Round, Rounds, Span, halved, halvings, message
 
@@ -18,7 +16,6 @@ class HalvingDoubling(Algorithm):
     before it, waits, and gets the result. Every segment is summed by one rank and copied, so all have the same bits.
     """
 
-    cost_name = data_cost.HALVING
     text = (
         "Partners at distance 1, 2, 4, ... exchange halves of what is left and add them; then the same partners give "
         "the sums back in reverse order. The ring's bytes in 2 log2(n) rounds.",
@@ -66,7 +63,6 @@ class HalvingDoubling(Algorithm):
 class TreeAllReduce(Algorithm):
     """Reduce up a binomial tree to member 0, then broadcast down it (Thakur, Rabenseifner and Gropp 2005)."""
 
-    cost_name = data_cost.BINOMIAL
     text = (
         "Sums go up a binomial tree to the first rank, and the total comes down the same way. 2 log2(n) rounds, but "
         "every message is the whole buffer: good for small ones.",

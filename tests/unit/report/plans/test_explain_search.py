@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from parallelrun.planner.predict import limits as limit_names
+from parallelrun.planner.predict.limits import Limit
+from parallelrun.planner.predict.step_time.spread import BUBBLE
+from parallelrun.planner.predict.step_time.step import StepTime
 from parallelrun.planner.search.crossovers import Flip
 from parallelrun.planner.search.result import Found
+from parallelrun.report.plans import explain_search
 from parallelrun.report.plans.explain_search import flip_texts
 
 BEST = Found(("dp=8", "tp=2", "micro_batch=1"), None, 0, "yes")
@@ -20,18 +25,32 @@ def flip(key: str, now: float, value: float, winner: Found | None = OTHER, **bou
 @pytest.mark.parametrize(
     ("one", "text"),
     [
-        (flip(SEQ, 8192, 1900), "dp=4 tp=4 wins below 1,900 tokens per microbatch (now 8,192), M/h below 0.464"),
-        (flip(SEQ, 8192, 16384), "dp=4 tp=4 wins above 16,384 tokens per microbatch (now 8,192), M/h above 4"),
-        (flip("global_batch", 64, 32), "dp=4 tp=4 wins below 32 samples a step (now 64)"),
-        (flip(BETWEEN, 50, 40), "dp=4 tp=4 wins where links between hosts are slower than 40 GB/s (now 50)"),
-        (flip(INSIDE, 50, 400), "dp=4 tp=4 wins where links inside a host are faster than 400 GB/s (now 50)"),
+        (
+            flip(SEQ, 8192, 1900),
+            "another plan wins below 1,900 tokens per microbatch (now 8,192), M/h below 0.464: dp=4 tp=4",
+        ),
+        (
+            flip(SEQ, 8192, 16384),
+            "another plan wins above 16,384 tokens per microbatch (now 8,192), M/h above 4: dp=4 tp=4",
+        ),
+        (flip("global_batch", 64, 32), "another plan wins below 32 samples a step (now 64): dp=4 tp=4"),
+        (
+            flip(BETWEEN, 50, 40),
+            "another plan wins where links between hosts are slower than 40 GB/s (now 50): dp=4 tp=4",
+        ),
+        (
+            flip(INSIDE, 50, 400),
+            "another plan wins where links inside a host are faster than 400 GB/s (now 50): dp=4 tp=4",
+        ),
         (
             flip(BETWEEN, 50, 40, least=6144),
-            "dp=4 tp=4 wins where M/h exceeds 1.5 and links between hosts are slower than 40 GB/s (now 2 and 50)",
+            "another plan wins where M/h exceeds 1.5 "
+            "and links between hosts are slower than 40 GB/s (now 2 and 50): dp=4 tp=4",
         ),
         (
             flip(INSIDE, 50, 40, most=12288),
-            "dp=4 tp=4 wins where M/h is below 3 and links inside a host are slower than 40 GB/s (now 2 and 50)",
+            "another plan wins where M/h is below 3 "
+            "and links inside a host are slower than 40 GB/s (now 2 and 50): dp=4 tp=4",
         ),
     ],
 )
@@ -47,4 +66,13 @@ def test_a_flip_of_a_plan_that_is_named():
 def test_no_flips_and_flips_that_were_not_looked_for():
     (none,), (named,) = flip_texts([], True, BEST), flip_texts([], True, None)
     assert none.startswith("the same plan is fastest") and named.startswith("this plan is not faster")
-    assert flip_texts([flip(SEQ, 8192, 1900)], False, BEST)[1].startswith("not all was looked for")
+    assert flip_texts([flip(SEQ, 8192, 1900)], False, BEST)[1].startswith("the list may be incomplete")
+
+
+def test_each_limit_is_a_sentence_about_the_resource_that_would_be_free():
+    names = [*limit_names.FREE, BUBBLE]
+    step = StepTime(2.0, 2.0, 2.0, 1.0, 0.5, {"products": 2.0})
+    texts = [str(text) for _, text in explain_search.limit_rows(step, [Limit(name, 1.0) for name in names])]
+    assert texts[names.index("memory bandwidth")] == "with unlimited memory bandwidth a step would be 1 s (50%) shorter"
+    assert texts[names.index(BUBBLE)] == "without bubble a step would be 1 s (50%) shorter"
+    assert set(explain_search.FREE) < set(names)
