@@ -1,7 +1,7 @@
 """Names the rank whose bits are wrong, from what every rank has seen. Torch-free.
 
 In the order of certainty: a rank's weights changed while nobody wrote to them; a rank gave other bits to a collective
-than before, although no rank before it had; one replica differs from most others; a repetition gave other bits.
+than before, although no rank before it had; one replica differs from most others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class Evidence:
 
     at_rest: (step, tensor) of weights that changed between two updates. lanes, given, results: of a pass whose bits
     are not what they were: the lanes of its contributions, the numbers of those that differ, the gradients and the loss
-    that differ. replicas: of tensors that differ between replicas, (its replicas, digest) by name. repeated: the
-    first step after which a repetition has left this rank's weights with other bits; 0: there is none.
+    that differ. replicas: of tensors that differ between replicas, (its replicas, digest) by name.
     """
 
     host: str = ""
@@ -32,12 +31,6 @@ class Evidence:
     given: Sequence[int] = ()
     results: Sequence[str] = ()
     replicas: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    repeated: int = 0
-
-    @property
-    def is_any(self) -> bool:
-        """Whether the rank has seen anything."""
-        return bool(self.at_rest or self.given or self.results or self.replicas or self.repeated)
 
     def document(self) -> dict[str, Any]:
         """Return the evidence, JSON-ready."""
@@ -76,11 +69,6 @@ def verdict(found: Sequence[Evidence]) -> Verdict:
         names = _list(name for rank in ranks for name in found[rank].results) or "what it gives to other ranks"
         what = f"computation: the same samples and weights gave other bits ({names})"
         return Verdict(ranks, what, in_computing=True)
-    repeated = {rank: one.repeated for rank, one in enumerate(found) if one.repeated}
-    if repeated:  # later, its wrong weights have made those of the others wrong
-        first = min(repeated.values())
-        what = f"replicas differed, and a repetition of step {first} left other weights"
-        return Verdict(tuple(rank for rank, step in repeated.items() if step == first), what)
     return _minority(found)
 
 

@@ -12,8 +12,7 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.facts.corruption_cost import replicated_over
-from parallelrun.training.corruption.at_rest import Sums
-from parallelrun.training.corruption.digests import combined, digest_of_all, digests, stacked
+from parallelrun.training.corruption.digests import combined, digest_of_all, digests
 from parallelrun.training.corruption.state import stored_weights
 from parallelrun.training.loop.build import Training
 
@@ -48,11 +47,11 @@ class Replicas:
         self._dims = {layout: replicated_over(layout, training.plan) for layout in layouts_held}
         self._met: dict[str, Tensor] = {}
 
-    def after_step(self, step: int, weights: Sums) -> None:
+    def after_step(self, step: int) -> None:
         """Note one checksum of this rank's weights, if independent replicas have met in this step."""
         data = self._training.plan.data
         if data.independent and data.meets(step):
-            met = digest_of_all([stacked(sums) for _, sums in weights])
+            met = digest_of_all([tensor for _, tensor, _ in self._weights])
             self._met = {f"the weights after replicas met in step {step}": met.view(1)}
 
     def restart(self) -> None:

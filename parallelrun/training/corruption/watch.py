@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import CorruptionError, Problem
@@ -22,11 +21,10 @@ from parallelrun.base.records import append_jsonl
 from parallelrun.base.wording import counted
 from parallelrun.distributed import comm
 from parallelrun.distributed.sequences import Lane
-from parallelrun.models.optimizer import Around
 from parallelrun.planner.contract.plan import WORLD
 from parallelrun.planner.facts.corruption_cost import EACH_CHECK
 from parallelrun.report.records.find import EVENTS
-from parallelrun.training.corruption.at_rest import AtRest, Sums, are_same
+from parallelrun.training.corruption.at_rest import AtRest
 from parallelrun.training.corruption.blame import Evidence, Verdict, verdict
 from parallelrun.training.corruption.hooks import CorruptionWatch
 from parallelrun.training.corruption.probe import NUM_BATCHES, Answer, Probe
@@ -48,14 +46,10 @@ def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, sta
 
 @dataclass(frozen=True)
 class _Undone:
-    """Steps that were undone. step: of the check that found the fault.
-
-    history: checksums of the weights after each of them, if it is not known which rank was wrong.
-    """
+    """Steps that were undone. step: of the check that noticed the fault."""
 
     step: int
     judged: Verdict
-    history: dict[int, Sums] = field(default_factory=dict)
     in_a_row: int = 1
 
 
@@ -78,17 +72,20 @@ class _Watch(CorruptionWatch):
         self._lanes: tuple[Lane, ...] = ()
         self._step, self._is_cold = start, True
         self._undone: _Undone | None = None
-        self._history: dict[int, Sums] = {}  # checksums of the weights after each step since the last check
         self._num_checks = self._num_found = 0
 
-    def before_step(self, step: int) -> None:
-        self._step = step
-        self._first = self._recorder = None
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        self._step, self._first = step, None
         if self._recomputes and step % self._every == 0 and self._repeats:
             if self._is_cold:
                 self._computed(step)  # the first pass of a pipeline sends more messages
             self._first = self._computed(step)
         self._is_cold = False
+        with nullcontext() if self._first is None else PassRecorder(self._training.mesh) as self._recorder:
+            yield
+        self._at_rest.begin()
+        self._replicas.after_step(step)
 
     def _computed(self, step: int) -> PassBits:
         """Compute the gradients of a step; return the bits of the pass."""
@@ -101,33 +98,11 @@ class _Watch(CorruptionWatch):
         training.routing.finish_step(False)
         return bits
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        if self._first is None:
-            yield
-            return
-        with PassRecorder(self._training.mesh) as self._recorder:
-            yield
-
     def before_update(self, training: Training) -> None:
-        self._changed += [(self._step, name) for name in self._at_rest.changed(chunks=False)]
+        self._changed += [(self._step, name) for name in self._at_rest.changed()]
         if self._first is not None and self._recorder is not None:
             bits = self._recorder.bits(training)
             self._differing, self._lanes = bits.differing(self._first), bits.lanes
-
-    @property
-    def around_update(self) -> Around | None:
-        return self._at_rest.updating if self._chunks() else None
-
-    def after_update(self) -> None:
-        self._at_rest.begin(self._chunks())
-        self._changed += [(self._step, name) for name in self._at_rest.noted()]
-        self._history[self._step] = self._at_rest.sums
-        self._replicas.after_step(self._step, self._at_rest.sums)
-
-    def _chunks(self) -> Sequence[Sequence[Tensor]]:
-        """The weights that only the optimizer writes to, as it updates them one after another."""
-        return () if self._training.data.writes_after_update else self._training.optimizer.chunks
 
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
         is_last = step == self._training.config.steps
@@ -138,9 +113,6 @@ class _Watch(CorruptionWatch):
         if finite and not found:
             return self._passed(step)
         judged = verdict(found) if found else Verdict((), NOT_FINITE)
-        if finite and not any(replace(one, repeated=0).is_any for one in found):
-            self._report(step, judged, found, None)  # the repetition is right, and tells which rank was wrong
-            return self._passed(step)
         return self._undo(step, judged, found, finite)
 
     def facts(self) -> dict[str, Any]:
@@ -149,11 +121,10 @@ class _Watch(CorruptionWatch):
     def _evidence(self, step: int) -> list[Evidence]:
         """Return what each rank has seen since the last check, nothing if none has seen anything. Collective."""
         self._changed += [(step, name) for name in self._at_rest.changed()]
-        replicas, repeated = self._replicas.differing(), self._repeated(step)
+        replicas = self._replicas.differing()
         answers = self._answers()
         (given, results), lanes = self._differing, self._lanes
-        at_all = bool(self._changed or repeated)
-        seen = self._anyone([at_all, bool(replicas), bool(given or results), *map(_is_wrong, answers)])
+        seen = self._anyone([bool(self._changed), bool(replicas), bool(given or results), *map(_is_wrong, answers)])
         if not any(seen):
             return []
         _, in_doubt, in_step, *in_answers = seen
@@ -168,7 +139,6 @@ class _Watch(CorruptionWatch):
             given=tuple(given),
             results=tuple(results),
             replicas=replicas,
-            repeated=repeated,
         )
         self._changed, self._differing = [], ([], [])
         return [Evidence.of(document) for document in comm.gather_json(own.document(), self._training.mesh)]
@@ -186,13 +156,6 @@ class _Watch(CorruptionWatch):
                 return answer
         return ([], []), ()
 
-    def _repeated(self, step: int) -> int:
-        """Return the first step after which the weights are not those that led to the repetition; 0: none."""
-        if self._undone is None or self._undone.step != step:
-            return 0
-        before, now = self._undone.history, self._history
-        return next((one for one in sorted(before) if one not in now or not are_same(now[one], before[one])), 0)
-
     def _anyone(self, seen: Sequence[bool]) -> list[bool]:
         """Return which of several things any rank has seen. Collective."""
         mesh = self._training.mesh
@@ -204,7 +167,6 @@ class _Watch(CorruptionWatch):
         if self._undone is not None and step >= self._undone.step:
             self._undone = None
         self._snapshot.take(step)
-        self._history = {}
         return step
 
     def _undo(self, step: int, judged: Verdict, found: list[Evidence], finite: bool) -> int:
@@ -216,10 +178,9 @@ class _Watch(CorruptionWatch):
         again = before is not None and (set(judged.ranks) & set(before.judged.ranks) or judged == before.judged)
         if again or in_a_row > MAX_UNDONE or self._is_lasting(judged):
             raise self._broken(step, judged, found)
-        self._undone = _Undone(step, judged, {} if judged.ranks else self._history, in_a_row)
-        self._history = {}
+        self._undone = _Undone(step, judged, in_a_row)
         back = self._snapshot.restore()
-        self._at_rest.begin(self._chunks(), again=True)
+        self._at_rest.begin()
         self._replicas.restart()
         self._report(step, judged, found, back)
         return back

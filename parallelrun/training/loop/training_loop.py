@@ -78,14 +78,11 @@ class _Loop:
         """Take one step of training. result.stop: some rank has been asked to stop, or for another plan."""
         context, clock, watch = self._context, self._clock, self._watch
         context.heartbeat(step, "step")
-        watch.before_step(step)
-        with self._first_steps.watch(step), self._profiler.watch(step), watch.recorded(), clock:
+        with watch.around_step(step), self._first_steps.watch(step), self._profiler.watch(step), clock:
             asks = self._is_to_stop() or (context.rank == 0 and reshapes.is_asked(context.directory))
             result = train_step(
-                self._training, step, self._learning_rate(step), self._scaler, asks, self._before_update, clock,
-                watch.around_update,
-            )  # fmt: skip
-        watch.after_update()
+                self._training, step, self._learning_rate(step), self._scaler, asks, self._before_update, clock
+            )
         self._pace.step(step, clock)
         return result
 
