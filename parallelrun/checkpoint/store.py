@@ -101,9 +101,9 @@ def write_parts(
     """
     writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
-    what = f"the checkpoint of step {step} could not be written to {writer.directory}"
+    action = f"the checkpoint of step {step} could not be written to {writer.directory}"
     try:
-        with explained(what, rank, saving=True):
+        with explained(action, rank, saving=True):
             together.save(writer, planner, group, alone)
     finally:
         writer.discard()
@@ -136,8 +136,8 @@ def load(
     def wanted() -> Iterator[LocalPart]:
         """Yield the parts that this rank needs, once the index has been read."""
         check_model(reader.index, plan, reader.path)
-        parts, found = parts_wanted(reader.index, parameters, plan, mesh, kept)
-        states.extend(found)
+        parts, state_of_parameters = parts_wanted(reader.index, parameters, plan, mesh, kept)
+        states.extend(state_of_parameters)
         yield from parts
 
     read_parts(reader, PartLoadPlanner(wanted()), mesh.rank, alone=mesh.shape.num_ranks == 1)

@@ -134,8 +134,8 @@ def _assembled(source: StoredModel, pieces: Sequence[Piece], shapes: Mapping[str
             ranges[0] = (piece.index, piece.index + 1)
         part = source.weights.read(piece.parameter, ranges)
         parts.append(part if piece.index is None else part[0])
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return whole.t() if pieces[0].transposed else whole
+    assembled = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return assembled.t() if pieces[0].transposed else assembled
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -146,14 +146,14 @@ def _write_shards(out: Path, stored: Sequence[Stored], dtype: torch.dtype | None
     """Write one safetensors file, or several and their index. Return the dtype."""
     kind = dtype_name(dtype or stored[0].make().dtype)
     shards: list[list[Stored]] = [[]]
-    held = total = 0
-    for one in stored:
-        size = torch.Size(one.shape).numel() * BYTES[kind]
-        if shards[-1] and held + size > shard_bytes:
+    size_of_shard = total = 0
+    for tensor in stored:
+        size = torch.Size(tensor.shape).numel() * BYTES[kind]
+        if shards[-1] and size_of_shard + size > shard_bytes:
             shards.append([])
-            held = 0
-        shards[-1].append(one)
-        held, total = held + size, total + size
+            size_of_shard = 0
+        shards[-1].append(tensor)
+        size_of_shard, total = size_of_shard + size, total + size
     names = [SINGLE_FILE]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -162,7 +162,7 @@ def _write_shards(out: Path, stored: Sequence[Stored], dtype: torch.dtype | None
         contents = (tensor_bytes(_converted(s.make(), getattr(torch, kind))) for s in shard)
         write_safetensors(out / name, entries, contents, METADATA)
     if len(shards) > 1:
-        weight_map = {one.key: name for name, shard in zip(names, shards) for one in shard}
+        weight_map = {tensor.key: name for name, shard in zip(names, shards) for tensor in shard}
         _write_json(out / SHARD_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return kind
 

@@ -109,11 +109,11 @@ class _Watch(CorruptionWatch):
         if finite and step % self._every and not saves and not is_last:
             return step
         self._num_checks += 1
-        found = self._evidence(step)
-        if finite and not found:
+        evidence = self._evidence(step)
+        if finite and not evidence:
             return self._passed(step)
-        judged = verdict(found) if found else Verdict((), NOT_FINITE)
-        return self._undo(step, judged, found, finite)
+        judged = verdict(evidence) if evidence else Verdict((), NOT_FINITE)
+        return self._undo(step, judged, evidence, finite)
 
     def facts(self) -> dict[str, Any]:
         return {"sdc_checks": self._num_checks, "sdc_found": self._num_found}
@@ -123,20 +123,20 @@ class _Watch(CorruptionWatch):
         self._changed += [(step, name) for name in self._at_rest.changed()]
         replicas = self._replicas.differing()
         answers = self._answers()
-        (given, results), lanes = self._differing, self._lanes
-        seen = self._anyone([bool(self._changed), bool(replicas), bool(given or results), *map(_is_wrong, answers)])
+        (sent, results), lanes = self._differing, self._lanes
+        seen = self._anyone([bool(self._changed), bool(replicas), bool(sent or results), *map(_is_wrong, answers)])
         if not any(seen):
             return []
         _, in_doubt, in_step, *in_answers = seen
         if not in_step:
             wrong = in_answers.index(True) if any(in_answers) else None
             asks = wrong is None and in_doubt
-            (given, results), lanes = answers[wrong] if wrong is not None else self._asked_again(asks)
+            (sent, results), lanes = answers[wrong] if wrong is not None else self._asked_again(asks)
         own = Evidence(
             host=socket.gethostname(),
             at_rest=tuple(self._changed),
             lanes=lanes,
-            given=tuple(given),
+            given=tuple(sent),
             results=tuple(results),
             replicas=replicas,
         )
@@ -169,7 +169,7 @@ class _Watch(CorruptionWatch):
         self._snapshot.take(step)
         return step
 
-    def _undo(self, step: int, judged: Verdict, found: list[Evidence], finite: bool) -> int:
+    def _undo(self, step: int, judged: Verdict, evidence: list[Evidence], finite: bool) -> int:
         """Return to the state of the last check, unless the same rank was wrong before. Returns that step."""
         before = self._undone
         in_a_row = before.in_a_row + 1 if before is not None else 1
@@ -177,12 +177,12 @@ class _Watch(CorruptionWatch):
             return step  # the repetition is not finite either: a matter of numerics
         again = before is not None and (set(judged.ranks) & set(before.judged.ranks) or judged == before.judged)
         if again or in_a_row > MAX_UNDONE or self._is_lasting(judged):
-            raise self._broken(step, judged, found)
+            raise self._broken(step, judged, evidence)
         self._undone = _Undone(step, judged, in_a_row)
         back = self._snapshot.restore()
         self._at_rest.begin()
         self._replicas.restart()
-        self._report(step, judged, found, back)
+        self._report(step, judged, evidence, back)
         return back
 
     def _is_lasting(self, judged: Verdict) -> bool:
@@ -191,28 +191,28 @@ class _Watch(CorruptionWatch):
             return False
         return any(self._anyone([_is_wrong(self._asked_again())]))
 
-    def _broken(self, step: int, judged: Verdict, found: list[Evidence]) -> CorruptionError:
+    def _broken(self, step: int, judged: Verdict, evidence: list[Evidence]) -> CorruptionError:
         """Return the error that ends the run. The rank that is wrong raises it as the cause, the others as victims."""
         ranks = judged.ranks or judged.among
-        who = self._who(ranks, found)
-        self._report(step, judged, found, None)
-        what = f"step {step}: silent data corruption again on {who}: {judged.what}"
-        hosts = ", ".join(sorted({found[rank].host for rank in ranks}))
+        who = self._who(ranks, evidence)
+        self._report(step, judged, evidence, None)
+        message = f"step {step}: silent data corruption again on {who}: {judged.what}"
+        hosts = ", ".join(sorted({evidence[rank].host for rank in ranks}))
         fix = f"test the device, or leave it out: its host is {hosts}" if hosts else "test the devices of this run"
-        error = CorruptionError(Problem(what, who, command=fix))
+        error = CorruptionError(Problem(message, who, command=fix))
         error.of_another_rank = bool(ranks) and self._training.mesh.rank != ranks[0]
         return error
 
-    def _who(self, ranks: tuple[int, ...], found: list[Evidence]) -> str:
-        named = ", ".join(f"rank {rank} ({found[rank].host})" for rank in ranks)
+    def _who(self, ranks: tuple[int, ...], evidence: list[Evidence]) -> str:
+        named = ", ".join(f"rank {rank} ({evidence[rank].host})" for rank in ranks)
         return named or "an unknown rank"
 
-    def _report(self, step: int, judged: Verdict, found: list[Evidence], back: int | None) -> None:
+    def _report(self, step: int, judged: Verdict, evidence: list[Evidence], back: int | None) -> None:
         """Tell the user and write to events.jsonl, on rank 0. back: the step to which training returns, if it does."""
         self._num_found += 1
-        who = self._who(judged.ranks, found)
+        who = self._who(judged.ranks, evidence)
         if not judged.ranks and judged.among:
-            who = f"one of {self._who(judged.among, found)}"
+            who = f"one of {self._who(judged.among, evidence)}"
         undone = f"; {counted(step - back, 'step')} since step {back} undone and repeated" if back is not None else ""
         self._say(f"warning: step {step}: silent data corruption on {who}: {judged.what}{undone}")
         if self._context.rank == 0:
@@ -221,7 +221,7 @@ class _Watch(CorruptionWatch):
                 "step": step,
                 "ranks": judged.ranks,
                 "among": judged.among,
-                "hosts": [found[rank].host for rank in judged.ranks],
+                "hosts": [evidence[rank].host for rank in judged.ranks],
                 "what": judged.what,
                 "undone_to": back,
             }
@@ -233,5 +233,5 @@ class _Watch(CorruptionWatch):
 
 
 def _is_wrong(answer: Answer) -> bool:
-    (given, results), _ = answer
-    return bool(given or results)
+    (sent, results), _ = answer
+    return bool(sent or results)

@@ -210,10 +210,10 @@ def measure(training: Training) -> Evaluation:
     totals = torch.zeros(3, dtype=torch.float64, device=training.mesh.device)  # loss, right answers, valid targets
     for number in range(1, training.eval_batches + 1):
         batch = training.eval_reader.batch(number)
-        found = training.runner.evaluate(batch)
+        sums = training.runner.evaluate(batch)
         num_valid = count_valid(training, batch)[1]
         if training.counts_loss:
-            totals[:2] += found
+            totals[:2] += sums
         if training.counts_targets:
             totals[2] += num_valid
     comm.all_reduce(totals, training.mesh.group(WORLD), "control")

@@ -166,10 +166,10 @@ def check_finite(training: Training, result: StepResult, scaler: LossScaler, ste
     overflow_is_expected = scaler.scaled and isfinite(result.loss)
     if overflow_is_expected and skips < MAX_SKIPS:
         return skips
-    what = "loss" if not isfinite(result.loss) else "gradient"
+    quantity = "loss" if not isfinite(result.loss) else "gradient"
     bad = [p.name for p in training.parameters if p.tensor.grad is not None and not p.tensor.grad.isfinite().all()]
-    value = result.loss if what == "loss" else result.grad_norm
-    reason = f"{skips} overflowing steps in a row" if overflow_is_expected else f"{what} is {value}"
+    value = result.loss if quantity == "loss" else result.grad_norm
+    reason = f"{skips} overflowing steps in a row" if overflow_is_expected else f"{quantity} is {value}"
     coordinate = " ".join(f"{axis}={index}" for axis, index in training.mesh.coordinate.items())
     raise NumericsError(
         Problem(

@@ -41,7 +41,7 @@ def mean_times(everyone: list[dict[str, float]]) -> dict[str, float | None]:
     `bubble_measured` is the fraction of a step in which a rank idles for other stages (see StepTimes.bubble_s). Unlike
     it, `bubble_predicted` ignores the time of messages and everything after the schedule.
     """
-    timed = [one for one in everyone if one]  # servers take no steps
+    timed = [medians for medians in everyone if medians]  # servers take no steps
     names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "optimizer_s", "bubble_measured")
     measured = timed[0] if timed else {}
-    return {name: statistics.fmean(one[name] for one in timed) if name in measured else None for name in names}
+    return {name: statistics.fmean(medians[name] for medians in timed) if name in measured else None for name in names}
