@@ -13,21 +13,20 @@ from parallelrun.checkpoint.together import RanksFailed, disk_error, words
 
 
 @contextmanager
-def explained(what: str, rank: int, saving: bool) -> Iterator[None]:
-    """Raise the error for the user (`_raise_for_user`)."""
-    try:
-        yield
-    except RanksFailed as error:
-        _raise_for_user(error, what, rank, saving)
-
-
-def _raise_for_user(error: RanksFailed, what: str, rank: int, saving: bool) -> NoReturn:
+def explained(action: str, rank: int, saving: bool) -> Iterator[None]:
     """Raise on every rank after a save or load failed on some ranks; the message names the first rank that failed.
 
     rank: of this process among those that save or load together. All ranks raise SaveFailed if a disk cannot be
     written, CheckpointError if a checkpoint cannot be read. Any other exception is raised again on its own rank, and
     PeerFailed on the other ranks.
     """
+    try:
+        yield
+    except RanksFailed as error:
+        _raise_for_user(error, action, rank, saving)
+
+
+def _raise_for_user(error: RanksFailed, action: str, rank: int, saving: bool) -> NoReturn:
     failures = error.failures
     interrupted = [cause for cause in failures.values() if isinstance(cause, (KeyboardInterrupt, SystemExit))]
     if interrupted:
@@ -35,7 +34,7 @@ def _raise_for_user(error: RanksFailed, what: str, rank: int, saving: bool) -> N
     ours = [failed for failed, cause in sorted(failures.items()) if isinstance(cause, ParallelrunError)]
     first = ours[0] if ours else min(failures)
     cause = failures[first]
-    said = f"{what}: rank {first}: {words(cause)}"
+    said = f"{action}: rank {first}: {words(cause)}"
     if len(failures) > 1:
         said += f" (and {len(failures) - 1} more ranks)"
     reported: ParallelrunError | None = cause if isinstance(cause, ParallelrunError) else None

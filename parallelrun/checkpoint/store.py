@@ -42,27 +42,6 @@ PURPOSE = "checkpoint"
 AsPart = Callable[[str, Tensor, LocalParameter], LocalPart]  # (key, tensor, parameter) -> this rank's box
 
 
-def save(
-    directory: Path,
-    step: int,
-    parameters: Sequence[LocalParameter],
-    optimizer: Optimizer,
-    extra: Mapping[str, Any],
-    plan: Plan,
-    mesh: Mesh,
-    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
-) -> Path:
-    """Write `directory/step_<step>` and return its path. Collective: every rank calls it with its own parameters.
-
-    extra: JSON values that an exact resume needs; those of rank 0 are saved. kept: additional tensors of the data
-    strategy (`DataRuntime.kept`), equal on all replicas. The rank that owns a logical element writes it. If any rank
-    fails, all ranks raise (SaveFailed for a full disk, EnvironmentProblem for a file system that hosts do not share);
-    earlier checkpoints stay untouched, and no incomplete one stays.
-    """
-    parts = parts_of(parameters, optimizer, plan, mesh, kept)
-    return write_parts(directory, step, parts, extra, plan, mesh.rank, alone=mesh.shape.num_ranks == 1)
-
-
 def parts_of(
     parameters: Sequence[LocalParameter],
     optimizer: Optimizer,

@@ -5,7 +5,6 @@ A directory appears whole or not at all. One stored tensor is in memory at a tim
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from torch import Tensor
 from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.checkpoint.exchange import paths, tokenizer
+from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.origin import GENERATION, NOT_KEPT, base_config, write_others
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import stored_shapes
@@ -65,11 +65,11 @@ def _hugging_face(source: StoredModel, out: Path, dtype: torch.dtype | None, sha
     constants = family.constants(source.config, source.spec)
     stored = list(_stored(source, pieces, constants))
     kind = _write_shards(out, stored, dtype, shard_bytes)
-    _write_json(out / THEIR_CONFIG, their_config(source, family, kind))
+    write_json(out / THEIR_CONFIG, their_config(source, family, kind))
     tokenizer.write(source, out)
     write_others(source, out, for_transformers=True)
     if not (out / GENERATION).exists():
-        _write_json(out / GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
+        write_json(out / GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
 
 
 def their_config(source: StoredModel, family: Family, dtype: str) -> dict[str, Any]:
@@ -163,12 +163,8 @@ def _write_shards(out: Path, stored: Sequence[Stored], dtype: torch.dtype | None
         write_safetensors(out / name, entries, contents, METADATA)
     if len(shards) > 1:
         weight_map = {tensor.key: name for name, shard in zip(names, shards) for tensor in shard}
-        _write_json(out / SHARD_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(out / SHARD_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return kind
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_bytes(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
 
 
 @contextmanager

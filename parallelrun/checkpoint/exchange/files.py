@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from parallelrun.base.errors import CheckpointError, Problem
+from parallelrun.checkpoint.files import write_bytes
 from parallelrun.checkpoint.schema import read_header
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 
@@ -17,6 +19,11 @@ _MAX_INDEX_BYTES = 2**28
 def damaged(path: Path, cause: str) -> CheckpointError:
     """The error for a file that is not what its name says."""
     return CheckpointError(Problem(f"{path} is damaged: {cause}"))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a new file and wait until it is on the disk. Raises OSError."""
+    write_bytes(path, json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False).encode() + b"\n")
 
 
 def files_of_keys(path: Path) -> dict[str, Path]:

@@ -3,7 +3,6 @@ with foreign weights."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
 from parallelrun.checkpoint.exchange import origin
+from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.origin import GENERATION
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights
-from parallelrun.checkpoint.files import write_bytes
 from parallelrun.config import from_hf
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.tokenizing.tokenizer import END_OF_TEXT, FILE, NUM_BYTES, find_tokenizer, open_tokenizer
@@ -94,19 +93,15 @@ def write(source: StoredModel, out: Path) -> None:
     files, special = files_of(source), special_ids(source)
     generation = next(filter(None, (origin.json_object(one / GENERATION) for one in origin.directories(source))), {})
     if generation or any(one is not None for one in special.values()):
-        _write_json(out / GENERATION, {**generation, **special})
+        write_json(out / GENERATION, {**generation, **special})
     for name, path in files.items():
         origin.copy(path, out / name)
     if set(files) == {FILE}:  # transformers asks for the second one
-        _write_json(out / "tokenizer_config.json", _config_file(source.spec.seq))
+        write_json(out / "tokenizer_config.json", _config_file(source.spec.seq))
     if not files and is_bytes(source):
         end = NUM_BYTES if source.config.dataset.append_eod else None
         for name, content in byte_files(source.spec.seq, source.spec.mask_token, end).items():
-            _write_json(out / name, content)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_bytes(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
+            write_json(out / name, content)
 
 
 class Codec:

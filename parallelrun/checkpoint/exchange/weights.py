@@ -130,11 +130,6 @@ class FileWeights(Weights):
         self._file_of = files_of_keys(path)
 
     @cached_property
-    def _headers(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every stored tensor, by its key. Raises CheckpointError."""
-        return {key: tuple(entry["shape"]) for key, entry in self._entries.items()}
-
-    @cached_property
     def _entries(self) -> dict[str, dict[str, Any]]:
         """Shape and dtype of every stored tensor, by its key. Raises CheckpointError."""
         entries: dict[str, dict[str, Any]] = {}
@@ -190,8 +185,8 @@ class FileWeights(Weights):
             kind = self._entries[quantised[0]].get("dtype")
             return [f"{quantised[0]}{others} is stored as {kind}: quantised weights are not read; convert them to bf16"]
         stored = {
-            spelled.get(key, key): shape
-            for key, shape in self._headers.items()
+            spelled.get(key, key): tuple(entry["shape"])
+            for key, entry in self._entries.items()
             if key in spelled or self._family is None or not self._family.is_skipped(key)
         }
         needed = {key: shape for key, shape in wanted.items() if key in stored or key not in self._constants}
@@ -223,7 +218,7 @@ class FileWeights(Weights):
         for key, constant in self._constants.items():
             name = self._spelled(key)
             if name in self._file_of and not constant.added_to:
-                stored = self._slice(self._file_of[name], name, [(0, size) for size in self._headers[name]])
+                stored = self._slice(self._file_of[name], name, [(0, size) for size in self._entries[name]["shape"]])
                 if not bool((stored == constant.value).all()):
                     messages.append(f"{name} is not {constant.value:g} everywhere, and our model has no such tensor")
         return messages

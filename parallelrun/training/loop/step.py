@@ -220,8 +220,3 @@ def measure(training: Training) -> Evaluation:
     loss_sum, num_right, num_valid = totals.tolist()
     top1 = num_right / num_valid if training.plan.counts_right_answers else None
     return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
-
-
-def evaluate(training: Training) -> float:
-    """Return the mean validation loss of `measure`."""
-    return measure(training).loss

@@ -24,7 +24,7 @@ from parallelrun.planner.contract.parameters import LocalParameter, owns
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.schedules import LossScaler, learning_rate
-from parallelrun.training.loop.step import evaluate, train_step
+from parallelrun.training.loop.step import measure, train_step
 
 Scores = dict[str, Tensor]  # by site, phase and sample: (seq, num_experts)
 Entries = list[dict[str, Any]]  # one rank's parts of logical tensors: name, ranges, sums
@@ -112,7 +112,7 @@ def record(training: Training, steps: int, decisions: RecordedDecisions | None =
         trace.losses.append(result.loss)
         trace.grad_norms.append(result.grad_norm)
     trace.final = _gather(training, lambda p: p.tensor.detach(), trace)
-    trace.val_loss = evaluate(training)
+    trace.val_loss = measure(training).loss
     if decisions is not None:
         # All tensor ranks route the same tokens.
         mine = decisions.recorded if training.mesh.coordinate.get("tp", 0) == 0 else {}
