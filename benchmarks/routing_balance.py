@@ -27,7 +27,7 @@ from parallelrun.report.figures import digits
 from parallelrun.report.records.routing_log import mean_over_layers
 from parallelrun.training.loop.build import build
 from parallelrun.training.loop.schedules import LossScaler, learning_rate
-from parallelrun.training.loop.step import evaluate, train_step
+from parallelrun.training.loop.step import measure, train_step
 from tests.plans import tiny_config
 
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ def _train(router: dict[str, Any], steps: int) -> dict[str, Any]:
         layers = training.routing.described()
         rows.append({"step": step, "loss": result.loss, **mean_over_layers(layers)})
         loads.append(layers[0]["load"])
-    return {"rows": rows, "loads": loads, "layer": layers[0]["layer"], "val_loss": evaluate(training)}
+    return {"rows": rows, "loads": loads, "layer": layers[0]["layer"], "val_loss": measure(training).loss}
 
 
 def summarise(name: str, measured: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,6 @@ from typing import Any
 import torch
 
 from parallelrun.base.context import WorkerContext
-from parallelrun.models.optimizer import Around
-from parallelrun.training.corruption.hooks import CorruptionWatch
 from parallelrun.training.corruption.watch import watch_of
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.schedules import LossScaler
@@ -187,40 +183,6 @@ def write_table(rows: Path) -> None:
     DOCS.write_text(before + begin + "\n".join(lines) + "\n" + end + after)
 
 
-@dataclass
-class Looking:
-    """Measures the processor time of what a watch does in a step."""
-
-    watch: CorruptionWatch
-    seconds: float = 0.0
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        began = time.process_time()
-        yield
-        self.seconds += time.process_time() - began
-
-    def before_update(self, training: Training) -> None:
-        began = time.process_time()  # the entrance of a context would add a tenth to what little is done here
-        self.watch.before_update(training)
-        self.seconds += time.process_time() - began
-
-    @property
-    def around_update(self) -> Around | None:
-        return self._around if self.watch.around_update else None
-
-    @contextmanager
-    def _around(self, chunk: int | None) -> Iterator[None]:
-        around = self.watch.around_update
-        assert around is not None
-        context = around(chunk)
-        with self.timed():
-            context.__enter__()
-        yield
-        with self.timed():
-            context.__exit__(None, None, None)
-
-
 def costs(over: dict[str, Any], rounds: int) -> tuple[float, float, float]:
     """Return medians of this rank's processor seconds: of a step, of its checksums, of a check. Measured in turns."""
     config, plan = tiny_config({**SIZE, **over}), tiny_plan({**SIZE, **over})
@@ -233,20 +195,25 @@ def costs(over: dict[str, Any], rounds: int) -> tuple[float, float, float]:
             console_owner=False,
         )  # fmt: skip
         watch = watch_of(training, scaler, context, 0)
-        looking = Looking(watch)
         times: dict[str, list[float]] = defaultdict(list)
         for step in range(1, rounds + 3):
-            looking.seconds = 0.0
-            began = time.process_time()
-            train_step(training, step, 1e-3, scaler, observe=looking.before_update, around_update=looking.around_update)
-            took = time.process_time() - began - looking.seconds
-            began = time.process_time()
-            watch.after_update()
-            looking.seconds += (ended := time.process_time()) - began
+            marks = [time.process_time()]
+
+            def before_update(training: Training, marks: list[float] = marks) -> None:
+                marks.append(time.process_time())
+                watch.before_update(training)
+                marks.append(time.process_time())
+
+            with watch.around_step(step):
+                train_step(training, step, 1e-3, scaler, observe=before_update)
+                marks.append(time.process_time())
+            marks.append(time.process_time())
             watch.check(EVERY * step, saves=False)
-            check_s = time.process_time() - ended
-            for name, seconds in (("step", took), ("checksums", looking.seconds), ("check", check_s)):
-                times[name].append(seconds)
+            marks.append(time.process_time())
+            began, looked, went_on, ended, rested, checked = marks
+            times["step"].append(looked - began + ended - went_on)
+            times["checksums"].append(went_on - looked + rested - ended)
+            times["check"].append(checked - rested)
     step_s, checksums_s, check_s = (statistics.median(times[name][2:]) for name in ("step", "checksums", "check"))
     return step_s, checksums_s, check_s
 

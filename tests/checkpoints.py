@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from parallelrun.checkpoint import store
 from parallelrun.checkpoint.files import Entry, write_bytes, write_safetensors
 from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, StoredTensor, describe_plan, encode
 from parallelrun.config.schema.run_schema import OptimizerConfig
@@ -130,3 +131,9 @@ def written(path: Path, plan: Plan, **extra: object) -> Path:
     index = Index(3, "adamw", describe_plan(plan), {**kept, **extra}, tensors, files)
     write_bytes(path / INDEX_FILE, encode(index))
     return path
+
+
+def save(folder, step, parameters, optimizer, extra, plan, mesh):
+    """Write `folder/step_<step>` with the parts of all ranks. Collective."""
+    parts = store.parts_of(parameters, optimizer, plan, mesh, {})
+    return store.write_parts(folder, step, parts, extra, plan, mesh.rank, alone=mesh.shape.num_ranks == 1)

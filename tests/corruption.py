@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import CorruptionError, NumericsError
-from parallelrun.models import optimizer
 from parallelrun.report.records.find import EVENTS
-from parallelrun.training.corruption.digests import digest
+from parallelrun.training.corruption.digests import digests
 from parallelrun.training.corruption.state import state_of, weights_at_rest
 from parallelrun.training.loop import training_loop
 from parallelrun.training.loop.build import Training, build
@@ -252,15 +251,9 @@ def run(overrides: dict[str, Any], fault: Fault | None, directory: Path) -> Outc
     finally:
         training.data.end_run()
         training.close()
-    state = {name: int(digest(tensor)) for name, tensor in state_of(training).items()}
+    state = {name: int(digests([tensor])) for name, tensor in state_of(training).items()}
     steps = planted.steps if planted else []
     return Outcome(steps, _rows(directory / EVENTS), _losses(directory), state, error)
-
-
-def run_in_chunks(overrides: dict[str, Any], fault: Fault | None, directory: Path) -> Outcome:
-    """`run` with the weights updated in chunks, as those of a large model are."""
-    with mock.patch.object(optimizer, "CHUNK", 2**12):
-        return run(overrides, fault, directory)
 
 
 def run_all(cases: list[Case], directory: Path) -> list[Outcome]:

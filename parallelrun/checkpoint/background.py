@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from math import prod
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -58,8 +57,7 @@ class HostMemory:
         self.provide(parts)
         copies, start = [], 0
         for part in parts:
-            stop = start + prod(part.tensor.shape) * part.tensor.element_size()
-            view = self._buffer[start:stop].view(part.tensor.dtype).view(part.tensor.shape)
+            view = self._buffer[start : start + part.tensor.nbytes].view(part.tensor.dtype).view(part.tensor.shape)
             copies.append(replace(part, tensor=view))
             start += _aligned_bytes(part)
         targets, sources = [part.tensor for part in copies], [part.tensor.detach() for part in parts]
@@ -75,8 +73,7 @@ class HostMemory:
 
 
 def _aligned_bytes(part: LocalPart) -> int:
-    num_bytes = prod(part.tensor.shape) * part.tensor.element_size()
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-part.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class BackgroundWriter:

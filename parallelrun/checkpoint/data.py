@@ -92,5 +92,5 @@ def check_tokenizer(extra: Mapping[str, Any], config: Config, path: Path) -> Non
     before = (extra.get("dataset") or {}).get("tokenizer")
     now = definitions.dataset(config).tokenizer(config)
     if before is not None and now is not None and before != now.sha256:
-        what = f"{path} was trained with the tokenizer of sha256 {before}; this run's {now.path or ''} has {now.sha256}"
-        raise CheckpointError(Problem(what, where="dataset.tokenizer", suggestion="the tokenizer of that run"))
+        text = f"{path} was trained with the tokenizer of sha256 {before}; this run's {now.path or ''} has {now.sha256}"
+        raise CheckpointError(Problem(text, where="dataset.tokenizer", suggestion="the tokenizer of that run"))

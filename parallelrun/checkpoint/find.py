@@ -46,15 +46,15 @@ def complete_steps(directory: Path) -> dict[int, Path]:
     """
     folder = directory / FOLDER if (directory / FOLDER).is_dir() else directory
     for _ in range(TRIES):
-        found, vanished = _look(folder)
+        steps, vanished = _look(folder)
         if not vanished:
             break
-    return dict(sorted(found.items()))
+    return dict(sorted(steps.items()))
 
 
 def _look(folder: Path) -> tuple[dict[int, Path], bool]:
     """Return the complete checkpoints, and whether one was deleted meanwhile by a live run that saved a newer one."""
-    found: dict[int, Path] = {}
+    steps: dict[int, Path] = {}
     vanished = False
     try:
         names = sorted(os.listdir(folder))  # hidden names sort first, so that a visible step wins
@@ -71,8 +71,8 @@ def _look(folder: Path) -> tuple[dict[int, Path], bool]:
                 elif not name.startswith("."):  # a replaced one is being deleted as intended
                     _log.warning("skipped: %s", error)
             else:
-                found[int(match.group(1))] = folder / name
-    return found, vanished
+                steps[int(match.group(1))] = folder / name
+    return steps, vanished
 
 
 def latest(directory: Path) -> Path | None:
@@ -89,10 +89,10 @@ def keep_last(directory: Path, keep: int, rank: int) -> None:
     if rank != 0:
         return
     steps = complete_steps(directory)
-    kept = set(list(steps.values())[-keep:]) if keep > 0 else set(steps.values())
+    retained = set(list(steps.values())[-keep:]) if keep > 0 else set(steps.values())
     try:
         for step, path in steps.items():
-            if path not in kept:
+            if path not in retained:
                 os.rename(path, directory / f".{step_name(step)}.gone-{secrets.token_hex(4)}")
             elif path.name != step_name(step) and not (directory / step_name(step)).exists():
                 os.rename(path, directory / step_name(step))  # the save that was to replace it crashed
@@ -101,7 +101,7 @@ def keep_last(directory: Path, keep: int, rank: int) -> None:
         _log.warning("old checkpoints could not be deleted: %s", error)
         return
     for path in left_over:
-        if path not in kept:
+        if path not in retained:
             shutil.rmtree(path, ignore_errors=True)
 
 

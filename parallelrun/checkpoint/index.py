@@ -147,10 +147,10 @@ def missing_files(index: Index, path: Path) -> list[str]:
     """Return messages about data files that are absent or have another size."""
     wrong = []
     for name, (expected, _) in index.files.items():
-        found = size_of(path / name)
-        if found != expected:
-            what = "is missing" if found is None else f"has {found} bytes, expected {expected}"
-            wrong.append(f"{path / name} {what}")
+        size = size_of(path / name)
+        if size != expected:
+            difference = "is missing" if size is None else f"has {size} bytes, expected {expected}"
+            wrong.append(f"{path / name} {difference}")
     return wrong
 
 
@@ -160,11 +160,11 @@ def verify_file(index: Index, path: Path, name: str) -> None:
     if wrong := missing_files(replace(index, files={name: expected}), path):
         raise _unusable(wrong[0])
     try:
-        found = sha256_of(path / name)
+        digest = sha256_of(path / name)
     except OSError as error:
         raise CheckpointError(Problem(f"cannot read {path / name}: {error.strerror}")) from error
-    if found != expected[1]:
-        raise broken(path / name, f"its sha256 is {found}, expected {expected[1]}")
+    if digest != expected[1]:
+        raise broken(path / name, f"its sha256 is {digest}, expected {expected[1]}")
 
 
 def check_model(index: Index, plan: Plan, path: Path) -> None:
@@ -195,21 +195,21 @@ def check_model(index: Index, plan: Plan, path: Path) -> None:
         first = "; ".join(differences[:_SHOWN])
         raise CheckpointError(Problem(f"{path} is a checkpoint of another model ({counts}): {first}", where="resume"))
     if index.optimizer != plan.optimizer:
-        what = f"{path} was saved with optimizer={index.optimizer}, this run has optimizer={plan.optimizer}"
-        raise CheckpointError(Problem(what, where="optimizer", suggestion=f"optimizer={index.optimizer}"))
+        message = f"{path} was saved with optimizer={index.optimizer}, this run has optimizer={plan.optimizer}"
+        raise CheckpointError(Problem(message, where="optimizer", suggestion=f"optimizer={index.optimizer}"))
     if differences := _wrong_state(index, plan):
-        what = f"{path / INDEX_FILE} has {len(differences)} tensors that no training of this model saves: "
-        raise CheckpointError(Problem(what + "; ".join(differences[:_SHOWN]), where="resume"))
+        message = f"{path / INDEX_FILE} has {len(differences)} tensors that no training of this model saves: "
+        raise CheckpointError(Problem(message + "; ".join(differences[:_SHOWN]), where="resume"))
 
 
 def _wrong_state(index: Index, plan: Plan) -> list[str]:
     """Return messages about tensors that are neither weights nor state of the plan's parameters in shape and dtype."""
-    kept = tuple(f"{kind}/" for kind in index.extra.get("kept", ()))
+    additional = tuple(f"{kind}/" for kind in index.extra.get("kept", ()))
     names = {name: tuple(parameter.shape) for name, parameter in plan.spec.parameters.items()}
     wrong = []
     for key, tensor in index.tensors.items():
         base = _REPLICA.sub("", key, count=1)
-        prefix = next((one for one in ("model/", *kept) if base.startswith(one)), "")
+        prefix = next((start for start in ("model/", *additional) if base.startswith(start)), "")
         kind, name = ("", base[len(prefix) :]) if prefix else (base.split("/", 2) + ["", ""])[1:3]
         if name not in names or not (prefix or base.startswith("optimizer/")):
             wrong.append(f"{key} belongs to no parameter")
@@ -217,19 +217,19 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
             wrong.append(f"{key} is {list(tensor.shape)}, its parameter {list(names[name])}")
         elif tensor.dtype != plan.precision.stored and not (kind == "step" and tensor.dtype == "float32"):
             wrong.append(f"{key} is {tensor.dtype}, expected {plan.precision.stored}")
-    known = OPTIMIZERS.get(index.optimizer)
-    wanted = known.state_names if known else frozenset()
+    optimizer = OPTIMIZERS.get(index.optimizer)
+    wanted = optimizer.state_names if optimizer else frozenset()
     for name, kinds in index.state_kinds.items():
-        if known is not None and set(kinds) != wanted:
+        if optimizer is not None and set(kinds) != wanted:
             wrong.append(f"the state of {name} is {sorted(kinds)}, {index.optimizer} has {sorted(wanted)}")
     return wrong
 
 
-def broken(path: Path, what: str) -> CheckpointError:
+def broken(path: Path, cause: str) -> CheckpointError:
     """Return the error for a damaged file of a checkpoint."""
-    return _unusable(f"{path} is damaged: {what}")
+    return _unusable(f"{path} is damaged: {cause}")
 
 
-def _unusable(what: str) -> CheckpointError:
+def _unusable(message: str) -> CheckpointError:
     earlier = "resume=<an earlier step of the same run>; nothing was loaded"
-    return CheckpointError(Problem(what, where="resume", suggestion=earlier))
+    return CheckpointError(Problem(message, where="resume", suggestion=earlier))

@@ -80,12 +80,12 @@ def move(
     once. kinds: of the old strategy's additional tensors (`kept`). The other arguments belong to the new plan.
     Collective over the world, which both plans share. The caller must then call `DataRuntime.finish_update`.
     """
-    held = comm.gather_json([_described(part) for part in parts], mesh)
-    index = _index(held, kinds, plan)
+    local = comm.gather_json([_described(part) for part in parts], mesh)
+    index = _index(local, kinds, plan)
     wanted, states = parts_wanted(index, parameters, plan, mesh, kept)
     needed = comm.gather_json([_described(part) for part in wanted], mesh)
     num_bytes = 0
-    for dtype, pieces in _rounds(_pieces(held, needed), index):
+    for dtype, pieces in _rounds(_pieces(local, needed), index):
         _exchange(pieces, dtype, parts, wanted, mesh)
         num_bytes += sum(piece.numel for piece in pieces if piece.source != piece.target) * dtype.itemsize
     for parameter, state in states:
@@ -97,10 +97,10 @@ def _described(part: LocalPart) -> list[Any]:
     return [part.key, dtype_name(part.tensor.dtype), part.shape, part.offsets, tuple(part.tensor.shape)]
 
 
-def _index(held: list[list[Any]], kinds: Sequence[str], plan: Plan) -> Index:
+def _index(parts_by_rank: list[list[Any]], kinds: Sequence[str], plan: Plan) -> Index:
     """Describe what all ranks hold as a checkpoint, whose files are the ranks."""
     tensors: dict[str, StoredTensor] = {}
-    for rank, parts in enumerate(held):
+    for rank, parts in enumerate(parts_by_rank):
         for key, dtype, shape, offsets, sizes in parts:
             before = tensors[key].parts if key in tensors else ()
             part = StoredPart(tuple(offsets), tuple(sizes), str(rank))
@@ -114,23 +114,23 @@ def _boxes(described: list[Any]) -> Iterator[Box]:
             yield Box(key, number, tuple(offsets), tuple(sizes))
 
 
-def _pieces(held: list[list[Any]], needed: list[list[Any]]) -> list[MovedRange]:
+def _pieces(local: list[list[Any]], needed: list[list[Any]]) -> list[MovedRange]:
     """Return what moves, in the same order on every rank. A rank that has all of a box takes it from itself."""
     sources: dict[str, list[tuple[int, Box]]] = {}
-    for rank, parts in enumerate(held):
+    for rank, parts in enumerate(local):
         for box in _boxes(parts):
             sources.setdefault(box.key, []).append((rank, box))
     pieces = []
     for target, parts in enumerate(needed):
         for wanted in _boxes(parts):
-            found = [
+            overlaps = [
                 MovedRange(source, target, box, wanted, ends)
                 for source, box in sources.get(wanted.key, ())
                 if (ends := box.overlap(wanted)) is not None
             ]
-            covered = sum(piece.numel for piece in found)
+            covered = sum(piece.numel for piece in overlaps)
             assert covered == prod(wanted.sizes), f"the ranks hold {covered} elements of {wanted.key}"
-            pieces += found
+            pieces += overlaps
     return sorted(pieces, key=lambda piece: (piece.wanted.key, piece.target, piece.wanted.number))
 
 
@@ -141,15 +141,15 @@ def _rounds(pieces: list[MovedRange], index: Index) -> Iterator[tuple[torch.dtyp
         by_dtype.setdefault(index.tensors[piece.held.key].dtype, []).append(piece)
     for name, alike in sorted(by_dtype.items()):
         dtype: torch.dtype = getattr(torch, name)
-        one: list[MovedRange] = []
+        of_round: list[MovedRange] = []
         size = 0
         for piece in alike:
-            if one and size + piece.numel * dtype.itemsize > ROUND_BYTES:
-                yield dtype, one
-                one, size = [], 0
-            one.append(piece)
+            if of_round and size + piece.numel * dtype.itemsize > ROUND_BYTES:
+                yield dtype, of_round
+                of_round, size = [], 0
+            of_round.append(piece)
             size += piece.numel * dtype.itemsize
-        yield dtype, one
+        yield dtype, of_round
 
 
 def _exchange(

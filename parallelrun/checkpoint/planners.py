@@ -71,10 +71,10 @@ class PartSavePlanner(DefaultSavePlanner):
         if absent := sorted(self._required - tensors.keys()):
             raise AssertionError(f"{len(absent)} tensors are not written by any rank: {absent[0]} is the first")
         for key, stored in tensors.items():
-            held = sum(prod(chunk.sizes) for chunk in stored.chunks)
+            written = sum(prod(chunk.sizes) for chunk in stored.chunks)
             begins = {tuple(chunk.offsets) for chunk in stored.chunks}
-            if held != prod(stored.size) or len(begins) != len(stored.chunks):
-                raise AssertionError(f"the ranks' parts of {key} hold {held} elements of {tuple(stored.size)}")
+            if written != prod(stored.size) or len(begins) != len(stored.chunks):
+                raise AssertionError(f"the ranks' parts of {key} hold {written} elements of {tuple(stored.size)}")
         return [SavePlan([]) for _ in all_plans], Metadata(dict(tensors))
 
     def encoded(self, plan: SavePlan) -> list[Any]:
@@ -123,14 +123,14 @@ class PartLoadPlanner(DefaultLoadPlanner):
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != part.shape:
                 raise CheckpointError(Problem(f"{part.key} {list(part.shape)} is not in the checkpoint"))
             if stored.properties.dtype != part.tensor.dtype:  # copying would convert it silently
-                what = f"{part.key} is {stored.properties.dtype} in the checkpoint, {part.tensor.dtype} here"
-                raise CheckpointError(Problem(what))
-            found = create_read_items_for_chunk_list(part.key, stored, [part.chunk]) if part.tensor.numel() else []
-            covered = sum(prod(item.lengths) for item in found)
+                message = f"{part.key} is {stored.properties.dtype} in the checkpoint, {part.tensor.dtype} here"
+                raise CheckpointError(Problem(message))
+            ranges = create_read_items_for_chunk_list(part.key, stored, [part.chunk]) if part.tensor.numel() else []
+            covered = sum(prod(item.lengths) for item in ranges)
             if covered != part.tensor.numel():
                 raise CheckpointError(Problem(f"{covered} of {part.tensor.numel()} elements of {part.key} are stored"))
             # Two parts may read the same tensor (tied copies): the number is the part that is filled.
-            items += [replace(item, dest_index=replace(item.dest_index, index=number)) for item in found]
+            items += [replace(item, dest_index=replace(item.dest_index, index=number)) for item in ranges]
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

@@ -62,12 +62,12 @@ def newest(runs: Path, accepts: Callable[[Path], bool] = lambda run: True) -> Ne
 
     A live run may delete it at any moment.
     """
-    found = [list(_times(folder)) for folder in _checkpoint_folders(runs) if accepts(folder.parent)]
-    candidates = [one for of_run in found for one in of_run]
+    of_runs = [list(_times(folder)) for folder in _checkpoint_folders(runs) if accepts(folder.parent)]
+    candidates = [candidate for of_run in of_runs for candidate in of_run]
     if not candidates:
         return None
     (_, step), path = max(candidates)
-    return Newest(path, step, num_runs=sum(map(bool, found)))
+    return Newest(path, step, num_runs=sum(map(bool, of_runs)))
 
 
 def _times(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
@@ -93,13 +93,13 @@ def resolve_resume(resume: str, runs: str) -> Path:
     Raises CheckpointError (exit 4) with the available steps, and for pickle files.
     """
     if resume == LATEST:
-        found = newest(Path(runs).expanduser())
-        if found is None:
+        saved = newest(Path(runs).expanduser())
+        if saved is None:
             raise no_checkpoint(runs)
-        return found.path
+        return saved.path
     folder = Path(runs).expanduser()
     # A name stands for its folder, because its newest run may be the one that resumes.
-    existing = next((one for one in (Path(resume).expanduser(), folder / resume) if one.exists()), None)
+    existing = next((path for path in (Path(resume).expanduser(), folder / resume) if path.exists()), None)
     path = Path(os.path.abspath(existing or directory_of(resume, folder)))
     refuse_pickle(path)
     if (path / INDEX_FILE).exists():
@@ -111,12 +111,12 @@ def resolve_resume(resume: str, runs: str) -> Path:
             return of_run
         hint = f"{other.path}, the newest of other runs" if (other := newest(folder)) else ""
         raise CheckpointError(Problem(f"no complete checkpoint in {path}", where="resume", suggestion=hint))
-    what = f"{path} is incomplete: it has no {INDEX_FILE}" if path.exists() else f"no such checkpoint: {path}"
+    message = f"{path} is incomplete: it has no {INDEX_FILE}" if path.exists() else f"no such checkpoint: {path}"
     steps = complete_steps(path.parent)
     if steps or is_step:
-        what += f"; complete checkpoints in that directory: {', '.join(map(step_name, steps)) or 'none'}"
+        message += f"; complete checkpoints in that directory: {', '.join(map(step_name, steps)) or 'none'}"
     hint = f"resume={next(reversed(steps.values()))}" if steps else ""
-    raise CheckpointError(Problem(what, where="resume", suggestion=hint))
+    raise CheckpointError(Problem(message, where="resume", suggestion=hint))
 
 
 def _latest_of_runs(folder: Path) -> Path | None:
@@ -185,10 +185,10 @@ def choose(config: Config, plan: Plan) -> Chosen | None:
         return None
     for attempt in range(TRIES):
         if config.resume == AUTO:
-            found = newest(Path(config.runs).expanduser(), lambda run: same_training(config, plan, run))
-            if found is None:
+            saved = newest(Path(config.runs).expanduser(), lambda run: same_training(config, plan, run))
+            if saved is None:
                 return None
-            path = found.path
+            path = saved.path
         else:
             path = resolve_resume(config.resume, config.runs)
         try:
@@ -215,8 +215,8 @@ def check_global_batch(extra: Mapping[str, Any], plan: Plan, path: Path) -> None
     """Raise CheckpointError if the checkpoint was trained with another global batch."""
     before, now = extra["global_batch"], plan.batch.global_batch
     if before != now:
-        what = f"global_batch={now}, but {path} was trained with {before}: the order of samples would change"
-        raise CheckpointError(Problem(what, where="global_batch", suggestion=f"global_batch={before}"))
+        message = f"global_batch={now}, but {path} was trained with {before}: the order of samples would change"
+        raise CheckpointError(Problem(message, where="global_batch", suggestion=f"global_batch={before}"))
 
 
 def hold(chosen: Chosen, run_directory: Path) -> Path | None:

@@ -136,12 +136,12 @@ def decode(raw: bytes, path: Path) -> Index:
     if not raw.startswith(PREFIX):
         raise broken(path, "it is not the index of a parallelrun checkpoint")
     expected = raw[HASH_SPAN]
-    found = hashlib.sha256(raw[: HASH_SPAN.start] + NO_HASH + raw[HASH_SPAN.stop :]).hexdigest()
-    if expected != found.encode():
-        raise broken(path, f"its sha256 is {found}, expected {expected.decode(errors='replace')}")
+    digest = hashlib.sha256(raw[: HASH_SPAN.start] + NO_HASH + raw[HASH_SPAN.stop :]).hexdigest()
+    if expected != digest.encode():
+        raise broken(path, f"its sha256 is {digest}, expected {expected.decode(errors='replace')}")
     read = _index_of if len(raw) <= _REMEMBERED_BYTES else _index_of.__wrapped__
     try:
-        index = read(raw, found)
+        index = read(raw, digest)
     except ValueError as error:  # another program wrote it, with a valid hash
         raise broken(path, f"its content is invalid ({error})") from error
     return replace(index, plan=deepcopy(index.plan), extra=deepcopy(index.extra))  # nobody changes another's

@@ -42,27 +42,6 @@ PURPOSE = "checkpoint"
 AsPart = Callable[[str, Tensor, LocalParameter], LocalPart]  # (key, tensor, parameter) -> this rank's box
 
 
-def save(
-    directory: Path,
-    step: int,
-    parameters: Sequence[LocalParameter],
-    optimizer: Optimizer,
-    extra: Mapping[str, Any],
-    plan: Plan,
-    mesh: Mesh,
-    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
-) -> Path:
-    """Write `directory/step_<step>` and return its path. Collective: every rank calls it with its own parameters.
-
-    extra: JSON values that an exact resume needs; those of rank 0 are saved. kept: additional tensors of the data
-    strategy (`DataRuntime.kept`), equal on all replicas. The rank that owns a logical element writes it. If any rank
-    fails, all ranks raise (SaveFailed for a full disk, EnvironmentProblem for a file system that hosts do not share);
-    earlier checkpoints stay untouched, and no incomplete one stays.
-    """
-    parts = parts_of(parameters, optimizer, plan, mesh, kept)
-    return write_parts(directory, step, parts, extra, plan, mesh.rank, alone=mesh.shape.num_ranks == 1)
-
-
 def parts_of(
     parameters: Sequence[LocalParameter],
     optimizer: Optimizer,
@@ -101,9 +80,9 @@ def write_parts(
     """
     writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
-    what = f"the checkpoint of step {step} could not be written to {writer.directory}"
+    action = f"the checkpoint of step {step} could not be written to {writer.directory}"
     try:
-        with explained(what, rank, saving=True):
+        with explained(action, rank, saving=True):
             together.save(writer, planner, group, alone)
     finally:
         writer.discard()
@@ -136,8 +115,8 @@ def load(
     def wanted() -> Iterator[LocalPart]:
         """Yield the parts that this rank needs, once the index has been read."""
         check_model(reader.index, plan, reader.path)
-        parts, found = parts_wanted(reader.index, parameters, plan, mesh, kept)
-        states.extend(found)
+        parts, state_of_parameters = parts_wanted(reader.index, parameters, plan, mesh, kept)
+        states.extend(state_of_parameters)
         yield from parts
 
     read_parts(reader, PartLoadPlanner(wanted()), mesh.rank, alone=mesh.shape.num_ranks == 1)

@@ -49,7 +49,7 @@ def save(writer: SafetensorsWriter, planner: PartSavePlanner, group: dist.Proces
     def write() -> list[Any]:
         plan = planner.finish_plan(SavePlan([], storage_data=files[ranks.rank]))
         written = writer.write_data(plan, planner).wait()
-        return [(one.index.fqn, one.index.offset, one.size_in_bytes, one.storage_data) for one in written]
+        return [(row.index.fqn, row.index.offset, row.size_in_bytes, row.storage_data) for row in written]
 
     def finish(results: Sequence[Any]) -> None:
         writer.finish(metadata, [[_result(*row) for row in rows] for rows in results])
@@ -78,7 +78,7 @@ def load(reader: SafetensorsReader, planner: PartLoadPlanner, alone: bool) -> No
         return plan.storage_data
 
     def decide(seen: Sequence[Any]) -> None:
-        reader.prepare_global_plan([LoadPlan([], storage_data=one) for one in seen])
+        reader.prepare_global_plan([LoadPlan([], storage_data=digest) for digest in seen])
 
     def read() -> None:
         reader.read_data(planner.finish_plan(plan), planner).wait()
@@ -101,13 +101,13 @@ class _Ranks:
         Raises RanksFailed on all ranks if one of them raises anything.
         """
         own, value = _tried(do)
-        told = self._gathered({"value": value, "failure": own and _described(own)})
+        reports = self._gathered({"value": value, "failure": own and _described(own)})
         decision: dict[str, Any] = {}
         if self.leads:
-            failures = {rank: one["failure"] for rank, one in enumerate(told) if one["failure"]}
+            failures = {rank: one["failure"] for rank, one in enumerate(reports) if one["failure"]}
             decided = None
             if not failures:
-                own, decided = _tried(lambda: decide([one["value"] for one in told]))
+                own, decided = _tried(lambda: decide([one["value"] for one in reports]))
                 failures = {0: _described(own)} if own else {}
             decision = {"value": decided, "failures": failures}
         if not self._alone:
@@ -129,9 +129,9 @@ class _Ranks:
         longest = int(max(lengths))
         padded = data.new_zeros(longest)
         padded[: data.numel()] = data
-        found = [torch.zeros_like(padded) for _ in range(size)] if self.leads else None
-        dist.gather(padded, found, group=self._group, group_dst=0)
-        return [json.loads(_as_bytes(one[: int(length)])) for one, length in zip(found or (), lengths)]
+        gathered = [torch.zeros_like(padded) for _ in range(size)] if self.leads else None
+        dist.gather(padded, gathered, group=self._group, group_dst=0)
+        return [json.loads(_as_bytes(one[: int(length)])) for one, length in zip(gathered or (), lengths)]
 
 
 def shared(data: bytes, group: dist.ProcessGroup | None) -> bytes:
@@ -183,29 +183,29 @@ class _Told(Exception):
 
 def _described(cause: BaseException) -> dict[str, Any]:
     """Return what another rank must know of an exception, as JSON."""
-    found: dict[str, Any] = {"words": words(cause)}
+    document: dict[str, Any] = {"words": words(cause)}
     if isinstance(cause, ParallelrunError):
         problems = [vars(problem) for problem in cause.problems]
-        found |= {"error": type(cause).__name__, "problems": problems, "exit_code": cause.exit_code}
+        document |= {"error": type(cause).__name__, "problems": problems, "exit_code": cause.exit_code}
     elif (error := cause if isinstance(cause, OSError) else full_disk(cause)) and error.errno is not None:
-        found["os"] = [error.errno, error.strerror, error.filename and str(error.filename)]
+        document["os"] = [error.errno, error.strerror, error.filename and str(error.filename)]
     elif isinstance(cause, SafetensorError):
-        found["safetensors"] = str(cause)
+        document["safetensors"] = str(cause)
     elif isinstance(cause, (KeyboardInterrupt, SystemExit)):
-        found["ends"] = cause.code if isinstance(cause, SystemExit) and isinstance(cause.code, int) else None
-    return found
+        document["ends"] = cause.code if isinstance(cause, SystemExit) and isinstance(cause.code, int) else None
+    return document
 
 
-def _rebuilt(told: Mapping[str, Any]) -> BaseException:
+def _rebuilt(document: Mapping[str, Any]) -> BaseException:
     """Return the exception that another rank has described: only of the classes that are named here."""
-    if "error" in told:
-        found = vars(errors).get(told["error"])
-        known = found if isinstance(found, type) and issubclass(found, ParallelrunError) else ParallelrunError
-        return known(*(Problem(**problem) for problem in told["problems"]), exit_code=told["exit_code"])
-    if "os" in told:
-        return OSError(*told["os"])
-    if "safetensors" in told:
-        return SafetensorError(told["safetensors"])
-    if "ends" in told:
-        return KeyboardInterrupt() if told["ends"] is None else SystemExit(told["ends"])
-    return _Told(told["words"])
+    if "error" in document:
+        kind = vars(errors).get(document["error"])
+        error_class = kind if isinstance(kind, type) and issubclass(kind, ParallelrunError) else ParallelrunError
+        return error_class(*(Problem(**problem) for problem in document["problems"]), exit_code=document["exit_code"])
+    if "os" in document:
+        return OSError(*document["os"])
+    if "safetensors" in document:
+        return SafetensorError(document["safetensors"])
+    if "ends" in document:
+        return KeyboardInterrupt() if document["ends"] is None else SystemExit(document["ends"])
+    return _Told(document["words"])

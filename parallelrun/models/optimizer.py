@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,6 @@ from parallelrun.planner.contract.optimizers import OPTIMIZERS
 from parallelrun.planner.contract.parameters import LocalParameter
 
 STEP = "step"
-CHUNK = 2**22  # bytes of weights that are updated together if somebody reads them before and after: they stay in cache
-Around = Callable[[int | None], AbstractContextManager[object]]
 
 
 class Optimizer:
@@ -40,11 +37,8 @@ class Optimizer:
         self._torch = _make(config, groups) if groups else None  # a stage may have only frozen parameters
         self._repeats: _AdamWSteps | None = None  # once torch has created the state
 
-    def step(self, lr: float, around: Around | None = None) -> None:
-        """Update every tensor by its `.grad` with the learning rate `lr`.
-
-        around: entered around the update of each of `chunks` with its number, or once with None around that of all.
-        """
+    def step(self, lr: float) -> None:
+        """Update every tensor by its `.grad` with the learning rate `lr`."""
         if self._torch is None:
             return
         for group in self._torch.param_groups:
@@ -52,17 +46,9 @@ class Optimizer:
         if self._repeats is None:  # later, another look at every gradient would cost more than it could tell
             strided = [n for n, p in self._tensors.items() if p.grad is not None and not p.grad.is_contiguous()]
             assert not strided, f"gradients that are not contiguous: {strided}"
-        if self._repeats is None or not self._repeats.step(lr, around):
-            with around(None) if around else nullcontext():
-                self._torch.step()
+        if self._repeats is None or not self._repeats.step(lr):
+            self._torch.step()
             self._repeats = self._repeats or _AdamWSteps.of(self._torch)
-
-    @property
-    def chunks(self) -> Sequence[Sequence[Tensor]]:
-        """The tensors that are updated one after another, about CHUNK bytes at a time on the CPU; (): all at once.
-
-        All at once, too, if they are no more than CHUNK bytes."""
-        return self._repeats.chunks if self._repeats else ()
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the live state of one parameter by kind: of the tensor's shape (`exp_avg`, ...) or 0-d (`step`).
@@ -100,17 +86,6 @@ class _AdamWGroup:
     eps: float
     weight_decay: float
 
-    def parts(self) -> Iterator[slice]:
-        """Ranges of parameters of about CHUNK bytes on the CPU; on other devices all."""
-        start = size = 0
-        for index, tensor in enumerate(self.parameters):
-            size += tensor.nbytes
-            if size >= CHUNK and tensor.device.type == "cpu":
-                yield slice(start, index + 1)
-                start, size = index + 1, 0
-        if start < len(self.parameters):
-            yield slice(start, len(self.parameters))
-
 
 class _AdamWSteps:
     """Takes steps as `torch.optim.AdamW` does, to the same bits, from lists that are made once.
@@ -120,9 +95,6 @@ class _AdamWSteps:
 
     def __init__(self, groups: list[_AdamWGroup]):
         self._groups = groups
-        self._parts = [(group, part) for group in groups for part in group.parts()]
-        chunks = [group.parameters[part] for group, part in self._parts]
-        self.chunks = chunks if sum(tensor.nbytes for chunk in chunks for tensor in chunk) > CHUNK else []
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> _AdamWSteps | None:
@@ -143,27 +115,24 @@ class _AdamWSteps:
         return cls(groups)
 
     @torch.no_grad()
-    def step(self, lr: float, around: Around | None) -> bool:
+    def step(self, lr: float) -> bool:
         """Update every tensor. Do nothing and return False if one has no gradient: torch leaves that one as it is."""
         gradients = [[tensor.grad for tensor in group.parameters] for group in self._groups]
         present = [[gradient for gradient in found if gradient is not None] for found in gradients]
         if any(len(some) < len(found) for some, found in zip(present, gradients)):
             return False
-        gradient_of = {id(group): found for group, found in zip(self._groups, present)}
-        every = self._parts if around else [(group, slice(None)) for group in self._groups]
-        for number, (group, part) in enumerate(every):
-            with around(number) if around else nullcontext():
-                torch_private.fused_adamw(
-                    group.parameters[part],
-                    gradient_of[id(group)][part],
-                    group.exp_avgs[part],
-                    group.exp_avg_sqs[part],
-                    group.steps[part],
-                    lr=lr,
-                    betas=group.betas,
-                    eps=group.eps,
-                    weight_decay=group.weight_decay,
-                )
+        for group, own in zip(self._groups, present):
+            torch_private.fused_adamw(
+                group.parameters,
+                own,
+                group.exp_avgs,
+                group.exp_avg_sqs,
+                group.steps,
+                lr=lr,
+                betas=group.betas,
+                eps=group.eps,
+                weight_decay=group.weight_decay,
+            )
         return True
 
 

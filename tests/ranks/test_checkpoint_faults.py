@@ -25,6 +25,7 @@ from parallelrun.checkpoint import store
 from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.find import complete_steps, keep_last
 from parallelrun.planner.contract.plan import WORLD
+from tests import checkpoints
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
 from tests.matrix import FULL
 from tests.plans import tiny_plan
@@ -63,7 +64,7 @@ def save(folder, step, plan, mesh, keep=2, beside=False):
             parameter.tensor.data.fill_(torch.nan)
         writer.collect()
         return
-    store.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh)
+    checkpoints.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh)
     keep_last(folder, keep, mesh.rank)
 
 

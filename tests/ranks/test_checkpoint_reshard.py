@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.schema import read_index
+from tests import checkpoints
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
 from tests.matrix import FULL
 from tests.plans import tiny_plan
@@ -68,7 +69,7 @@ def save_once(folder, changes, salt):
     plan, mesh = build(changes)
     parameters, optimizer = parts_of(plan, mesh, salt)
     extra = {"step": 5, "scaler": {"scale": 0.1, "applied_in_a_row": 2}, "rank": mesh.rank}
-    store.save(folder, 5, parameters, optimizer, extra, plan, mesh)
+    checkpoints.save(folder, 5, parameters, optimizer, extra, plan, mesh)
 
 
 def save_all(root, names):
@@ -87,7 +88,7 @@ def load_and_save(root, folder, names):
             extras.append(store.load(root / source / "step_5", parameters, optimizer, plan, mesh))
             bad = wrong_parts(parameters, optimizer, plan, mesh, list(PLANS).index(source))
             wrong += [f"{source}: {part}" for part in bad]
-        store.save(folder / name, 6, parameters, optimizer, {}, plan, mesh)
+        checkpoints.save(folder / name, 6, parameters, optimizer, {}, plan, mesh)
         out[name] = wrong, extras
     return out
 

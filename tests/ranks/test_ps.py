@@ -20,6 +20,7 @@ from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.verify.checked import checked_config
 from parallelrun.training.verify.single_device import single_device as single_device
+from tests import checkpoints
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
 
 TWO_SERVERS = {"strategy.data.servers": 2}
@@ -336,7 +337,7 @@ def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
     for step in (3, 4):
         train_step(training, step, learning_rate(config.optimizer, step, 4), scaler)
     aside = tmp_path / "alone" / "checkpoints"
-    store.save(aside, 2, training.held, training.optimizer, {**extra, "step": 2}, plan, training.mesh)
+    checkpoints.save(aside, 2, training.held, training.optimizer, {**extra, "step": 2}, plan, training.mesh)
     run(tmp_path / "back", {**settings, "steps": 3, "resume": str(aside / "step_2")})
     run(tmp_path / "straight", {**settings, "steps": 4, "resume": str(path)})
     straight = final_weights(tmp_path / "straight")

@@ -5,7 +5,6 @@ A directory appears whole or not at all. One stored tensor is in memory at a tim
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from torch import Tensor
 from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.checkpoint.exchange import paths, tokenizer
+from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.origin import GENERATION, NOT_KEPT, base_config, write_others
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import stored_shapes
@@ -65,11 +65,11 @@ def _hugging_face(source: StoredModel, out: Path, dtype: torch.dtype | None, sha
     constants = family.constants(source.config, source.spec)
     stored = list(_stored(source, pieces, constants))
     kind = _write_shards(out, stored, dtype, shard_bytes)
-    _write_json(out / THEIR_CONFIG, their_config(source, family, kind))
+    write_json(out / THEIR_CONFIG, their_config(source, family, kind))
     tokenizer.write(source, out)
     write_others(source, out, for_transformers=True)
     if not (out / GENERATION).exists():
-        _write_json(out / GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
+        write_json(out / GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
 
 
 def their_config(source: StoredModel, family: Family, dtype: str) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def _assembled(source: StoredModel, pieces: Sequence[Piece], shapes: Mapping[str
             ranges[0] = (piece.index, piece.index + 1)
         part = source.weights.read(piece.parameter, ranges)
         parts.append(part if piece.index is None else part[0])
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return whole.t() if pieces[0].transposed else whole
+    assembled = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return assembled.t() if pieces[0].transposed else assembled
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -146,14 +146,14 @@ def _write_shards(out: Path, stored: Sequence[Stored], dtype: torch.dtype | None
     """Write one safetensors file, or several and their index. Return the dtype."""
     kind = dtype_name(dtype or stored[0].make().dtype)
     shards: list[list[Stored]] = [[]]
-    held = total = 0
-    for one in stored:
-        size = torch.Size(one.shape).numel() * BYTES[kind]
-        if shards[-1] and held + size > shard_bytes:
+    size_of_shard = total = 0
+    for tensor in stored:
+        size = torch.Size(tensor.shape).numel() * BYTES[kind]
+        if shards[-1] and size_of_shard + size > shard_bytes:
             shards.append([])
-            held = 0
-        shards[-1].append(one)
-        held, total = held + size, total + size
+            size_of_shard = 0
+        shards[-1].append(tensor)
+        size_of_shard, total = size_of_shard + size, total + size
     names = [SINGLE_FILE]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -162,13 +162,9 @@ def _write_shards(out: Path, stored: Sequence[Stored], dtype: torch.dtype | None
         contents = (tensor_bytes(_converted(s.make(), getattr(torch, kind))) for s in shard)
         write_safetensors(out / name, entries, contents, METADATA)
     if len(shards) > 1:
-        weight_map = {one.key: name for name, shard in zip(names, shards) for one in shard}
-        _write_json(out / SHARD_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        weight_map = {tensor.key: name for name, shard in zip(names, shards) for tensor in shard}
+        write_json(out / SHARD_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return kind
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_bytes(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
 
 
 @contextmanager

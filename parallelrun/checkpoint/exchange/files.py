@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from parallelrun.base.errors import CheckpointError, Problem
+from parallelrun.checkpoint.files import write_bytes
 from parallelrun.checkpoint.schema import read_header
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 
 _MAX_INDEX_BYTES = 2**28
 
 
-def damaged(path: Path, what: str) -> CheckpointError:
+def damaged(path: Path, cause: str) -> CheckpointError:
     """The error for a file that is not what its name says."""
-    return CheckpointError(Problem(f"{path} is damaged: {what}"))
+    return CheckpointError(Problem(f"{path} is damaged: {cause}"))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a new file and wait until it is on the disk. Raises OSError."""
+    write_bytes(path, json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False).encode() + b"\n")
 
 
 def files_of_keys(path: Path) -> dict[str, Path]:
@@ -28,9 +35,9 @@ def files_of_keys(path: Path) -> dict[str, Path]:
     try:
         if index.stat().st_size > _MAX_INDEX_BYTES:
             raise ValueError(f"it has more than {_MAX_INDEX_BYTES} bytes")
-        found = json.loads(index.read_bytes())["weight_map"]
-        names = dict(found)
-        if wrong := [one for one in names.values() if not isinstance(one, str) or one != os.path.basename(one)]:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = dict(weight_map)
+        if wrong := [name for name in names.values() if not isinstance(name, str) or name != os.path.basename(name)]:
             raise ValueError(f"{wrong[0]!r:.100} is no file of the same directory")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(index, f"it is no index of safetensors files ({error})") from error

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
+from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.paths import absolute
 from parallelrun.checkpoint.exchange.source import StoredModel
-from parallelrun.checkpoint.files import sync, write_bytes
+from parallelrun.checkpoint.files import sync
 from parallelrun.checkpoint.index import INDEX_FILE
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
@@ -80,7 +81,7 @@ def write_others(source: StoredModel, out: Path, for_transformers: bool) -> None
         if _is_kept(path):
             copy(path, out / name)
     if not for_transformers and (base := base_config(source)):
-        write_bytes(out / BASE_CONFIG, json.dumps(base, indent=2).encode())
+        write_json(out / BASE_CONFIG, base)
 
 
 def copy(path: Path, target: Path) -> None:

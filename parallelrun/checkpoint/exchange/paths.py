@@ -34,7 +34,7 @@ def check_paths(
         except (CheckpointError, EnvironmentProblem) as error:
             errors.append(error)
     if errors:
-        raise errors[0] if len(errors) == 1 else ConfigError(*(one for error in errors for one in error.problems))
+        raise errors[0] if len(errors) == 1 else ConfigError(*(p for error in errors for p in error.problems))
 
 
 def _check_source(source: str, where: str) -> None:
@@ -59,7 +59,7 @@ def checkpoint_at(folder: Path, where: str) -> tuple[Path, Index]:
         path = folder if (folder / INDEX_FILE).is_file() else resolve_resume(str(folder), ".")
         return path, open_complete(path)
     except CheckpointError as error:
-        raise CheckpointError(*(replace(one, where=where) for one in error.problems)) from error
+        raise CheckpointError(*(replace(problem, where=where) for problem in error.problems)) from error
 
 
 def unused(out: Path, where: str = "") -> Path:

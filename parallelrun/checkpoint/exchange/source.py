@@ -59,21 +59,21 @@ def initial_weights(config: Config, spec: ModelSpec) -> Weights | None:
         return None
     where = "init.from"
     folder = absolute(config.init.weights)
-    found: Weights
+    weights: Weights
     if (folder / from_hf.CONFIG_FILE).is_file():
         name, family, _, file = from_hf.family_at(folder)
         if name != config.model.name:
-            what = f"{file} is of a {name}, and this run trains model={config.model.preset}"
-            raise ConfigError(Problem(what, where, f"model.from_hf={folder}"))
+            message = f"{file} is of a {name}, and this run trains model={config.model.preset}"
+            raise ConfigError(Problem(message, where, f"model.from_hf={folder}"))
         if problems := family.differences(config, spec):
-            raise ConfigError(*(replace(one, suggestion=f"model.from_hf={folder}") for one in problems))
-        found = FileWeights(folder, spec, family.pieces(config, spec), family.constants(config, spec), family)
+            raise ConfigError(*(replace(problem, suggestion=f"model.from_hf={folder}") for problem in problems))
+        weights = FileWeights(folder, spec, family.pieces(config, spec), family.constants(config, spec), family)
     elif has_files(folder):
-        found = _plain(folder, spec)
+        weights = _plain(folder, spec)
     else:
-        found = CheckpointWeights(*checkpoint_at(folder, where))
-    found.check(spec, where)
-    return found
+        weights = CheckpointWeights(*checkpoint_at(folder, where))
+    weights.check(spec, where)
+    return weights
 
 
 def notes_on_initial(config: Config) -> list[str]:
@@ -102,10 +102,10 @@ def _of_hugging_face(folder: Path) -> StoredModel:
 
 def _of_checkpoint(folder: Path, where: str, trust: bool) -> StoredModel:
     weights = CheckpointWeights(*checkpoint_at(folder, where))
-    run = next((one for one in (weights.path, *weights.path.parents[:2]) if (one / CONFIG_FILE).is_file()), None)
+    run = next((path for path in (weights.path, *weights.path.parents[:2]) if (path / CONFIG_FILE).is_file()), None)
     if run is None:
-        what = f"{weights.path} is in no run directory: there is no {CONFIG_FILE} that describes its model"
-        raise CheckpointError(Problem(what, where))
+        message = f"{weights.path} is in no run directory: there is no {CONFIG_FILE} that describes its model"
+        raise CheckpointError(Problem(message, where))
     config = _saved(run, weights.path, where, trust)
     vocab = _recorded_vocab(run)
     if vocab is not None:
@@ -128,16 +128,16 @@ def _saved(folder: Path, path: Path, where: str, trust: bool) -> Config:
     if config is None:
         raise CheckpointError(Problem(f"{path} has neither {from_hf.CONFIG_FILE} nor {CONFIG_FILE}", where))
     if config.model.source is not None and not trust:
-        what = f"{path} holds a model of the user's own code ({config.model.source}), which is not loaded from here"
-        raise ConfigError(Problem(what, where))
+        message = f"{path} holds a model of the user's own code ({config.model.source}), which is not loaded from here"
+        raise ConfigError(Problem(message, where))
     return config
 
 
 def _recorded_vocab(run: Path) -> int | None:
     """The vocabulary that a run's plan.json records; the dataset that it follows may be gone."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((run / "plan.json").read_bytes())["model"]["vocab"]
-        return found if type(found) is int and found > 0 else None
+        vocab = json.loads((run / "plan.json").read_bytes())["model"]["vocab"]
+        return vocab if type(vocab) is int and vocab > 0 else None
     return None
 
 

@@ -3,7 +3,6 @@ with foreign weights."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
 from parallelrun.checkpoint.exchange import origin
+from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.origin import GENERATION
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights
-from parallelrun.checkpoint.files import write_bytes
 from parallelrun.config import from_hf
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.tokenizing.tokenizer import END_OF_TEXT, FILE, NUM_BYTES, find_tokenizer, open_tokenizer
@@ -31,8 +30,8 @@ def files_of(source: StoredModel) -> dict[str, Path]:
 
     Raises CheckpointError if the tokenizer of the data has changed since the run.
     """
-    if found := _files_in(source.path):
-        return found
+    if files := _files_in(source.path):
+        return files
     made = definitions.dataset(source.config).tokenizer(source.config)
     if made and made.path:
         _check_unchanged(source, made.path)
@@ -50,8 +49,8 @@ def _check_unchanged(source: StoredModel, path: Path) -> None:
     before = (source.weights.index.extra.get("dataset") or {}).get("tokenizer")
     now = find_tokenizer(str(path), "dataset.tokenizer").sha256
     if before not in (None, now):
-        what = f"{path} has changed: its sha256 is {now}, and {source.path} was trained with that of {before}"
-        raise CheckpointError(Problem(what, "dataset.tokenizer"))
+        message = f"{path} has changed: its sha256 is {now}, and {source.path} was trained with that of {before}"
+        raise CheckpointError(Problem(message, "dataset.tokenizer"))
 
 
 def special_ids(source: StoredModel) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def special_ids(source: StoredModel) -> dict[str, Any]:
     none, as for bytes. Raises ConfigError for a file that is no JSON."""
     for folder in origin.directories(source):
         contents = [origin.json_object(folder / name) for name in (origin.BASE_CONFIG, from_hf.CONFIG_FILE, GENERATION)]
-        if ids := {key: one[key] for one in contents for key in SPECIAL_IDS if one.get(key) is not None}:
+        if ids := {key: content[key] for content in contents for key in SPECIAL_IDS if content.get(key) is not None}:
             return {**dict.fromkeys(SPECIAL_IDS), **ids}
     return dict.fromkeys(SPECIAL_IDS)
 
@@ -78,8 +77,8 @@ def with_own_tokenizer(source: StoredModel, config: Config) -> Config:
         return replace(config, dataset=replace(config.dataset, tokenizer=str(own)))
     used, wanted = definition.tokenizer(config), find_tokenizer(str(own), str(own)).sha256 if own else None
     if used and wanted and used.sha256 not in (wanted, BYTES):
-        what = f"the data's tokenizer (sha256 {used.sha256}) is not the model's, {own} (sha256 {wanted})"
-        raise ConfigError(Problem(what, "dataset.tokenizer", f"tokenizer={own}"))
+        message = f"the data's tokenizer (sha256 {used.sha256}) is not the model's, {own} (sha256 {wanted})"
+        raise ConfigError(Problem(message, "dataset.tokenizer", f"tokenizer={own}"))
     return config
 
 
@@ -91,36 +90,32 @@ def _was_bytes(source: StoredModel) -> bool:
 
 def write(source: StoredModel, out: Path) -> None:
     """Write the tokenizer's files, if the model has a tokenizer, and the settings of generation, if there are any."""
-    found, special = files_of(source), special_ids(source)
+    files, special = files_of(source), special_ids(source)
     generation = next(filter(None, (origin.json_object(one / GENERATION) for one in origin.directories(source))), {})
     if generation or any(one is not None for one in special.values()):
-        _write_json(out / GENERATION, {**generation, **special})
-    for name, path in found.items():
+        write_json(out / GENERATION, {**generation, **special})
+    for name, path in files.items():
         origin.copy(path, out / name)
-    if set(found) == {FILE}:  # transformers asks for the second one
-        _write_json(out / "tokenizer_config.json", _config_file(source.spec.seq))
-    if not found and is_bytes(source):
+    if set(files) == {FILE}:  # transformers asks for the second one
+        write_json(out / "tokenizer_config.json", _config_file(source.spec.seq))
+    if not files and is_bytes(source):
         end = NUM_BYTES if source.config.dataset.append_eod else None
         for name, content in byte_files(source.spec.seq, source.spec.mask_token, end).items():
-            _write_json(out / name, content)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_bytes(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
+            write_json(out / name, content)
 
 
 class Codec:
     """Text to token ids and back. Raises EnvironmentProblem without the package `tokenizers`, where that is needed."""
 
     def __init__(self, source: StoredModel):
-        found = files_of(source)
+        files = files_of(source)
         self._inner: Any = None
-        if found:
-            path = found.get(FILE, source.path / FILE)
+        if files:
+            path = files.get(FILE, source.path / FILE)
             self._inner = open_tokenizer(path, str(path))
         elif not is_bytes(source):
-            what = f"{source.path} has no tokenizer, and its dataset is not read as bytes"
-            raise ConfigError(Problem(what, "text", f"tokens=[1,2,3], or {FILE} beside the weights"))
+            message = f"{source.path} has no tokenizer, and its dataset is not read as bytes"
+            raise ConfigError(Problem(message, "text", f"tokens=[1,2,3], or {FILE} beside the weights"))
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without special tokens."""
@@ -142,7 +137,9 @@ def byte_files(seq: int, mask_token: int | None, end: int | None = None) -> dict
     """
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = {_MASK: mask_token, END_OF_TEXT[0]: end}
-    added = [{"id": one, "content": text, "special": True, **flags} for text, one in special.items() if one is not None]
+    added = [
+        {"id": code, "content": text, "special": True, **flags} for text, code in special.items() if code is not None
+    ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     vocab = {character: byte for byte, character in enumerate(characters())}
     model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,

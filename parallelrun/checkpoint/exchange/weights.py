@@ -57,10 +57,10 @@ class Weights(ABC):
 
     def check(self, spec: ModelSpec, where: str) -> None:
         """Raise CheckpointError with the first differences from the model. where: the key of the user's request."""
-        if found := self.differences(spec):
-            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            what = f"{self.path} holds weights of another model: {'; '.join(found[:_SHOWN])}{more}"
-            raise CheckpointError(Problem(what, where))
+        if differences := self.differences(spec):
+            more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+            message = f"{self.path} holds weights of another model: {'; '.join(differences[:_SHOWN])}{more}"
+            raise CheckpointError(Problem(message, where))
 
     def _slice(self, file: Path, key: str, ranges: Ranges) -> Tensor:
         """A part of a tensor of a safetensors file. Raises CheckpointError."""
@@ -130,25 +130,20 @@ class FileWeights(Weights):
         self._file_of = files_of_keys(path)
 
     @cached_property
-    def _headers(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every stored tensor, by its key. Raises CheckpointError."""
-        return {key: tuple(entry["shape"]) for key, entry in self._entries.items()}
-
-    @cached_property
     def _entries(self) -> dict[str, dict[str, Any]]:
         """Shape and dtype of every stored tensor, by its key. Raises CheckpointError."""
-        found: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         for file in sorted(set(self._file_of.values())):
             for key, entry in read_entries(file).items():
                 if self._file_of.get(key) == file:
-                    found[key] = entry
-        if lost := sorted(self._file_of.keys() - found.keys()):
+                    entries[key] = entry
+        if lost := sorted(self._file_of.keys() - entries.keys()):
             raise damaged(self.path, f"{lost[0]} is not in {self._file_of[lost[0]].name}")
-        return found
+        return entries
 
     def _spelled(self, key: str) -> str:
         spellings = self._family.spellings(key) if self._family else (key,)
-        return next((one for one in spellings if one in self._file_of), key)
+        return next((spelling for spelling in spellings if spelling in self._file_of), key)
 
     def read(self, name: str, ranges: Ranges) -> Tensor:
         part = self._read_pieces(name, ranges)
@@ -190,8 +185,8 @@ class FileWeights(Weights):
             kind = self._entries[quantised[0]].get("dtype")
             return [f"{quantised[0]}{others} is stored as {kind}: quantised weights are not read; convert them to bf16"]
         stored = {
-            spelled.get(key, key): shape
-            for key, shape in self._headers.items()
+            spelled.get(key, key): tuple(entry["shape"])
+            for key, entry in self._entries.items()
             if key in spelled or self._family is None or not self._family.is_skipped(key)
         }
         needed = {key: shape for key, shape in wanted.items() if key in stored or key not in self._constants}
@@ -202,9 +197,9 @@ class FileWeights(Weights):
 
     @property
     def unread(self) -> list[str]:
-        known = {self._spelled(piece.key) for pieces in self._pieces.values() for piece in pieces}
-        known |= {self._spelled(key) for key in self._constants} | {copy for copy, _ in self._copies}
-        return [key for key in self._file_of if key not in known and not _NOT_LEARNED.fullmatch(key)]
+        keys_read = {self._spelled(piece.key) for pieces in self._pieces.values() for piece in pieces}
+        keys_read |= {self._spelled(key) for key in self._constants} | {copy for copy, _ in self._copies}
+        return [key for key in self._file_of if key not in keys_read and not _NOT_LEARNED.fullmatch(key)]
 
     @property
     def _copies(self) -> tuple[tuple[str, str], ...]:
@@ -219,14 +214,14 @@ class FileWeights(Weights):
         ]
 
     def _wrong_constants(self) -> list[str]:
-        found = []
+        messages = []
         for key, constant in self._constants.items():
             name = self._spelled(key)
             if name in self._file_of and not constant.added_to:
-                stored = self._slice(self._file_of[name], name, [(0, size) for size in self._headers[name]])
+                stored = self._slice(self._file_of[name], name, [(0, size) for size in self._entries[name]["shape"]])
                 if not bool((stored == constant.value).all()):
-                    found.append(f"{name} is not {constant.value:g} everywhere, and our model has no such tensor")
-        return found
+                    messages.append(f"{name} is not {constant.value:g} everywhere, and our model has no such tensor")
+        return messages
 
 
 def _holds_numbers(entry: dict[str, Any]) -> bool:
@@ -238,15 +233,15 @@ def stored_shapes(
     pieces: Mapping[str, Sequence[Piece]], shapes: Mapping[str, tuple[int, ...]], constants: Mapping[str, FixedTensor]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that a file holds, by its key. pieces, shapes: by parameter."""
-    found: dict[str, tuple[int, ...]] = {}
+    shape_of: dict[str, tuple[int, ...]] = {}
     for name, parts in pieces.items():
         for piece in parts:
             rows, *rest = piece.shape(shapes[name])
-            before = found.get(piece.key)
-            known = 0 if before is None else before[-1] if piece.transposed else before[0]
-            shape = (max(known, piece.start + rows), *rest)
-            found[piece.key] = shape[::-1] if piece.transposed else shape
-    return {**found, **{key: constant.shape for key, constant in constants.items()}}
+            before = shape_of.get(piece.key)
+            size = 0 if before is None else before[-1] if piece.transposed else before[0]
+            shape = (max(size, piece.start + rows), *rest)
+            shape_of[piece.key] = shape[::-1] if piece.transposed else shape
+    return {**shape_of, **{key: constant.shape for key, constant in constants.items()}}
 
 
 def _differences(

@@ -1,7 +1,7 @@
 """Names the rank whose bits are wrong, from what every rank has seen. Torch-free.
 
 In the order of certainty: a rank's weights changed while nobody wrote to them; a rank gave other bits to a collective
-than before, although no rank before it had; one replica differs from most others; a repetition gave other bits.
+than before, although no rank before it had; one replica differs from most others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class Evidence:
 
     at_rest: (step, tensor) of weights that changed between two updates. lanes, given, results: of a pass whose bits
     are not what they were: the lanes of its contributions, the numbers of those that differ, the gradients and the loss
-    that differ. replicas: of tensors that differ between replicas, (its replicas, digest) by name. repeated: the
-    first step after which a repetition has left this rank's weights with other bits; 0: there is none.
+    that differ. replicas: of tensors that differ between replicas, (its replicas, digest) by name.
     """
 
     host: str = ""
@@ -32,12 +31,6 @@ class Evidence:
     given: Sequence[int] = ()
     results: Sequence[str] = ()
     replicas: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    repeated: int = 0
-
-    @property
-    def is_any(self) -> bool:
-        """Whether the rank has seen anything."""
-        return bool(self.at_rest or self.given or self.results or self.replicas or self.repeated)
 
     def document(self) -> dict[str, Any]:
         """Return the evidence, JSON-ready."""
@@ -64,27 +57,22 @@ class Verdict:
     in_computing: bool = False
 
 
-def verdict(found: Sequence[Evidence]) -> Verdict:
+def verdict(evidence: Sequence[Evidence]) -> Verdict:
     """Return the ranks that are wrong. found: evidence by rank; at least one rank has some."""
-    changed = {rank: one.at_rest for rank, one in enumerate(found) if one.at_rest}
+    changed = {rank: own.at_rest for rank, own in enumerate(evidence) if own.at_rest}
     if changed:
-        step, _ = min(seen for one in changed.values() for seen in one)
-        names = _list(name for one in changed.values() for _, name in one)
+        step, _ = min(seen for own in changed.values() for seen in own)
+        names = _list(name for own in changed.values() for _, name in own)
         return Verdict(tuple(changed), f"memory: {names} changed before the update of step {step}")
-    if any(one.given or one.results for one in found):
-        ranks = origins(found)
-        names = _list(name for rank in ranks for name in found[rank].results) or "what it gives to other ranks"
-        what = f"computation: the same samples and weights gave other bits ({names})"
-        return Verdict(ranks, what, in_computing=True)
-    repeated = {rank: one.repeated for rank, one in enumerate(found) if one.repeated}
-    if repeated:  # later, its wrong weights have made those of the others wrong
-        first = min(repeated.values())
-        what = f"replicas differed, and a repetition of step {first} left other weights"
-        return Verdict(tuple(rank for rank, step in repeated.items() if step == first), what)
-    return _minority(found)
+    if any(own.given or own.results for own in evidence):
+        ranks = origins(evidence)
+        names = _list(name for rank in ranks for name in evidence[rank].results) or "what it gives to other ranks"
+        cause = f"computation: the same samples and weights gave other bits ({names})"
+        return Verdict(ranks, cause, in_computing=True)
+    return _minority(evidence)
 
 
-def origins(found: Sequence[Evidence]) -> tuple[int, ...]:
+def origins(evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """Return the ranks whose bits first differ in what they computed, not in what they had received.
 
     The n-th contribution to a lane belongs together on all its members. A rank that differs is a victim if, before it
@@ -92,31 +80,31 @@ def origins(found: Sequence[Evidence]) -> tuple[int, ...]:
     """
     numbers: list[list[int]] = []  # by rank: which call of its lane each contribution is
     differs: set[tuple[Lane, int, int]] = set()  # (lane, call, rank)
-    for rank, one in enumerate(found):
+    for rank, seen in enumerate(evidence):
         counts: Counter[Lane] = Counter()
-        own, given = [], set(one.given)
-        for index, lane in enumerate(one.lanes):
+        own, wrong = [], set(seen.given)
+        for index, lane in enumerate(seen.lanes):
             own.append(counts[lane])
             counts[lane] += 1
-            if index in given:
+            if index in wrong:
                 differs.add((lane, own[-1], rank))
         numbers.append(own)
     guilty = []
-    for rank, one in enumerate(found):
-        if not (one.given or one.results):
+    for rank, seen in enumerate(evidence):
+        if not (seen.given or seen.results):
             continue
-        first = min(one.given, default=len(one.lanes))
-        received = zip(one.lanes[:first], numbers[rank])
+        first = min(seen.given, default=len(seen.lanes))
+        received = zip(seen.lanes[:first], numbers[rank])
         if not any((lane, call, other) in differs for lane, call in received for other in lane.ranks if other != rank):
             guilty.append(rank)
     return tuple(guilty)
 
 
-def _minority(found: Sequence[Evidence]) -> Verdict:
+def _minority(evidence: Sequence[Evidence]) -> Verdict:
     """Return the replicas that differ from most others of the same tensors."""
     groups: dict[tuple[str, str], dict[int, int]] = {}
-    for rank, one in enumerate(found):
-        for name, (replicas, digest) in one.replicas.items():
+    for rank, seen in enumerate(evidence):
+        for name, (replicas, digest) in seen.replicas.items():
             groups.setdefault((name, replicas), {})[rank] = digest
     odd: set[int] = set()
     unknown: set[int] = set()

@@ -24,8 +24,6 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, odd: its multiples are spread over all 64 bits
 _PIECE = 2**24  # words whose upper halves are taken at a time
 
-Checksums = list[int] | Tensor  # a 64-bit integer for each of some tensors: in host memory, or int64 on their device
-
 
 class Bits:
     """The bits of some tensors on devices of one kind, which are read again and again. Their storage stays the same."""
@@ -36,42 +34,19 @@ class Bits:
         # The words of a tensor with gaps are a copy, which does not change with it.
         self._views = self._reads(tensors) if all(tensor.is_contiguous() for tensor in tensors) else None
 
-    def read(self) -> Checksums:
+    def read(self) -> Tensor:
+        """Return a checksum of each tensor (int64, 1-d), on their device."""
         return (self._views or self._reads(self._tensors)).read()
-
-
-def are_equal(some: Checksums, others: Checksums) -> bool:
-    """Return whether all checksums of the same tensors are equal."""
-    return some == others if isinstance(some, list) else torch.equal(some, stacked(others))
-
-
-def numbers(checksums: Checksums) -> list[int]:
-    """Return checksums in host memory, to be compared with others of `numbers`."""
-    return checksums if isinstance(checksums, list) else checksums.tolist()
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:
     """Return a checksum of each tensor (int64, 1-d), on their device."""
-    return stacked(Bits(tensors).read())
-
-
-def stacked(checksums: Checksums) -> Tensor:
-    """Return checksums as a tensor (int64, 1-d)."""
-    if isinstance(checksums, Tensor):
-        return checksums
-    return (
-        torch.frombuffer(array("Q", checksums), dtype=torch.int64) if checksums else torch.zeros(0, dtype=torch.int64)
-    )
+    return Bits(tensors).read()
 
 
 def digest_of_all(tensors: Sequence[Tensor]) -> Tensor:
     """Return one checksum (0-d int64) of several tensors; 0 without tensors, on the CPU."""
     return combined(digests(tensors))
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """Return the checksum (0-d int64) of one tensor."""
-    return digests([tensor])[0]
 
 
 def combined(checksums: Tensor) -> Tensor:
@@ -83,11 +58,13 @@ class Hashes:
     """XXH3 of tensors in host memory."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self._held = [tensor.detach().contiguous() if not tensor.is_contiguous() else tensor for tensor in tensors]
-        self._memory = [_bytes(tensor.nbytes).from_address(tensor.data_ptr()) for tensor in self._held]
+        self._tensors = [tensor.detach().contiguous() for tensor in tensors]
+        self._memory = [_bytes(tensor.nbytes).from_address(tensor.data_ptr()) for tensor in self._tensors]
 
-    def read(self) -> list[int]:
-        return list(map(xxhash.xxh3_64_intdigest, self._memory))
+    def read(self) -> Tensor:
+        if not self._memory:
+            return torch.zeros(0, dtype=torch.int64)
+        return torch.frombuffer(array("Q", map(xxhash.xxh3_64_intdigest, self._memory)), dtype=torch.int64)
 
 
 @lru_cache(maxsize=1024)

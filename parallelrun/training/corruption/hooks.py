@@ -6,31 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from parallelrun.models.optimizer import Around
 from parallelrun.training.loop.build import Training
 
 
 class CorruptionWatch:
     """Hooks that the training loop calls. This class checks nothing; `watch_of` returns the one that a run asks for."""
 
-    def before_step(self, step: int) -> None:
-        """Called before a training step."""
-
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Around a training step."""
+    def around_step(self, step: int) -> Iterator[None]:
+        """Around a training step. After it nothing writes to the weights until the next update."""
         yield
 
     def before_update(self, training: Training) -> None:
         """Called with the final gradients of a step."""
-
-    @property
-    def around_update(self) -> Around | None:
-        """Entered by the optimizer around its updates; see `Optimizer.step`."""
-        return None
-
-    def after_update(self) -> None:
-        """Called when the step has ended: nothing writes to the weights until the next update."""
 
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
         """Return the step after which training continues: `step`, or an earlier one to whose state it has returned.

@@ -12,22 +12,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from parallelrun.distributed import torch_private
 from parallelrun.distributed.sequences import Lane
 from parallelrun.planner.facts.corruption_cost import smallest_batch
 from parallelrun.training.corruption.record import PassBits, PassRecorder
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.pipeline_runner import build_runner
-from parallelrun.training.loop.reader import Batch, Reader
+from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.step import finish_gradients, forward_backward
 
 # Factors of the loss, one for each batch: a bit that a number of one pass happens to have, another sign or exponent
 # likely has not, so that a stuck bit is seen.
 SCALES = (1.0, -(2.0**-5), 2.0**5, -1.0, 2.0**-3, -(2.0**3), 2.0**-7, -(2.0**7))
 NUM_BATCHES = len(SCALES)
-PIECE = 2**15  # elements that are exchanged at a time on the CPU
 Answer = tuple[tuple[list[int], list[str]], tuple[Lane, ...]]  # what differs (see `PassBits.differing`), the lanes
 
 
@@ -43,9 +40,9 @@ class Probe:
         first = training.reader.samples
         reader = Reader(first.split, first.sampler, plan, training.mesh)
         runner = build_runner(training.model_parts, plan, training.mesh)
-        self._training = replace(training, plan=plan, reader=_FewBatches(reader), runner=runner)
-        weights = [parameter.tensor.detach() for parameter in training.held]
-        self._pieces = [*_pieces(weights, [weight.to("cpu", copy=True) for weight in weights])]
+        self._training = replace(training, plan=plan, reader=reader, runner=runner)
+        self._weights = [parameter.tensor.detach() for parameter in training.held]
+        self._copies = [weight.to("cpu", copy=True) for weight in self._weights]
         # The first pass of a pipeline sends more messages: the stages agree on shapes.
         _, *self.known, again = self._all([0, *range(NUM_BATCHES), 0])
         self.repeats = again.differing(self.known[0]) == ([], [])
@@ -81,37 +78,8 @@ class Probe:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Exchange the weights and their copies."""
-        for ours, others in self._pieces:
-            held = [one.clone() for one in ours]
-            torch_private.copy_all(ours, others)
-            torch_private.copy_all(others, held)
+        for weight, copy in zip(self._weights, self._copies):
+            present = weight.clone()
+            weight.copy_(copy)
+            copy.copy_(present)
         self._training.data.finish_update()
-
-
-def _pieces(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield views of the values of both that are exchanged together: on the CPU they stay in the processor's cache."""
-    ours: list[Tensor] = []
-    others: list[Tensor] = []
-    for weight, copy in zip(weights, copies):
-        is_cut = weight.device.type == "cpu" and weight.is_contiguous()
-        for one, other in zip(*((whole.view(-1).split(PIECE) if is_cut else (whole,)) for whole in (weight, copy))):
-            if ours and sum(map(Tensor.numel, ours)) + one.numel() > PIECE:
-                yield ours, others
-                ours, others = [], []
-            ours.append(one)
-            others.append(other)
-    yield ours, others
-
-
-class _FewBatches(Reader):
-    """A reader that has read the first batches of another."""
-
-    def __init__(self, reader: Reader):
-        self.samples, self.seconds = reader.samples, 0.0
-        self._batches = [reader.batch(number + 1) for number in range(NUM_BATCHES)]
-
-    def batch(self, step: int) -> Batch:
-        return self._batches[step - 1]
-
-    def close(self) -> None:
-        """Do nothing, because no thread reads ahead."""

@@ -51,11 +51,11 @@ class PassRecorder(Contributions):
     @torch.no_grad()
     def bits(self, training: Training) -> PassBits:
         """Return the bits of the pass, in host memory."""
-        given = [measured.to(training.mesh.device) for _, measured in self.found]  # that of no tensors is on the CPU
-        held = [(f"the gradient of {p.name}", p.tensor.grad) for p in training.parameters]
-        results = {name: gradient for name, gradient in held if gradient is not None}
+        sent = [measured.to(training.mesh.device) for _, measured in self.found]  # that of no tensors is on the CPU
+        gradients = [(f"the gradient of {p.name}", p.tensor.grad) for p in training.parameters]
+        results = {name: gradient for name, gradient in gradients if gradient is not None}
         if training.runner.loss_sum is not None:
             results["the loss"] = training.runner.loss_sum
-        stacked = torch.stack(given) if given else torch.zeros(0, dtype=torch.int64)
+        stacked = torch.stack(sent) if sent else torch.zeros(0, dtype=torch.int64)
         lanes = tuple(lane for lane, _ in self.found)
         return PassBits(lanes, stacked.cpu(), tuple(results), digests([*results.values()]).cpu())

@@ -12,8 +12,7 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.facts.corruption_cost import replicated_over
-from parallelrun.training.corruption.at_rest import Sums
-from parallelrun.training.corruption.digests import combined, digest_of_all, digests, stacked
+from parallelrun.training.corruption.digests import combined, digest_of_all, digests
 from parallelrun.training.corruption.state import stored_weights
 from parallelrun.training.loop.build import Training
 
@@ -40,19 +39,19 @@ class Replicas:
 
     def __init__(self, training: Training):
         self._training = training
-        held = [(f"{one.name} weight", one.tensor.detach(), one) for one in training.held]
-        layouts = {one.name: one.layout for one in training.held}
-        stored = [one for name, one in stored_weights(training).items() if one.layout != layouts[name]]
-        self._weights = [*held, *((f"{one.name} stored weight", one.tensor, one) for one in stored)]
-        layouts_held = {one.layout for _, _, one in self._weights}
+        weights = [(f"{p.name} weight", p.tensor.detach(), p) for p in training.held]
+        layouts = {p.name: p.layout for p in training.held}
+        stored = [p for name, p in stored_weights(training).items() if p.layout != layouts[name]]
+        self._weights = [*weights, *((f"{p.name} stored weight", p.tensor, p) for p in stored)]
+        layouts_held = {p.layout for _, _, p in self._weights}
         self._dims = {layout: replicated_over(layout, training.plan) for layout in layouts_held}
         self._met: dict[str, Tensor] = {}
 
-    def after_step(self, step: int, weights: Sums) -> None:
+    def after_step(self, step: int) -> None:
         """Note one checksum of this rank's weights, if independent replicas have met in this step."""
         data = self._training.plan.data
         if data.independent and data.meets(step):
-            met = digest_of_all([stacked(sums) for _, sums in weights])
+            met = digest_of_all([tensor for _, tensor, _ in self._weights])
             self._met = {f"the weights after replicas met in step {step}": met.view(1)}
 
     def restart(self) -> None:
@@ -66,14 +65,14 @@ class Replicas:
         One all-reduce of 16 bytes over each mesh dim, and where ranks differ one of 16 bytes a tensor. All ranks of a
         set of replicas return the same names.
         """
-        found: dict[str, tuple[str, int]] = {}
+        odd: dict[str, tuple[str, int]] = {}
         for alike in self._sets():
             own = digests(alike.tensors)
             if not bool(alike.differs(combined(own).view(1))):
                 continue
             wrong, values = alike.differs(own).tolist(), own.tolist()
-            found |= {name: (alike.key, value) for name, value, is_wrong in zip(alike.names, values, wrong) if is_wrong}
-        return found
+            odd |= {name: (alike.key, value) for name, value, is_wrong in zip(alike.names, values, wrong) if is_wrong}
+        return odd
 
     def _sets(self) -> list[_Alike]:
         """The tensors by their replicas, in the same order on all ranks of a set."""
@@ -82,9 +81,9 @@ class Replicas:
             by_dims.setdefault(self._dims[parameter.layout], []).append((name, tensor))
         training, mesh = self._training, self._training.mesh
         for kind, parameters in training.data.kept.items():
-            for one in parameters:
-                dims = replicated_over(one.layout, training.plan, alike=True)
-                by_dims.setdefault(dims, []).append((f"{one.name} {kind}", one.tensor))
+            for extra in parameters:
+                dims = replicated_over(extra.layout, training.plan, alike=True)
+                by_dims.setdefault(dims, []).append((f"{extra.name} {kind}", extra.tensor))
         for name, digest in self._met.items():
             by_dims.setdefault(mesh.shape.mesh_dims_of("dp"), []).append((name, digest))
         sets = []
@@ -97,10 +96,10 @@ class Replicas:
         return sets
 
     def _tensors(self) -> list[tuple[str, Tensor, LocalParameter]]:
-        training, found = self._training, list(self._weights)
+        training, tensors = self._training, list(self._weights)
         for parameter in training.parameters:
             state = training.optimizer.state(parameter.name)
-            found += [(f"{parameter.name} {kind}", state[kind], parameter) for kind in sorted(state)]
+            tensors += [(f"{parameter.name} {kind}", state[kind], parameter) for kind in sorted(state)]
             if parameter.tensor.grad is not None:
-                found.append((f"{parameter.name} gradient", parameter.tensor.grad, parameter))
-        return found
+                tensors.append((f"{parameter.name} gradient", parameter.tensor.grad, parameter))
+        return tensors

@@ -21,36 +21,36 @@ def stored_weights(training: Training) -> dict[str, LocalParameter]:
     They are `training.held` itself unless the optimizer updates copies of chunks (ZeRO).
     """
     plan, data = training.plan, training.plan.data
-    found = {}
-    for held, weight in match(training.model_parts, plan, training.mesh):
+    stored = {}
+    for p, weight in match(training.model_parts, plan, training.mesh):
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        layout = data.weight_layout(held.spec, held.layout, plan)
-        found[held.name] = LocalParameter(held.name, local.detach(), held.spec, layout, held.shared)
-    return found
+        layout = data.weight_layout(p.spec, p.layout, plan)
+        stored[p.name] = LocalParameter(p.name, local.detach(), p.spec, layout, p.shared)
+    return stored
 
 
 def weights_at_rest(training: Training) -> dict[str, Tensor]:
     """Return every tensor that stores weights and that only the update may change, by name."""
-    found = {name: parameter.tensor for name, parameter in stored_weights(training).items()}
+    tensors = {name: parameter.tensor for name, parameter in stored_weights(training).items()}
     if training.plan.data.independent:  # an evaluation averages running statistics
         for parameter in training.data.frozen:
-            del found[parameter.name]
-    known = {tensor.data_ptr() for tensor in found.values()}
+            del tensors[parameter.name]
+    pointers = {tensor.data_ptr() for tensor in tensors.values()}
     for parameter in training.parameters:
-        if parameter.tensor.numel() and parameter.tensor.data_ptr() not in known:
-            found[f"{parameter.name} (updated part)"] = parameter.tensor.detach()
-    return found
+        if parameter.tensor.numel() and parameter.tensor.data_ptr() not in pointers:
+            tensors[f"{parameter.name} (updated part)"] = parameter.tensor.detach()
+    return tensors
 
 
 def state_of(training: Training) -> dict[str, Tensor]:
     """Return the live tensors that a step reads and changes: weights, the optimizer's and the strategy's state."""
-    found = {f"{parameter.name} weight": parameter.tensor.detach() for parameter in training.held}
+    tensors = {f"{parameter.name} weight": parameter.tensor.detach() for parameter in training.held}
     for parameter in training.parameters:
         state = training.optimizer.state(parameter.name)
-        found |= {f"{parameter.name} {kind}": tensor for kind, tensor in state.items()}
+        tensors |= {f"{parameter.name} {kind}": tensor for kind, tensor in state.items()}
     for kind, parameters in training.data.kept.items():
-        found |= {f"{parameter.name} kept {kind}": parameter.tensor.detach() for parameter in parameters}
-    return found
+        tensors |= {f"{parameter.name} kept {kind}": parameter.tensor.detach() for parameter in parameters}
+    return tensors
 
 
 class Snapshot:

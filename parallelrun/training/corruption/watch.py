@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import CorruptionError, Problem
@@ -22,11 +21,10 @@ from parallelrun.base.records import append_jsonl
 from parallelrun.base.wording import counted
 from parallelrun.distributed import comm
 from parallelrun.distributed.sequences import Lane
-from parallelrun.models.optimizer import Around
 from parallelrun.planner.contract.plan import WORLD
 from parallelrun.planner.facts.corruption_cost import EACH_CHECK
 from parallelrun.report.records.find import EVENTS
-from parallelrun.training.corruption.at_rest import AtRest, Sums, are_same
+from parallelrun.training.corruption.at_rest import AtRest
 from parallelrun.training.corruption.blame import Evidence, Verdict, verdict
 from parallelrun.training.corruption.hooks import CorruptionWatch
 from parallelrun.training.corruption.probe import NUM_BATCHES, Answer, Probe
@@ -48,14 +46,10 @@ def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, sta
 
 @dataclass(frozen=True)
 class _Undone:
-    """Steps that were undone. step: of the check that found the fault.
-
-    history: checksums of the weights after each of them, if it is not known which rank was wrong.
-    """
+    """Steps that were undone. step: of the check that noticed the fault."""
 
     step: int
     judged: Verdict
-    history: dict[int, Sums] = field(default_factory=dict)
     in_a_row: int = 1
 
 
@@ -78,17 +72,20 @@ class _Watch(CorruptionWatch):
         self._lanes: tuple[Lane, ...] = ()
         self._step, self._is_cold = start, True
         self._undone: _Undone | None = None
-        self._history: dict[int, Sums] = {}  # checksums of the weights after each step since the last check
         self._num_checks = self._num_found = 0
 
-    def before_step(self, step: int) -> None:
-        self._step = step
-        self._first = self._recorder = None
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        self._step, self._first = step, None
         if self._recomputes and step % self._every == 0 and self._repeats:
             if self._is_cold:
                 self._computed(step)  # the first pass of a pipeline sends more messages
             self._first = self._computed(step)
         self._is_cold = False
+        with nullcontext() if self._first is None else PassRecorder(self._training.mesh) as self._recorder:
+            yield
+        self._at_rest.begin()
+        self._replicas.after_step(step)
 
     def _computed(self, step: int) -> PassBits:
         """Compute the gradients of a step; return the bits of the pass."""
@@ -101,47 +98,22 @@ class _Watch(CorruptionWatch):
         training.routing.finish_step(False)
         return bits
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        if self._first is None:
-            yield
-            return
-        with PassRecorder(self._training.mesh) as self._recorder:
-            yield
-
     def before_update(self, training: Training) -> None:
-        self._changed += [(self._step, name) for name in self._at_rest.changed(chunks=False)]
+        self._changed += [(self._step, name) for name in self._at_rest.changed()]
         if self._first is not None and self._recorder is not None:
             bits = self._recorder.bits(training)
             self._differing, self._lanes = bits.differing(self._first), bits.lanes
-
-    @property
-    def around_update(self) -> Around | None:
-        return self._at_rest.updating if self._chunks() else None
-
-    def after_update(self) -> None:
-        self._at_rest.begin(self._chunks())
-        self._changed += [(self._step, name) for name in self._at_rest.noted()]
-        self._history[self._step] = self._at_rest.sums
-        self._replicas.after_step(self._step, self._at_rest.sums)
-
-    def _chunks(self) -> Sequence[Sequence[Tensor]]:
-        """The weights that only the optimizer writes to, as it updates them one after another."""
-        return () if self._training.data.writes_after_update else self._training.optimizer.chunks
 
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
         is_last = step == self._training.config.steps
         if finite and step % self._every and not saves and not is_last:
             return step
         self._num_checks += 1
-        found = self._evidence(step)
-        if finite and not found:
+        evidence = self._evidence(step)
+        if finite and not evidence:
             return self._passed(step)
-        judged = verdict(found) if found else Verdict((), NOT_FINITE)
-        if finite and not any(replace(one, repeated=0).is_any for one in found):
-            self._report(step, judged, found, None)  # the repetition is right, and tells which rank was wrong
-            return self._passed(step)
-        return self._undo(step, judged, found, finite)
+        judged = verdict(evidence) if evidence else Verdict((), NOT_FINITE)
+        return self._undo(step, judged, evidence, finite)
 
     def facts(self) -> dict[str, Any]:
         return {"sdc_checks": self._num_checks, "sdc_found": self._num_found}
@@ -149,26 +121,24 @@ class _Watch(CorruptionWatch):
     def _evidence(self, step: int) -> list[Evidence]:
         """Return what each rank has seen since the last check, nothing if none has seen anything. Collective."""
         self._changed += [(step, name) for name in self._at_rest.changed()]
-        replicas, repeated = self._replicas.differing(), self._repeated(step)
+        replicas = self._replicas.differing()
         answers = self._answers()
-        (given, results), lanes = self._differing, self._lanes
-        at_all = bool(self._changed or repeated)
-        seen = self._anyone([at_all, bool(replicas), bool(given or results), *map(_is_wrong, answers)])
+        (sent, results), lanes = self._differing, self._lanes
+        seen = self._anyone([bool(self._changed), bool(replicas), bool(sent or results), *map(_is_wrong, answers)])
         if not any(seen):
             return []
         _, in_doubt, in_step, *in_answers = seen
         if not in_step:
             wrong = in_answers.index(True) if any(in_answers) else None
             asks = wrong is None and in_doubt
-            (given, results), lanes = answers[wrong] if wrong is not None else self._asked_again(asks)
+            (sent, results), lanes = answers[wrong] if wrong is not None else self._asked_again(asks)
         own = Evidence(
             host=socket.gethostname(),
             at_rest=tuple(self._changed),
             lanes=lanes,
-            given=tuple(given),
+            given=tuple(sent),
             results=tuple(results),
             replicas=replicas,
-            repeated=repeated,
         )
         self._changed, self._differing = [], ([], [])
         return [Evidence.of(document) for document in comm.gather_json(own.document(), self._training.mesh)]
@@ -186,13 +156,6 @@ class _Watch(CorruptionWatch):
                 return answer
         return ([], []), ()
 
-    def _repeated(self, step: int) -> int:
-        """Return the first step after which the weights are not those that led to the repetition; 0: none."""
-        if self._undone is None or self._undone.step != step:
-            return 0
-        before, now = self._undone.history, self._history
-        return next((one for one in sorted(before) if one not in now or not are_same(now[one], before[one])), 0)
-
     def _anyone(self, seen: Sequence[bool]) -> list[bool]:
         """Return which of several things any rank has seen. Collective."""
         mesh = self._training.mesh
@@ -204,10 +167,9 @@ class _Watch(CorruptionWatch):
         if self._undone is not None and step >= self._undone.step:
             self._undone = None
         self._snapshot.take(step)
-        self._history = {}
         return step
 
-    def _undo(self, step: int, judged: Verdict, found: list[Evidence], finite: bool) -> int:
+    def _undo(self, step: int, judged: Verdict, evidence: list[Evidence], finite: bool) -> int:
         """Return to the state of the last check, unless the same rank was wrong before. Returns that step."""
         before = self._undone
         in_a_row = before.in_a_row + 1 if before is not None else 1
@@ -215,13 +177,12 @@ class _Watch(CorruptionWatch):
             return step  # the repetition is not finite either: a matter of numerics
         again = before is not None and (set(judged.ranks) & set(before.judged.ranks) or judged == before.judged)
         if again or in_a_row > MAX_UNDONE or self._is_lasting(judged):
-            raise self._broken(step, judged, found)
-        self._undone = _Undone(step, judged, {} if judged.ranks else self._history, in_a_row)
-        self._history = {}
+            raise self._broken(step, judged, evidence)
+        self._undone = _Undone(step, judged, in_a_row)
         back = self._snapshot.restore()
-        self._at_rest.begin(self._chunks(), again=True)
+        self._at_rest.begin()
         self._replicas.restart()
-        self._report(step, judged, found, back)
+        self._report(step, judged, evidence, back)
         return back
 
     def _is_lasting(self, judged: Verdict) -> bool:
@@ -230,28 +191,28 @@ class _Watch(CorruptionWatch):
             return False
         return any(self._anyone([_is_wrong(self._asked_again())]))
 
-    def _broken(self, step: int, judged: Verdict, found: list[Evidence]) -> CorruptionError:
+    def _broken(self, step: int, judged: Verdict, evidence: list[Evidence]) -> CorruptionError:
         """Return the error that ends the run. The rank that is wrong raises it as the cause, the others as victims."""
         ranks = judged.ranks or judged.among
-        who = self._who(ranks, found)
-        self._report(step, judged, found, None)
-        what = f"step {step}: silent data corruption again on {who}: {judged.what}"
-        hosts = ", ".join(sorted({found[rank].host for rank in ranks}))
+        who = self._who(ranks, evidence)
+        self._report(step, judged, evidence, None)
+        message = f"step {step}: silent data corruption again on {who}: {judged.what}"
+        hosts = ", ".join(sorted({evidence[rank].host for rank in ranks}))
         fix = f"test the device, or leave it out: its host is {hosts}" if hosts else "test the devices of this run"
-        error = CorruptionError(Problem(what, who, command=fix))
+        error = CorruptionError(Problem(message, who, command=fix))
         error.of_another_rank = bool(ranks) and self._training.mesh.rank != ranks[0]
         return error
 
-    def _who(self, ranks: tuple[int, ...], found: list[Evidence]) -> str:
-        named = ", ".join(f"rank {rank} ({found[rank].host})" for rank in ranks)
+    def _who(self, ranks: tuple[int, ...], evidence: list[Evidence]) -> str:
+        named = ", ".join(f"rank {rank} ({evidence[rank].host})" for rank in ranks)
         return named or "an unknown rank"
 
-    def _report(self, step: int, judged: Verdict, found: list[Evidence], back: int | None) -> None:
+    def _report(self, step: int, judged: Verdict, evidence: list[Evidence], back: int | None) -> None:
         """Tell the user and write to events.jsonl, on rank 0. back: the step to which training returns, if it does."""
         self._num_found += 1
-        who = self._who(judged.ranks, found)
+        who = self._who(judged.ranks, evidence)
         if not judged.ranks and judged.among:
-            who = f"one of {self._who(judged.among, found)}"
+            who = f"one of {self._who(judged.among, evidence)}"
         undone = f"; {counted(step - back, 'step')} since step {back} undone and repeated" if back is not None else ""
         self._say(f"warning: step {step}: silent data corruption on {who}: {judged.what}{undone}")
         if self._context.rank == 0:
@@ -260,7 +221,7 @@ class _Watch(CorruptionWatch):
                 "step": step,
                 "ranks": judged.ranks,
                 "among": judged.among,
-                "hosts": [found[rank].host for rank in judged.ranks],
+                "hosts": [evidence[rank].host for rank in judged.ranks],
                 "what": judged.what,
                 "undone_to": back,
             }
@@ -272,5 +233,5 @@ class _Watch(CorruptionWatch):
 
 
 def _is_wrong(answer: Answer) -> bool:
-    (given, results), _ = answer
-    return bool(given or results)
+    (sent, results), _ = answer
+    return bool(sent or results)

@@ -53,11 +53,11 @@ def evaluate(source: StoredModel, config: Config, split: str, limit: int | None)
     limit: number of samples at most. Raises ConfigError, EnvironmentProblem for data that do not suit the model.
     """
     config = tokenizer.with_own_tokenizer(source, config)
-    known = definitions.dataset(config).vocab_size(config)
+    num_ids = definitions.dataset(config).vocab_size(config)
     extra = 1 if source.spec.mask_token is not None and source.config.model.mask_token is None else 0  # [MASK]
-    if known is not None and known + extra > source.spec.vocab:
-        what = f"dataset {config.dataset.name} has {known} token ids or classes, and the model {source.spec.vocab}"
-        raise ConfigError(Problem(what, "dataset"))
+    if num_ids is not None and num_ids + extra > source.spec.vocab:
+        message = f"dataset {config.dataset.name} has {num_ids} token ids or classes, and the model {source.spec.vocab}"
+        raise ConfigError(Problem(message, "dataset"))
     spec = source.spec
     dataset = open_dataset(config, spec)
     network = loaded(source, config, spec)
@@ -93,7 +93,7 @@ def evaluate(source: StoredModel, config: Config, split: str, limit: int | None)
         samples=samples,
         dataset=config.dataset.name,
         fingerprint=dataset.fingerprint,
-        parts={label: float(one[0] / one[2]) for label, one in sums.items() if label and one[2]},
+        parts={label: float(part[0] / part[2]) for label, part in sums.items() if label and part[2]},
     )
 
 
@@ -104,8 +104,8 @@ def _token_bytes(config: Config, dataset: Dataset, spec: ModelSpec) -> np.ndarra
     if dataset.tokenizer == BYTES:
         return (np.arange(spec.vocab) < NUM_BYTES).astype(np.int64)  # the end of a document is no byte
     made = definitions.dataset(config).tokenizer(config)
-    found = token_bytes(made.path) if made and made.path else None
-    return None if found is None else np.pad(found, (0, max(0, spec.vocab - len(found))))
+    lengths = token_bytes(made.path) if made and made.path else None
+    return None if lengths is None else np.pad(lengths, (0, max(0, spec.vocab - len(lengths))))
 
 
 def _batches(
@@ -120,7 +120,7 @@ def _batches(
     left = limit if limit is not None else sys.maxsize
     for part in splits:
         first = 0
-        shares = [(one.label, one.num_samples) for one in part.shares] or [("", len(part))]
+        shares = [(share.label, share.num_samples) for share in part.shares] or [("", len(part))]
         for number, (label, length) in enumerate(shares):
             rows = itertools.islice(_rows(part, number, range(first, first + length), spec), left)
             while batch := list(itertools.islice(rows, size)):
@@ -150,6 +150,6 @@ def _rows(part: Split, number: int, indices: range, spec: ModelSpec) -> Iterator
     if rest is not None:
         used = len(rest[0])
         inputs, targets = (
-            np.pad(one, (0, spec.seq - used), constant_values=fill) for one, fill in zip(rest, (0, IGNORED))
+            np.pad(values, (0, spec.seq - used), constant_values=fill) for values, fill in zip(rest, (0, IGNORED))
         )
         yield _Row(inputs, targets, [used])

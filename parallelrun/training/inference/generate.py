@@ -79,8 +79,8 @@ class Generator:
         device = next(self._network.parameters()).device
         last: Tensor = self._network(torch.tensor([list(new)], device=device))[0, -1]
         gather: Any = self._network.loss.whole_logits
-        whole: Tensor = gather(last)
-        return whole
+        logits: Tensor = gather(last)
+        return logits
 
 
 def check_causal(source: StoredModel) -> None:

@@ -59,11 +59,11 @@ def _fill(network: Network, source: StoredModel, spec: ModelSpec, on: str | None
     allocate(network, torch.device(on or ("cuda" if torch.cuda.is_available() else "cpu")))
     originals, filled = dict(spec.tied), set()
     for name, parameter in network.named_parameters():
-        one = spec.parameters[originals.get(name, name)]
-        if one.name not in filled:
-            ranges = tuple((0, size) for size in one.shape)
-            initialise.fill(parameter.detach(), one, ranges, 0, {}, source.weights)
-            filled.add(one.name)
+        logical = spec.parameters[originals.get(name, name)]
+        if logical.name not in filled:
+            ranges = tuple((0, size) for size in logical.shape)
+            initialise.fill(parameter.detach(), logical, ranges, 0, {}, source.weights)
+            filled.add(logical.name)
 
 
 def without_groups(config: Config) -> Config:

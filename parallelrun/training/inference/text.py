@@ -10,18 +10,18 @@ from parallelrun.checkpoint.exchange.tokenizer import Codec
 
 def collected(tokens: Iterator[int], prompt: Sequence[int], codec: Codec | None, quiet: bool) -> list[int]:
     """All the tokens; unless `quiet`, the text is printed as it grows."""
-    found: list[int] = []
+    generated: list[int] = []
     shown = ""
     for token in tokens:
-        found.append(token)
+        generated.append(token)
         if quiet:
             continue
-        text = codec.decode([*prompt, *found]) if codec else " ".join(map(str, [*prompt, *found]))
+        text = codec.decode([*prompt, *generated]) if codec else " ".join(map(str, [*prompt, *generated]))
         if not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(shown):  # a character may be cut
             sys.stdout.write(text[len(shown) :])
             sys.stdout.flush()
             shown = text
     if not quiet:
-        text = codec.decode([*prompt, *found]) if codec else shown
+        text = codec.decode([*prompt, *generated]) if codec else shown
         print(text[len(shown) :] if text.startswith(shown) else "")
-    return found
+    return generated

@@ -23,19 +23,19 @@ GENERATED = "generated.json"
 
 def generate(config: Config, plan: Plan, context: WorkerContext) -> int:
     """Generate what `asked.json` asks for; rank 0 writes `generated.json`."""
-    asked: dict[str, Any] = json.loads((context.directory / ASKED).read_text(encoding="utf-8"))
-    source = open_source(asked["source"], "run")
-    codec = Codec(source) if asked["has_text"] else None
+    job: dict[str, Any] = json.loads((context.directory / ASKED).read_text(encoding="utf-8"))
+    source = open_source(job["source"], "run")
+    codec = Codec(source) if job["has_text"] else None
     model = Generator(source, (plan, build_mesh(plan, context.device)))
 
     def tokens() -> Iterator[int]:
-        for number, token in enumerate(model.tokens(asked["prompt"], asked["count"], Sampling(**asked["sampling"]))):
+        for number, token in enumerate(model.tokens(job["prompt"], job["count"], Sampling(**job["sampling"]))):
             context.heartbeat(number + 1, "generate")
             yield token
 
     began = time.perf_counter()
-    found = collected(tokens(), asked["prompt"], codec, asked["quiet"] or not context.console_owner)
+    generated = collected(tokens(), job["prompt"], codec, job["quiet"] or not context.console_owner)
     if context.console_owner:
-        rate = len(found) / (time.perf_counter() - began)
-        write_json(context.directory / GENERATED, {"tokens": found, "tokens_per_s": rate})
+        rate = len(generated) / (time.perf_counter() - began)
+        write_json(context.directory / GENERATED, {"tokens": generated, "tokens_per_s": rate})
     return EXIT_OK

@@ -29,9 +29,9 @@ class RunningStatistics:
     """
 
     def __init__(self, model_parts: Sequence[Network], frozen: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
-        held = {parameter.name: parameter for parameter in frozen}
+        parameters = {parameter.name: parameter for parameter in frozen}
         self._layers: list[tuple[BatchNorm, list[HeldRange]]] = [  # with running mean and running variance
-            (module, [held_range(held[f"{name}.{kind}"], mesh) for kind in ("running_mean", "running_var")])
+            (module, [held_range(parameters[f"{name}.{kind}"], mesh) for kind in ("running_mean", "running_var")])
             for part in model_parts
             for name, module in part.named_modules()
             if isinstance(module, BatchNorm)
@@ -54,8 +54,8 @@ class RunningStatistics:
         sizes = [2 * layer.weight.numel() for layer, _ in self._layers]
         flat = torch.cat(
             [
-                layer.weight.new_zeros(size, dtype=torch.float64) if one is None else one.flatten()
-                for (layer, _), one, size in zip(self._layers, seen, sizes)
+                layer.weight.new_zeros(size, dtype=torch.float64) if statistics is None else statistics.flatten()
+                for (layer, _), statistics, size in zip(self._layers, seen, sizes)
             ]
         )
         if self._sums_in_step:

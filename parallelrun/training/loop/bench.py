@@ -47,9 +47,9 @@ def run(training: Training, context: WorkerContext) -> int:
     own = {"times": times, "cpu": cpu, "peak_bytes": peak_bytes(training.mesh.device)}
     everyone = gather_json(own, training.mesh)
     if context.rank == 0:
-        document = summarise([max(step) for step in zip(*(one["times"] for one in everyone))], training)
-        document["cpu_s"] = statistics.median(sum(step) for step in zip(*(one["cpu"] for one in everyone)))
-        document["peak_memory_bytes"] = max(one["peak_bytes"] for one in everyone)
+        document = summarise([max(step) for step in zip(*(rank["times"] for rank in everyone))], training)
+        document["cpu_s"] = statistics.median(sum(step) for step in zip(*(rank["cpu"] for rank in everyone)))
+        document["peak_memory_bytes"] = max(rank["peak_bytes"] for rank in everyone)
         write_json(context.directory / "bench.json", document)
         report.show(document, context.console_owner)
     return EXIT_OK

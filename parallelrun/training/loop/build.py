@@ -115,14 +115,22 @@ def whole_network(config: Config, plan: Plan) -> Network:
     return network
 
 
-def build_model_parts(config: Config, plan: Plan, mesh: Mesh, whole: Network | None = None) -> list[Network]:
+def _largest_product(plan: Plan) -> int:
+    """Return about how many multiplications the largest product of a microbatch with a weight takes, on every rank."""
+    spec, mesh = plan.spec, plan.mesh
+    positions = math.prod(spec.boundary_shape[:-1] if spec.kind == "tokens" else spec.sample_shape)
+    largest = max((parameter.numel for parameter in spec.parameters.values()), default=0)
+    return plan.batch.micro_batch * positions * largest // (mesh.size("tp") * mesh.size("cp"))
+
+
+def build_model_parts(config: Config, plan: Plan, mesh: Mesh, network: Network | None = None) -> list[Network]:
     """Return this rank's stages on the meta device, sharded over tensor and expert axes, with recompute and compile.
 
     All stages of the rank are split off one network, so that a weight tied between two of them is one parameter.
-    whole: that network, if it is built already; it is changed.
+    network: that one, if it is built already; it is changed.
     """
     stages = plan.stages_of(mesh.coordinate.get("pp", 0))
-    network = whole or whole_network(config, plan)
+    network = network or whole_network(config, plan)
     network.keep([name for stage in stages for name in stage.blocks])
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
@@ -138,22 +146,14 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh, whole: Network | N
     return network.split([stage.blocks for stage in stages])
 
 
-def _largest_product(plan: Plan) -> int:
-    """Return about how many multiplications the largest product of a microbatch with a weight takes, on every rank."""
-    spec, mesh = plan.spec, plan.mesh
-    positions = math.prod(spec.boundary_shape[:-1] if spec.kind == "tokens" else spec.sample_shape)
-    largest = max((parameter.numel for parameter in spec.parameters.values()), default=0)
-    return plan.batch.micro_batch * positions * largest // (mesh.size("tp") * mesh.size("cp"))
-
-
-def build(config: Config, plan: Plan, device: torch.device, whole: Network | None = None) -> Training:
-    """Build the training of this rank. Collective: every rank of the world calls it. whole: see `build_model_parts`."""
+def build(config: Config, plan: Plan, device: torch.device, network: Network | None = None) -> Training:
+    """Build the training of this rank. Collective over the world. network: see `build_model_parts`."""
     config = with_lr_scale(config, plan)
     if device.type == "cpu":
         keep_freed_memory()
         torch_private.use_fast_products(_largest_product(plan))
     mesh = build_mesh(plan, device)
-    model_parts = build_model_parts(config, plan, mesh, whole)
+    model_parts = build_model_parts(config, plan, mesh, network)
     runtime = data_runtime(plan)
     runtime.shard(model_parts, plan, mesh)
     initialise.materialise(model_parts, plan, mesh, config.seed, initial_weights(config, plan.spec))

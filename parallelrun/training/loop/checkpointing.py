@@ -186,7 +186,7 @@ def due(config: Config, step: int, stopping: bool) -> bool:
 
 
 def _next_save(config: Config, step: int) -> str:
-    later = next((one for one in range(step + 1, config.steps + 1) if due(config, one, False)), None)
+    later = next((following for following in range(step + 1, config.steps + 1) if due(config, following, False)), None)
     return f"at step {later}" if later else "only if the run is asked to stop"
 
 

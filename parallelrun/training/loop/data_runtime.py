@@ -29,12 +29,12 @@ Pair = tuple[HeldParameter, nn.Parameter]
 def data_runtime(plan: Plan) -> type[DataRuntime]:
     """The runtime class of the plan's data strategy. Raises ConfigError for a plug-in without one."""
     module = registry.load("strategies", f"data.{plan.data.kind}", "runtime")
-    found = getattr(module, "RUNTIME", None)
-    if isinstance(found, type) and issubclass(found, DataRuntime):
-        return found
-    what = f"{module.__name__} of the strategy data.{plan.data.kind} has no RUNTIME that is a subclass of DataRuntime"
+    runtime = getattr(module, "RUNTIME", None)
+    if isinstance(runtime, type) and issubclass(runtime, DataRuntime):
+        return runtime
+    cause = f"{module.__name__} of the strategy data.{plan.data.kind} has no RUNTIME that is a subclass of DataRuntime"
     fix = f"write RUNTIME = <the subclass of {DataRuntime.__module__}.DataRuntime> at the end of it"
-    raise ConfigError(Problem(what, "strategy.data.kind", fix))
+    raise ConfigError(Problem(cause, "strategy.data.kind", fix))
 
 
 def match(model_parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> list[Pair]:
@@ -42,10 +42,10 @@ def match(model_parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> list[Pair
     pp_rank = mesh.coordinate.get("pp", 0)
     part_of = {stage.index: part for stage, part in zip(plan.stages_of(pp_rank), model_parts, strict=True)}
     pairs = [(held, part_of[held.stage].get_parameter(held.name)) for held in held_parameters(plan, pp_rank)]
-    known = {id(parameter) for _, parameter in pairs}
-    unknown = [name for part in model_parts for name, value in part.named_parameters() if id(value) not in known]
+    matched = {id(parameter) for _, parameter in pairs}
+    unknown = [name for part in model_parts for name, value in part.named_parameters() if id(value) not in matched]
     assert not unknown, f"not in the plan's spec: {unknown}"
-    assert len(known) == len(pairs), "two logical parameters are one tensor"
+    assert len(matched) == len(pairs), "two logical parameters are one tensor"
     return pairs
 
 
@@ -65,10 +65,10 @@ def complete_gradients(tensors: Iterable[Tensor]) -> None:
 
 def by_axis(buffers: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
     """Group flat buffers by the axis over which each is summed."""
-    found: dict[str, list[Tensor]] = {}
+    buffers_of: dict[str, list[Tensor]] = {}
     for axis, buffer in buffers:
-        found.setdefault(axis, []).append(buffer)
-    return found
+        buffers_of.setdefault(axis, []).append(buffer)
+    return buffers_of
 
 
 def trained(pairs: Sequence[Pair]) -> list[Pair]:
@@ -92,9 +92,9 @@ class DataRuntime:
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
-        local = [(held, LocalParameter(held.name, p, held.spec, held.layout, held.shared)) for held, p in pairs]
-        self.parameters = [parameter for held, parameter in local if not held.spec.frozen]
-        self.frozen = [parameter for held, parameter in local if held.spec.frozen]
+        local = [LocalParameter(held.name, p, held.spec, held.layout, held.shared) for held, p in pairs]
+        self.parameters = [parameter for parameter in local if not parameter.spec.frozen]
+        self.frozen = [parameter for parameter in local if parameter.spec.frozen]
         self._plan, self._mesh = plan, mesh
 
     @classmethod

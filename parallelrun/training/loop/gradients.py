@@ -128,10 +128,10 @@ def _own_parts(
 
 
 def _gradients(parameters: list[LocalParameter]) -> list[Tensor]:
-    found = [(parameter, parameter.tensor.grad) for parameter in parameters]
-    missing = [parameter.name for parameter, gradient in found if gradient is None]
+    gradients = [(parameter, parameter.tensor.grad) for parameter in parameters]
+    missing = [parameter.name for parameter, gradient in gradients if gradient is None]
     assert not missing, f"the data strategy left no gradient for {', '.join(missing)}"
-    return [gradient for _, gradient in found if gradient is not None]
+    return [gradient for _, gradient in gradients if gradient is not None]
 
 
 def _sum_together(tensors: list[Tensor], group: Group, purpose: str) -> None:
@@ -149,8 +149,8 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
         numel = gradient.numel()
         if numel > LONG:
             flat, in_rows = gradient.reshape(-1), numel // ROW * ROW
-            whole = flat if in_rows == numel else flat[:in_rows]
-            rows.append(torch.linalg.vector_norm(whole.view(-1, ROW), dim=1))
+            complete = flat if in_rows == numel else flat[:in_rows]
+            rows.append(torch.linalg.vector_norm(complete.view(-1, ROW), dim=1))
             if in_rows == numel:
                 continue
             gradient = flat[in_rows:]

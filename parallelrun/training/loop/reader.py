@@ -57,7 +57,7 @@ class Batch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch of `change` of each tensor."""
-        inputs, targets = (None if one is None else change(one) for one in (self.inputs, self.targets))
+        inputs, targets = (None if tensor is None else change(tensor) for tensor in (self.inputs, self.targets))
         documents = None if self.documents is None else self.documents.map(change)
         return Batch(inputs, targets, change(self.sample_ids), documents)
 
@@ -140,16 +140,16 @@ class ReadAhead:
             self._loaded = self._in_thread(self._in_processes(steps) if self._num_workers else map(self._read, steps))
         self._expected = step + 1
         try:
-            found = next(self._loaded)
+            batch = next(self._loaded)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
-            what = f"a process that reads the dataset has ended: {str(error).splitlines()[0]}"
+            message = f"a process that reads the dataset has ended: {str(error).splitlines()[0]}"
             fix = "dataset.num_workers=0, which reads in the rank"
-            raise EnvironmentProblem(Problem(what, "dataset.num_workers", fix)) from error
-        if isinstance(found, ParallelrunError):
-            raise found
-        return found
+            raise EnvironmentProblem(Problem(message, "dataset.num_workers", fix)) from error
+        if isinstance(batch, ParallelrunError):
+            raise batch
+        return batch
 
     def close(self) -> None:
         """End the thread and the processes. What was read ahead is lost."""
@@ -266,10 +266,10 @@ def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:
     return torch.tensor(plan.context.positions(mesh.coordinate["cp"], plan))
 
 
-def _num_workers(split: Split, asked: int | None, world: int) -> int:
+def _num_workers(split: Split, requested: int | None, world: int) -> int:
     if not split.decodes_files:
         return 0
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // local_ranks))

@@ -57,7 +57,7 @@ def agree(training: Training, context: WorkerContext, wants_stop: bool) -> Agree
     """Return why a rank has asked the others to end the loop. Collective; a stop is more urgent than a request."""
     request = reshapes.take(context.directory) if context.rank == 0 and not wants_stop else None
     everyone = comm.gather_json({"stops": wants_stop, "request": request}, training.mesh)
-    stops = any(one["stops"] for one in everyone)
+    stops = any(answer["stops"] for answer in everyone)
     request = everyone[0]["request"]
     if stops and request is not None and context.rank == 0:
         reshapes.answer(context.directory, {"name": request["name"], "error": "the run is stopping"})
@@ -83,17 +83,17 @@ def _refuse(context: WorkerContext, request: dict[str, Any], step: int, why: str
         reshapes.answer(context.directory, {"name": request["name"], "step": step, "error": why})
 
 
-def reshaped(before: Training, found: NextPlan, context: WorkerContext) -> Training:
+def reshaped(before: Training, change: NextPlan, context: WorkerContext) -> Training:
     """Return the training under the new plan, with the weights and the optimizer state of `before`. Collective."""
-    began, wanted = time.perf_counter(), found.wanted
-    context.heartbeat(found.step, "reshape")
+    began, wanted = time.perf_counter(), change.wanted
+    context.heartbeat(change.step, "reshape")
     after, num_bytes = moved(before, wanted.config, wanted.plan)
     if context.rank == 0:
         degrees = {"before": before.plan.degrees, "after": wanted.plan.degrees}
         cost = {"seconds": time.perf_counter() - began, "moved_bytes": num_bytes}
-        reshapes.answer(context.directory, {"name": wanted.name, "step": found.step, **degrees, **cost}, wanted.text)
-        words = [" ".join(f"{axis}={size}" for axis, size in one.items() if size > 1) for one in degrees.values()]
-        print(f"step {found.step}: the plan changes from {words[0] or 'one device'} to {words[1] or 'one device'}")
+        reshapes.answer(context.directory, {"name": wanted.name, "step": change.step, **degrees, **cost}, wanted.text)
+        words = [" ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) for sizes in degrees.values()]
+        print(f"step {change.step}: the plan changes from {words[0] or 'one device'} to {words[1] or 'one device'}")
     return after
 
 

@@ -43,7 +43,7 @@ class RoutingUpdater:
     """
 
     def __init__(self, model_parts: Sequence[Network], frozen: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
-        held = {parameter.name: parameter for parameter in frozen}
+        parameters = {parameter.name: parameter for parameter in frozen}
         self._plan, self._mesh = plan, mesh
         routers = [layer.name for layer in plan.spec.layers() if layer.layer_role == "router"]
         self._names = [name.removesuffix(".router") for name in routers]
@@ -51,7 +51,7 @@ class RoutingUpdater:
             _LocalMoE(
                 module,
                 self._names.index(name),
-                held_range(held[bias], mesh) if (bias := f"{name}.router.selection_bias") in held else None,
+                held_range(parameters[bias], mesh) if (bias := f"{name}.router.selection_bias") in parameters else None,
             )
             for part in model_parts
             for name, module in part.named_modules()
@@ -89,9 +89,9 @@ class RoutingUpdater:
         shape = len(self._names), statistics.exchanged(1, self._plan.spec.experts)
         rows = torch.zeros(shape, dtype=torch.float64, device=self._mesh.device)
         for local in self._local:
-            found = local.layer.router.take_statistics()
-            if found is not None and self._counts:
-                rows[local.index, :-1] = found
+            counts = local.layer.router.take_statistics()
+            if counts is not None and self._counts:
+                rows[local.index, :-1] = counts
             rows[local.index, -1] = local.layer.dispatch.take_bytes()
         return rows
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import Work
 
 from parallelrun.distributed import comm, torch_private
-from parallelrun.models.optimizer import Around
 from parallelrun.planner.contract.plan import CONTROL_ELEMENTS, WORLD, Plan
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.reader import Batch
@@ -156,13 +155,12 @@ def train_step(
     stop: bool = False,
     observe: Callable[[Training], None] | None = None,
     clock: StepClock | None = None,
-    around_update: Around | None = None,
 ) -> StepResult:
     """Run forward, backward, the exchange of `Totals`, clipping and the update.
 
     Nothing is updated if a gradient is not finite. observe: called with the final gradients before clipping, while all
-    that a checkpoint contains still is as after the last step. clock: times the optimizer. around_update: see
-    `Optimizer.step`. The phases of a step have names in a trace of torch's profiler.
+    that a checkpoint contains still is as after the last step. clock: times the optimizer. The
+    phases of a step have names in a trace of torch's profiler.
     """
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
     with torch_private.phase("finish gradients"):
@@ -181,7 +179,7 @@ def train_step(
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:
         with torch_private.phase("optimizer"), clock.optimizer() if clock else nullcontext():
-            _update(training, totals, lr, scaler.scale, around_update)
+            _update(training, totals, lr, scaler.scale)
         training.data.finish_update()
     training.statistics.finish_step(finite, count_active(training.plan, step))
     training.routing.finish_step(finite)
@@ -189,12 +187,12 @@ def train_step(
     return StepResult(totals.loss, grad_norm, finite, totals.stop_requests > 0)
 
 
-def _update(training: Training, totals: Totals, lr: float, loss_scale: float, around: Around | None) -> None:
+def _update(training: Training, totals: Totals, lr: float, loss_scale: float) -> None:
     """Clip the gradients, which have the factor `loss_scale`, and update the weights."""
     mine = training.mesh.coordinate.get("dp", 0) if training.plan.data.independent else 0
     own_norm = totals.norms_squared[mine] ** 0.5 / loss_scale
     training.gradients.clip(own_norm, training.config.optimizer.clip, loss_scale)
-    training.optimizer.step(lr, around)
+    training.optimizer.step(lr)
 
 
 @dataclass(frozen=True)
@@ -212,18 +210,13 @@ def measure(training: Training) -> Evaluation:
     totals = torch.zeros(3, dtype=torch.float64, device=training.mesh.device)  # loss, right answers, valid targets
     for number in range(1, training.eval_batches + 1):
         batch = training.eval_reader.batch(number)
-        found = training.runner.evaluate(batch)
+        sums = training.runner.evaluate(batch)
         num_valid = count_valid(training, batch)[1]
         if training.counts_loss:
-            totals[:2] += found
+            totals[:2] += sums
         if training.counts_targets:
             totals[2] += num_valid
     comm.all_reduce(totals, training.mesh.group(WORLD), "control")
     loss_sum, num_right, num_valid = totals.tolist()
     top1 = num_right / num_valid if training.plan.counts_right_answers else None
     return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
-
-
-def evaluate(training: Training) -> float:
-    """Return the mean validation loss of `measure`."""
-    return measure(training).loss

@@ -78,14 +78,11 @@ class _Loop:
         """Take one step of training. result.stop: some rank has been asked to stop, or for another plan."""
         context, clock, watch = self._context, self._clock, self._watch
         context.heartbeat(step, "step")
-        watch.before_step(step)
-        with self._first_steps.watch(step), self._profiler.watch(step), watch.recorded(), clock:
+        with watch.around_step(step), self._first_steps.watch(step), self._profiler.watch(step), clock:
             asks = self._is_to_stop() or (context.rank == 0 and reshapes.is_asked(context.directory))
             result = train_step(
-                self._training, step, self._learning_rate(step), self._scaler, asks, self._before_update, clock,
-                watch.around_update,
-            )  # fmt: skip
-        watch.after_update()
+                self._training, step, self._learning_rate(step), self._scaler, asks, self._before_update, clock
+            )
         self._pace.step(step, clock)
         return result
 
@@ -169,10 +166,10 @@ def check_finite(training: Training, result: StepResult, scaler: LossScaler, ste
     overflow_is_expected = scaler.scaled and isfinite(result.loss)
     if overflow_is_expected and skips < MAX_SKIPS:
         return skips
-    what = "loss" if not isfinite(result.loss) else "gradient"
+    quantity = "loss" if not isfinite(result.loss) else "gradient"
     bad = [p.name for p in training.parameters if p.tensor.grad is not None and not p.tensor.grad.isfinite().all()]
-    value = result.loss if what == "loss" else result.grad_norm
-    reason = f"{skips} overflowing steps in a row" if overflow_is_expected else f"{what} is {value}"
+    value = result.loss if quantity == "loss" else result.grad_norm
+    reason = f"{skips} overflowing steps in a row" if overflow_is_expected else f"{quantity} is {value}"
     coordinate = " ".join(f"{axis}={index}" for axis, index in training.mesh.coordinate.items())
     raise NumericsError(
         Problem(

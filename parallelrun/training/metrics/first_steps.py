@@ -75,26 +75,26 @@ def compare(path: Path, step: int, rank: int, timeout_s: float) -> None:
     text = path.read_text()
     store.set(_key(step, rank), b64encode(zlib.compress(text.encode())).decode())
     mine = sequences.parse(text)
-    known = {rank: mine}
+    sequence_of = {rank: mine}
     for lane in mine.issued:
         before = lane.ranks[lane.ranks.index(rank) - 1]
-        if before not in known:
-            known[before] = _fetch(store, step, before, timeout_s)
-        if sequences.first_mismatch(known, [lane]) is not None:
-            _blame(store, step, lane, known, timeout_s)
+        if before not in sequence_of:
+            sequence_of[before] = _fetch(store, step, before, timeout_s)
+        if sequences.first_mismatch(sequence_of, [lane]) is not None:
+            _blame(store, step, lane, sequence_of, timeout_s)
 
 
-def _blame(store: Any, step: int, lane: Lane, known: dict[int, CollectiveSequence], timeout_s: float) -> None:
+def _blame(store: Any, step: int, lane: Lane, sequence_of: dict[int, CollectiveSequence], timeout_s: float) -> None:
     """Raise CollectiveMismatch with the collectives of all members of the lane that publish theirs soon."""
     for member in lane.ranks:
-        if member not in known:
+        if member not in sequence_of:
             try:
-                known[member] = _fetch(store, step, member, min(timeout_s, 1.0))
+                sequence_of[member] = _fetch(store, step, member, min(timeout_s, 1.0))
             except RuntimeError:  # DistStoreError: the member has not ended the step
                 continue
-    found = sequences.first_mismatch(known, [lane])
-    assert found is not None, "two sequences that differ stay different"
-    raise CollectiveMismatch(found.problem())
+    mismatch = sequences.first_mismatch(sequence_of, [lane])
+    assert mismatch is not None, "two sequences that differ stay different"
+    raise CollectiveMismatch(mismatch.problem())
 
 
 def _fetch(store: Any, step: int, rank: int, timeout_s: float) -> CollectiveSequence:

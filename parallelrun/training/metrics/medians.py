@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Protocol
 
-from parallelrun.training.metrics.timing import StepTimes
-
-
-class TimedStepRecord(Protocol):
-    """A step with its parts; `times` is None if another rank took it."""
-
-    @property
-    def times(self) -> StepTimes | None: ...
-
-    @property
-    def step_time_s(self) -> float: ...
+from parallelrun.training.loop.step_record import StepRecord
 
 
 def percentile_95(ordered: list[float]) -> float:
@@ -24,7 +13,7 @@ def percentile_95(ordered: list[float]) -> float:
     return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-def median_times(records: Sequence[TimedStepRecord]) -> dict[str, float]:
+def median_times(records: Sequence[StepRecord]) -> dict[str, float]:
     """Return one rank's medians over steps of its StepTimes, and of bubble_s / step_time_s as `bubble_measured`."""
     timed = [(record.times, record.step_time_s) for record in records if record.times is not None]
     rows = [
@@ -41,7 +30,7 @@ def mean_times(everyone: list[dict[str, float]]) -> dict[str, float | None]:
     `bubble_measured` is the fraction of a step in which a rank idles for other stages (see StepTimes.bubble_s). Unlike
     it, `bubble_predicted` ignores the time of messages and everything after the schedule.
     """
-    timed = [one for one in everyone if one]  # servers take no steps
+    timed = [medians for medians in everyone if medians]  # servers take no steps
     names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "optimizer_s", "bubble_measured")
     measured = timed[0] if timed else {}
-    return {name: statistics.fmean(one[name] for one in timed) if name in measured else None for name in names}
+    return {name: statistics.fmean(medians[name] for medians in timed) if name in measured else None for name in names}

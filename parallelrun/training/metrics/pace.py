@@ -82,14 +82,14 @@ class PaceWatch:
         own = statistics.median(by_rank[rank])
         share = waited_s / sum(by_rank[rank])
         core = f"; it waited for a core {min(share, 1.0):.0%} of that time" if share > 1 - 1 / LONGER else ""
-        what = (
+        message = (
             f"rank {rank} ({coordinate}, {host}) is slow: in each of the last {WINDOW} steps it computed more than "
             f"{LONGER - 1:.0%} longer than its like, {ratio:.2f} times as long in the middle ({own * 1e3:.0f} ms){core}"
         )
-        self._say(f"warning: step {step}: {what}")
+        self._say(f"warning: step {step}: {message}")
         if self._context.rank == 0:
             row: dict[str, Any] = {"event": "slow_rank", "step": step, "rank": rank, "host": host, "times": ratio}
-            _write(self._context.directory, {**row, "waited_for_core": share, "what": what})
+            _write(self._context.directory, {**row, "waited_for_core": share, "what": message})
 
     def _say(self, text: str) -> None:
         if self._context.console_owner:
@@ -101,7 +101,7 @@ def slow_ranks(times: Mapping[int, Sequence[float]], alike: Sequence[Sequence[in
 
     times: seconds of computing in the same steps, by rank; alike: groups of ranks that do the same work.
     """
-    found = {}
+    slow = {}
     for ranks in alike:
         for rank in ranks:
             others = [times[other] for other in ranks if other != rank]
@@ -110,8 +110,8 @@ def slow_ranks(times: Mapping[int, Sequence[float]], alike: Sequence[Sequence[in
             usual = [statistics.median(step) for step in zip(*others)]
             pairs = list(zip(times[rank], usual))
             if all(own > LONGER * its_like and own - its_like > LEAST_S for own, its_like in pairs):
-                found[rank] = statistics.median(own / its_like for own, its_like in pairs)
-    return found
+                slow[rank] = statistics.median(own / its_like for own, its_like in pairs)
+    return slow
 
 
 def _alike(training: Training) -> list[tuple[int, ...]]:

@@ -113,7 +113,7 @@ class Recorder:
         """
         sampler = self._training.reader.samples.sampler
         shares = self._training.dataset.train.shares if self._rows_are_steps else ()
-        return [(one.label, count, count / one.num_samples) for one, count in zip(shares, sampler.counts(step))]
+        return [(share.label, count, count / share.num_samples) for share, count in zip(shares, sampler.counts(step))]
 
     def undo(self, step: int) -> int:
         """Remove the records of all steps after `step`, which are taken again; return `step`."""
@@ -170,11 +170,11 @@ class Recorder:
     def write_end(self, everyone: Mapping[int, dict[str, Any]], state: str, more: Mapping[str, Any]) -> None:
         """Write comm.json and summary.json from the facts of every rank that is alive, by rank."""
         if self._writes:
-            counted = {rank: one["rows"] for rank, one in everyone.items()}
+            counted = {rank: own["rows"] for rank, own in everyone.items()}
             complete = all(rows is not None for rows in counted.values())
             rows = _communication_rows(counted, self._training) if complete else []
             facts = [everyone[rank] for rank in sorted(everyone)]
-            actions = [one["actions"] for one in facts if one.get("actions")]  # ascending pp index, as ranks are
+            actions = [own["actions"] for own in facts if own.get("actions")]  # ascending pp index, as ranks are
             document = self._summary(facts, rows, state) | attention_work.fields(everyone, self._training)
 
             def write() -> None:
@@ -203,8 +203,8 @@ class Recorder:
         read = self._parts_read(steps) if steps else []
         mixture = [dict(label=label, samples=count, epochs=epochs) for label, count, epochs in read] or None
         more = {**self._routing.summary(), **attempts.summary(self._directory), **reshapes.summary(self._directory)}
-        found = summary.document(self._training, self._records, self._earlier, everyone, rows, state, more)
-        return {**found, "mixture": mixture}
+        document = summary.document(self._training, self._records, self._earlier, everyone, rows, state, more)
+        return {**document, "mixture": mixture}
 
 
 def peak_bytes(device: torch.device) -> int:

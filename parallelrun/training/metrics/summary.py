@@ -40,7 +40,7 @@ def document(
         **_speed(training, records, earlier, everyone),
         **_results(records, earlier),
         **more,
-        "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
+        "peak_memory_bytes": max(facts["peak_bytes"] for facts in everyone),
         "payload_bytes_per_step": _per_step(training.plan, "payload_bytes", rows),
         "wire_bytes_per_step": _per_step(training.plan, "wire_bytes", rows),
         "communication_as_predicted": all(prediction.matches_prediction(row) for row in rows) if rows else None,
@@ -81,7 +81,7 @@ def _speed(
     times = times or sorted(earlier.values("step_time_s"))
     median = statistics.median(times) if times else None
     tokens = plan.batch.global_batch * training.tokens_per_sample
-    means = mean_times([one["times"] for one in everyone])
+    means = mean_times([facts["times"] for facts in everyone])
     return {
         "step_time_median_s": median,
         "step_time_p95_s": percentile_95(times) if times else None,

@@ -42,7 +42,7 @@ def compare(ours: Trace, reference: Trace, least_floor: float = 0.0) -> dict[str
 
     If routing decisions are held, also of router_scores. least_floor: of gradients and updates (`tensor_errors`).
     """
-    found = {
+    worst = {
         "initial": _worst_tensor([(ours.initial, reference.initial)]),
         "loss": _worst_number(ours.losses, reference.losses),
         "grads": _worst_tensor(list(zip(ours.gradients, reference.gradients)), least_floor),
@@ -51,23 +51,23 @@ def compare(ours: Trace, reference: Trace, least_floor: float = 0.0) -> dict[str
         "val_loss": _worst_number([ours.val_loss], [reference.val_loss]),
     }
     if reference.router_scores:
-        found["router_scores"] = _worst_tensor([(ours.router_scores, reference.router_scores)])
-    return found
+        worst["router_scores"] = _worst_tensor([(ours.router_scores, reference.router_scores)])
+    return worst
 
 
 def _worst_tensor(pairs: list[tuple[dict[str, Tensor], dict[str, Tensor]]], least_floor: float = 0.0) -> Worst:
-    found = [
+    errors = [
         Worst(error, name if len(pairs) == 1 else f"{name} (step {step})")
         for step, (ours, reference) in enumerate(pairs, start=1)
         for name, error in tensor_errors(ours, reference, least_floor).items()
     ]
-    return max(found, key=lambda worst: worst.error)
+    return max(errors, key=lambda worst: worst.error)
 
 
 def _worst_number(ours: list[float], reference: list[float]) -> Worst:
     assert len(ours) == len(reference), "traces of different length"
-    found = []
+    errors = []
     for step, (a, b) in enumerate(zip(ours, reference), start=1):
         error = abs(a - b) / abs(b) if b else abs(a)
-        found.append(Worst(error if error == error else float("inf"), f"step {step}"))
-    return max(found, key=lambda worst: worst.error)
+        errors.append(Worst(error if error == error else float("inf"), f"step {step}"))
+    return max(errors, key=lambda worst: worst.error)

@@ -46,7 +46,7 @@ class ReplayRule:
         local[r] is the gradient of (sum of replica r's losses) / (valid targets of the global batch), so that the sum
         over replicas is the global gradient. If `plan.data.independent`, it is dp times that: the replica's own mean.
         """
-        total = {name: torch.stack([one[name] for one in local]).sum(0) for name in local[0]}
+        total = {name: torch.stack([own[name] for own in local]).sum(0) for name in local[0]}
         return [{name: value.clone() for name, value in total.items()} for _ in local]
 
     def after_update(self, step: int, weights: list[Tensors]) -> None:
@@ -69,15 +69,15 @@ def record_replay(
     steps = config.verify.steps
     replicas = [_replica(config, plan, device, index) for index in range(plan.mesh.size("dp"))]
     if decisions is not None:
-        for one in replicas:
-            decisions.attach(one)
+        for replica in replicas:
+            decisions.attach(replica)
     trace = Trace()
-    trace.initial = _merged(plan, [weights_of(one) for one in replicas])
+    trace.initial = _merged(plan, [weights_of(replica) for replica in replicas])
     rule.begin(_trained(replicas))
     for step in range(1, steps + 1):
         lr = learning_rate(config.optimizer, step, steps)
         _step(rule, replicas, plan, step, lr, trace)
-    trace.final = _merged(plan, [weights_of(one) for one in replicas])
+    trace.final = _merged(plan, [weights_of(replica) for replica in replicas])
     _share_statistics(replicas, [True] * len(replicas))
     trace.val_loss = _validation_loss(replicas)
     trace.router_scores = decisions.recorded if decisions is not None else {}
@@ -86,31 +86,31 @@ def record_replay(
 
 def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr: float, trace: Trace) -> None:
     has_batch = [plan.data.has_batch(step, index) for index in range(len(replicas))]
-    batches = [one.reader.batch(step) if has else None for one, has in zip(replicas, has_batch)]
-    counts = [0 if batch is None else count_valid(one, batch)[1] for one, batch in zip(replicas, batches)]
+    batches = [replica.reader.batch(step) if has else None for replica, has in zip(replicas, has_batch)]
+    counts = [0 if batch is None else count_valid(replica, batch)[1] for replica, batch in zip(replicas, batches)]
     divisor = max(sum(counts) * plan.data.num_counted(step, len(replicas)) / sum(has_batch), 1)
     weight = len(replicas) if plan.data.independent else 1
     losses = []
-    for one, batch in zip(replicas, batches):
-        one.data.begin_step()
-        one.routing.begin_step(weight, count_samples(plan, step))
+    for replica, batch in zip(replicas, batches):
+        replica.data.begin_step()
+        replica.routing.begin_step(weight, count_samples(plan, step))
         with torch.enable_grad():
-            losses.append(0.0 if batch is None else float(one.runner.train(batch, weight / divisor)))
-        one.data.finish_gradients()
-        one.gradients.finalise()
-    given = rule.gradients(step, [_gradients(one.parameters) for one in replicas])
-    for one, gradients in zip(replicas, given, strict=True):
-        for parameter in one.parameters:
+            losses.append(0.0 if batch is None else float(replica.runner.train(batch, weight / divisor)))
+        replica.data.finish_gradients()
+        replica.gradients.finalise()
+    combined = rule.gradients(step, [_gradients(replica.parameters) for replica in replicas])
+    for replica, gradients in zip(replicas, combined, strict=True):
+        for parameter in replica.parameters:
             parameter.tensor.grad = gradients[parameter.name].clone(memory_format=torch.contiguous_format)
-    trace.gradients.append(_merged(plan, [_gradients(one.held, "cpu") for one in replicas]))
-    routed = torch.stack([one.routing.collect() for one in replicas]).sum(0)
-    squares = [float(one.gradients.squared_norm()) for one in replicas]
-    for one, square in zip(replicas, squares):
-        one.gradients.clip(square**0.5, one.config.optimizer.clip)
-        one.optimizer.step(lr)
-        one.data.finish_update()
-        one.statistics.finish_step(applied=True)
-        one.routing.finish_step(True, routed)
+    trace.gradients.append(_merged(plan, [_gradients(replica.held, "cpu") for replica in replicas]))
+    routed = torch.stack([replica.routing.collect() for replica in replicas]).sum(0)
+    squares = [float(replica.gradients.squared_norm()) for replica in replicas]
+    for replica, square in zip(replicas, squares):
+        replica.gradients.clip(square**0.5, replica.config.optimizer.clip)
+        replica.optimizer.step(lr)
+        replica.data.finish_update()
+        replica.statistics.finish_step(applied=True)
+        replica.routing.finish_step(True, routed)
     if not plan.data.independent:
         _share_statistics(replicas, has_batch)
     rule.after_update(step, _trained(replicas))
@@ -121,7 +121,7 @@ def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr:
 def _share_statistics(replicas: list[Training], has_batch: list[bool]) -> None:
     """Give all replicas the mean of BatchNorm's running statistics of those that had a batch (independent ones do so
     before evaluation, with all)."""
-    for copies in zip(*(one.data.frozen for one in replicas)):
+    for copies in zip(*(replica.data.frozen for replica in replicas)):
         if copies[0].spec.layer_role == SAMPLE_SET_ROLE:
             mean = torch.stack([copy.tensor for copy, has in zip(copies, has_batch) if has]).mean(0)
             for copy in copies:
@@ -135,8 +135,8 @@ def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Tr
     training = build(single, replace(single_plan, batch=batch), device)
     training.close()
     training.reader, training.eval_reader = (
-        Reader(one.samples.split, one.samples.sampler, training.plan, training.mesh, index)
-        for one in (training.reader, training.eval_reader)
+        Reader(reader.samples.split, reader.samples.sampler, training.plan, training.mesh, index)
+        for reader in (training.reader, training.eval_reader)
     )
     return training
 
@@ -144,17 +144,17 @@ def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Tr
 def _validation_loss(replicas: list[Training]) -> float:
     """Evaluate every replica's weights on its part of the validation batches."""
     loss_sum, num_valid = 0.0, 0
-    for one in replicas:
-        for number in range(1, one.eval_batches + 1):
-            batch = one.eval_reader.batch(number)
-            loss_sum += float(one.runner.evaluate(batch)[0])
-            num_valid += count_valid(one, batch)[1]
+    for replica in replicas:
+        for number in range(1, replica.eval_batches + 1):
+            batch = replica.eval_reader.batch(number)
+            loss_sum += float(replica.runner.evaluate(batch)[0])
+            num_valid += count_valid(replica, batch)[1]
     return loss_sum / num_valid if num_valid else float("nan")
 
 
 def _trained(replicas: list[Training]) -> list[Tensors]:
     """Return every replica's live weights without frozen ones."""
-    return [{p.name: p.tensor.detach() for p in one.parameters} for one in replicas]
+    return [{p.name: p.tensor.detach() for p in replica.parameters} for replica in replicas]
 
 
 def weights_of(training: Training) -> Tensors:
@@ -167,12 +167,12 @@ def _gradients(parameters: list[LocalParameter], device: str | None = None) -> T
     copies = {}
     for parameter in parameters:
         gradient = parameter.tensor.grad
-        found = torch.zeros_like(parameter.tensor) if gradient is None else gradient.detach()
-        copies[parameter.name] = found.to(device or found.device, copy=True)
+        values = torch.zeros_like(parameter.tensor) if gradient is None else gradient.detach()
+        copies[parameter.name] = values.to(device or values.device, copy=True)
     return copies
 
 
 def _merged(plan: Plan, per_replica: list[Tensors]) -> Tensors:
     if not plan.data.independent:
         return per_replica[0]
-    return {replica_name(name, i): value for i, one in enumerate(per_replica) for name, value in one.items()}
+    return {replica_name(name, i): value for i, weights in enumerate(per_replica) for name, value in weights.items()}

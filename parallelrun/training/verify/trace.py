@@ -24,7 +24,7 @@ from parallelrun.planner.contract.parameters import LocalParameter, owns
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.schedules import LossScaler, learning_rate
-from parallelrun.training.loop.step import evaluate, train_step
+from parallelrun.training.loop.step import measure, train_step
 
 Scores = dict[str, Tensor]  # by site, phase and sample: (seq, num_experts)
 Entries = list[dict[str, Any]]  # one rank's parts of logical tensors: name, ranges, sums
@@ -112,12 +112,12 @@ def record(training: Training, steps: int, decisions: RecordedDecisions | None =
         trace.losses.append(result.loss)
         trace.grad_norms.append(result.grad_norm)
     trace.final = _gather(training, lambda p: p.tensor.detach(), trace)
-    trace.val_loss = evaluate(training)
+    trace.val_loss = measure(training).loss
     if decisions is not None:
         # All tensor ranks route the same tokens.
         mine = decisions.recorded if training.mesh.coordinate.get("tp", 0) == 0 else {}
-        held = gather_tensors(mine, training.mesh)
-        trace.router_scores = {name: scores for one in held for name, scores in one.items()}
+        scores_by_rank = gather_tensors(mine, training.mesh)
+        trace.router_scores = {name: scores for recorded in scores_by_rank for name, scores in recorded.items()}
     return trace
 
 
@@ -158,16 +158,16 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
     dtype = getattr(torch, plan.precision.stored)
     replicas = range(plan.mesh.size("dp")) if independent else [None]
     shapes = {
-        name if one is None else replica_name(name, one): spec.shape
-        for one in replicas
+        name if index is None else replica_name(name, index): spec.shape
+        for index in replicas
         for name, spec in plan.spec.parameters.items()
     }
     logical = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     cover = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
-    for described, held in zip(everyone, parts):
-        for entry in (entry for entry in described if entry["name"] in held):
+    for described, tensors in zip(everyone, parts):
+        for entry in (entry for entry in described if entry["name"] in tensors):
             box = tuple(slice(start, stop) for start, stop in entry["ranges"])
-            logical[entry["name"]][box] = held[entry["name"]]
+            logical[entry["name"]][box] = tensors[entry["name"]]
             cover[entry["name"]][box] += 1
     for name, count in cover.items():
         assert bool((count == 1).all()), f"{name} is not covered exactly once by its layout's owners"
@@ -180,20 +180,20 @@ def gather_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> list[dict[str, 
 
 
 def _described(tensors: Mapping[str, Tensor]) -> list[Description]:
-    return [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
+    return [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
 
 
 def _send_to_first(
     tensors: Mapping[str, Tensor], everyone: list[list[Description]], mesh: Mesh
 ) -> list[dict[str, Tensor]]:
     """See `gather_tensors`; everyone: what the tensors of each rank are."""
-    raw = [one.contiguous().view(-1).view(torch.uint8) for one in tensors.values()]
+    raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]
     flat = torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8)
     if mesh.rank != 0:
         if flat.numel():
             dist.send(flat.to(mesh.device), dst=0)
         return []
-    found = []
+    received = []
     for rank, entries in enumerate(everyone):
         sizes = [prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in entries]
         if rank:
@@ -202,8 +202,8 @@ def _send_to_first(
                 dist.recv(flat, src=rank)
         parts = zip(entries, flat.cpu().split(sizes)) if entries else ()
         # A part is copied, because a view of another dtype must begin at a multiple of its element size.
-        found.append({name: part.clone().view(getattr(torch, dtype)).view(s) for (name, s, dtype), part in parts})
-    return found
+        received.append({name: part.clone().view(getattr(torch, dtype)).view(s) for (name, s, dtype), part in parts})
+    return received
 
 
 def _note_disagreeing(everyone: list[Entries], trace: Trace, tolerance: float) -> None:

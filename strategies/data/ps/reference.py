@@ -23,7 +23,7 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
-from parallelrun.training.loop.step import evaluate
+from parallelrun.training.loop.step import measure
 from parallelrun.training.verify.checked import checked_config, checked_plan
 from parallelrun.training.verify.replay import weights_of
 from parallelrun.training.verify.run import conclude, judge, reference_trace
@@ -82,7 +82,7 @@ def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
         trace.losses, trace.grad_norms = [row.loss for row in rows], [row.norm for row in rows]
         trace.gradients = [_with_frozen(worker.client.read_gradient(row.version), training) for row in rows]
     if in_step:
-        trace.val_loss = evaluate(training)
+        trace.val_loss = measure(training).loss
     elif worker.is_chief:
         trace.val_loss = worker.evaluate().loss
     worker.client.leave()

@@ -13,7 +13,7 @@ from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.router_step import bias_change
 from parallelrun.training.loop.schedules import LossScaler
-from parallelrun.training.loop.step import evaluate, finish_gradients, forward_backward, train_step
+from parallelrun.training.loop.step import finish_gradients, forward_backward, measure, train_step
 from tests.plans import tiny_config
 
 EXPERTS: dict[str, Any] = {
@@ -91,7 +91,7 @@ def test_evaluation_is_not_counted() -> None:
     stepped(training)
     stepped(other)
     before, held = training.routing.described(), biases(training)
-    evaluate(training)
+    measure(training)
     assert training.routing.described() == before
     assert all(torch.equal(bias, held[name]) for name, bias in biases(training).items())
     assert stepped(training, 2) == stepped(other, 2)
