@@ -14,6 +14,7 @@ from parallelrun.report.figures import bytes_text, seconds_text
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine
 from parallelrun.report.records.find import CONFIG
+from parallelrun.report.records.metrics import METRICS, label_of
 from parallelrun.report.records.read import RunRecord, broken, read_object
 from parallelrun.report.records.run_differences import Column, RunComparison, spread_of
 from parallelrun.report.runs import run_comparison as tables
@@ -25,20 +26,9 @@ from parallelrun.report.sweeps.sweep_rows import varied
 MOST_LINES = 20  # of a chart
 _LONGEST = 48  # characters of a run's name
 MOST_ROWS = 16  # ranks of a table or a schedule
-CURVES = {
-    "loss": "training loss",
-    "val_loss": "validation loss",
-    "val_top1": "top-1 accuracy",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_s": "throughput, tokens/s",
-}
-PARTS = {
-    "compute_s": "computing",
-    "comm_exposed_s": "waiting to communicate",
-    "bubble_s": "pipeline bubble",
-    "data_s": "waiting for data",
-}
+CURVES = ("loss", "val_loss", "val_top1", "lr", "grad_norm", "tokens_per_s")
+PARTS = ("compute_s", "comm_exposed_s", "bubble_s", "data_s")
+OVERVIEW = ("loss", "val_loss", "step_time_median_s", "tokens_per_s", "peak_memory_bytes", "wire_bytes_per_step")
 
 
 def named(columns: Sequence[Column]) -> list[Column]:
@@ -78,23 +68,21 @@ def grid(titles: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 
 
 def overview(columns: Sequence[Column]) -> str:
     """A row per column: state, results."""
-    keys = {"loss": "loss", "val_loss": "validation", "step_time_median_s": "step time", "tokens_per_s": "tokens/s",
-            "peak_memory_bytes": "peak memory", "wire_bytes_per_step": "sent a step"}  # fmt: skip
     rows = []
     for column in columns:
         head = column.runs[0]
         states = ", ".join(dict.fromkeys(run.state for run in column.runs))
         steps = head.number("steps")
-        figures = [tables.spread_text(key, spread_of(column, key)) for key in keys]
+        figures = [tables.spread_text(key, spread_of(column, key)) for key in OVERVIEW]
         rows.append([column.name, states, f"{steps:,.0f}" if steps is not None else "-", *figures])
-    return grid(["run", "state", "steps", *keys.values()], rows, 2, "results")
+    return grid(["run", "state", "steps", *(METRICS[key].title for key in OVERVIEW)], rows, 2, "results")
 
 
 def curves(columns: Sequence[Column]) -> str:
     """Charts over steps. Replicates are one line: their mean, with a band of the standard deviation."""
     shown = columns[:MOST_LINES]
-    found = [charts.line_chart(title, [_curve(column, key, style) for style, column in enumerate(shown)],
-                               from_zero=key == "tokens_per_s") for key, title in CURVES.items()]  # fmt: skip
+    found = [charts.line_chart(label_of(key), [_curve(column, key, style) for style, column in enumerate(shown)],
+                               from_zero=key == "tokens_per_s") for key in CURVES]  # fmt: skip
     if not any(found):
         return "<p>No step was recorded.</p>"
     names = [(column.name, style) for style, column in enumerate(shown)]
@@ -119,7 +107,9 @@ def time_by_part(columns: Sequence[Column]) -> str:
         values = [column.runs[0].number(key) for key in PARTS]
         if any(values):
             rows.append((column.name, [value or 0.0 for value in values]))
-    drawn = charts.stacked_bars("measured parts of a step, mean over ranks", rows, [*PARTS.values()], seconds_text)
+    drawn = charts.stacked_bars(
+        "measured parts of a step, mean over ranks", rows, [*map(label_of, PARTS)], seconds_text
+    )
     crowded = any((run.number("ranks_per_core") or 0) > 1 for column in columns for run in column.runs)
     note = "<p>Ranks shared cores: step times are no scaling measurement.</p>" if crowded else ""
     return drawn + note if drawn else ""

@@ -12,39 +12,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parallelrun.report.figures import bytes_text, digits, seconds_text
-from parallelrun.report.screen import NO_LIMIT, table
-from parallelrun.report.records.run_differences import MISSING, Column, KeyDifference, LossDifference, RunComparison, Spread
 from parallelrun.base.wording import counted
+from parallelrun.report.records.metrics import METRICS, metric_text
+from parallelrun.report.records.run_differences import (
+    MISSING,
+    Column,
+    KeyDifference,
+    LossDifference,
+    RunComparison,
+    Spread,
+)
+from parallelrun.report.screen import NO_LIMIT, table
 
 MOST_COLUMNS = 4  # beside each other on the screen; more runs are compared below each other
 MOST_KEYS = 24  # of a section on the screen
 LONGEST = 28  # characters of a value on the screen
-# Results that are shown, in order; the others are counts that the configuration gives.
-MEASURES = {
-    "loss": "training loss",
-    "val_loss": "validation loss",
-    "val_top1": "top-1 accuracy",
-    "step_time_median_s": "step time, median",
-    "median_s": "step time, median",
-    "step_time_p95_s": "step time, 95th percentile",
-    "p95_s": "step time, 95th percentile",
-    "tokens_per_s": "tokens/s",
-    "samples_per_s": "samples/s",
-    "compute_s": "computing",
-    "comm_exposed_s": "waiting to communicate",
-    "bubble_s": "pipeline bubble",
-    "data_s": "waiting for data",
-    "optimizer_s": "optimizer",
-    "peak_memory_bytes": "peak memory of a rank",
-    "wire_bytes_per_step": "bytes sent in a step",
-    "max_vio": "MaxVio of experts",
-    "drop_rate": "dropped assignments",
-    "staleness_mean": "staleness, mean",
-    "max_error.loss": "error of the losses",
-    "max_error.grads": "error of the gradients",
-    "max_error.params": "error of the updates",
-}
 SECTIONS = (("config", "configuration"), ("plan", "plan"), ("versions", "versions"))
 _NONE = "-"
 _HASH = re.compile("[0-9a-f]{40,64}")
@@ -231,13 +213,13 @@ def _result_rows(comparison: RunComparison) -> list[list[str]]:
     """The title of a result, then its value in each column with the change from the first one."""
     found = {row.key: row for row in comparison.measures}
     rows = []
-    for key, title in MEASURES.items():
+    for key, metric in METRICS.items():
         if key not in found or all(one is None or one.mean == 0 for one in found[key].values):
             continue
         cells = [spread_text(key, one) for one in found[key].values]
         changes = [_change(change) if index else "" for index, change in enumerate(found[key].changes)]
         together = [spread_text(key, comparison.over_seeds.get(key))] if comparison.over_seeds else []
-        rows.append([title, *(f"{cell}{change}" for cell, change in zip(cells, changes)), *together])
+        rows.append([metric.label, *(f"{cell}{change}" for cell, change in zip(cells, changes)), *together])
     return rows
 
 
@@ -246,20 +228,9 @@ def spread_text(key: str, one: Spread | None) -> str:
     if one is None:
         return _NONE
     if one.deviation is None:
-        return number_text(key, one.mean)
+        return metric_text(key, one.mean)
     deviation = float(f"{one.deviation:.2g}")  # more digits say nothing
-    return f"{number_text(key, one.mean)} ±{number_text(key, deviation) if deviation else 0}"
-
-
-def number_text(key: str, value: float, significant: int = 3) -> str:
-    """Return a result for people, with the unit that its key names, in at least so many significant digits."""
-    if "bytes" in key:
-        return bytes_text(value, significant)
-    if key.endswith("_per_s"):
-        return f"{value:,.0f}" if value >= 100 and significant == 3 else digits(value, significant)
-    if key.endswith("_s"):
-        return seconds_text(value, significant)
-    return f"{value:.{significant + 3}g}"
+    return f"{metric_text(key, one.mean)} ±{metric_text(key, deviation) if deviation else 0}"
 
 
 def _change(change: float | None) -> str:

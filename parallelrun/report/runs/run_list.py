@@ -9,21 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from parallelrun.report.runs.run_comparison import number_text
+from parallelrun.base.wording import counted
 from parallelrun.report.figures import bytes_text
-from parallelrun.report.screen import labelled, print_command
 from parallelrun.report.records import attempts
+from parallelrun.report.records.metrics import METRICS, metric_text
 from parallelrun.report.records.read import RunRecord
 from parallelrun.report.records.rows import RunRow
-from parallelrun.base.wording import counted
+from parallelrun.report.screen import labelled, print_command
 
-_COLUMNS = {
-    "loss": "loss",
-    "val_loss": "val loss",
-    "tokens_per_s": "tokens/s",
-    "step_time_median_s": "step time",
-    "peak_memory_bytes": "memory",
-}
+_COLUMNS = ("loss", "val_loss", "tokens_per_s", "step_time_median_s", "peak_memory_bytes")
 _NUM_WORDS = 4  # columns of text; the others are numbers
 _NARROW = 100  # columns of a terminal; below, the year is left out
 _MOST_STYLED = 200  # rows; rich takes seconds for thousands
@@ -37,7 +31,7 @@ _STYLES = {
 
 def show_table(rows: Sequence[RunRow], num_more: int, console: Console) -> None:
     """Print a line per run. num_more: runs that are left out. A narrow terminal gets fewer figures."""
-    titles = ["run", "name", "started", "state", "step", *_COLUMNS.values()]
+    titles = ["run", "name", "started", "state", "step", *(METRICS[key].title for key in _COLUMNS)]
     cells = [
         [
             *_words(row, console.width < _NARROW),
@@ -106,7 +100,7 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
         lines.append(("attempts", "\n".join(shown)))
     if not (run.directory / "summary.json").exists():
         lines += [
-            (key, number_text(key, value))
+            (key, metric_text(key, value))
             for key in run.results
             if key != "schema" and (value := run.number(key)) is not None
         ]
@@ -117,4 +111,4 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
 
 def _figure(key: str, results: dict[str, Any]) -> str:
     value = results.get(key, results.get(_OF_BENCH.get(key, "")))
-    return number_text(key, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+    return metric_text(key, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""

@@ -10,8 +10,8 @@ from functools import partial
 
 from parallelrun.report import chart
 from parallelrun.report.figures import csv_text, digits
+from parallelrun.report.records.metrics import label_of, metric_text
 from parallelrun.report.records.series import RunSeries
-from parallelrun.report.runs.run_comparison import MEASURES, number_text
 
 FORMS = ("svg", "pdf", "png", "csv")
 WIDTHS = {"column": 3.5, "page": 7.0}  # inches
@@ -39,7 +39,7 @@ def draw(lines: Sequence[RunSeries], x: str, y: str, form: str, width: str, log:
     chart.scale(axes, "x", (lambda at, _: str(words[round(at)])) if is_text else digits,
                 log="x" in log and not is_text, ticks=few, label=x)  # fmt: skip
     from_zero = "loss" not in y and "y" not in log
-    chart.scale(axes, "y", partial(number_text, y), log="y" in log, from_zero=from_zero, label=MEASURES.get(y, y))
+    chart.scale(axes, "y", partial(metric_text, y), log="y" in log, from_zero=from_zero, label=label_of(y))
     legend = [line.label for line in lines] if len(lines) > 1 else []
     return chart.image(drawn, form, legend, notes)
 

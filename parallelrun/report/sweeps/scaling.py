@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parallelrun.base.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
+from parallelrun.report.records.metrics import metric_text
 from parallelrun.report.sweeps.sweep_rows import DEGREES, FINISHED, is_crowded, read, varied
 
 PICTURE = "scaling.svg"
@@ -97,9 +99,7 @@ def to_svg(found: Sequence[ScalingGroup]) -> str:
     for axes in (rates, shares):
         chart.scale(axes, "x", "{:g}".format, log=True, ticks=worlds, label="ranks, servers included")
     chart.scale(rates, "y", digits, log=True)
-    chart.scale(
-        shares, "y", lambda share, significant: f"{share:.{significant - 3}%}", from_zero=True, label="of the ideal"
-    )
+    chart.scale(shares, "y", partial(metric_text, "efficiency"), from_zero=True, label="of the ideal")
     notes = ["ideal: each rank adds as much as a rank of the smallest point; of several degrees the fastest is drawn"]
     if any(group.crowded for group in found):
         notes.append("ranks shared cores: step time is no scaling measurement")

@@ -16,10 +16,11 @@ from typing import Any
 from parallelrun.base.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import byte_unit, csv_text, digits, thinned
+from parallelrun.report.records.metrics import label_of
 from parallelrun.report.sweeps.sweep_rows import is_crowded, read, read_json, read_jsonl, varied
 
 PICTURE, NUMBERS = "comparison.svg", "comparison.csv"
-MEASURES = {"loss": "training loss", "val_loss": "validation loss", "val_top1": "top-1 accuracy"}
+MEASURES = ("loss", "val_loss", "val_top1")
 CONTROL = "control"  # the purpose of traffic that carries no training data
 MOST_LINES = 20
 SPREAD = 30  # largest over smallest number; above it the axis is logarithmic
@@ -134,8 +135,8 @@ def to_svg(found: list[Series]) -> str:
     shown = found[:MOST_LINES]
     sent = [total for one in shown if (total := max(at.sent_bytes for at in one.measured)) > 0]
     unit, size = byte_unit(max(sent, default=0))
-    measures = {key: name for key, name in MEASURES.items() if any(one.with_measure(key) for one in shown)}
-    names = [f"{name} against {what}" for name in measures.values() for what in ("time", "bytes sent")]
+    measures = [key for key in MEASURES if any(one.with_measure(key) for one in shown)]
+    names = [f"{label_of(key)} against {axis}" for key in measures for axis in ("time", "bytes sent")]
     drawn, panels = chart.panels("comparison of the sweep's points", names)
     for index, key in enumerate(measures):
         over_time, over_bytes = panels[2 * index : 2 * index + 2]

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from parallelrun.base.records import write_text
 from parallelrun.base.wording import counted
-from parallelrun.report.figures import bytes_text, csv_text, degrees_text, digits, seconds_text
+from parallelrun.report.figures import csv_text, degrees_text
 from parallelrun.report.plans.layouts import sweep_table
+from parallelrun.report.records.metrics import METRICS, NUMBER, metric_text, unit_of
 from parallelrun.report.screen import NO_LIMIT, open_console, table
 from parallelrun.report.sweeps.scaling import efficiencies
 from parallelrun.report.sweeps.sweep_rows import DEGREES, PLANNED, RESULTS, is_crowded, overridden, read, varied
@@ -22,31 +23,13 @@ CSV = "results.csv"
 _FIRST = ("point", "state", "same_as", "reason", "directory", "exit_code")
 _NOT_IN_CSV = ("schema", "problems", "invocation")
 _COLUMNS = (
-    ("loss", "loss"),
-    ("val_loss", "val loss"),
-    ("val_top1", "top-1"),
-    ("max_vio", "max vio"),
-    ("drop_rate", "dropped"),
-    ("step_time_median_s", "step time"),
-    ("median_s", "step time"),
-    ("predicted.step_s", "predicted"),
-    ("bubble_predicted", "predicted bubble"),
-    ("tokens_per_s", "tokens/s"),
-    ("efficiency", "efficiency"),
-    ("wire_bytes_per_step", "sent a step"),
-    ("passed", "verified"),
-    ("max_error.params", "error"),
-)
+    "loss", "val_loss", "val_top1", "max_vio", "drop_rate", "step_time_median_s", "median_s", "predicted.step_s",
+    "bubble_predicted", "tokens_per_s", "efficiency", "wire_bytes_per_step", "passed", "max_error.params",
+)  # fmt: skip
 _COLUMNS_OF_PLANS = (
-    ("fits", "fits"),
-    ("memory_bytes", "memory"),
-    ("step_time_predicted_s", "step time"),
-    ("tokens_per_s", "tokens/s"),
-    ("samples_per_s", "samples/s"),
-    ("training_days", "days"),
-    ("bubble_predicted", "bubble"),
-    ("wire_bytes_per_step", "sent a step"),
-)
+    "fits", "memory_bytes", "step_time_predicted_s", "tokens_per_s", "samples_per_s", "training_days",
+    "bubble_predicted", "wire_bytes_per_step",
+)  # fmt: skip
 _DROPPED_FIRST = ("loss", "error", "sent a step")  # on a narrow terminal; results.csv has everything
 _MAX_ROWS = 200
 BOUND = "*"  # after figures that follow from a bound on the step time
@@ -126,20 +109,20 @@ def _ordered(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         return rows, ""
     note = "step time is no scaling measurement: ranks shared cores"
     finished = [row for row in rows if row["state"] == "done"]
-    for key, title in (("predicted.step_s", "predicted step time"), ("bubble_predicted", "predicted bubble")):
+    for key in ("predicted.step_s", "bubble_predicted"):
         if any(row.get(key) for row in finished) and all(row.get(key) is not None for row in finished):
             rows = sorted(rows, key=lambda row: row[key] if row["state"] == "done" else inf)
-            return rows, f"{note}; the points are ordered by their {title}"
+            return rows, f"{note}; the points are ordered by their {METRICS[key].label}"
     return rows, note
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """title -> key of the figures that any row has; of keys with one title, the first."""
     planned = any(row["state"] == PLANNED for row in rows)
-    known = [(key, title) for key, title in (_COLUMNS_OF_PLANS if planned else _COLUMNS)
-             if any(row.get(key) is not None for row in rows)
-             and (key != "bubble_predicted" or planned or any(row.get(key) for row in rows))]  # fmt: skip
-    columns = {title: key for key, title in reversed(known)}
+    keys = [key for key in (_COLUMNS_OF_PLANS if planned else _COLUMNS)
+            if any(row.get(key) is not None for row in rows)
+            and (key != "bubble_predicted" or planned or any(row.get(key) for row in rows))]  # fmt: skip
+    columns = {METRICS[key].title.removeprefix("predicted " * planned): key for key in reversed(keys)}
     if planned and "tokens/s" in columns:  # of language models
         columns.pop("samples/s")
     return dict(reversed(columns.items()))
@@ -182,14 +165,6 @@ def _cell_text(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if value is None or isinstance(value, str):
         return value or ""
-    if key in ("efficiency", "bubble_predicted"):
-        return f"{value:.0%}"
-    if key == "training_days":
-        return digits(value)
-    if key in ("tokens_per_s", "samples_per_s"):
-        return f"{value:,.0f}" if value >= 100 else digits(value)
-    if key.endswith("_s"):
-        return seconds_text(value)
-    if "bytes" in key:
-        return bytes_text(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if unit_of(key) == NUMBER:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return metric_text(key, value)
