@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import yaml
 
 from parallelrun.base.records import redacted
+from parallelrun.base.registry import PlugInFailed
 from parallelrun.report.trackers import (
     FAILED,
     FINISHED,
@@ -194,8 +195,9 @@ def main(folder: str, name: str) -> NoReturn:
 
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exc()
-        lines = str(error).strip().splitlines()
-        give_up(f"failed: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": "))
+        cause = error.__cause__ if isinstance(error, PlugInFailed) else error
+        lines = str(cause).strip().splitlines()
+        give_up(f"failed: {type(cause).__name__}: {lines[0] if lines else ''}".rstrip(": "))
     os._exit(0)
 
 
