@@ -16,10 +16,7 @@ from parallelrun.base.wording import counted
 from parallelrun.planner.predict.prediction import matches_prediction
 from parallelrun.report.figures import ROUNDING, bytes_text, degrees_text, seconds_text
 from parallelrun.report.plans import predicted
-<<<<<<< HEAD
 from parallelrun.report.records.metrics import METRICS
-=======
->>>>>>> main
 from parallelrun.report.runs import expert_load
 from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_console, table
 

@@ -13,11 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parallelrun.base.wording import counted
-<<<<<<< HEAD
 from parallelrun.report.records.metrics import METRICS, metric_text
-=======
-from parallelrun.report.figures import bytes_text, digits, seconds_text
->>>>>>> main
 from parallelrun.report.records.run_differences import (
     MISSING,
     Column,

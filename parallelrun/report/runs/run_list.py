@@ -15,10 +15,6 @@ from parallelrun.report.records import attempts
 from parallelrun.report.records.metrics import METRICS, metric_text
 from parallelrun.report.records.read import RunRecord
 from parallelrun.report.records.rows import RunRow
-<<<<<<< HEAD
-=======
-from parallelrun.report.runs.run_comparison import number_text
->>>>>>> main
 from parallelrun.report.screen import labelled, print_command
 
 _COLUMNS = ("loss", "val_loss", "tokens_per_s", "step_time_median_s", "peak_memory_bytes")
