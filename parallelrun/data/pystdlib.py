@@ -38,8 +38,8 @@ class StandardLibrary(DatasetDefinition):
         limit = DEFAULT_MAX_BYTES if config.dataset.max_bytes is None else config.dataset.max_bytes
         found, fingerprint = _read(folder, limit)
         if not found:
-            what = f"no Python source file within {limit} bytes under {folder}"
-            raise EnvironmentProblem(Problem(what, "dataset", "dataset=text path=FILE_OR_FOLDER"))
+            message = f"no Python source file within {limit} bytes under {folder}"
+            raise EnvironmentProblem(Problem(message, "dataset", "dataset=text path=FILE_OR_FOLDER"))
         size = sum(file.content.size for file in found)
         source = f"the standard library at {folder} ({len(found)} files, {size} bytes)"
         return files.open_files(found, fingerprint, config, spec, source)

@@ -64,9 +64,9 @@ class SequenceMismatch:
         issued = "; ".join(
             f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {text}" for text, ranks in by_text.items()
         )
-        what = f"step {self.step}: ranks issue different collectives over {self.lane}"
+        message = f"step {self.step}: ranks issue different collectives over {self.lane}"
         return Problem(
-            f"{what}; collective {self.number} is: {issued}",
+            f"{message}; collective {self.number} is: {issued}",
             where=f"rank {_numbers(self.suspects)}",
             command="find the code that depends on the rank or on the data; every rank must run the same layers in the "
             "same order (logs/collectives_rank_<n>.txt lists all collectives)",

@@ -161,7 +161,7 @@ class Fields:
         """Our name for the value of `key`."""
         value = self._left.pop(key, default)
         if isinstance(value, (dict, list)) or value not in ours:
-            known = ", ".join(str(one) for one in ours)
+            known = ", ".join(str(our) for our in ours)
             self._problems.append(Problem(f"{key} is {value!r:.200}, and only {known} is built", self._where))
             return next(iter(ours.values()))
         return ours[value]
@@ -183,8 +183,8 @@ class Fields:
             kind = found.get("rope_type", found.get("type", "default")) if isinstance(found, dict) else None
             kind = "none" if kind == "default" else kind
             if not isinstance(kind, str) or kind not in ROPE_KEYS or (kind == "yarn" and not yarn):
-                what = f"{name} is {found!r:.200}, and only default, linear and llama3 are built"
-                self._problems.append(Problem(what, self._where))
+                message = f"{name} is {found!r:.200}, and only default, linear and llama3 are built"
+                self._problems.append(Problem(message, self._where))
                 continue
             inner = Fields(found, f"{self._where}, {name}")
             values["rope_theta"] = inner.take("rope_theta", float, values["rope_theta"])
@@ -199,8 +199,8 @@ class Fields:
                 inner.expect("truncate", True)
             self._problems += inner.problems()
         if share != 1.0:
-            what = f"partial_rotary_factor is {share:g}: our model rotates whole heads"
-            self._problems.append(Problem(what, self._where))
+            message = f"partial_rotary_factor is {share:g}: our model rotates whole heads"
+            self._problems.append(Problem(message, self._where))
         return values
 
     def problems(self) -> list[Problem]:
@@ -231,8 +231,8 @@ def options(config: Config, family: str, allowed: Mapping[str, tuple[Any, ...]])
         value = getattr(config.model, key)
         if value not in values:
             theirs = " or ".join(str(one) for one in values)
-            what = f"model.{key}={value}: {family} of transformers has {key}={theirs}"
-            found.append(Problem(what, f"model.{key}"))
+            message = f"model.{key}={value}: {family} of transformers has {key}={theirs}"
+            found.append(Problem(message, f"model.{key}"))
     return found
 
 
@@ -245,5 +245,5 @@ def family_for(config: Config, spec: ModelSpec) -> Family:
             assert isinstance(family, Family), f"{family} of model {config.model.name} is no Family"
             return family
         problems += found
-    what = f"model={config.model.preset}: no class of transformers computes the same"
-    raise ConfigError(Problem(what, "model", command="parallelrun export ... --format safetensors"), *problems)
+    message = f"model={config.model.preset}: no class of transformers computes the same"
+    raise ConfigError(Problem(message, "model", command="parallelrun export ... --format safetensors"), *problems)

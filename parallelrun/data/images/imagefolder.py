@@ -94,7 +94,7 @@ class ImageFolder(ImageDataset):
         for file in (split.data.files[index] for index in looked_at):
             with contextlib.suppress(*UNREADABLE), Image.open(file) as opened:  # training names an unreadable file
                 sizes.append((min(opened.size), opened.size, file))
-        small = [one for one in sizes if one[0] < wanted]
+        small = [size for size in sizes if size[0] < wanted]
         if not small:
             return []
         _, (width, height), file = min(small)

@@ -24,7 +24,7 @@ def token_bytes(path: Path) -> NDArray[np.int64] | None:
     unknown letters, such as Llama 2's. A space that a tokenizer puts before a text counts as one of its bytes.
     """
     document = json.loads(path.read_bytes())
-    decoders = {one["type"] for one in _steps(document.get("decoder"))}
+    decoders = {step["type"] for step in _steps(document.get("decoder"))}
     vocab = document["model"]["vocab"]
     pieces = dict(vocab) if isinstance(vocab, dict) else {piece[0]: index for index, piece in enumerate(vocab)}
     added = document.get("added_tokens") or ()

@@ -54,8 +54,8 @@ def cached_tokens(files: Sequence[DocumentFile], identity: str, config: Config) 
                     child.submit(_write, prefix, list(files), config.dataset).result()
         return prefix
     except OSError as error:
-        what = f"cannot write tokens to {folder}: {error.strerror or error}: {error.filename or ''}"
-        raise EnvironmentProblem(Problem(what, "dataset.cache", command="dataset.cache=FOLDER")) from error
+        message = f"cannot write tokens to {folder}: {error.strerror or error}: {error.filename or ''}"
+        raise EnvironmentProblem(Problem(message, "dataset.cache", command="dataset.cache=FOLDER")) from error
 
 
 def cache_folder(config: Config) -> Path:
@@ -64,10 +64,10 @@ def cache_folder(config: Config) -> Path:
         return Path(config.dataset.cache).expanduser().absolute()
     base = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if base.startswith("~"):
-        what = (
+        message = (
             f"no folder for the cached tokens: the user of uid {os.getuid()} has no home directory, and HOME is not set"
         )
-        raise EnvironmentProblem(Problem(what, "dataset.cache", command="dataset.cache=FOLDER"))
+        raise EnvironmentProblem(Problem(message, "dataset.cache", command="dataset.cache=FOLDER"))
     return Path(base, "parallelrun", "tokens").absolute()
 
 

@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(arguments.tokenizer, arguments.append_eod, "--tokenizer")
     vocab = tokenizer.vocab if arguments.vocab is None else arguments.vocab
     if vocab < tokenizer.vocab:
-        what = f"--vocab {vocab} is below the tokenizer's {tokenizer.vocab} token ids"
-        raise ConfigError(Problem(what, where="--vocab"))
+        message = f"--vocab {vocab} is below the tokenizer's {tokenizer.vocab} token ids"
+        raise ConfigError(Problem(message, where="--vocab"))
     prefix = Path(os.path.abspath(Path(arguments.output).expanduser()))
     progress = ReadingProgress("tokenizing")
     try:

@@ -75,11 +75,11 @@ def find_tokenizer(source: str, where: str) -> TokenizerFile:
         status = path.stat()
         return _read(path, (status.st_size, status.st_mtime_ns))
     except FileNotFoundError:
-        what = f"unknown tokenizer {source!r}: there is no file {path}"
-        raise ConfigError(Problem(what, where, f"{BYTES}, or the path of a {FILE}")) from None
+        message = f"unknown tokenizer {source!r}: there is no file {path}"
+        raise ConfigError(Problem(message, where, f"{BYTES}, or the path of a {FILE}")) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{path} is no {FILE}: {type(error).__name__}: {error}"
-        raise ConfigError(Problem(what, where)) from error
+        message = f"{path} is no {FILE}: {type(error).__name__}: {error}"
+        raise ConfigError(Problem(message, where)) from error
 
 
 @lru_cache(maxsize=8)
@@ -118,8 +118,8 @@ def load_tokenizer(source: str, append_eod: bool, where: str = "dataset.tokenize
     inner.no_padding()
     ends = [ids[text] for text in END_OF_TEXT if text in ids]
     if append_eod and not ends:
-        what = f"tokenizer {source} has none of {', '.join(END_OF_TEXT)}, which could end a document"
-        raise ConfigError(Problem(what, where))
+        message = f"tokenizer {source} has none of {', '.join(END_OF_TEXT)}, which could end a document"
+        raise ConfigError(Problem(message, where))
     return Tokenizer(vocab, ends[0] if append_eod else None, identity, inner)
 
 
@@ -132,8 +132,8 @@ def _opened(load: Callable[[Any], Any], name: Any, where: str) -> Any:
     try:
         from tokenizers import Tokenizer as Loader  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        what = f"tokenizer {name} needs {absence('tokenizers', error)}"
-        raise EnvironmentProblem(Problem(what, where, command=INSTALL)) from error
+        message = f"tokenizer {name} needs {absence('tokenizers', error)}"
+        raise EnvironmentProblem(Problem(message, where, command=INSTALL)) from error
     try:
         return load(Loader)
     except Exception as error:  # the package raises plain Exceptions

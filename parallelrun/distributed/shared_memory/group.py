@@ -173,7 +173,7 @@ class SharedMemoryGroup(NamedGroup):
     @observed("scatter_")
     def scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         held = Outputs(outputs)
-        parts = [plain(one) for one in tensors[0]] if tensors else []
+        parts = [plain(tensor) for tensor in tensors[0]] if tensors else []
         made = self._make.scatter(held.contiguous(filled=False)[0], parts, opts.rootRank)
         return self._issue([made], opts, held.tensors, held.copies)
 
@@ -187,7 +187,7 @@ class SharedMemoryGroup(NamedGroup):
 
     @observed("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        return self._reduce_scatter(outputs, [self._split(plain(one)) for one in tensors], opts)
+        return self._reduce_scatter(outputs, [self._split(plain(tensor)) for tensor in tensors], opts)
 
     def _reduce_scatter(self, outputs: Any, rows: list[list[Tensor]], opts: Any) -> SharedMemoryWork:
         held = Outputs(outputs)
@@ -211,7 +211,7 @@ class SharedMemoryGroup(NamedGroup):
     @observed("alltoall_")
     def alltoall(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         held = Outputs(outputs)
-        made = self._make.all_to_all(held.contiguous(filled=False), [plain(one) for one in tensors])
+        made = self._make.all_to_all(held.contiguous(filled=False), [plain(tensor) for tensor in tensors])
         return self._issue([made], opts, held.tensors, held.copies)
 
     # messages
@@ -219,7 +219,7 @@ class SharedMemoryGroup(NamedGroup):
     @observed("send")
     def send(self, tensors: Any, peer: int, tag: int = 0) -> SharedMemoryWork:
         with self._engine.mutex:
-            sent = [self._messages.send(plain(one), self._other(peer), tag) for one in tensors]
+            sent = [self._messages.send(plain(tensor), self._other(peer), tag) for tensor in tensors]
         return self._work(sent, None, list(tensors))
 
     @observed("recv_")
@@ -254,7 +254,7 @@ class SharedMemoryGroup(NamedGroup):
 
     def _end_coalescing(self, device: torch.device | None = None) -> SharedMemoryWork:
         works, self._coalesced = self._coalesced or [], None
-        operations = [one for work in works for one in work._operations]
+        operations = [operation for work in works for operation in work._operations]
         copies = [pair for work in works for pair in work._copies]
         return SharedMemoryWork(
             self._engine, operations, self._timeout_s, [t for w in works for t in w.result()], copies

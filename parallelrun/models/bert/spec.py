@@ -30,8 +30,10 @@ class BertDefinition(ModelDefinition):
             if getattr(model, key) != value
         ]
         if model.activation not in GELUS:
-            what = f"model.activation={model.activation} is not a bert's"
-            problems.append(Problem(what, "model.activation", " or ".join(f"model.activation={one}" for one in GELUS)))
+            message = f"model.activation={model.activation} is not a bert's"
+            problems.append(
+                Problem(message, "model.activation", " or ".join(f"model.activation={one}" for one in GELUS))
+            )
         problems += transformer.check(model) + _room_for_mask(config)
         if problems:
             raise ConfigError(*problems)
@@ -49,17 +51,17 @@ def _room_for_mask(config: Config) -> list[Problem]:
         known = dataset.vocab_size(config)
         made = dataset.tokenizer(config)
         if made and made.is_bytes and known is not None and mask < known:
-            what = f"model.mask_token={mask} is the id of a byte of dataset {config.dataset.name}"
+            message = f"model.mask_token={mask} is the id of a byte of dataset {config.dataset.name}"
             fix = f"model.mask_token={known}" if asked is not None and asked > known else "leave model.mask_token out"
-            return [Problem(what, "model.mask_token", fix, kind="arithmetic")]
+            return [Problem(message, "model.mask_token", fix, kind="arithmetic")]
         return []
     if asked is None or dataset.vocab_follows_model:
         return []
     known = dataset.vocab_size(config)
     if known is None or known < asked:
         return []
-    what = f"model.vocab={asked}: a bert needs one id more than dataset {config.dataset.name}'s {known}, for [MASK]"
-    return [Problem(what, "model.vocab", f"model.vocab={known + 1}", kind="arithmetic")]
+    message = f"model.vocab={asked}: a bert needs one id more than dataset {config.dataset.name}'s {known}, for [MASK]"
+    return [Problem(message, "model.vocab", f"model.vocab={known + 1}", kind="arithmetic")]
 
 
 def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:

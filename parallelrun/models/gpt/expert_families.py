@@ -80,8 +80,8 @@ class Glm4Moe(Llama):
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         found = options(config, self.architecture, {**LLAMA_KEYS, "bias": (False,), "expert_period": (1,)})
         if not config.model.shared_experts:
-            what = f"model.shared_experts=0: {self.architecture} of transformers has a shared expert in every layer"
-            found.append(Problem(what, "model.shared_experts"))
+            message = f"model.shared_experts=0: {self.architecture} of transformers has a shared expert in every layer"
+            found.append(Problem(message, "model.shared_experts"))
         return found + routing_differences(spec, self.architecture, self.routers)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def routing_differences(spec: ModelSpec, family: str, allowed: dict[str, tuple[A
     for key, values in allowed.items():
         if (value := getattr(spec.router, key)) not in values:
             theirs = " or ".join("null" if one is None else str(one) for one in values)
-            what = f"model.router.{key}={value}: {family} of transformers has {theirs}"
-            found.append(Problem(what, f"model.router.{key}"))
+            message = f"model.router.{key}={value}: {family} of transformers has {theirs}"
+            found.append(Problem(message, f"model.router.{key}"))
     if spec.router.top_k == 1:
-        what = f"model.router.top_k=1: {family} gives a single expert the weight 1, and our model its score"
-        found.append(Problem(what, "model.router.top_k"))
+        message = f"model.router.top_k=1: {family} gives a single expert the weight 1, and our model its score"
+        found.append(Problem(message, "model.router.top_k"))
     return found

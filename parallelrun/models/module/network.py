@@ -66,8 +66,8 @@ def block_names(module: nn.Module, patterns: Sequence[str], where: str) -> list[
             x for x in names if len(x) == len(parts) and all(map(fnmatchcase, x, parts)) and ".".join(x) not in found
         ]
         if not hits:
-            what = f"model.blocks: no module of {where} is called {pattern!r}"
-            raise ConfigError(Problem(what, "model.blocks", suggested_blocks(module)))
+            message = f"model.blocks: no module of {where} is called {pattern!r}"
+            raise ConfigError(Problem(message, "model.blocks", suggested_blocks(module)))
         found |= dict.fromkeys(map(".".join, hits))
     return list(found)
 

@@ -45,9 +45,9 @@ def check(config: Config, vocab: int, seq: int) -> None:
 
 def _refused(config: Config, where: str) -> ConfigError:
     compared = "the same for a slice of the sequence as for the full sequence"
-    what = f"{KEY}=true: {config.model.source} does not give {compared}, {where}"
+    message = f"{KEY}=true: {config.model.source} does not give {compared}, {where}"
     fix = f"layer roles for all layers that mix or number positions, or {KEY}=false"
-    return ConfigError(Problem(what, KEY, fix, kind="undefined"))
+    return ConfigError(Problem(message, KEY, fix, kind="undefined"))
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

@@ -94,7 +94,7 @@ def curves(columns: Sequence[Column]) -> str:
 def _curve(column: Column, key: str, style: int) -> ChartLine:
     of_runs = [{row["step"]: row[key] for row in run.rows if row.get(key) is not None} for run in column.runs]
     steps = sorted(set.intersection(*map(set, of_runs)))
-    values = [[one[step] for one in of_runs] for step in steps]
+    values = [[of_run[step] for of_run in of_runs] for step in steps]
     points = [(float(step), statistics.fmean(numbers)) for step, numbers in zip(steps, values)]
     deviation = [statistics.stdev(numbers) for numbers in values] if len(of_runs) > 1 else []
     return ChartLine(column.name, style, points, deviation)
@@ -174,9 +174,9 @@ def experts(columns: Sequence[Column]) -> str:
             raise broken(path / "routing.jsonl", f"a row is incomplete: {error}") from error
         if maps is None:
             continue
-        drawn = [charts.heat_map(one.layer, [["" if cell is None else heat_colour(cell) for cell in row]
-                                             for row in one.cells], one.row_labels, maps.first, maps.last)
-                 for one in maps.layers]  # fmt: skip
+        drawn = [charts.heat_map(layer.layer, [["" if cell is None else heat_colour(cell) for cell in row]
+                                             for row in layer.cells], layer.row_labels, maps.first, maps.last)
+                 for layer in maps.layers]  # fmt: skip
         parts.append(f"<h3>{escape(column.name)}</h3><div class='charts'>{''.join(drawn)}</div>")
     note = "Load of each expert (rows) over the mean load of its layer, by step: blue is below the mean, "
     note += "pale is balanced, red is twice the mean or more."

@@ -70,14 +70,14 @@ def config_file(directory: Path, number: int) -> Path:
 def read(directory: Path) -> list[Attempt]:
     """Return the attempts of a run; none if it may not restart, or the file is broken."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return [Attempt(**one) for one in json.loads((directory / FILE).read_text())["attempts"]]
+        return [Attempt(**row) for row in json.loads((directory / FILE).read_text())["attempts"]]
     return []
 
 
 def write(directory: Path, attempts: Sequence[Attempt]) -> None:
     """Write the attempts of a run. A full disk must not end it because of this."""
     with contextlib.suppress(OSError):
-        write_json(directory / FILE, {"attempts": [asdict(one) for one in attempts]})
+        write_json(directory / FILE, {"attempts": [asdict(attempt) for attempt in attempts]})
 
 
 def first_step_begins(directory: Path) -> None:
@@ -103,7 +103,7 @@ def lost_s(attempts: Sequence[Attempt]) -> float:
         for before, after in pairwise(attempts)
         if before.ended is not None and after.stepping is not None
     ]
-    return sum(down) + sum(one.repeated_s for one in attempts[:-1])
+    return sum(down) + sum(attempt.repeated_s for attempt in attempts[:-1])
 
 
 def parts(before: Attempt, after: Attempt) -> dict[str, float]:

@@ -37,12 +37,12 @@ def parse(text: str) -> Condition:
     """Return the condition of `--fail-on`. Raises ConfigError (exit 2)."""
     match = _FORM.fullmatch(text)
     if match is None:
-        what = f"--fail-on {text!r}: not a condition; it is a result, >, <, >= or <=, and a number"
-        raise ConfigError(Problem(what, "--fail-on", "'val_loss>+1%' or 'tokens_per_s<-5%' or 'loss>4.2'"))
+        message = f"--fail-on {text!r}: not a condition; it is a result, >, <, >= or <=, and a number"
+        raise ConfigError(Problem(message, "--fail-on", "'val_loss>+1%' or 'tokens_per_s<-5%' or 'loss>4.2'"))
     measure, sign, number, percent = match[1], match[3], float(match[4]), match[5]
     if percent and not sign:
-        what = f"--fail-on {text!r}: a change in % needs a sign"
-        raise ConfigError(Problem(what, "--fail-on", f"'{measure}{match[2]}+{match[4]}%'"))
+        message = f"--fail-on {text!r}: a change in % needs a sign"
+        raise ConfigError(Problem(message, "--fail-on", f"'{measure}{match[2]}+{match[4]}%'"))
     limit = -number if sign == "-" else number
     return Condition(text, measure, match[2], limit / 100 if percent else limit, bool(sign), bool(percent))
 
@@ -59,7 +59,11 @@ def failures(comparison: RunComparison, conditions: Sequence[Condition]) -> list
             raise ConfigError(
                 Problem(f"--fail-on {one.text!r}: no run has {one.measure}", "--fail-on", ", ".join(near))
             )
-    texts = [_failure(comparison, one, index) for one in conditions for index in range(1, len(comparison.columns))]
+    texts = [
+        _failure(comparison, condition, index)
+        for condition in conditions
+        for index in range(1, len(comparison.columns))
+    ]
     return [text for text in texts if text]
 
 

@@ -59,8 +59,8 @@ def one(word: str, runs: Path) -> Path:
     """Return the one run directory that `word` means (see `resolve`). Raises ConfigError."""
     found = resolve([word], runs)
     if len(found) > 1:
-        what = f"{word} is a sweep of {len(found)} points; one run is needed"
-        raise ConfigError(Problem(what, word, str(found[0])))
+        message = f"{word} is a sweep of {len(found)} points; one run is needed"
+        raise ConfigError(Problem(message, word, str(found[0])))
     return found[0]
 
 
@@ -93,11 +93,11 @@ def _resolve(word: str, runs: Path) -> list[Path]:
     if len(ending) == 1 and is_run(ending[0]):
         return ending
     if len(ending) > 1:
-        what = f"{word} means several runs: {', '.join(str(path) for path in ending[:4])}"
-        raise ConfigError(Problem(what, word, str(ending[0])))
+        message = f"{word} means several runs: {', '.join(str(path) for path in ending[:4])}"
+        raise ConfigError(Problem(message, word, str(ending[0])))
     near = closest(word, [path.name for path in _folders(runs)])[:3]
-    what = f"no run {word}: neither a directory nor a name in {runs}"
-    raise ConfigError(Problem(what, word, " or ".join(near), "parallelrun runs ls"))
+    message = f"no run {word}: neither a directory nor a name in {runs}"
+    raise ConfigError(Problem(message, word, " or ".join(near), "parallelrun runs ls"))
 
 
 def _folders(directory: Path) -> list[Path]:

@@ -70,16 +70,16 @@ def read_row(directory: Path) -> RunRow:
     if not status:
         return RunRow(directory, _without_status(directory), 0, "", results)
     step = status.get("step")
-    state, what = str(status.get("state", BROKEN)), str(status.get("error") or "")
+    state, message = str(status.get("state", BROKEN)), str(status.get("error") or "")
     if state == RUNNING and _is_gone(status):
         state = DIED
     elif state == RUNNING and (quiet_s := age_s(directory, status)) > SLACK_S + _timeout_s(directory):
         state = SILENT
-        what = f"no news for {quiet_s:,.0f} s: all of it was killed at once, its hosts are lost, or it is stopped"
+        message = f"no news for {quiet_s:,.0f} s: all of it was killed at once, its hosts are lost, or it is stopped"
     if not results:
         results = last_row(directory / METRICS)
         step = results.get("step", step)
-    return RunRow(directory, state, step if isinstance(step, int) else 0, what, results)
+    return RunRow(directory, state, step if isinstance(step, int) else 0, message, results)
 
 
 def writer_of(directory: Path) -> str:

@@ -74,7 +74,7 @@ class MeasureRow:
     @property
     def changes(self) -> tuple[float | None, ...]:
         base = self.values[0]
-        return tuple(relative(one.mean, base.mean) if one and base else None for one in self.values)
+        return tuple(relative(value.mean, base.mean) if value and base else None for value in self.values)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def losses(column: Column) -> dict[int, float]:
     A loss that was not finite (null) is NaN.
     """
     of_runs = [{row["step"]: _finite_or_nan(row["loss"]) for row in run.rows if "loss" in row} for run in column.runs]
-    common = set.intersection(*(set(one) for one in of_runs))
+    common = set.intersection(*(set(of_run) for of_run in of_runs))
     return {step: statistics.fmean(one[step] for one in of_runs) for step in sorted(common)}
 
 

@@ -76,8 +76,8 @@ def _spread(members: list[RunRecord], label: str, place: str, y: str) -> Spread:
     others = [key.removesuffix(".name").removesuffix(".preset") for key in others]
     if others or len({run.config.get(SEED) for run in members}) < len(members):
         why = f"differ in {', '.join(others[:3])}" if others else "have the same seed"
-        what = f"{len(members)} runs at {place}{f' of {label}' if label else ''} {why}"
-        raise ConfigError(Problem(what, "--by", f"--by {others[0]} too" if others else "name the runs one by one"))
+        message = f"{len(members)} runs at {place}{f' of {label}' if label else ''} {why}"
+        raise ConfigError(Problem(message, "--by", f"--by {others[0]} too" if others else "name the runs one by one"))
     found = spread_of(Column(label, tuple(members)), y)
     assert found is not None, "runs without the result are left out"
     return found

@@ -127,7 +127,7 @@ def panel(directory: Path, summary: dict[str, Any], console: Console) -> Group |
         return None
     in_colour = console.color_system is not None and not console.no_color
     wide = max(1, min(3, width // len(maps.layers[0].cells[0])))  # characters of a column: few steps are drawn wider
-    drawn = [_map_text(one, maps, wide, in_colour) for one in maps.layers]
+    drawn = [_map_text(layer, maps, wide, in_colour) for layer in maps.layers]
     grid = Table.grid(padding=(0, 3))
     for start in range(0, len(drawn), per_row):
         grid.add_row(*drawn[start : start + per_row])
@@ -206,4 +206,4 @@ def to_svg(maps: Maps) -> str:
     notes = ["colour: load of an expert over the mean load of its layer, before any token is dropped; 1 is balanced"]
     if maps.num_layers > len(maps.layers):
         notes.append(f"{len(maps.layers)} of {maps.num_layers} layers with experts; {FILE} has all")
-    return chart.svg(drawn, [one.layer for one in maps.layers], notes)
+    return chart.svg(drawn, [layer.layer for layer in maps.layers], notes)

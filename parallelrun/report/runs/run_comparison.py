@@ -216,7 +216,7 @@ def _result_rows(comparison: RunComparison) -> list[list[str]]:
     for key, metric in METRICS.items():
         if key not in found or all(one is None or one.mean == 0 for one in found[key].values):
             continue
-        cells = [spread_text(key, one) for one in found[key].values]
+        cells = [spread_text(key, value) for value in found[key].values]
         changes = [_change(change) if index else "" for index, change in enumerate(found[key].changes)]
         together = [spread_text(key, comparison.over_seeds.get(key))] if comparison.over_seeds else []
         rows.append([metric.label, *(f"{cell}{change}" for cell, change in zip(cells, changes)), *together])

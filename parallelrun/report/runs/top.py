@@ -69,7 +69,7 @@ def _progress(run: LiveRun) -> Text:
 
 def _ranks(run: LiveRun, most: int) -> RenderableType:
     """A line for each rank; where there is no room for all, those that are slow, silent or behind come first."""
-    first = max(int(_number(one, "step")) for one in run.ranks)  # metrics.jsonl may be newer than all these rows
+    first = max(int(_number(rank, "step")) for rank in run.ranks)  # metrics.jsonl may be newer than all these rows
     shown = sorted(run.ranks, key=lambda one: (not _marks(one, first), one["rank"]))[:most]
     found = table(">rank", "host", ">step", "phase", ">tokens/s", ">step time", ">computing", ">waiting", ">memory", "")
     for one in sorted(shown, key=lambda row: int(row["rank"])):

@@ -71,7 +71,7 @@ def _group(label: str, rows: list[dict[str, Any]]) -> ScalingGroup:
 
 def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]:
     """Return (strong | weak, efficiency) of every point that belongs to a group, by the point's number."""
-    return {one.point: (group.kind, one.efficiency) for group in groups(rows) for one in group.points}
+    return {point.point: (group.kind, point.efficiency) for group in groups(rows) for point in group.points}
 
 
 def write(directory: Path) -> list[Path]:
@@ -85,7 +85,7 @@ def write(directory: Path) -> list[Path]:
 
 def to_svg(found: Sequence[ScalingGroup]) -> str:
     """Draw samples/s and efficiency over the number of ranks, with a line of ideal scaling for every group."""
-    worlds = sorted({one.world for group in found for one in group.points})
+    worlds = sorted({point.world for group in found for point in group.points})
     drawn, (rates, shares) = chart.panels("scaling of the sweep's points", ["samples/s", "efficiency"])
     ideal = len(found)  # its style: the last one of the legend
     for style, group in enumerate(found):

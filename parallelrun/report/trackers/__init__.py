@@ -88,8 +88,8 @@ def check(names: Iterable[str]) -> None:
         try:
             wanted = tracker_class(name)
         except (ImportError, AttributeError) as error:
-            what = f"{option}: its module cannot be imported: {error}"
-            raise EnvironmentProblem(Problem(what, "tracker", "tracker=none")) from error
+            message = f"{option}: its module cannot be imported: {error}"
+            raise EnvironmentProblem(Problem(message, "tracker", "tracker=none")) from error
         if wanted.library:
             require(wanted.library, option, "tracker", "tracker=none", wanted.extra)
 
