@@ -83,18 +83,18 @@ def find_documents(root: Path, column: str, split: str | None) -> tuple[list[Doc
         return [_file(path, column) for path in _saved_files(root / wanted)], others
     if all((root / name).is_file() for name in SAVED):
         return [_file(path, column) for path in _saved_files(root)], {}
-    found = [_file(path, column) for path in list_files(root)]
+    documents = [_file(path, column) for path in list_files(root)]
     if root.is_file():
-        return found, {}
-    if any(one.is_table for one in found):
-        found = [one for one in found if one.path.name not in BESIDE_DATA]
-    splits = [_split_of(one.path.relative_to(root).as_posix()) if one.is_table else None for one in found]
+        return documents, {}
+    if any(one.is_table for one in documents):
+        documents = [one for one in documents if one.path.name not in BESIDE_DATA]
+    splits = [_split_of(one.path.relative_to(root).as_posix()) if one.is_table else None for one in documents]
     named = {name for name in splits if name is not None}
     if split is None and DEFAULT_SPLIT not in named:
-        return found, {}
+        return documents, {}
     if wanted not in named:
         raise _no_split(root, wanted, sorted(named))
-    chosen = [one for one, name in zip(found, splits) if name in (None, wanted)]
+    chosen = [one for one, name in zip(documents, splits) if name in (None, wanted)]
     return chosen, {name: splits.count(name) for name in sorted(named - {wanted})}
 
 

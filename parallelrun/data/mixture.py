@@ -80,19 +80,19 @@ class MixedSplit(Split):
         return split.document_lengths(inner)
 
     def packing(self) -> Packing:
-        total, found = sum(share.weight for share in self.shares), [split.packing() for split in self.splits]
+        total, packings = sum(share.weight for share in self.shares), [split.packing() for split in self.splits]
         weights = [share.weight / total for share in self.shares]
 
         def mean(values: Iterable[float]) -> float:
             return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
         return Packing(
-            documents=mean(one.documents for one in found),
-            tokens=mean(one.tokens for one in found),
-            squares=mean(one.squares for one in found),
-            cut=sum(one.cut for one in found),
+            documents=mean(one.documents for one in packings),
+            tokens=mean(one.tokens for one in packings),
+            squares=mean(one.squares for one in packings),
+            cut=sum(one.cut for one in packings),
             examples=tuple(
-                each for weight, one in zip(weights, found) for each in one.examples[:: max(1, round(1 / weight))]
+                each for weight, one in zip(weights, packings) for each in one.examples[:: max(1, round(1 / weight))]
             ),
         )
 
@@ -126,12 +126,14 @@ class Mixture(DatasetDefinition):
 
     def tokenizer(self, config: Config) -> TextTokens | None:
         """Raises ConfigError if two parts have different ones: a token id would stand for two texts."""
-        found = [(part.label, made) for part in parts_of(config) if (made := part.definition.tokenizer(part.config))]
-        for label, made in found[1:]:
-            if made.sha256 != found[0][1].sha256:
-                names = " and ".join(f"{one} by {of.path or of.sha256}" for one, of in (found[0], (label, made)))
+        tokenizers = [
+            (part.label, made) for part in parts_of(config) if (made := part.definition.tokenizer(part.config))
+        ]
+        for label, made in tokenizers[1:]:
+            if made.sha256 != tokenizers[0][1].sha256:
+                names = " and ".join(f"{one} by {of.path or of.sha256}" for one, of in (tokenizers[0], (label, made)))
                 raise ConfigError(Problem(f"the parts of a mixture need one tokenizer: {names}", KEY))
-        return found[0][1] if found else None
+        return tokenizers[0][1] if tokenizers else None
 
     def sample_kinds(self, config: Config) -> tuple[str, ...]:
         """What all parts give. Raises ConfigError if there is nothing."""
@@ -200,7 +202,7 @@ def parts_of(config: Config) -> list[MixedPart]:
     if problems:
         raise ConfigError(*problems)
     labels: dict[str, int] = {}
-    found = []
+    parts = []
     for part in given:
         fields = {key: value for key, value in part.items() if key != "weight"}
         name = fields["name"]
@@ -210,8 +212,8 @@ def parts_of(config: Config) -> list[MixedPart]:
         labels[label] = labels.get(label, 0) + 1
         label = label if labels[label] == 1 else f"{label}_{labels[label]}"
         own = replace(config, dataset=replace(config.dataset, **settings), global_batch=1, local_batch=None)
-        found.append(MixedPart(label, own, Fraction(str(part.get("weight", 1)))))
-    return found
+        parts.append(MixedPart(label, own, Fraction(str(part.get("weight", 1)))))
+    return parts
 
 
 def _violations(part: Any, where: str) -> Iterator[Problem]:

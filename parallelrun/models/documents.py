@@ -179,6 +179,6 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: DocumentBo
         *queries, padding = query[sample : sample + 1].split(sizes, dim=2)
         keys, values = (x[sample : sample + 1].split(sizes, dim=2) for x in (key, value))
         starts = itertools.accumulate(lengths, initial=0)
-        found = [one(q, k, v, sample, start) for q, k, v, start in zip(queries, keys, values, starts)]
-        samples.append(torch.cat([*found, torch.zeros_like(padding)], dim=2))
+        outputs = [one(q, k, v, sample, start) for q, k, v, start in zip(queries, keys, values, starts)]
+        samples.append(torch.cat([*outputs, torch.zeros_like(padding)], dim=2))
     return torch.cat(samples)

@@ -113,9 +113,9 @@ class Family(ABC):
     def model_values(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
         """`values` of the content of a config.json. where: the file. Raises ConfigError with every problem."""
         fields = Fields(content, where)
-        found = self.values(fields)
+        values = self.values(fields)
         fields.finish()
-        return found
+        return values
 
     @abstractmethod
     def pieces(self, config: Config, spec: ModelSpec) -> Iterable[Piece]:
@@ -179,14 +179,14 @@ class Fields:
         values: dict[str, Any] = {"rope_theta": self.take("rope_theta", float, default_theta)}
         share = self.take("partial_rotary_factor", float, partial)
         for name in ("rope_parameters", "rope_scaling"):
-            found = self._left.pop(name, None) or {}
-            kind = found.get("rope_type", found.get("type", "default")) if isinstance(found, dict) else None
+            scaling = self._left.pop(name, None) or {}
+            kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else None
             kind = "none" if kind == "default" else kind
             if not isinstance(kind, str) or kind not in ROPE_KEYS or (kind == "yarn" and not yarn):
-                message = f"{name} is {found!r:.200}, and only default, linear and llama3 are built"
+                message = f"{name} is {scaling!r:.200}, and only default, linear and llama3 are built"
                 self._problems.append(Problem(message, self._where))
                 continue
-            inner = Fields(found, f"{self._where}, {name}")
+            inner = Fields(scaling, f"{self._where}, {name}")
             values["rope_theta"] = inner.take("rope_theta", float, values["rope_theta"])
             share = inner.take("partial_rotary_factor", float, share)
             for key in ("rope_type", "type"):
@@ -213,8 +213,8 @@ class Fields:
 
     def finish(self) -> None:
         """Raise ConfigError with every problem."""
-        if found := self.problems():
-            raise ConfigError(*found)
+        if problems := self.problems():
+            raise ConfigError(*problems)
 
 
 def both(ours: str, theirs: str, bias: bool = True, transposed: bool = False) -> Iterator[Piece]:
@@ -226,14 +226,14 @@ def both(ours: str, theirs: str, bias: bool = True, transposed: bool = False) ->
 
 def options(config: Config, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:
     """The problems of `config.model` with a family that knows only some values of some keys."""
-    found = []
+    problems = []
     for key, values in allowed.items():
         value = getattr(config.model, key)
         if value not in values:
             theirs = " or ".join(str(one) for one in values)
             message = f"model.{key}={value}: {family} of transformers has {key}={theirs}"
-            found.append(Problem(message, f"model.{key}"))
-    return found
+            problems.append(Problem(message, f"model.{key}"))
+    return problems
 
 
 def family_for(config: Config, spec: ModelSpec) -> Family:

@@ -50,8 +50,8 @@ def write_tokens(
     sequences = encoder.sequences()
     first = next(sequences, None)
     if first is None:
-        found = f"{len(files)} files without a token" if files else "no file"
-        raise ConfigError(Problem(f"{found}, so there is nothing to write", "INPUT"))
+        cause = f"{len(files)} files without a token" if files else "no file"
+        raise ConfigError(Problem(f"{cause}, so there is nothing to write", "INPUT"))
     prefix.parent.mkdir(parents=True, exist_ok=True)
     grouped = itertools.groupby(itertools.chain([first], sequences), key=lambda pair: pair[0])
     documents = ((tokens for _, tokens in group) for _, group in grouped)

@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         files: list[DocumentFile] = []
         for root in arguments.inputs:
-            found, left_out = find_documents(Path(root).expanduser().absolute(), arguments.column, arguments.split)
-            files += found
+            documents, left_out = find_documents(Path(root).expanduser().absolute(), arguments.column, arguments.split)
+            files += documents
             if left_out:
                 others = ", ".join(f"{name} ({counted(count, 'file')})" for name, count in left_out.items())
                 print(f"{root}: split {arguments.split or DEFAULT_SPLIT}; left out: {others}")

@@ -108,7 +108,7 @@ def load_tokenizer(source: str, append_eod: bool, where: str = "dataset.tokenize
         raise ConfigError(Problem(f"unknown tokenizer {source!r}", where, f"{BYTES}, or the path of a {FILE}"))
     if name != source and not Path(name).expanduser().exists():
         inner = _opened(lambda loader: loader.from_pretrained(name), name, where)
-        ids = {text: found for text in END_OF_TEXT if (found := inner.token_to_id(text)) is not None}
+        ids = {text: token_id for text in END_OF_TEXT if (token_id := inner.token_to_id(text)) is not None}
         vocab, identity = inner.get_vocab_size(), TextTokens(hashlib.sha256(inner.to_str().encode()).hexdigest())
     else:
         file = find_tokenizer(name, where)

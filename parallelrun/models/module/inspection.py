@@ -229,7 +229,7 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
         if not _split(part, tp):
             return  # does not divide: the tensor strategy refuses it, with the nearest legal degrees
     try:
-        found = network.dropout_shapes(module, inputs)
+        shapes = network.dropout_shapes(module, inputs)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
         split = f"with its column_parallel and row_parallel layers split by tp={tp}"
         message = f"{split}, {config.model.source} fails at or after {entered[-1]}: {error}"
@@ -239,9 +239,9 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
         )
         raise _undefined(message, fix, "model.roles") from error
     for name, before in expected.items():
-        if before[:-1] != found[name][:-1]:
+        if before[:-1] != shapes[name][:-1]:
             message = (
-                f"dropout {name} acts on something whose rows, not columns, tp={tp} splits ({before} to {found[name]})"
+                f"dropout {name} acts on something whose rows, not columns, tp={tp} splits ({before} to {shapes[name]})"
             )
             fix = "drop before heads are split or after they are joined; probabilities of attention cannot be dropped"
             raise _undefined(message, fix, "model.roles")

@@ -50,8 +50,8 @@ def _refused(config: Config, where: str) -> ConfigError:
     return ConfigError(Problem(message, KEY, fix, kind="undefined"))
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+def _equal(actual: Tensor, expected: Tensor) -> bool:
+    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 class _SlicedModule:

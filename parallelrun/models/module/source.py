@@ -53,14 +53,14 @@ def load(source: str | None) -> Callable[..., nn.Module]:
 def _from_file(path: Path) -> Any:
     """Import a file under a name of its own, with its folder on the path so that it can import its neighbours."""
     path = path.resolve()
-    found = importlib.util.spec_from_file_location(f"parallelrun_user_{path.stem}", path)
-    if found is None or found.loader is None or not path.is_file():
+    spec = importlib.util.spec_from_file_location(f"parallelrun_user_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
     try:
-        found.loader.exec_module(module)
+        spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
     return module

@@ -230,13 +230,13 @@ def _normalised(weights: Tensor) -> Tensor:
 
 def _best(ranking: Tensor, choices: int) -> Tensor:
     """int64 (T, choices): each token's experts, the best first. Several times faster than a sort on a CPU."""
-    found = [ranking.argmax(-1, keepdim=True)]
+    best = [ranking.argmax(-1, keepdim=True)]
     if choices > 1:
         left = ranking.clone()
         for _ in range(choices - 1):
-            left.scatter_(1, found[-1], float("-inf"))
-            found.append(left.argmax(-1, keepdim=True))
-    return torch.cat(found, dim=1)
+            left.scatter_(1, best[-1], float("-inf"))
+            best.append(left.argmax(-1, keepdim=True))
+    return torch.cat(best, dim=1)
 
 
 def _slots(keys: Tensor, num_keys: int, priorities: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -206,9 +206,9 @@ def embedding_layers(model: ModelConfig, vocab: int) -> list[LayerSpec]:
 
 def head_layer(model: ModelConfig, vocab: int, tied: bool) -> LayerSpec:
     """The layer that gives the logits. A tied one has no weight of its own: it reads the embedding's."""
-    found = weight_and_bias("head.head", (vocab, model.hidden), normal(model), "head", model.head_bias)
+    parameters = weight_and_bias("head.head", (vocab, model.hidden), normal(model), "head", model.head_bias)
     return LayerSpec(
-        "head.head", "head", model.hidden, vocab, found[1:] if tied else found, tied=TIED[1] if tied else None
+        "head.head", "head", model.hidden, vocab, parameters[1:] if tied else parameters, tied=TIED[1] if tied else None
     )
 
 

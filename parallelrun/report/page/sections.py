@@ -81,14 +81,14 @@ def overview(columns: Sequence[Column]) -> str:
 def curves(columns: Sequence[Column]) -> str:
     """Charts over steps. Replicates are one line: their mean, with a band of the standard deviation."""
     shown = columns[:MOST_LINES]
-    found = [charts.line_chart(label_of(key), [_curve(column, key, style) for style, column in enumerate(shown)],
+    figures = [charts.line_chart(label_of(key), [_curve(column, key, style) for style, column in enumerate(shown)],
                                from_zero=key == "tokens_per_s") for key in CURVES]  # fmt: skip
-    if not any(found):
+    if not any(figures):
         return "<p>No step was recorded.</p>"
     names = [(column.name, style) for style, column in enumerate(shown)]
     keys = charts.legend(names) if len(shown) > 1 else ""
     more = f"<p>{len(columns) - len(shown)} more runs are not drawn.</p>" if len(columns) > len(shown) else ""
-    return f'{keys}<div class="charts">{"".join(found)}</div>{more}'
+    return f'{keys}<div class="charts">{"".join(figures)}</div>{more}'
 
 
 def _curve(column: Column, key: str, style: int) -> ChartLine:
@@ -119,12 +119,12 @@ def communication(columns: Sequence[Column]) -> str:
     """Bytes that all ranks send in a step, by axis, operation and purpose; measured beside predicted."""
     parts = []
     for column in columns:
-        found = _traffic(column.runs[0])
-        if not found:
+        traffic = _traffic(column.runs[0])
+        if not traffic:
             continue
         rows = [[*key, f"{calls:,}", bytes_text(payload), bytes_text(predicted), bytes_text(wire),
                  "yes" if payload == predicted else "no"]
-                for key, (calls, payload, predicted, wire) in sorted(found.items())]  # fmt: skip
+                for key, (calls, payload, predicted, wire) in sorted(traffic.items())]  # fmt: skip
         titles = ["axis", "operation", "purpose", "calls", "payload", "predicted", "wire", "as predicted"]
         table = grid(titles, rows, 3, f"communication of {column.name}")
         parts.append(f"<details{' open' if len(columns) == 1 else ''}><summary>{escape(column.name)}</summary>"
@@ -149,18 +149,18 @@ def charts_of_axes(columns: Sequence[Column]) -> str:
 def _traffic(run: RunRecord) -> dict[tuple[str, str, str], tuple[int, int, int, int]]:
     """(axis, operation, purpose) -> calls, payload, predicted payload and wire bytes of all ranks."""
     path = run.directory / "comm.json"
-    found: dict[tuple[str, str, str], tuple[int, int, int, int]] = {}
+    traffic: dict[tuple[str, str, str], tuple[int, int, int, int]] = {}
     try:
         for row in read_object(path).get("rows") or []:
             if row["operation"] == "recv":  # its bytes are counted at the sender
                 continue
             key = (str(row["axis"]), str(row["operation"]), str(row["purpose"]))
             new = (row["calls"], row["payload_bytes"], row["predicted_payload_bytes"], row["wire_bytes"])
-            old = found.get(key, (0, 0, 0, 0))
-            found[key] = (old[0] + new[0], old[1] + new[1], old[2] + new[2], old[3] + new[3])
+            old = traffic.get(key, (0, 0, 0, 0))
+            traffic[key] = (old[0] + new[0], old[1] + new[1], old[2] + new[2], old[3] + new[3])
     except (KeyError, TypeError) as error:
         raise broken(path, f"a row is incomplete: {error}", "rows") from error
-    return found
+    return traffic
 
 
 def experts(columns: Sequence[Column]) -> str:

@@ -82,18 +82,18 @@ def write(directory: Path, attempts: Sequence[Attempt]) -> None:
 
 def first_step_begins(directory: Path) -> None:
     """Record, as rank 0, that the present attempt takes its first step. Without attempts nothing is recorded."""
-    found = read(directory)
-    if found and found[-1].stepping is None:
-        write(directory, [*found[:-1], replace(found[-1], stepping=time.time())])
+    attempts = read(directory)
+    if attempts and attempts[-1].stepping is None:
+        write(directory, [*attempts[:-1], replace(attempts[-1], stepping=time.time())])
 
 
 def mark(directory: Path, *names: str, **times: float) -> None:
     """Record when parts of the present attempt were done: `names` now, `times` then. Without attempts nothing is
     recorded. One process at a time may call this."""
-    found = read(directory)
-    if found:
-        marks = {**found[-1].marks, **dict.fromkeys(names, time.time()), **times}
-        write(directory, [*found[:-1], replace(found[-1], marks=marks)])
+    attempts = read(directory)
+    if attempts:
+        marks = {**attempts[-1].marks, **dict.fromkeys(names, time.time()), **times}
+        write(directory, [*attempts[:-1], replace(attempts[-1], marks=marks)])
 
 
 def lost_s(attempts: Sequence[Attempt]) -> float:
@@ -120,11 +120,11 @@ def parts(before: Attempt, after: Attempt) -> dict[str, float]:
     last = before.marks.get("noticed", before.ended)
     if last is None or after.stepping is None:
         return {}
-    found = {}
+    seconds = {}
     for name, when in times.items():
         if when is not None:
-            found[name], last = when - last, when
-    return found
+            seconds[name], last = when - last, when
+    return seconds
 
 
 def repeated_steps(attempts: Sequence[Attempt]) -> int:
@@ -134,20 +134,24 @@ def repeated_steps(attempts: Sequence[Attempt]) -> int:
 
 def summary(directory: Path) -> dict[str, Any]:
     """Return the fields of summary.json about restarts; empty for a run that had none."""
-    found = read(directory)
-    if len(found) < 2:
+    attempts = read(directory)
+    if len(attempts) < 2:
         return {}
-    return {"restarts": len(found) - 1, "restart_lost_s": lost_s(found), "repeated_steps": repeated_steps(found)}
+    return {
+        "restarts": len(attempts) - 1,
+        "restart_lost_s": lost_s(attempts),
+        "repeated_steps": repeated_steps(attempts),
+    }
 
 
 def status(directory: Path) -> dict[str, Any]:
     """Return the fields of status.json about attempts; empty for a run that may not restart."""
-    found = read(directory)
-    if not found:
+    attempts = read(directory)
+    if not attempts:
         return {}
-    before = found[-2] if len(found) > 1 else None
+    before = attempts[-2] if len(attempts) > 1 else None
     last = {key: getattr(before, key) for key in ("step", "exit_code", "error", "rank", "host")} if before else None
-    return {"attempt": found[-1].number, "last_failure": last}
+    return {"attempt": attempts[-1].number, "last_failure": last}
 
 
 def lines(attempts: Sequence[Attempt], most: int | None = None, step: int = 0) -> list[str]:

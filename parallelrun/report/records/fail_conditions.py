@@ -70,10 +70,10 @@ def failures(comparison: RunComparison, conditions: Sequence[Condition]) -> list
 def _failure(comparison: RunComparison, one: Condition, index: int) -> str:
     base, column = comparison.columns[0].label, comparison.columns[index].label
     if one.measure == LOSS_DIFFERENCE:
-        found = comparison.losses[index - 1]
-        if not found.num_common:
+        losses = comparison.losses[index - 1]
+        if not losses.num_common:
             return f"{one.text}: cannot be checked: {column} and {base} have no step with a loss in common"
-        before, now = 0.0, abs(found.largest)
+        before, now = 0.0, abs(losses.largest)
     else:
         values = next(row.values for row in comparison.measures if row.key == one.measure)
         first, second = values[0], values[index]

@@ -85,10 +85,10 @@ def _steps(config: Mapping[str, Any]) -> int:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    found = []
+    events = []
     with suppress(OSError, ValueError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-_EVENTS_SHOWN:]:
             with suppress(ValueError):
                 row = json.loads(line)
-                found += [row] if isinstance(row, dict) else []
-    return found
+                events += [row] if isinstance(row, dict) else []
+    return events

@@ -64,7 +64,7 @@ def read_row(directory: Path) -> RunRow:
     """Return the row of a directory. A broken file is the row's state, so that one bad run does not hide all others."""
     try:
         status = read_object(directory / STATUS)
-        results = next((flatten(found) for name in RESULTS if (found := read_object(directory / name))), {})
+        results = next((flatten(values) for name in RESULTS if (values := read_object(directory / name))), {})
     except ParallelrunError as error:
         return RunRow(directory, BROKEN, 0, error.problems[0].what, {})
     if not status:
@@ -122,8 +122,8 @@ def age_s(directory: Path, status: Mapping[str, Any]) -> float:
 
 def _timeout_s(directory: Path) -> float:
     with suppress(ParallelrunError):
-        found = read_yaml(directory / CONFIG).get("timeout_s")
-        return float(found) if isinstance(found, (int, float)) else _TIMEOUT_S
+        timeout_s = read_yaml(directory / CONFIG).get("timeout_s")
+        return float(timeout_s) if isinstance(timeout_s, (int, float)) else _TIMEOUT_S
     return _TIMEOUT_S
 
 

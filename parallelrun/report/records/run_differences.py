@@ -227,15 +227,20 @@ def _difference(base: float, value: float) -> float:
 
 def _loss_difference(base: Column, column: Column) -> LossDifference:
     first, second = losses(base), losses(column)
-    found = {step: _difference(value, second[step]) for step, value in first.items() if step in second}
-    if not found:
+    differences = {step: _difference(value, second[step]) for step, value in first.items() if step in second}
+    if not differences:
         return LossDifference(column.label, 0)
-    apart = next((step for step, difference in found.items() if difference != 0.0), None)
-    largest, last = max(found, key=lambda step: abs(found[step])), max(found)
+    apart = next((step for step, difference in differences.items() if difference != 0.0), None)
+    largest, last = max(differences, key=lambda step: abs(differences[step])), max(differences)
     known = LossDifference(
-        column.label, len(found), largest_step=largest, largest=found[largest], last_step=last, last=found[last]
+        column.label,
+        len(differences),
+        largest_step=largest,
+        largest=differences[largest],
+        last_step=last,
+        last=differences[last],
     )
     if apart is None:
         return known
-    by, size = found[apart], abs(first[apart])
+    by, size = differences[apart], abs(first[apart])
     return replace(known, first_step=apart, first=by, first_relative=by / size if size > 0 else math.inf)

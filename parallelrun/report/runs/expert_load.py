@@ -90,7 +90,7 @@ def read(directory: Path, columns: int) -> Maps | None:
 
     Of more than four layers four are taken, evenly over the depth; experts share 16 rows where there are more.
     """
-    steps = {int(found[1]) for line in _lines(directory) if (found := _STEP.match(line))}
+    steps = {int(match[1]) for line in _lines(directory) if (match := _STEP.match(line))}
     if not steps:
         return None
     first, last = min(steps), max(steps)

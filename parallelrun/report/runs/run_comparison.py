@@ -94,19 +94,19 @@ def document(comparison: RunComparison, failed: Sequence[str]) -> dict[str, Any]
 
 def notes(comparison: RunComparison) -> list[str]:
     """Return what a reader of the figures must know."""
-    found = []
+    notes_on_runs = []
     runs = [run for column in comparison.columns for run in column.runs]
     replicated = any(len(column.runs) > 1 for column in comparison.columns)
     if comparison.over_seeds:
-        found.append(f"only the seed differs: `all` is mean ± standard deviation over {len(runs)} seeds")
+        notes_on_runs.append(f"only the seed differs: `all` is mean ± standard deviation over {len(runs)} seeds")
     elif replicated:
-        found.append("± is the standard deviation over seeds")
+        notes_on_runs.append("± is the standard deviation over seeds")
     if any((run.number("ranks_per_core") or 0) > 1 for run in runs):
-        found.append("ranks shared cores: step times are no scaling measurement")
+        notes_on_runs.append("ranks shared cores: step times are no scaling measurement")
     unfinished = [str(run.directory) for run in runs if run.state != "done"]
     if unfinished:
-        found.append(f"not finished: {', '.join(unfinished[:4])}{' ...' if len(unfinished) > 4 else ''}")
-    return found
+        notes_on_runs.append(f"not finished: {', '.join(unfinished[:4])}{' ...' if len(unfinished) > 4 else ''}")
+    return notes_on_runs
 
 
 def _heads(comparison: RunComparison) -> list[str]:
@@ -211,13 +211,13 @@ def _result_titles(comparison: RunComparison) -> list[str]:
 
 def _result_rows(comparison: RunComparison) -> list[list[str]]:
     """The title of a result, then its value in each column with the change from the first one."""
-    found = {row.key: row for row in comparison.measures}
+    by_key = {row.key: row for row in comparison.measures}
     rows = []
     for key, metric in METRICS.items():
-        if key not in found or all(one is None or one.mean == 0 for one in found[key].values):
+        if key not in by_key or all(one is None or one.mean == 0 for one in by_key[key].values):
             continue
-        cells = [spread_text(key, value) for value in found[key].values]
-        changes = [_change(change) if index else "" for index, change in enumerate(found[key].changes)]
+        cells = [spread_text(key, value) for value in by_key[key].values]
+        changes = [_change(change) if index else "" for index, change in enumerate(by_key[key].changes)]
         together = [spread_text(key, comparison.over_seeds.get(key))] if comparison.over_seeds else []
         rows.append([metric.label, *(f"{cell}{change}" for cell, change in zip(cells, changes)), *together])
     return rows

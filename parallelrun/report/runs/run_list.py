@@ -94,9 +94,9 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
         ("seed", str(run.config.get("seed", "?"))),
         ("files", bytes_text(num_bytes)),
     ]
-    if found := attempts.read(run.directory):
+    if history := attempts.read(run.directory):
         allowed = run.config.get("restarts")
-        shown = attempts.lines(found, allowed + 1 if isinstance(allowed, int) and allowed else None, row.step)
+        shown = attempts.lines(history, allowed + 1 if isinstance(allowed, int) and allowed else None, row.step)
         lines.append(("attempts", "\n".join(shown)))
     if not (run.directory / "summary.json").exists():
         lines += [

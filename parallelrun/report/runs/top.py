@@ -71,12 +71,12 @@ def _ranks(run: LiveRun, most: int) -> RenderableType:
     """A line for each rank; where there is no room for all, those that are slow, silent or behind come first."""
     first = max(int(_number(rank, "step")) for rank in run.ranks)  # metrics.jsonl may be newer than all these rows
     shown = sorted(run.ranks, key=lambda one: (not _marks(one, first), one["rank"]))[:most]
-    found = table(">rank", "host", ">step", "phase", ">tokens/s", ">step time", ">computing", ">waiting", ">memory", "")
+    drawn = table(">rank", "host", ">step", "phase", ">tokens/s", ">step time", ">computing", ">waiting", ">memory", "")
     for one in sorted(shown, key=lambda row: int(row["rank"])):
         marks = _marks(one, first)
-        found.add_row(*(Text(text) for text in _cells(one)), Text(marks, "yellow"), style="yellow" if marks else "")
+        drawn.add_row(*(Text(text) for text in _cells(one)), Text(marks, "yellow"), style="yellow" if marks else "")
     left = len(run.ranks) - len(shown)
-    return Group(found, Text(f"... and {left} more ranks, as expected", "dim")) if left else found
+    return Group(drawn, Text(f"... and {left} more ranks, as expected", "dim")) if left else drawn
 
 
 def _cells(one: Mapping[str, Any]) -> list[str]:

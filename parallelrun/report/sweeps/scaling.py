@@ -76,19 +76,19 @@ def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]
 
 def write(directory: Path) -> list[Path]:
     """Write scaling.svg in a sweep directory, if the sweep has groups and matplotlib is installed."""
-    found = groups(read(directory))
-    if not found or not chart.available():
+    scaling_groups = groups(read(directory))
+    if not scaling_groups or not chart.available():
         return []
-    write_text(directory / PICTURE, to_svg(found))
+    write_text(directory / PICTURE, to_svg(scaling_groups))
     return [directory / PICTURE]
 
 
-def to_svg(found: Sequence[ScalingGroup]) -> str:
+def to_svg(scaling_groups: Sequence[ScalingGroup]) -> str:
     """Draw samples/s and efficiency over the number of ranks, with a line of ideal scaling for every group."""
-    worlds = sorted({point.world for group in found for point in group.points})
+    worlds = sorted({point.world for group in scaling_groups for point in group.points})
     drawn, (rates, shares) = chart.panels("scaling of the sweep's points", ["samples/s", "efficiency"])
-    ideal = len(found)  # its style: the last one of the legend
-    for style, group in enumerate(found):
+    ideal = len(scaling_groups)  # its style: the last one of the legend
+    for style, group in enumerate(scaling_groups):
         fastest = {one.world: one for one in reversed(group.points)}
         best = [fastest[world] for world in sorted(fastest)]
         first, last = best[0], best[-1]
@@ -101,6 +101,6 @@ def to_svg(found: Sequence[ScalingGroup]) -> str:
     chart.scale(rates, "y", digits, log=True)
     chart.scale(shares, "y", partial(metric_text, "efficiency"), from_zero=True, label="of the ideal")
     notes = ["ideal: each rank adds as much as a rank of the smallest point; of several degrees the fastest is drawn"]
-    if any(group.crowded for group in found):
+    if any(group.crowded for group in scaling_groups):
         notes.append("ranks shared cores: step time is no scaling measurement")
-    return chart.svg(drawn, [*(f"{group.label}: {group.kind} scaling" for group in found), "ideal"], notes)
+    return chart.svg(drawn, [*(f"{group.label}: {group.kind} scaling" for group in scaling_groups), "ideal"], notes)

@@ -37,10 +37,10 @@ BOUND = "*"  # after figures that follow from a bound on the step time
 
 def write_csv(directory: Path) -> None:
     """Write results.csv: the rows of results.jsonl, with a column for every override's key and every field."""
-    found = with_efficiency(read(directory))
+    points = with_efficiency(read(directory))
     rows = [{**overridden(row), **{k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()}}
-            for row in found]  # fmt: skip
-    keys = [key for row in found for key in overridden(row)]
+            for row in points]  # fmt: skip
+    keys = [key for row in points for key in overridden(row)]
     columns = dict.fromkeys([*_FIRST, *keys, *DEGREES, *(key for row in rows for key in row)])
     shown = [column for column in columns if column not in _NOT_IN_CSV]
     write_text(directory / CSV, csv_text([shown, *([row.get(name, "") for name in shown] for row in rows)]))

@@ -63,10 +63,10 @@ class RowTail:
                 if (inode := os.fstat(file.fileno()).st_ino) != self._file:
                     self._file, self._offset = inode, 0
                 file.seek(self._offset)
-                found = file.read(_MOST_BYTES)
+                block = file.read(_MOST_BYTES)
         except FileNotFoundError:
             return b""
-        return found[: found.rfind(b"\n") + 1]
+        return block[: block.rfind(b"\n") + 1]
 
 
 def run_of(directory: Path, before: TrackerState) -> TrackedRun:
@@ -107,8 +107,8 @@ def _facts(plan: Mapping[str, Any]) -> dict[str, Any]:
 def state_before(directory: Path, name: str) -> TrackerState:
     """Return the tracker's state that the launcher has carried over, if the same run is asked for; else a new one."""
     asked = state.asked_of(yaml.safe_load((directory / "config.yaml").read_text()))
-    found = state.read(state.path_of(directory, name))
-    return found if found is not None and found.asked == asked else TrackerState(asked)
+    saved = state.read(state.path_of(directory, name))
+    return saved if saved is not None and saved.asked == asked else TrackerState(asked)
 
 
 def end_of(directory: Path) -> tuple[str, dict[str, Any]]:
@@ -126,8 +126,8 @@ def end_of(directory: Path) -> tuple[str, dict[str, Any]]:
 
 def _json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        document: dict[str, Any] = json.loads(path.read_text())
+        return document
     return {}
 
 

@@ -47,8 +47,8 @@ class MlflowTracker(Tracker):
     def _create(self, run: TrackedRun) -> str:
         from mlflow.entities import Param
 
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         tags = {**dict.fromkeys(run.tags, "true"), **({"group": run.group} if run.group else {})}
         created = self._client.create_run(experiment, tags=tags, run_name=run.name)
         identifier = str(created.info.run_id)
