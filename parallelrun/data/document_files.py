@@ -86,15 +86,17 @@ def find_documents(root: Path, column: str, split: str | None) -> tuple[list[Doc
     documents = [_file(path, column) for path in list_files(root)]
     if root.is_file():
         return documents, {}
-    if any(one.is_table for one in documents):
-        documents = [one for one in documents if one.path.name not in BESIDE_DATA]
-    splits = [_split_of(one.path.relative_to(root).as_posix()) if one.is_table else None for one in documents]
+    if any(document.is_table for document in documents):
+        documents = [document for document in documents if document.path.name not in BESIDE_DATA]
+    splits = [
+        _split_of(document.path.relative_to(root).as_posix()) if document.is_table else None for document in documents
+    ]
     named = {name for name in splits if name is not None}
     if split is None and DEFAULT_SPLIT not in named:
         return documents, {}
     if wanted not in named:
         raise _no_split(root, wanted, sorted(named))
-    chosen = [one for one, name in zip(documents, splits) if name in (None, wanted)]
+    chosen = [document for document, name in zip(documents, splits) if name in (None, wanted)]
     return chosen, {name: splits.count(name) for name in sorted(named - {wanted})}
 
 
@@ -118,7 +120,7 @@ def _saved_files(folder: Path) -> list[Path]:
         message = f"{folder} was saved with a separate order of its rows"
         fix = "save it again: datasets.load_from_disk(PATH).flatten_indices().save_to_disk(OTHER)"
         raise EnvironmentProblem(Problem(message, "dataset.path", fix))
-    paths = [folder / str(one["filename"]) for one in _state(folder / SAVED[0], "_data_files")]
+    paths = [folder / str(entry["filename"]) for entry in _state(folder / SAVED[0], "_data_files")]
     for path in paths:
         if path.parent != folder or not path.is_file():
             raise DataError(Problem(f"{folder / SAVED[0]} names {path.name}, which is not there", "dataset.path"))

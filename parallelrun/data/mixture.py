@@ -87,12 +87,14 @@ class MixedSplit(Split):
             return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
         return Packing(
-            documents=mean(one.documents for one in packings),
-            tokens=mean(one.tokens for one in packings),
-            squares=mean(one.squares for one in packings),
-            cut=sum(one.cut for one in packings),
+            documents=mean(packing.documents for packing in packings),
+            tokens=mean(packing.tokens for packing in packings),
+            squares=mean(packing.squares for packing in packings),
+            cut=sum(packing.cut for packing in packings),
             examples=tuple(
-                each for weight, one in zip(weights, packings) for each in one.examples[:: max(1, round(1 / weight))]
+                each
+                for weight, packing in zip(weights, packings)
+                for each in packing.examples[:: max(1, round(1 / weight))]
             ),
         )
 
@@ -131,7 +133,7 @@ class Mixture(DatasetDefinition):
         ]
         for label, made in tokenizers[1:]:
             if made.sha256 != tokenizers[0][1].sha256:
-                names = " and ".join(f"{one} by {of.path or of.sha256}" for one, of in (tokenizers[0], (label, made)))
+                names = " and ".join(f"{name} by {of.path or of.sha256}" for name, of in (tokenizers[0], (label, made)))
                 raise ConfigError(Problem(f"the parts of a mixture need one tokenizer: {names}", KEY))
         return tokenizers[0][1] if tokenizers else None
 
@@ -194,16 +196,16 @@ class Mixture(DatasetDefinition):
 
 def parts_of(config: Config) -> list[MixedPart]:
     """The parts that the configuration names. Raises ConfigError with every violation."""
-    given = config.dataset.mixture
-    if not given:
+    entries = config.dataset.mixture
+    if not entries:
         example = "'dataset.mixture=[{name: text, path: FILE, weight: 3}, {name: pystdlib, weight: 1}]'"
         raise ConfigError(Problem("dataset=mixture needs its parts", KEY, example))
-    problems = [problem for number, part in enumerate(given) for problem in _violations(part, f"{KEY}[{number}]")]
+    problems = [problem for number, part in enumerate(entries) for problem in _violations(part, f"{KEY}[{number}]")]
     if problems:
         raise ConfigError(*problems)
     labels: dict[str, int] = {}
     parts = []
-    for part in given:
+    for part in entries:
         fields = {key: value for key, value in part.items() if key != "weight"}
         name = fields["name"]
         preset = presets.values("dataset", name) if name in presets.options("dataset") else {}
@@ -224,8 +226,8 @@ def _violations(part: Any, where: str) -> Iterator[Problem]:
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not (math.isfinite(weight) and weight > 0):
         yield Problem(f"{where}: weight={weight!r} must be a number above 0", where)
     if part["name"] == "mixture" or not registry.has("datasets", part["name"]):
-        known = [name for name in registry.names("datasets") if name != "mixture"]
-        yield Problem(f"{where}: no such dataset: {part['name']}", where, ", ".join(nearest(part["name"], known)))
+        datasets = [name for name in registry.names("datasets") if name != "mixture"]
+        yield Problem(f"{where}: no such dataset: {part['name']}", where, ", ".join(nearest(part["name"], datasets)))
     hints = typing.get_type_hints(DatasetConfig)
     for outside in ("mixture", "cache"):  # `config.recipes.untrusted` limits where the one cache may be
         del hints[outside]

@@ -108,17 +108,17 @@ class Documents:
         """
         documents = self.cut(spec.seq) if 0 < self.keys.size < FEW_DOCUMENTS else self
         is_val = held_out(documents.keys, config.dataset.val_fraction)
-        train, val = (documents.choose(one) for one in (~is_val, is_val))
+        train, val = (documents.choose(part) for part in (~is_val, is_val))
         name, seq = config.dataset.name, spec.seq
         if config.dataset.pack:
             shift, seed = 1 if spec.mask_token is None else 0, config.seed
             fingerprint = hashlib.sha256(f"packed/1/{seed}/{fingerprint}".encode()).hexdigest()
             packs, val_packs, whole_packs = (
-                PackedDocuments(one, seq, spec.vocab, shift, seed) for one in (train, val, self)
+                PackedDocuments(part, seq, spec.vocab, shift, seed) for part in (train, val, self)
             )
             dataset = Dataset(name, vocab, fingerprint, packs, val_packs, has_ignored=True, whole=whole_packs)
         else:
-            windows, val_windows, whole = (TokenWindows(one, seq, spec.vocab) for one in (train, val, self))
+            windows, val_windows, whole = (TokenWindows(part, seq, spec.vocab) for part in (train, val, self))
             dataset = Dataset(name, vocab, fingerprint, windows, val_windows, whole=whole)
         return require_samples(dataset, config, spec, source)
 

@@ -161,8 +161,8 @@ class Fields:
         """Our name for the value of `key`."""
         value = self._left.pop(key, default)
         if isinstance(value, (dict, list)) or value not in ours:
-            known = ", ".join(str(our) for our in ours)
-            self._problems.append(Problem(f"{key} is {value!r:.200}, and only {known} is built", self._where))
+            names = ", ".join(str(our) for our in ours)
+            self._problems.append(Problem(f"{key} is {value!r:.200}, and only {names} is built", self._where))
             return next(iter(ours.values()))
         return ours[value]
 

@@ -30,9 +30,9 @@ def token_files(files: Sequence[DocumentFile], identity: str, config: Config) ->
     identity: of the tokenizer. A change of a file, of the tokenizer or of a key that matters gives other token files.
     """
     settings = config.dataset
-    known = [VERSION, identity, settings.column, settings.append_eod, settings.max_bytes]
-    status = [(str(file.path), one.st_size, one.st_mtime_ns) for file in files for one in [file.path.stat()]]
-    return cache_folder(config) / hashlib.sha256(json.dumps([known, status]).encode()).hexdigest()[:32]
+    facts = [VERSION, identity, settings.column, settings.append_eod, settings.max_bytes]
+    status = [(str(file.path), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.path.stat()]]
+    return cache_folder(config) / hashlib.sha256(json.dumps([facts, status]).encode()).hexdigest()[:32]
 
 
 def cached_tokens(files: Sequence[DocumentFile], identity: str, config: Config) -> Path:

@@ -97,15 +97,15 @@ class _Encoder:
         before = 0
         for file in self.files:
             rows: list[TextRow] = []
-            held = 0
+            num_bytes = 0
             for row in file.rows():
                 if self.max_bytes is not None and self.text_bytes >= self.max_bytes:
                     break
                 rows.append(row)
-                held, self.text_bytes = held + len(row.text), self.text_bytes + len(row.text)
-                if held >= BATCH_BYTES or len(rows) == BATCH_ROWS:
+                num_bytes, self.text_bytes = num_bytes + len(row.text), self.text_bytes + len(row.text)
+                if num_bytes >= BATCH_BYTES or len(rows) == BATCH_ROWS:
                     yield before, file, rows
-                    rows, held = [], 0
+                    rows, num_bytes = [], 0
             yield before, file, rows
             before += file.size
 

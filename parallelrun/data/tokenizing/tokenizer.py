@@ -55,7 +55,7 @@ class Tokenizer:
         if self.inner is None:
             return [np.frombuffer(text, dtype=np.uint8).astype(np.int64) for text in texts]
         decoded = [text.decode() for text in texts]
-        return [np.array(one.ids, dtype=np.int64) for one in self._batch(decoded, add_special_tokens=False)]
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in self._batch(decoded, add_special_tokens=False)]
 
     @property
     def _batch(self) -> Callable[..., list[Any]]:
@@ -89,7 +89,7 @@ def _read(path: Path, version: tuple[int, int]) -> TokenizerFile:
     document = json.loads(raw)
     vocab = document["model"]["vocab"]
     ids = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))  # a list: Unigram's pieces
-    added = {str(one["content"]): int(one["id"]) for one in document.get("added_tokens") or ()}
+    added = {str(entry["content"]): int(entry["id"]) for entry in document.get("added_tokens") or ()}
     special = added | ({text: vocab[text] for text in END_OF_TEXT if text in vocab} if isinstance(vocab, dict) else {})
     return TokenizerFile(path, hashlib.sha256(raw).hexdigest(), max(ids | set(added.values())) + 1, special)
 

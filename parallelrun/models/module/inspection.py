@@ -125,10 +125,10 @@ def _measure(
             )
         )  # fmt: skip
         boundaries.append(tuple(x.shape[1:]))
-    for name, given in zip(names[:-1], boundaries):
-        if given != boundaries[0] or not given:
+    for name, boundary in zip(names[:-1], boundaries):
+        if boundary != boundaries[0] or not boundary:
             first = f"block {names[0]} gives {boundaries[0]}"
-            raise _undefined(f"block {name} gives {given} per sample, {first}: stages pass one shape")
+            raise _undefined(f"block {name} gives {boundary} per sample, {first}: stages pass one shape")
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in listed]
     if missing:
         message = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"

@@ -43,8 +43,8 @@ def load(source: str | None) -> Callable[..., nn.Module]:
         raise _failed(f"model.source={source}", error) from error
     function: Callable[..., nn.Module] | None = getattr(module, name, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
-        fix = " or ".join(f"model.source={path}:{one}" for one in get_close_matches(name, known) or known[:5])
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
+        fix = " or ".join(f"model.source={path}:{one}" for one in get_close_matches(name, functions) or functions[:5])
         message = f"model.source={source}: {path} has no function {name!r}"
         raise ConfigError(Problem(message, "model.source", fix))
     return function

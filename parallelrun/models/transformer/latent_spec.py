@@ -41,13 +41,13 @@ def score_growth(model: ModelConfig) -> float:
 
 def check(model: ModelConfig) -> list[Problem]:
     """Problems of the keys of latent attention, and of those that exclude it or need it."""
-    given = [key for key in (*KEYS, "q_lora_rank") if getattr(model, key) is not None]
-    if not given:
+    present = [key for key in (*KEYS, "q_lora_rank") if getattr(model, key) is not None]
+    if not present:
         return _needs_latents(model)
     missing = [key for key in KEYS if getattr(model, key) is None]
     if missing:
         message = f"latent attention needs all of {', '.join(f'model.{key}' for key in KEYS)}; not given: "
-        fix = f"model.{missing[0]}=N or leave {' and '.join(f'model.{key}' for key in given)} out"
+        fix = f"model.{missing[0]}=N or leave {' and '.join(f'model.{key}' for key in present)} out"
         return [Problem(message + ", ".join(missing), f"model.{missing[0]}", fix, kind="contradiction")]
     sizes, problems = latent_sizes(model), []
     assert sizes is not None

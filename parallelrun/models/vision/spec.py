@@ -70,20 +70,20 @@ def _image_shape(config: Config, least: int) -> ops.Shape:
         message = f"model={preset} reads images, and dataset={config.dataset.name} gives none"
         raise ConfigError(Problem(message, "dataset", "dataset=digits", "parallelrun ls datasets", kind="undefined"))
     channels, size = own
-    asked = config.model.image
-    if asked is not None and asked < least:
-        message = f"model.image={asked}: {preset} needs images of at least {least} x {least} pixels"
+    requested = config.model.image
+    if requested is not None and requested < least:
+        message = f"model.image={requested}: {preset} needs images of at least {least} x {least} pixels"
         raise ConfigError(Problem(message, "model.image", f"model.image={least}", kind="arithmetic"))
-    size = asked or max(least, size or OPEN_SIZE)
+    size = requested or max(least, size or OPEN_SIZE)
     return config.model.channels or channels, size, size
 
 
 def num_per_stage(config: Config, default: Sequence[int]) -> list[int]:
     """`model.stages`: the number of layers or blocks of each stage. Raises ConfigError unless each is at least 1."""
-    given = list(config.model.stages) or list(default)
-    if all(type(n) is int and n >= 1 for n in given):
-        return given
-    message = f"model.stages={given} are not whole numbers of at least 1"
+    stages = list(config.model.stages) or list(default)
+    if all(type(n) is int and n >= 1 for n in stages):
+        return stages
+    message = f"model.stages={stages} are not whole numbers of at least 1"
     raise ConfigError(Problem(message, "model.stages", f"model.stages={list(default)}".replace(" ", "")))
 
 

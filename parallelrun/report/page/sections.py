@@ -193,7 +193,7 @@ def memory(columns: Sequence[Column]) -> str:
         if not isinstance(positions, list) or not positions:
             continue
         try:
-            heaviest = max(positions, key=lambda one: one["total"])
+            heaviest = max(positions, key=lambda position: position["total"])
             bars.append((column.name, [float(heaviest.get(kind, 0)) for kind in kinds]))
             predicted = float(heaviest["total"])
         except (KeyError, TypeError, AttributeError) as error:

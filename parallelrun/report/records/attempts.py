@@ -158,18 +158,18 @@ def lines(attempts: Sequence[Attempt], most: int | None = None, step: int = 0) -
     """Return a line for each attempt: its ranks, its steps, and why it ended; and one with the parts of each restart.
     most: attempts that are allowed; step: the run's last one, to which an attempt has come that has not failed."""
     out = []
-    for number, one in enumerate(attempts):
+    for number, attempt in enumerate(attempts):
         of = f" of {most}" if most else ""
-        degrees = " ".join(f"{axis}={size}" for axis, size in one.degrees.items() if size > 1)
-        shown = f"attempt {one.number}{of}: {one.world} ranks{f' ({degrees})' if degrees else ''}"
-        last = one.step if one.ended is not None else max(one.step, step)
-        shown += f", steps {one.resumed_step + 1} to {last}" if last > one.resumed_step else ", no step"
-        if one.error:
-            host = f" on {one.host}" if one.host else ""
-            who = f"rank {one.rank}{host} " if one.rank is not None else ""
-            shown += f", ended by {who}({one.error})"
+        degrees = " ".join(f"{axis}={size}" for axis, size in attempt.degrees.items() if size > 1)
+        shown = f"attempt {attempt.number}{of}: {attempt.world} ranks{f' ({degrees})' if degrees else ''}"
+        last = attempt.step if attempt.ended is not None else max(attempt.step, step)
+        shown += f", steps {attempt.resumed_step + 1} to {last}" if last > attempt.resumed_step else ", no step"
+        if attempt.error:
+            host = f" on {attempt.host}" if attempt.host else ""
+            who = f"rank {attempt.rank}{host} " if attempt.rank is not None else ""
+            shown += f", ended by {who}({attempt.error})"
         out.append(shown)
-        if number and (took := parts(attempts[number - 1], one)):
+        if number and (took := parts(attempts[number - 1], attempt)):
             each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in took.items())
             out.append(f"  {sum(took.values()):.1f} s from the failure to its first step: {each}")
     return out
@@ -200,7 +200,7 @@ def _split(path: Path, step: int, aside: Path) -> float:
     Rows that are no steps of all ranks go, too: updates of a parameter server, of which each attempt has its own
     numbers, and a line that a full disk has torn.
     """
-    kept: list[str] = []
+    remaining: list[str] = []
     removed: list[str] = []
     seconds = 0.0
     try:
@@ -208,7 +208,7 @@ def _split(path: Path, step: int, aside: Path) -> float:
             for line in file:
                 row = _row(line)
                 if row is not None and row["step"] <= step:
-                    kept.append(line)
+                    remaining.append(line)
                 else:
                     removed.append(line)
                     seconds += (row or {}).get("step_time_s") or 0.0
@@ -216,7 +216,7 @@ def _split(path: Path, step: int, aside: Path) -> float:
         return seconds
     if removed:
         write_text(aside, "".join(removed))
-        write_text(path, "".join(kept))
+        write_text(path, "".join(remaining))
     return seconds
 
 

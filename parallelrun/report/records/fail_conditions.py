@@ -52,10 +52,10 @@ def failures(comparison: RunComparison, conditions: Sequence[Condition]) -> list
 
     Raises ConfigError (exit 2) for a result that no run has.
     """
-    known = [row.key for row in comparison.measures]
+    keys = [row.key for row in comparison.measures]
     for one in conditions:
-        if one.measure not in (*known, LOSS_DIFFERENCE):
-            near = closest(one.measure, [*known, LOSS_DIFFERENCE])[:3]
+        if one.measure not in (*keys, LOSS_DIFFERENCE):
+            near = closest(one.measure, [*keys, LOSS_DIFFERENCE])[:3]
             raise ConfigError(
                 Problem(f"--fail-on {one.text!r}: no run has {one.measure}", "--fail-on", ", ".join(near))
             )
@@ -67,22 +67,22 @@ def failures(comparison: RunComparison, conditions: Sequence[Condition]) -> list
     return [text for text in texts if text]
 
 
-def _failure(comparison: RunComparison, one: Condition, index: int) -> str:
+def _failure(comparison: RunComparison, condition: Condition, index: int) -> str:
     base, column = comparison.columns[0].label, comparison.columns[index].label
-    if one.measure == LOSS_DIFFERENCE:
+    if condition.measure == LOSS_DIFFERENCE:
         losses = comparison.losses[index - 1]
         if not losses.num_common:
-            return f"{one.text}: cannot be checked: {column} and {base} have no step with a loss in common"
+            return f"{condition.text}: cannot be checked: {column} and {base} have no step with a loss in common"
         before, now = 0.0, abs(losses.largest)
     else:
-        values = next(row.values for row in comparison.measures if row.key == one.measure)
+        values = next(row.values for row in comparison.measures if row.key == condition.measure)
         first, second = values[0], values[index]
-        lacking = column if second is None else base if first is None and one.is_change else ""
+        lacking = column if second is None else base if first is None and condition.is_change else ""
         if second is None or lacking:
-            return f"{one.text}: cannot be checked: {lacking} has no {one.measure}"
+            return f"{condition.text}: cannot be checked: {lacking} has no {condition.measure}"
         before, now = first.mean if first else 0.0, second.mean
-    change = relative(now, before) if one.is_relative else now - before if one.is_change else now
-    if not _OPERATORS[one.operator](change, one.limit):
+    change = relative(now, before) if condition.is_relative else now - before if condition.is_change else now
+    if not _OPERATORS[condition.operator](change, condition.limit):
         return ""
-    text = f"{one.text}: {one.measure} of {column} is {now:.6g}"
-    return f"{text}, {relative(now, before):+.3%} from {base}'s {before:.6g}" if one.is_change else text
+    text = f"{condition.text}: {condition.measure} of {column} is {now:.6g}"
+    return f"{text}, {relative(now, before):+.3%} from {base}'s {before:.6g}" if condition.is_change else text

@@ -68,19 +68,19 @@ def answer(directory: Path, fields: Mapping[str, Any], config: str = "") -> None
 
 def config_file(directory: Path) -> Path | None:
     """Return the frozen configuration of the last change of plan; None if there was none."""
-    reshaped = [(number, one) for number, one in enumerate(answers(directory), 1) if "error" not in one]
+    reshaped = [(number, row) for number, row in enumerate(answers(directory), 1) if "error" not in row]
     return directory / FOLDER / str(reshaped[-1][0]) / CONFIG if reshaped else None
 
 
 def status(directory: Path) -> dict[str, Any]:
     """Return the fields of status.json; empty for a run whose plan has not changed."""
-    reshaped = [one for one in answers(directory) if "error" not in one]
+    reshaped = [row for row in answers(directory) if "error" not in row]
     return {"degrees": reshaped[-1]["after"], "reshaped_after_step": reshaped[-1]["step"]} if reshaped else {}
 
 
 def summary(directory: Path) -> dict[str, Any]:
     """Return the fields of summary.json; empty for a run whose plan has not changed."""
-    reshaped = [one for one in answers(directory) if "error" not in one]
+    reshaped = [row for row in answers(directory) if "error" not in row]
     if not reshaped:
         return {}
-    return {"reshapes": len(reshaped), "reshape_s": sum(one["seconds"] for one in reshaped)}
+    return {"reshapes": len(reshaped), "reshape_s": sum(row["seconds"] for row in reshaped)}

@@ -124,7 +124,7 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
         versions=_differences([_only(run.manifest, _VERSIONS) for run in heads]),
         measures=tuple(row for row in measures if any(row.values)),
         losses=tuple(_loss_difference(columns[0], column) for column in columns[1:]),
-        over_seeds={key: one for key in keys if (one := spread_of(everything, key))} if replicates else {},
+        over_seeds={key: spread for key in keys if (spread := spread_of(everything, key))} if replicates else {},
     )
 
 
@@ -156,17 +156,17 @@ def columns_of(runs: Sequence[RunRecord]) -> tuple[Column, ...]:
 
 def _identity(run: RunRecord) -> str:
     """Return a key that replicates share: versions, and the configuration without the seed."""
-    asked = {key: value for key, value in _asked(run).items() if key != SEED}
-    if not asked:
+    config = {key: value for key, value in _asked(run).items() if key != SEED}
+    if not config:
         return str(run.directory)
-    return json.dumps([asked, _only(run.manifest, _VERSIONS)], sort_keys=True, default=str)
+    return json.dumps([config, _only(run.manifest, _VERSIONS)], sort_keys=True, default=str)
 
 
 def _asked(run: RunRecord) -> dict[str, Any]:
-    kept = _without(run.config, _VOLATILE)
+    config = _without(run.config, _VOLATILE)
     return {
         key: value
-        for key, value in kept.items()
+        for key, value in config.items()
         if not key.endswith(".description") and not key.startswith(_OF_PRESETS)
     }
 
@@ -186,8 +186,8 @@ def _only(values: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
 
 def _differences(values: Sequence[Mapping[str, Any]], replicated: bool = False) -> tuple[KeyDifference, ...]:
     """Return the keys that differ. replicated: the seed is no difference, because columns have several."""
-    keys = dict.fromkeys(key for one in values for key in one)
-    rows = [KeyDifference(key, tuple(one.get(key, MISSING) for one in values)) for key in keys]
+    keys = dict.fromkeys(key for row_values in values for key in row_values)
+    rows = [KeyDifference(key, tuple(row_values.get(key, MISSING) for row_values in values)) for key in keys]
     return tuple(
         row for row in rows
         if any(value != row.values[0] for value in row.values) and not (replicated and row.key == SEED)
@@ -211,7 +211,7 @@ def losses(column: Column) -> dict[int, float]:
     """
     of_runs = [{row["step"]: _finite_or_nan(row["loss"]) for row in run.rows if "loss" in row} for run in column.runs]
     common = set.intersection(*(set(of_run) for of_run in of_runs))
-    return {step: statistics.fmean(one[step] for one in of_runs) for step in sorted(common)}
+    return {step: statistics.fmean(losses_of_run[step] for losses_of_run in of_runs) for step in sorted(common)}
 
 
 def _finite_or_nan(loss: float | None) -> float:
@@ -232,7 +232,7 @@ def _loss_difference(base: Column, column: Column) -> LossDifference:
         return LossDifference(column.label, 0)
     apart = next((step for step, difference in differences.items() if difference != 0.0), None)
     largest, last = max(differences, key=lambda step: abs(differences[step])), max(differences)
-    known = LossDifference(
+    gap = LossDifference(
         column.label,
         len(differences),
         largest_step=largest,
@@ -241,6 +241,6 @@ def _loss_difference(base: Column, column: Column) -> LossDifference:
         last=differences[last],
     )
     if apart is None:
-        return known
+        return gap
     by, size = differences[apart], abs(first[apart])
-    return replace(known, first_step=apart, first=by, first_relative=by / size if size > 0 else math.inf)
+    return replace(gap, first_step=apart, first=by, first_relative=by / size if size > 0 else math.inf)

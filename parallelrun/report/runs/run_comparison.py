@@ -75,7 +75,7 @@ def document(comparison: RunComparison, failed: Sequence[str]) -> dict[str, Any]
         return {column.label: value for column, value in pairs if value is not MISSING}
 
     def by_column(spreads: Iterable[Any]) -> dict[str, Any]:
-        return {column.label: one for column, one in zip(comparison.columns, spreads)}
+        return {column.label: spread for column, spread in zip(comparison.columns, spreads)}
 
     return {
         "columns": [
@@ -214,7 +214,7 @@ def _result_rows(comparison: RunComparison) -> list[list[str]]:
     by_key = {row.key: row for row in comparison.measures}
     rows = []
     for key, metric in METRICS.items():
-        if key not in by_key or all(one is None or one.mean == 0 for one in by_key[key].values):
+        if key not in by_key or all(spread is None or spread.mean == 0 for spread in by_key[key].values):
             continue
         cells = [spread_text(key, value) for value in by_key[key].values]
         changes = [_change(change) if index else "" for index, change in enumerate(by_key[key].changes)]
@@ -223,14 +223,14 @@ def _result_rows(comparison: RunComparison) -> list[list[str]]:
     return rows
 
 
-def spread_text(key: str, one: Spread | None) -> str:
+def spread_text(key: str, spread: Spread | None) -> str:
     """Return `4.42 ±0.01`, or `-` for a result that was not recorded."""
-    if one is None:
+    if spread is None:
         return _NONE
-    if one.deviation is None:
-        return metric_text(key, one.mean)
-    deviation = float(f"{one.deviation:.2g}")  # more digits say nothing
-    return f"{metric_text(key, one.mean)} ±{metric_text(key, deviation) if deviation else 0}"
+    if spread.deviation is None:
+        return metric_text(key, spread.mean)
+    deviation = float(f"{spread.deviation:.2g}")  # more digits say nothing
+    return f"{metric_text(key, spread.mean)} ±{metric_text(key, deviation) if deviation else 0}"
 
 
 def _change(change: float | None) -> str:
@@ -243,23 +243,25 @@ def losses(comparison: RunComparison) -> list[str]:
     """Return a line per column but the first: where its losses part from the first one's."""
     base = comparison.columns[0]
     pairs = zip(comparison.columns[1:], comparison.losses)
-    trained = [one for column, one in pairs if any(run.rows for run in (*base.runs, *column.runs))]  # not bench, verify
-    return [loss_text(base.label, one) for one in trained]
+    trained = [
+        difference for column, difference in pairs if any(run.rows for run in (*base.runs, *column.runs))
+    ]  # not bench, verify
+    return [loss_text(base.label, difference) for difference in trained]
 
 
-def loss_text(base: str, one: LossDifference) -> str:
+def loss_text(base: str, gap: LossDifference) -> str:
     """Say where the losses of a run part from those of the run `base`, and by how much."""
-    pair = f"losses of {base} and {one.label}"
-    if not one.num_common:
+    pair = f"losses of {base} and {gap.label}"
+    if not gap.num_common:
         return f"{pair}: no step in common"
-    steps = f"{counted(one.num_common, 'common step')}"
-    if one.first_step is None:
+    steps = f"{counted(gap.num_common, 'common step')}"
+    if gap.first_step is None:
         return f"{pair}: bitwise equal in {steps}"
-    finite = math.isfinite(one.first)
-    first = f"by {one.first:+.3g} (relative {one.first_relative:+.1e})" if finite else "because one is not finite"
+    finite = math.isfinite(gap.first)
+    first = f"by {gap.first:+.3g} (relative {gap.first_relative:+.1e})" if finite else "because one is not finite"
     return (
-        f"{pair}: part at step {one.first_step}, {first}; at most {one.largest:+.3g} at step {one.largest_step}; "
-        f"{one.last:+.3g} at step {one.last_step}, the last of {steps}"
+        f"{pair}: part at step {gap.first_step}, {first}; at most {gap.largest:+.3g} at step {gap.largest_step}; "
+        f"{gap.last:+.3g} at step {gap.last_step}, the last of {steps}"
     )
 
 

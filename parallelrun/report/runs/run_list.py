@@ -80,15 +80,15 @@ def document(row: RunRow) -> dict[str, Any]:
 
 def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None:
     """Print what a run is and where it came from; its results are in `report.runs.final_panel`."""
-    given = run.manifest
+    manifest = run.manifest
     versions = [
-        f"{key.removeprefix('versions.')} {value}" for key, value in given.items() if key.startswith("versions.")
+        f"{key.removeprefix('versions.')} {value}" for key, value in manifest.items() if key.startswith("versions.")
     ]
-    git = f"{str(given.get('git.sha', '?'))[:12]}{' with changes' if given.get('git.dirty') else ''}"
+    git = f"{str(manifest.get('git.sha', '?'))[:12]}{' with changes' if manifest.get('git.dirty') else ''}"
     lines = [
         ("run", str(run.directory)),
         ("state", f"{row.state}, step {row.step:,}{f': {row.error}' if row.error else ''}"),
-        ("started", f"{given.get('started_utc', '?')} on {', '.join(map(str, given.get('hosts') or ['?']))}"),
+        ("started", f"{manifest.get('started_utc', '?')} on {', '.join(map(str, manifest.get('hosts') or ['?']))}"),
         ("versions", ", ".join(versions)),
         ("git", git),
         ("seed", str(run.config.get("seed", "?"))),
@@ -106,7 +106,7 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
         ]
     console.print(labelled([(name, Text(text)) for name, text in lines]))
     console.print("started by:")
-    print_command(shlex.join(["parallelrun", *map(str, given.get("argv") or [])]), console)
+    print_command(shlex.join(["parallelrun", *map(str, manifest.get("argv") or [])]), console)
 
 
 def _figure(key: str, results: dict[str, Any]) -> str:

@@ -32,7 +32,9 @@ def draw(lines: Sequence[RunSeries], x: str, y: str, form: str, width: str, log:
         chart.line(axes, style, [(at, spread.mean) for at, spread in points])
         if is_text:  # between two names there is nothing
             axes.lines[-1].set_linestyle("none")
-        spreads = [(at, one.mean, one.deviation) for at, one in points if one.deviation is not None]
+        spreads = [
+            (at, spread_at.mean, spread_at.deviation) for at, spread_at in points if spread_at.deviation is not None
+        ]
         chart.error_bars(axes, style, spreads)
     ticks = [float(index if is_text else word) for index, word in enumerate(words)]
     few = sorted(ticks) if len(ticks) <= MOST_TICKS else []

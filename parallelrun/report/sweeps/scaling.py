@@ -66,7 +66,7 @@ def _group(label: str, rows: list[dict[str, Any]]) -> ScalingGroup:
     kind = "strong" if len({row.get("global_batch") for row in rows}) == 1 else "weak"
     points = [Scaled(row["point"], row["world"], row[RATE], row[RATE] / row["world"] / base) for row in rows]
     crowded = any(map(is_crowded, rows))
-    return ScalingGroup(label, kind, crowded, tuple(sorted(points, key=lambda one: (one.world, -one.rate))))
+    return ScalingGroup(label, kind, crowded, tuple(sorted(points, key=lambda point: (point.world, -point.rate))))
 
 
 def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]:

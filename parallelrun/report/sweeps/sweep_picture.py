@@ -122,10 +122,10 @@ def write(directory: Path) -> list[Path]:
 def to_csv(points: list[Series]) -> str:
     """Return a row per point and measured step."""
     rows = [
-        (one.point, one.label, int(one.crowded), at.step, round(at.time_s, 3), round(at.sent_bytes),
+        (line.point, line.label, int(line.crowded), at.step, round(at.time_s, 3), round(at.sent_bytes),
          *(at.measures.get(key, "") for key in MEASURES))
-        for one in points
-        for at in one.measured
+        for line in points
+        for at in line.measured
     ]  # fmt: skip
     return csv_text([("point", "label", "crowded", "step", "time_s", "sent_bytes", *MEASURES), *rows])
 
@@ -133,23 +133,23 @@ def to_csv(points: list[Series]) -> str:
 def to_svg(series_of_sweep: list[Series]) -> str:
     """Draw loss, and accuracy where there is one, against time and against bytes; at most MOST_LINES points."""
     shown = series_of_sweep[:MOST_LINES]
-    sent = [total for one in shown if (total := max(at.sent_bytes for at in one.measured)) > 0]
+    sent = [total for line in shown if (total := max(at.sent_bytes for at in line.measured)) > 0]
     unit, size = byte_unit(max(sent, default=0))
-    measures = [key for key in MEASURES if any(one.with_measure(key) for one in shown)]
+    measures = [key for key in MEASURES if any(line.with_measure(key) for line in shown)]
     names = [f"{label_of(key)} against {axis}" for key in measures for axis in ("time", "bytes sent")]
     drawn, panels = chart.panels("comparison of the sweep's points", names)
     for index, key in enumerate(measures):
         over_time, over_bytes = panels[2 * index : 2 * index + 2]
-        for style, one in enumerate(shown):
-            points = [(at, at.measures[key]) for at in one.with_measure(key)]
+        for style, line in enumerate(shown):
+            points = [(at, at.measures[key]) for at in line.with_measure(key)]
             chart.line(over_time, style, thinned([(at.time_s, value) for at, value in points], MOST_POINTS))
             chart.line(over_bytes, style, thinned([(at.sent_bytes / size, value) for at, value in points], MOST_POINTS))
-        values = [value for one in shown for at in one.with_measure(key) if (value := at.measures[key]) > 0]
+        values = [value for line in shown for at in line.with_measure(key) if (value := at.measures[key]) > 0]
         for axes in (over_time, over_bytes):
             chart.scale(axes, "y", digits, log="loss" in key and _wide(values))
         chart.scale(over_time, "x", digits, from_zero=True, label="seconds of training")
         chart.scale(over_bytes, "x", digits, log=_wide(sent), from_zero=True, label=f"{unit} sent by all ranks")
-    legend = [one.label + (f" ({one.bubble:.0%} bubble predicted)" if one.bubble else "") for one in shown]
+    legend = [line.label + (f" ({line.bubble:.0%} bubble predicted)" if line.bubble else "") for line in shown]
     return chart.svg(drawn, legend, _notes(series_of_sweep, shown))
 
 
@@ -160,7 +160,7 @@ def _wide(values: list[float]) -> bool:
 
 def _notes(series_of_sweep: list[Series], shown: list[Series]) -> list[str]:
     notes = ["time: since training began, evaluation included; bytes: counted in one step, without control messages"]
-    if any(one.crowded for one in shown):
+    if any(line.crowded for line in shown):
         notes.append("step time is no scaling measurement: ranks shared cores")
     if len(series_of_sweep) > len(shown):
         notes.append(f"{len(series_of_sweep) - len(shown)} more points are in {NUMBERS}")

@@ -48,9 +48,9 @@ def write_csv(directory: Path) -> None:
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows, with `scaling` and `efficiency` where points differ only in world and degrees."""
-    known = efficiencies(rows)
+    by_point = efficiencies(rows)
     names = ("scaling", "efficiency")
-    return [{**row, **dict(zip(names, known[row["point"]]))} if row["point"] in known else row for row in rows]
+    return [{**row, **dict(zip(names, by_point[row["point"]]))} if row["point"] in by_point else row for row in rows]
 
 
 def show(directory: Path) -> None:
@@ -138,10 +138,10 @@ def _table(rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
     for column in drawn.columns:
         column.no_wrap = column.no_wrap or column.header not in swept or len(swept) < 4
     for row, name in list(zip(rows, names))[:_MAX_ROWS]:
-        given = overridden({"overrides": name})
+        overrides = overridden({"overrides": name})
         state = f"same as {row['same_as']}" if "same_as" in row else row["state"]
-        cells = [str(row["point"]), *(given.get(key, "") for key in swept), state]
-        cells += [str(row.get("world", given.get("world", ""))), _degrees(row)]
+        cells = [str(row["point"]), *(overrides.get(key, "") for key in swept), state]
+        cells += [str(row.get("world", overrides.get("world", ""))), _degrees(row)]
         figures = [_cell_text(key, row.get(key)) + BOUND * _is_bound(row, key) for key in columns.values()]
         drawn.add_row(*cells, *figures)
     return drawn
