@@ -83,18 +83,20 @@ def find_documents(root: Path, column: str, split: str | None) -> tuple[list[Doc
         return [_file(path, column) for path in _saved_files(root / wanted)], others
     if all((root / name).is_file() for name in SAVED):
         return [_file(path, column) for path in _saved_files(root)], {}
-    found = [_file(path, column) for path in list_files(root)]
+    documents = [_file(path, column) for path in list_files(root)]
     if root.is_file():
-        return found, {}
-    if any(one.is_table for one in found):
-        found = [one for one in found if one.path.name not in BESIDE_DATA]
-    splits = [_split_of(one.path.relative_to(root).as_posix()) if one.is_table else None for one in found]
+        return documents, {}
+    if any(document.is_table for document in documents):
+        documents = [document for document in documents if document.path.name not in BESIDE_DATA]
+    splits = [
+        _split_of(document.path.relative_to(root).as_posix()) if document.is_table else None for document in documents
+    ]
     named = {name for name in splits if name is not None}
     if split is None and DEFAULT_SPLIT not in named:
-        return found, {}
+        return documents, {}
     if wanted not in named:
         raise _no_split(root, wanted, sorted(named))
-    chosen = [one for one, name in zip(found, splits) if name in (None, wanted)]
+    chosen = [document for document, name in zip(documents, splits) if name in (None, wanted)]
     return chosen, {name: splits.count(name) for name in sorted(named - {wanted})}
 
 
@@ -108,17 +110,17 @@ def _split_of(name: str) -> str | None:
 
 
 def _no_split(root: Path, wanted: str, names: Sequence[str]) -> ConfigError:
-    what = f"{root} has no split {wanted}; it has {', '.join(names) or 'none'}"
-    return ConfigError(Problem(what, "dataset.split", names[0] if names else ""))
+    message = f"{root} has no split {wanted}; it has {', '.join(names) or 'none'}"
+    return ConfigError(Problem(message, "dataset.split", names[0] if names else ""))
 
 
 def _saved_files(folder: Path) -> list[Path]:
     """The arrow files of a saved dataset. Raises DataError if one is missing."""
     if _state(folder / SAVED[0], "_indices_data_files"):
-        what = f"{folder} was saved with a separate order of its rows"
+        message = f"{folder} was saved with a separate order of its rows"
         fix = "save it again: datasets.load_from_disk(PATH).flatten_indices().save_to_disk(OTHER)"
-        raise EnvironmentProblem(Problem(what, "dataset.path", fix))
-    paths = [folder / str(one["filename"]) for one in _state(folder / SAVED[0], "_data_files")]
+        raise EnvironmentProblem(Problem(message, "dataset.path", fix))
+    paths = [folder / str(entry["filename"]) for entry in _state(folder / SAVED[0], "_data_files")]
     for path in paths:
         if path.parent != folder or not path.is_file():
             raise DataError(Problem(f"{folder / SAVED[0]} names {path.name}, which is not there", "dataset.path"))
@@ -177,8 +179,8 @@ def _text_of(document: Any, file: DocumentFile, number: int) -> bytes:
     if not isinstance(document, dict):
         raise file.broken(number, f"no JSON object with a {file.column!r}, but a {type(document).__name__}")
     if file.column not in document:
-        what = f"{file.place(number)}: no JSON object with a {file.column!r}; it has {_listed(document)}"
-        raise DataError(Problem(what, "dataset.column"))
+        message = f"{file.place(number)}: no JSON object with a {file.column!r}; it has {_listed(document)}"
+        raise DataError(Problem(message, "dataset.column"))
     text = document[file.column]
     if not isinstance(text, str):
         raise file.broken(number, f"{file.column!r} is no string, but {json.dumps(text)[:40]}")
@@ -253,9 +255,9 @@ def _check_column(pyarrow: Any, schema: Any, file: DocumentFile) -> None:
     if file.column in texts:
         return
     is_there = file.column in schema.names
-    what = f"is a column of {schema.field(file.column).type}, not of text" if is_there else "is no column"
+    message = f"is a column of {schema.field(file.column).type}, not of text" if is_there else "is no column"
     known = f"its columns of text: {_listed(texts)}"
-    raise ConfigError(Problem(f"{file.column!r} {what} of {file.path}; {known}", "dataset.column", ", ".join(texts)))
+    raise ConfigError(Problem(f"{file.column!r} {message} of {file.path}; {known}", "dataset.column", ", ".join(texts)))
 
 
 def _is_text(pyarrow: Any, kind: Any) -> bool:
@@ -268,6 +270,6 @@ def _pyarrow(file: DocumentFile) -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
-        what = f"{file.path} needs {absence('pyarrow', error)}"
-        raise EnvironmentProblem(Problem(what, "dataset.path", command="pip install 'parallelrun[data]'")) from error
+        message = f"{file.path} needs {absence('pyarrow', error)}"
+        raise EnvironmentProblem(Problem(message, "dataset.path", command="pip install 'parallelrun[data]'")) from error
     return pyarrow

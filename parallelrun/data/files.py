@@ -46,11 +46,11 @@ def list_files(root: Path) -> list[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    found = []
+    paths = []
     for parent, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
 
 def hash_name(name: str) -> int:

@@ -50,8 +50,8 @@ class MaskedSplit(Split):
         return self._masked(self.inner.sample(index)[0], index)
 
     def rest(self, part: int = 0) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        found = self.inner.rest(part)
-        return found and self._masked(np.append(found[0], found[1][-1]), len(self) + part)
+        rest = self.inner.rest(part)
+        return rest and self._masked(np.append(rest[0], rest[1][-1]), len(self) + part)
 
     def _masked(self, tokens: NDArray[Any], index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         key = np.uint64(derive_key(self.seed, 0x6D61736B, index))

@@ -61,9 +61,9 @@ class MegatronTokens(DatasetDefinition):
         indexed = open_indexed(prefix)
         size = indexed.tokens.nbytes
         if size > SCAN_BYTES:
-            what = f"{beside(prefix, '.bin')} ({size} bytes) is too large to look for its largest token id"
+            message = f"{beside(prefix, '.bin')} ({size} bytes) is too large to look for its largest token id"
             fix = "dataset.vocab=<number of token ids of its tokenizer>"
-            raise EnvironmentProblem(Problem(what, "dataset.vocab", fix))
+            raise EnvironmentProblem(Problem(message, "dataset.vocab", fix))
         return int(indexed.tokens.max()) + 1 if indexed.tokens.size else 1
 
     def tokenizer(self, config: Config) -> TextTokens | None:

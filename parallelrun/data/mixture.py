@@ -80,19 +80,21 @@ class MixedSplit(Split):
         return split.document_lengths(inner)
 
     def packing(self) -> Packing:
-        total, found = sum(share.weight for share in self.shares), [split.packing() for split in self.splits]
+        total, packings = sum(share.weight for share in self.shares), [split.packing() for split in self.splits]
         weights = [share.weight / total for share in self.shares]
 
         def mean(values: Iterable[float]) -> float:
             return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
         return Packing(
-            documents=mean(one.documents for one in found),
-            tokens=mean(one.tokens for one in found),
-            squares=mean(one.squares for one in found),
-            cut=sum(one.cut for one in found),
+            documents=mean(packing.documents for packing in packings),
+            tokens=mean(packing.tokens for packing in packings),
+            squares=mean(packing.squares for packing in packings),
+            cut=sum(packing.cut for packing in packings),
             examples=tuple(
-                each for weight, one in zip(weights, found) for each in one.examples[:: max(1, round(1 / weight))]
+                each
+                for weight, packing in zip(weights, packings)
+                for each in packing.examples[:: max(1, round(1 / weight))]
             ),
         )
 
@@ -126,12 +128,14 @@ class Mixture(DatasetDefinition):
 
     def tokenizer(self, config: Config) -> TextTokens | None:
         """Raises ConfigError if two parts have different ones: a token id would stand for two texts."""
-        found = [(part.label, made) for part in parts_of(config) if (made := part.definition.tokenizer(part.config))]
-        for label, made in found[1:]:
-            if made.sha256 != found[0][1].sha256:
-                names = " and ".join(f"{one} by {of.path or of.sha256}" for one, of in (found[0], (label, made)))
+        tokenizers = [
+            (part.label, made) for part in parts_of(config) if (made := part.definition.tokenizer(part.config))
+        ]
+        for label, made in tokenizers[1:]:
+            if made.sha256 != tokenizers[0][1].sha256:
+                names = " and ".join(f"{name} by {of.path or of.sha256}" for name, of in (tokenizers[0], (label, made)))
                 raise ConfigError(Problem(f"the parts of a mixture need one tokenizer: {names}", KEY))
-        return found[0][1] if found else None
+        return tokenizers[0][1] if tokenizers else None
 
     def sample_kinds(self, config: Config) -> tuple[str, ...]:
         """What all parts give. Raises ConfigError if there is nothing."""
@@ -192,16 +196,16 @@ class Mixture(DatasetDefinition):
 
 def parts_of(config: Config) -> list[MixedPart]:
     """The parts that the configuration names. Raises ConfigError with every violation."""
-    given = config.dataset.mixture
-    if not given:
+    entries = config.dataset.mixture
+    if not entries:
         example = "'dataset.mixture=[{name: text, path: FILE, weight: 3}, {name: pystdlib, weight: 1}]'"
         raise ConfigError(Problem("dataset=mixture needs its parts", KEY, example))
-    problems = [problem for number, part in enumerate(given) for problem in _violations(part, f"{KEY}[{number}]")]
+    problems = [problem for number, part in enumerate(entries) for problem in _violations(part, f"{KEY}[{number}]")]
     if problems:
         raise ConfigError(*problems)
     labels: dict[str, int] = {}
-    found = []
-    for part in given:
+    parts = []
+    for part in entries:
         fields = {key: value for key, value in part.items() if key != "weight"}
         name = fields["name"]
         preset = presets.values("dataset", name) if name in presets.options("dataset") else {}
@@ -210,8 +214,8 @@ def parts_of(config: Config) -> list[MixedPart]:
         labels[label] = labels.get(label, 0) + 1
         label = label if labels[label] == 1 else f"{label}_{labels[label]}"
         own = replace(config, dataset=replace(config.dataset, **settings), global_batch=1, local_batch=None)
-        found.append(MixedPart(label, own, Fraction(str(part.get("weight", 1)))))
-    return found
+        parts.append(MixedPart(label, own, Fraction(str(part.get("weight", 1)))))
+    return parts
 
 
 def _violations(part: Any, where: str) -> Iterator[Problem]:
@@ -222,8 +226,8 @@ def _violations(part: Any, where: str) -> Iterator[Problem]:
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not (math.isfinite(weight) and weight > 0):
         yield Problem(f"{where}: weight={weight!r} must be a number above 0", where)
     if part["name"] == "mixture" or not registry.has("datasets", part["name"]):
-        known = [name for name in registry.names("datasets") if name != "mixture"]
-        yield Problem(f"{where}: no such dataset: {part['name']}", where, ", ".join(nearest(part["name"], known)))
+        datasets = [name for name in registry.names("datasets") if name != "mixture"]
+        yield Problem(f"{where}: no such dataset: {part['name']}", where, ", ".join(nearest(part["name"], datasets)))
     hints = typing.get_type_hints(DatasetConfig)
     for outside in ("mixture", "cache"):  # `config.recipes.untrusted` limits where the one cache may be
         del hints[outside]

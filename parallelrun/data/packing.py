@@ -89,11 +89,11 @@ def _pack_window(sizes: NDArray[np.int32], seq: int, key: int) -> tuple[NDArray[
     """(pieces in the order of the samples, number of pieces of each sample)."""
     drawn = mix(np.arange(sizes.size, dtype=np.uint64) ^ np.uint64(key))
     by_length = np.lexsort((drawn, -sizes))
-    found, counts = np.unique(sizes, return_counts=True)
-    found, counts = found[::-1], counts[::-1]
-    next_of = dict(zip(found.tolist(), (np.cumsum(counts) - counts).tolist()))
+    lengths, counts = np.unique(sizes, return_counts=True)
+    lengths, counts = lengths[::-1], counts[::-1]
+    next_of = dict(zip(lengths.tolist(), (np.cumsum(counts) - counts).tolist()))
     order, row_sizes = [], []
-    for rows, pattern in best_fit_decreasing(list(zip(found.tolist(), counts.tolist())), seq):
+    for rows, pattern in best_fit_decreasing(list(zip(lengths.tolist(), counts.tolist())), seq):
         columns = []
         for length, number in pattern:
             first = next_of[length]

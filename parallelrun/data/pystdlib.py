@@ -36,13 +36,13 @@ class StandardLibrary(DatasetDefinition):
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         folder = Path(sysconfig.get_path("stdlib"))
         limit = DEFAULT_MAX_BYTES if config.dataset.max_bytes is None else config.dataset.max_bytes
-        found, fingerprint = _read(folder, limit)
-        if not found:
-            what = f"no Python source file within {limit} bytes under {folder}"
-            raise EnvironmentProblem(Problem(what, "dataset", "dataset=text path=FILE_OR_FOLDER"))
-        size = sum(file.content.size for file in found)
-        source = f"the standard library at {folder} ({len(found)} files, {size} bytes)"
-        return files.open_files(found, fingerprint, config, spec, source)
+        texts, fingerprint = _read(folder, limit)
+        if not texts:
+            message = f"no Python source file within {limit} bytes under {folder}"
+            raise EnvironmentProblem(Problem(message, "dataset", "dataset=text path=FILE_OR_FOLDER"))
+        size = sum(file.content.size for file in texts)
+        source = f"the standard library at {folder} ({len(texts)} files, {size} bytes)"
+        return files.open_files(texts, fingerprint, config, spec, source)
 
 
 @lru_cache(maxsize=2)
@@ -51,14 +51,14 @@ def _read(folder: Path, limit: int) -> tuple[tuple[files.ByteFile, ...], str]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
         paths += [Path(parent, name) for name in names if name.endswith(".py")]
-    found, used = [], 0
+    texts, used = [], 0
     for path in sorted(paths, key=lambda path: path.relative_to(folder).as_posix()):
         file = files.read_file(path, path.relative_to(folder).as_posix())
         used += file.content.size
         if used > limit:
             break
-        found.append(file)
-    return tuple(found), files.fingerprint(found)
+        texts.append(file)
+    return tuple(texts), files.fingerprint(texts)
 
 
 DATASET = StandardLibrary()

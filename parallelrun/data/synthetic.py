@@ -123,10 +123,10 @@ class PackedChains(MarkovChain):
         return np.array(lengths, dtype=np.int64)
 
     def packing(self) -> Packing:
-        found = [self.document_lengths(index) for index in range(min(len(self), NUM_MEASURED))]
-        sizes = np.concatenate(found).astype(np.float64)
-        number = len(found)
-        examples = tuple(tuple(each.tolist()) for each in found[:NUM_EXAMPLES])
+        lengths = [self.document_lengths(index) for index in range(min(len(self), NUM_MEASURED))]
+        sizes = np.concatenate(lengths).astype(np.float64)
+        number = len(lengths)
+        examples = tuple(tuple(each.tolist()) for each in lengths[:NUM_EXAMPLES])
         return Packing(sizes.size / number, float(sizes.sum()) / number, float(sizes @ sizes) / number, 0, examples)
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:

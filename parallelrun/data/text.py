@@ -37,26 +37,26 @@ class TextFiles(DatasetDefinition):
     def is_ready(self, config: Config) -> bool:
         try:
             root = files.resolve_path(config, "a file or a folder of text")
-            found, _ = find_documents(root, config.dataset.column, config.dataset.split)
-            prefix = token_files(found, self.tokenizer(config).sha256, config)
+            documents, _ = find_documents(root, config.dataset.column, config.dataset.split)
+            prefix = token_files(documents, self.tokenizer(config).sha256, config)
         except (OSError, EnvironmentProblem):
             return True  # `open` says what is wrong
-        return not _is_tokenized(config, found) or beside(prefix, ".idx").exists()
+        return not _is_tokenized(config, documents) or beside(prefix, ".idx").exists()
 
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         root = files.resolve_path(config, "a file or a folder of text")
         try:
-            found, _ = find_documents(root, config.dataset.column, config.dataset.split)
-            size = sum(file.size for file in found)
+            documents, _ = find_documents(root, config.dataset.column, config.dataset.split)
+            size = sum(file.size for file in documents)
         except OSError as error:
             raise files.path_problem(f"cannot read {error.filename or root}: {error.strerror}") from error
-        source = f"{root} ({len(found)} files, {size} bytes)"
+        source = f"{root} ({len(documents)} files, {size} bytes)"
         if not size:
             raise files.path_problem(f"{source} holds no text")
-        if _is_tokenized(config, found):
-            prefix = cached_tokens(found, self.tokenizer(config).sha256, config)
+        if _is_tokenized(config, documents):
+            prefix = cached_tokens(documents, self.tokenizer(config).sha256, config)
             return open_tokens(prefix, source, config, spec)
-        read = _read(found, root, config.dataset.max_bytes)
+        read = _read(documents, root, config.dataset.max_bytes)
         return files.open_files(read, files.fingerprint(read), config, spec, source)
 
 
@@ -66,16 +66,16 @@ def _tokenizer(config: Config) -> TokenizerFile | None:
     return None if source in (None, BYTES) else find_tokenizer(source, "dataset.tokenizer")
 
 
-def _is_tokenized(config: Config, found: Sequence[DocumentFile]) -> bool:
+def _is_tokenized(config: Config, documents: Sequence[DocumentFile]) -> bool:
     """Whether tokens are written; otherwise the files' own bytes are the tokens."""
-    return bool(_tokenizer(config)) or config.dataset.append_eod or any(file.is_table for file in found)
+    return bool(_tokenizer(config)) or config.dataset.append_eod or any(file.is_table for file in documents)
 
 
-def _read(found: list[DocumentFile], root: Path, max_bytes: int | None) -> list[files.ByteFile]:
+def _read(documents: list[DocumentFile], root: Path, max_bytes: int | None) -> list[files.ByteFile]:
     read: list[files.ByteFile] = []
     left = max_bytes
     try:
-        for path in (file.path for file in found):
+        for path in (file.path for file in documents):
             if left is not None and left <= 0:
                 break
             name = path.relative_to(root).as_posix() if path != root else path.name

@@ -69,9 +69,9 @@ class Documents:
             first = int(np.flatnonzero((tokens >= vocab) | (tokens < 0))[0])
             source, offset, _ = self.locate(start + first)
             where = f"sample {sample} (byte {offset * self.sources[source].itemsize} of {self.names[source]})"
-            what = f"token id {tokens[first]} of {where} is not below the model's vocab {vocab}"
+            message = f"token id {tokens[first]} of {where} is not below the model's vocab {vocab}"
             fix = f"model.vocab={int(tokens.max()) + 1} or more, or leave it out to use the dataset's"
-            raise EnvironmentProblem(Problem(what, "model.vocab", fix))
+            raise EnvironmentProblem(Problem(message, "model.vocab", fix))
         return tokens
 
     def _may_exceed(self, vocab: int) -> bool:
@@ -83,7 +83,7 @@ class Documents:
     def _bounds(self) -> tuple[int, int]:
         """The least and the largest number of the sources' element types: there may be thousands of sources."""
         bounds = [np.iinfo(dtype) for dtype in {source.dtype for source in self.sources}]
-        return min((int(one.min) for one in bounds), default=0), max((int(one.max) for one in bounds), default=0)
+        return min((int(bound.min) for bound in bounds), default=0), max((int(one.max) for one in bounds), default=0)
 
     def choose(self, chosen: NDArray[np.bool_]) -> Documents:
         rows = self.source_of[chosen], self.starts[chosen], self.lengths[chosen]
@@ -108,17 +108,17 @@ class Documents:
         """
         documents = self.cut(spec.seq) if 0 < self.keys.size < FEW_DOCUMENTS else self
         is_val = held_out(documents.keys, config.dataset.val_fraction)
-        train, val = (documents.choose(one) for one in (~is_val, is_val))
+        train, val = (documents.choose(part) for part in (~is_val, is_val))
         name, seq = config.dataset.name, spec.seq
         if config.dataset.pack:
             shift, seed = 1 if spec.mask_token is None else 0, config.seed
             fingerprint = hashlib.sha256(f"packed/1/{seed}/{fingerprint}".encode()).hexdigest()
             packs, val_packs, whole_packs = (
-                PackedDocuments(one, seq, spec.vocab, shift, seed) for one in (train, val, self)
+                PackedDocuments(part, seq, spec.vocab, shift, seed) for part in (train, val, self)
             )
             dataset = Dataset(name, vocab, fingerprint, packs, val_packs, has_ignored=True, whole=whole_packs)
         else:
-            windows, val_windows, whole = (TokenWindows(one, seq, spec.vocab) for one in (train, val, self))
+            windows, val_windows, whole = (TokenWindows(part, seq, spec.vocab) for part in (train, val, self))
             dataset = Dataset(name, vocab, fingerprint, windows, val_windows, whole=whole)
         return require_samples(dataset, config, spec, source)
 
@@ -202,8 +202,8 @@ def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     ConfigError unless 0 < fraction < 1.
     """
     if not 0 < fraction < 1:
-        what = f"dataset.val_fraction={fraction:g} must lie between 0 and 1: every run is evaluated at its end"
-        raise ConfigError(Problem(what, "dataset.val_fraction", "0.05"))
+        message = f"dataset.val_fraction={fraction:g} must lie between 0 and 1: every run is evaluated at its end"
+        raise ConfigError(Problem(message, "dataset.val_fraction", "0.05"))
     hashes = mix(keys + np.uint64(derive_key(0x76616C)))
     chosen = hashes < np.uint64(int(fraction * (2**64 - 1)))
     if hashes.size > 1:
@@ -226,11 +226,11 @@ def require_samples(dataset: Dataset, config: Config, spec: ModelSpec, source: s
     local = None if config.local_batch is None else config.local_batch * (config.dp or 1)
     batch, count = config.global_batch or local or DEFAULT_GLOBAL_BATCH, len(dataset.train)
     if count < batch:
-        what = f"{source} gives {count} training {unit}, fewer than global_batch={batch}"
+        message = f"{source} gives {count} training {unit}, fewer than global_batch={batch}"
         fix = f"more data, a smaller model.seq, or global_batch of at most {max(1, count)}"
-        raise EnvironmentProblem(Problem(what, "dataset", fix))
+        raise EnvironmentProblem(Problem(message, "dataset", fix))
     if len(dataset.val) == 0:
-        what = f"{source} gives no validation {unit} (dataset.val_fraction={config.dataset.val_fraction:g})"
+        message = f"{source} gives no validation {unit} (dataset.val_fraction={config.dataset.val_fraction:g})"
         fix = "a larger dataset.val_fraction, more data, or a smaller model.seq"
-        raise EnvironmentProblem(Problem(what, "dataset.val_fraction", fix))
+        raise EnvironmentProblem(Problem(message, "dataset.val_fraction", fix))
     return dataset

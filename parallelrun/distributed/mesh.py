@@ -147,14 +147,14 @@ def _workers_mesh(plan: Plan, rank: int, device: torch.device) -> Mesh:
 
 def _groups_by_role(plan: Plan) -> tuple[Group, Group]:
     """Return the groups of all workers and of all servers. `index` is -1 in the group without this rank."""
-    rank, found = dist.get_rank(), []
+    rank, groups = dist.get_rank(), []
     for axis, ranks in ((WORLD, range(plan.num_workers)), (SERVERS, range(plan.num_workers, plan.world))):
         has_gpus = axis == WORLD and plan.device == "cuda"
         backend = "cpu:gloo,cuda:nccl" if has_gpus else None  # None: as the world's
         process_group = dist.new_group(list(ranks), backend=backend) if len(ranks) > 1 else None
         index = ranks.index(rank) if rank in ranks else -1
-        found.append(Group(axis, tuple(ranks), index, process_group if index >= 0 else None))
-    return found[0], found[1]
+        groups.append(Group(axis, tuple(ranks), index, process_group if index >= 0 else None))
+    return groups[0], groups[1]
 
 
 def embedding_groups(plan: Plan) -> list[tuple[int, ...]]:

@@ -64,9 +64,9 @@ class SequenceMismatch:
         issued = "; ".join(
             f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {text}" for text, ranks in by_text.items()
         )
-        what = f"step {self.step}: ranks issue different collectives over {self.lane}"
+        message = f"step {self.step}: ranks issue different collectives over {self.lane}"
         return Problem(
-            f"{what}; collective {self.number} is: {issued}",
+            f"{message}; collective {self.number} is: {issued}",
             where=f"rank {_numbers(self.suspects)}",
             command="find the code that depends on the rank or on the data; every rank must run the same layers in the "
             "same order (logs/collectives_rank_<n>.txt lists all collectives)",
@@ -145,11 +145,11 @@ def num_bytes(directory: Path) -> int:
 
 def read_all(directory: Path) -> dict[int, CollectiveSequence]:
     """Return the sequences in a run directory by rank; empty once the first steps have ended."""
-    found = {}
+    sequences = {}
     for path in (directory / "logs").glob("collectives_rank_*.txt"):
         with contextlib.suppress(OSError):  # its rank has just removed it
-            found[int(path.stem.rpartition("_")[2])] = parse(path.read_text())
-    return found
+            sequences[int(path.stem.rpartition("_")[2])] = parse(path.read_text())
+    return sequences
 
 
 def first_mismatch(
@@ -162,8 +162,8 @@ def first_mismatch(
     """
     if lanes is None:
         lanes = [lane for sequence in sequences.values() for lane in sequence.issued]
-    found = [mismatch for lane in dict.fromkeys(lanes) if (mismatch := _of_lane(lane, sequences)) is not None]
-    return min(found, key=lambda mismatch: mismatch.step, default=None)
+    mismatches = [mismatch for lane in dict.fromkeys(lanes) if (mismatch := _of_lane(lane, sequences)) is not None]
+    return min(mismatches, key=lambda mismatch: mismatch.step, default=None)
 
 
 def _of_lane(lane: Lane, sequences: Mapping[int, CollectiveSequence]) -> SequenceMismatch | None:

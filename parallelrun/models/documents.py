@@ -149,9 +149,9 @@ class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        gradients = [_new_heads(one, ctx.documents) for one in (query, key, value)]
+        gradients = [_new_heads(tensor, ctx.documents) for tensor in (query, key, value)]
         for run in _runs(ctx.documents):
-            q, k, v = (run.of(one) for one in (query, key, value))
+            q, k, v = (run.of(tensor) for tensor in (query, key, value))
             found = torch_private.fused_attention_backward(
                 run.of(gradient), q, k, v, run.of(out), run.of(lse), ctx.causal
             )
@@ -179,6 +179,6 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: DocumentBo
         *queries, padding = query[sample : sample + 1].split(sizes, dim=2)
         keys, values = (x[sample : sample + 1].split(sizes, dim=2) for x in (key, value))
         starts = itertools.accumulate(lengths, initial=0)
-        found = [one(q, k, v, sample, start) for q, k, v, start in zip(queries, keys, values, starts)]
-        samples.append(torch.cat([*found, torch.zeros_like(padding)], dim=2))
+        outputs = [one(q, k, v, sample, start) for q, k, v, start in zip(queries, keys, values, starts)]
+        samples.append(torch.cat([*outputs, torch.zeros_like(padding)], dim=2))
     return torch.cat(samples)

@@ -33,7 +33,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
     """The tensors in `dtype`; None where there is none. One call, where `cast` takes one for each."""
-    return [one if one is None or one.dtype == dtype else one.to(dtype) for one in tensors]
+    return [tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:

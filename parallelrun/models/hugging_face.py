@@ -113,9 +113,9 @@ class Family(ABC):
     def model_values(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
         """`values` of the content of a config.json. where: the file. Raises ConfigError with every problem."""
         fields = Fields(content, where)
-        found = self.values(fields)
+        values = self.values(fields)
         fields.finish()
-        return found
+        return values
 
     @abstractmethod
     def pieces(self, config: Config, spec: ModelSpec) -> Iterable[Piece]:
@@ -161,8 +161,8 @@ class Fields:
         """Our name for the value of `key`."""
         value = self._left.pop(key, default)
         if isinstance(value, (dict, list)) or value not in ours:
-            known = ", ".join(str(one) for one in ours)
-            self._problems.append(Problem(f"{key} is {value!r:.200}, and only {known} is built", self._where))
+            names = ", ".join(str(our) for our in ours)
+            self._problems.append(Problem(f"{key} is {value!r:.200}, and only {names} is built", self._where))
             return next(iter(ours.values()))
         return ours[value]
 
@@ -179,14 +179,14 @@ class Fields:
         values: dict[str, Any] = {"rope_theta": self.take("rope_theta", float, default_theta)}
         share = self.take("partial_rotary_factor", float, partial)
         for name in ("rope_parameters", "rope_scaling"):
-            found = self._left.pop(name, None) or {}
-            kind = found.get("rope_type", found.get("type", "default")) if isinstance(found, dict) else None
+            scaling = self._left.pop(name, None) or {}
+            kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else None
             kind = "none" if kind == "default" else kind
             if not isinstance(kind, str) or kind not in ROPE_KEYS or (kind == "yarn" and not yarn):
-                what = f"{name} is {found!r:.200}, and only default, linear and llama3 are built"
-                self._problems.append(Problem(what, self._where))
+                message = f"{name} is {scaling!r:.200}, and only default, linear and llama3 are built"
+                self._problems.append(Problem(message, self._where))
                 continue
-            inner = Fields(found, f"{self._where}, {name}")
+            inner = Fields(scaling, f"{self._where}, {name}")
             values["rope_theta"] = inner.take("rope_theta", float, values["rope_theta"])
             share = inner.take("partial_rotary_factor", float, share)
             for key in ("rope_type", "type"):
@@ -199,8 +199,8 @@ class Fields:
                 inner.expect("truncate", True)
             self._problems += inner.problems()
         if share != 1.0:
-            what = f"partial_rotary_factor is {share:g}: our model rotates whole heads"
-            self._problems.append(Problem(what, self._where))
+            message = f"partial_rotary_factor is {share:g}: our model rotates whole heads"
+            self._problems.append(Problem(message, self._where))
         return values
 
     def problems(self) -> list[Problem]:
@@ -213,8 +213,8 @@ class Fields:
 
     def finish(self) -> None:
         """Raise ConfigError with every problem."""
-        if found := self.problems():
-            raise ConfigError(*found)
+        if problems := self.problems():
+            raise ConfigError(*problems)
 
 
 def both(ours: str, theirs: str, bias: bool = True, transposed: bool = False) -> Iterator[Piece]:
@@ -226,14 +226,14 @@ def both(ours: str, theirs: str, bias: bool = True, transposed: bool = False) ->
 
 def options(config: Config, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:
     """The problems of `config.model` with a family that knows only some values of some keys."""
-    found = []
+    problems = []
     for key, values in allowed.items():
         value = getattr(config.model, key)
         if value not in values:
             theirs = " or ".join(str(one) for one in values)
-            what = f"model.{key}={value}: {family} of transformers has {key}={theirs}"
-            found.append(Problem(what, f"model.{key}"))
-    return found
+            message = f"model.{key}={value}: {family} of transformers has {key}={theirs}"
+            problems.append(Problem(message, f"model.{key}"))
+    return problems
 
 
 def family_for(config: Config, spec: ModelSpec) -> Family:
@@ -245,5 +245,5 @@ def family_for(config: Config, spec: ModelSpec) -> Family:
             assert isinstance(family, Family), f"{family} of model {config.model.name} is no Family"
             return family
         problems += found
-    what = f"model={config.model.preset}: no class of transformers computes the same"
-    raise ConfigError(Problem(what, "model", command="parallelrun export ... --format safetensors"), *problems)
+    message = f"model={config.model.preset}: no class of transformers computes the same"
+    raise ConfigError(Problem(message, "model", command="parallelrun export ... --format safetensors"), *problems)

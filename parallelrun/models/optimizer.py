@@ -55,8 +55,8 @@ class Optimizer:
 
         It is empty before the first step (except for Adagrad) and for SGD without momentum. Raises KeyError.
         """
-        found = self._torch.state.get(self._tensors[name], {}) if self._torch else {}
-        return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        state = self._torch.state.get(self._tensors[name], {}) if self._torch else {}
+        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
         """Set the state of one parameter to copies of the tensors of `state`, in any dtype. Raises KeyError."""

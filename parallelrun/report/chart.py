@@ -46,8 +46,8 @@ def available() -> bool:
 def require(wanted: str) -> None:
     """Raise EnvironmentProblem (exit 3) without matplotlib. wanted: what the user asked for, such as `plot=NAME`."""
     if not available():
-        what = f"{wanted} needs matplotlib, which is not installed"
-        raise EnvironmentProblem(Problem(what, "plot", command="pip install 'parallelrun[plots]'"))
+        message = f"{wanted} needs matplotlib, which is not installed"
+        raise EnvironmentProblem(Problem(message, "plot", command="pip install 'parallelrun[plots]'"))
 
 
 def write(name: str, texts: Mapping[Path, str]) -> list[Path]:
@@ -56,8 +56,8 @@ def write(name: str, texts: Mapping[Path, str]) -> list[Path]:
         try:
             write_text(path, text)
         except OSError as error:
-            what = f"plot={name}: {error.strerror or error}"
-            raise EnvironmentProblem(Problem(what, "plot", "a name in a writable folder")) from error
+            message = f"plot={name}: {error.strerror or error}"
+            raise EnvironmentProblem(Problem(message, "plot", "a name in a writable folder")) from error
     return list(texts)
 
 

@@ -91,12 +91,12 @@ def table(*columns: str, rule: bool = True, **options: Any) -> Table:
     rule: draw a line below the names of the columns.
     """
     style: dict[str, Any] = {"box": box.SIMPLE_HEAD} if rule else {"box": None, "header_style": "dim"}
-    found = Table(**{**style, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False, **options})
+    drawn = Table(**{**style, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False, **options})
     for column in columns:
         number = column.startswith(">")
         name = column.lstrip(">")
-        found.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    return found
+        drawn.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return drawn
 
 
 def labelled(rows: Iterable[tuple[str, RenderableType]]) -> Table:

@@ -29,8 +29,8 @@ class Cifar10(ImageDataset):
 
     def read(self, config: Config) -> Pixels:
         root = resolve_path(config, f"the folder of {TRAIN[0]} ... {TEST[0]}, or {ARCHIVE}")
-        found = dict(_files(root))
-        missing = [name for name in (*TRAIN, *TEST) if name not in found]
+        batches = dict(_files(root))
+        missing = [name for name in (*TRAIN, *TEST) if name not in batches]
         if missing:
             pickled = any((folder / "data_batch_1").is_file() for folder in (root, root / "cifar-10-batches-py"))
             why = "; the folder holds the pickled version, which is not read" if pickled else ""
@@ -38,7 +38,7 @@ class Cifar10(ImageDataset):
             raise path_problem(f"there is no {missing[0]} in {root}{why}", fix)
         arrays = {}
         for name in (*TRAIN, *TEST):
-            records = np.frombuffer(found[name], dtype=np.uint8)
+            records = np.frombuffer(batches[name], dtype=np.uint8)
             if not records.size or records.size % RECORD or records[::RECORD].max() >= CLASSES:
                 size = f"{records.size} bytes"
                 raise path_problem(

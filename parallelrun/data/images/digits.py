@@ -27,8 +27,8 @@ class Digits(ImageDataset):
     def read(self, config: Config) -> Pixels:
         folder = require("sklearn", "dataset=digits", "dataset", "dataset=synthetic, which needs no package")
         if not (folder / FILE).is_file():
-            what = f"dataset=digits is not in this scikit-learn: there is no {folder / FILE}"
-            raise EnvironmentProblem(Problem(what, "dataset", "dataset=synthetic"))
+            message = f"dataset=digits is not in this scikit-learn: there is no {folder / FILE}"
+            raise EnvironmentProblem(Problem(message, "dataset", "dataset=synthetic"))
         numbers = gzip.decompress((folder / FILE).read_bytes()).replace(b"\n", b",").rstrip(b",").split(b",")
         table = np.array(numbers, float).reshape(-1, SIZE * SIZE + 1).astype(np.int64)
         pixels = table[:, :-1].reshape(-1, 1, SIZE, SIZE).astype(np.uint8)

@@ -171,9 +171,9 @@ def view_for(config: Config, spec: ModelSpec, own: tuple[int, int | None], momen
     if len(shape) != 3:
         if not (is_flat and size and prod(shape) == channels * size**2):
             wanted = f"{prod(shape)} features" if is_flat else spec.kind
-            what = f"dataset={config.dataset.name} gives images, and model={config.model.preset} reads {wanted}"
+            message = f"dataset={config.dataset.name} gives images, and model={config.model.preset} reads {wanted}"
             fix = f"model.hidden={channels * size**2}" if size and is_flat else "model=resnet"
-            raise ConfigError(Problem(what, "dataset", fix))
+            raise ConfigError(Problem(message, "dataset", fix))
         shape = (channels, size, size)
     settings = config.dataset
     return ImageView((shape[0], shape[1], shape[2]), moments, config.seed, settings.flip, settings.crop, is_flat)

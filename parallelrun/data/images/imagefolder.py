@@ -74,11 +74,11 @@ class ImageFolder(ImageDataset):
             raise path_problem(f"no such folder: {root}")
         train, val = _split_folders(root)
         classes = _classes(train)
-        found = _list(train, classes)
-        num_train = None if val is None else len(found)
-        found += [] if val is None else _list(val, classes)
-        labels = np.array([label for _, label in found], dtype=np.int64)
-        files = [file for file, _ in found]
+        images = _list(train, classes)
+        num_train = None if val is None else len(images)
+        images += [] if val is None else _list(val, classes)
+        labels = np.array([label for _, label in images], dtype=np.int64)
+        files = [file for file, _ in images]
         return ImageFiles(str(root), labels, num_train, root=root, files=files)
 
     def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:
@@ -94,7 +94,7 @@ class ImageFolder(ImageDataset):
         for file in (split.data.files[index] for index in looked_at):
             with contextlib.suppress(*UNREADABLE), Image.open(file) as opened:  # training names an unreadable file
                 sizes.append((min(opened.size), opened.size, file))
-        small = [one for one in sizes if one[0] < wanted]
+        small = [size for size in sizes if size[0] < wanted]
         if not small:
             return []
         _, (width, height), file = min(small)

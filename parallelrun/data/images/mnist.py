@@ -30,8 +30,8 @@ class Mnist(ImageDataset):
         for split in ("train", "t10k"):
             images, labels = _read(root, f"{split}-images-idx3-ubyte", 3), _read(root, f"{split}-labels-idx1-ubyte", 1)
             if len(images) != len(labels) or images.shape[1:] != (SIZE, SIZE) or labels.max(initial=0) >= CLASSES:
-                what = f"{root}: the {split} files hold images {images.shape} and labels {labels.shape}"
-                raise path_problem(f"{what}, not {SIZE} x {SIZE} with labels below {CLASSES}")
+                message = f"{root}: the {split} files hold images {images.shape} and labels {labels.shape}"
+                raise path_problem(f"{message}, not {SIZE} x {SIZE} with labels below {CLASSES}")
             parts.append((images, labels))
         pixels = np.concatenate([images for images, _ in parts])[:, None]
         classes = np.concatenate([labels for _, labels in parts]).astype(np.int64)

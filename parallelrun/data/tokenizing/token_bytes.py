@@ -24,19 +24,19 @@ def token_bytes(path: Path) -> NDArray[np.int64] | None:
     unknown letters, such as Llama 2's. A space that a tokenizer puts before a text counts as one of its bytes.
     """
     document = json.loads(path.read_bytes())
-    decoders = {one["type"] for one in _steps(document.get("decoder"))}
+    decoders = {step["type"] for step in _steps(document.get("decoder"))}
     vocab = document["model"]["vocab"]
     pieces = dict(vocab) if isinstance(vocab, dict) else {piece[0]: index for index, piece in enumerate(vocab)}
     added = document.get("added_tokens") or ()
-    lengths = np.zeros(max([*pieces.values(), *(int(one["id"]) for one in added)]) + 1, np.int64)
-    normalizers = {one["type"] for one in _steps(document.get("normalizer"))}
+    lengths = np.zeros(max([*pieces.values(), *(int(entry["id"]) for entry in added)]) + 1, np.int64)
+    normalizers = {entry["type"] for entry in _steps(document.get("normalizer"))}
     if decoders == {"ByteLevel"} and not normalizers:
         sizes = {index: len(piece) for piece, index in pieces.items()}  # a letter stands for each byte
     elif "ByteFallback" in decoders and decoders <= _BYTE_FALLBACK and normalizers <= _KEPT:
         sizes = {index: _piece_bytes(piece) for piece, index in pieces.items()}
     else:
         return None
-    sizes |= {int(one["id"]): 0 if one.get("special") else len(one["content"].encode()) for one in added}
+    sizes |= {int(entry["id"]): 0 if entry.get("special") else len(entry["content"].encode()) for entry in added}
     lengths[list(sizes)] = list(sizes.values())
     return lengths
 
@@ -44,8 +44,8 @@ def token_bytes(path: Path) -> NDArray[np.int64] | None:
 def _steps(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
     """The parts of a decoder or normalizer."""
     if part and part["type"] == "Sequence":
-        for one in part.get("decoders", part.get("normalizers", ())):
-            yield from _steps(one)
+        for step in part.get("decoders", part.get("normalizers", ())):
+            yield from _steps(step)
     elif part:
         yield part
 

@@ -30,9 +30,9 @@ def token_files(files: Sequence[DocumentFile], identity: str, config: Config) ->
     identity: of the tokenizer. A change of a file, of the tokenizer or of a key that matters gives other token files.
     """
     settings = config.dataset
-    known = [VERSION, identity, settings.column, settings.append_eod, settings.max_bytes]
-    status = [(str(file.path), one.st_size, one.st_mtime_ns) for file in files for one in [file.path.stat()]]
-    return cache_folder(config) / hashlib.sha256(json.dumps([known, status]).encode()).hexdigest()[:32]
+    facts = [VERSION, identity, settings.column, settings.append_eod, settings.max_bytes]
+    status = [(str(file.path), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.path.stat()]]
+    return cache_folder(config) / hashlib.sha256(json.dumps([facts, status]).encode()).hexdigest()[:32]
 
 
 def cached_tokens(files: Sequence[DocumentFile], identity: str, config: Config) -> Path:
@@ -54,8 +54,8 @@ def cached_tokens(files: Sequence[DocumentFile], identity: str, config: Config) 
                     child.submit(_write, prefix, list(files), config.dataset).result()
         return prefix
     except OSError as error:
-        what = f"cannot write tokens to {folder}: {error.strerror or error}: {error.filename or ''}"
-        raise EnvironmentProblem(Problem(what, "dataset.cache", command="dataset.cache=FOLDER")) from error
+        message = f"cannot write tokens to {folder}: {error.strerror or error}: {error.filename or ''}"
+        raise EnvironmentProblem(Problem(message, "dataset.cache", command="dataset.cache=FOLDER")) from error
 
 
 def cache_folder(config: Config) -> Path:
@@ -64,10 +64,10 @@ def cache_folder(config: Config) -> Path:
         return Path(config.dataset.cache).expanduser().absolute()
     base = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if base.startswith("~"):
-        what = (
+        message = (
             f"no folder for the cached tokens: the user of uid {os.getuid()} has no home directory, and HOME is not set"
         )
-        raise EnvironmentProblem(Problem(what, "dataset.cache", command="dataset.cache=FOLDER"))
+        raise EnvironmentProblem(Problem(message, "dataset.cache", command="dataset.cache=FOLDER"))
     return Path(base, "parallelrun", "tokens").absolute()
 
 

@@ -50,8 +50,8 @@ def write_tokens(
     sequences = encoder.sequences()
     first = next(sequences, None)
     if first is None:
-        found = f"{len(files)} files without a token" if files else "no file"
-        raise ConfigError(Problem(f"{found}, so there is nothing to write", "INPUT"))
+        cause = f"{len(files)} files without a token" if files else "no file"
+        raise ConfigError(Problem(f"{cause}, so there is nothing to write", "INPUT"))
     prefix.parent.mkdir(parents=True, exist_ok=True)
     grouped = itertools.groupby(itertools.chain([first], sequences), key=lambda pair: pair[0])
     documents = ((tokens for _, tokens in group) for _, group in grouped)
@@ -97,15 +97,15 @@ class _Encoder:
         before = 0
         for file in self.files:
             rows: list[TextRow] = []
-            held = 0
+            num_bytes = 0
             for row in file.rows():
                 if self.max_bytes is not None and self.text_bytes >= self.max_bytes:
                     break
                 rows.append(row)
-                held, self.text_bytes = held + len(row.text), self.text_bytes + len(row.text)
-                if held >= BATCH_BYTES or len(rows) == BATCH_ROWS:
+                num_bytes, self.text_bytes = num_bytes + len(row.text), self.text_bytes + len(row.text)
+                if num_bytes >= BATCH_BYTES or len(rows) == BATCH_ROWS:
                     yield before, file, rows
-                    rows, held = [], 0
+                    rows, num_bytes = [], 0
             yield before, file, rows
             before += file.size
 

@@ -27,15 +27,15 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(arguments.tokenizer, arguments.append_eod, "--tokenizer")
     vocab = tokenizer.vocab if arguments.vocab is None else arguments.vocab
     if vocab < tokenizer.vocab:
-        what = f"--vocab {vocab} is below the tokenizer's {tokenizer.vocab} token ids"
-        raise ConfigError(Problem(what, where="--vocab"))
+        message = f"--vocab {vocab} is below the tokenizer's {tokenizer.vocab} token ids"
+        raise ConfigError(Problem(message, where="--vocab"))
     prefix = Path(os.path.abspath(Path(arguments.output).expanduser()))
     progress = ReadingProgress("tokenizing")
     try:
         files: list[DocumentFile] = []
         for root in arguments.inputs:
-            found, left_out = find_documents(Path(root).expanduser().absolute(), arguments.column, arguments.split)
-            files += found
+            documents, left_out = find_documents(Path(root).expanduser().absolute(), arguments.column, arguments.split)
+            files += documents
             if left_out:
                 others = ", ".join(f"{name} ({counted(count, 'file')})" for name, count in left_out.items())
                 print(f"{root}: split {arguments.split or DEFAULT_SPLIT}; left out: {others}")

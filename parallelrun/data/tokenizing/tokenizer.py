@@ -55,7 +55,7 @@ class Tokenizer:
         if self.inner is None:
             return [np.frombuffer(text, dtype=np.uint8).astype(np.int64) for text in texts]
         decoded = [text.decode() for text in texts]
-        return [np.array(one.ids, dtype=np.int64) for one in self._batch(decoded, add_special_tokens=False)]
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in self._batch(decoded, add_special_tokens=False)]
 
     @property
     def _batch(self) -> Callable[..., list[Any]]:
@@ -75,11 +75,11 @@ def find_tokenizer(source: str, where: str) -> TokenizerFile:
         status = path.stat()
         return _read(path, (status.st_size, status.st_mtime_ns))
     except FileNotFoundError:
-        what = f"unknown tokenizer {source!r}: there is no file {path}"
-        raise ConfigError(Problem(what, where, f"{BYTES}, or the path of a {FILE}")) from None
+        message = f"unknown tokenizer {source!r}: there is no file {path}"
+        raise ConfigError(Problem(message, where, f"{BYTES}, or the path of a {FILE}")) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{path} is no {FILE}: {type(error).__name__}: {error}"
-        raise ConfigError(Problem(what, where)) from error
+        message = f"{path} is no {FILE}: {type(error).__name__}: {error}"
+        raise ConfigError(Problem(message, where)) from error
 
 
 @lru_cache(maxsize=8)
@@ -89,7 +89,7 @@ def _read(path: Path, version: tuple[int, int]) -> TokenizerFile:
     document = json.loads(raw)
     vocab = document["model"]["vocab"]
     ids = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))  # a list: Unigram's pieces
-    added = {str(one["content"]): int(one["id"]) for one in document.get("added_tokens") or ()}
+    added = {str(entry["content"]): int(entry["id"]) for entry in document.get("added_tokens") or ()}
     special = added | ({text: vocab[text] for text in END_OF_TEXT if text in vocab} if isinstance(vocab, dict) else {})
     return TokenizerFile(path, hashlib.sha256(raw).hexdigest(), max(ids | set(added.values())) + 1, special)
 
@@ -108,7 +108,7 @@ def load_tokenizer(source: str, append_eod: bool, where: str = "dataset.tokenize
         raise ConfigError(Problem(f"unknown tokenizer {source!r}", where, f"{BYTES}, or the path of a {FILE}"))
     if name != source and not Path(name).expanduser().exists():
         inner = _opened(lambda loader: loader.from_pretrained(name), name, where)
-        ids = {text: found for text in END_OF_TEXT if (found := inner.token_to_id(text)) is not None}
+        ids = {text: token_id for text in END_OF_TEXT if (token_id := inner.token_to_id(text)) is not None}
         vocab, identity = inner.get_vocab_size(), TextTokens(hashlib.sha256(inner.to_str().encode()).hexdigest())
     else:
         file = find_tokenizer(name, where)
@@ -118,8 +118,8 @@ def load_tokenizer(source: str, append_eod: bool, where: str = "dataset.tokenize
     inner.no_padding()
     ends = [ids[text] for text in END_OF_TEXT if text in ids]
     if append_eod and not ends:
-        what = f"tokenizer {source} has none of {', '.join(END_OF_TEXT)}, which could end a document"
-        raise ConfigError(Problem(what, where))
+        message = f"tokenizer {source} has none of {', '.join(END_OF_TEXT)}, which could end a document"
+        raise ConfigError(Problem(message, where))
     return Tokenizer(vocab, ends[0] if append_eod else None, identity, inner)
 
 
@@ -132,8 +132,8 @@ def _opened(load: Callable[[Any], Any], name: Any, where: str) -> Any:
     try:
         from tokenizers import Tokenizer as Loader  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        what = f"tokenizer {name} needs {absence('tokenizers', error)}"
-        raise EnvironmentProblem(Problem(what, where, command=INSTALL)) from error
+        message = f"tokenizer {name} needs {absence('tokenizers', error)}"
+        raise EnvironmentProblem(Problem(message, where, command=INSTALL)) from error
     try:
         return load(Loader)
     except Exception as error:  # the package raises plain Exceptions

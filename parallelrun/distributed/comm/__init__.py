@@ -252,8 +252,10 @@ def start_messages(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
     if not operations or not isinstance(operations[0].group, SharedMemoryGroup):
         return torch_private.start_messages(list(operations))
     return [
-        (one.group.send if one.op is dist.isend else one.group.recv)([one.tensor], one.group_peer, one.tag)
-        for one in operations
+        (operation.group.send if operation.op is dist.isend else operation.group.recv)(
+            [operation.tensor], operation.group_peer, operation.tag
+        )
+        for operation in operations
     ]
 
 

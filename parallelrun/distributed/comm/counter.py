@@ -28,7 +28,7 @@ def _tensors(value: Any) -> list[Tensor]:
     """Return a tensor, or every tensor in nested lists."""
     if isinstance(value, Tensor):
         return [value]
-    return [one for item in value for one in _tensors(item)] if isinstance(value, list | tuple) else []
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 # c10d operation -> (our name, index of the argument that is the full-size buffer; None: its bytes are not counted)

@@ -25,10 +25,10 @@ def current_wait(frame: FrameType | None) -> PendingCollective | None:
     """Return what this process waits for; None if it is nothing, or nothing that can be told. frame: the innermost one
     of its main thread. May be called in any thread."""
     for group, ranks in torch_private.process_groups():
-        if is_ours(group) and (found := group.awaited()) is not None:
-            missing = None if found.missing is None else tuple(ranks[number] for number in found.missing)
+        if is_ours(group) and (waiting := group.awaited()) is not None:
+            missing = None if waiting.missing is None else tuple(ranks[number] for number in waiting.missing)
             return PendingCollective(
-                str(group.group_name), ranks, found.operation, found.number, found.num_bytes, missing
+                str(group.group_name), ranks, waiting.operation, waiting.number, waiting.num_bytes, missing
             )
     while frame is not None:
         code = frame.f_code

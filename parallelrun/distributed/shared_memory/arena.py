@@ -189,9 +189,11 @@ class Arena(MappedMemory):
         self._num_left = _WINDOW
 
     def _exhausted(self, num_bytes: int, cause: str | None) -> EnvironmentProblem:
-        what = f"no shared memory for a collective: {num_bytes} more bytes beside {self._reserved} are refused: {cause}"
+        message = (
+            f"no shared memory for a collective: {num_bytes} more bytes beside {self._reserved} are refused: {cause}"
+        )
         suggestion = "backend=gloo, fewer ranks on this host, or a smaller micro_batch"
-        return EnvironmentProblem(Problem(what, suggestion=suggestion))
+        return EnvironmentProblem(Problem(message, suggestion=suggestion))
 
 
 def is_supported() -> bool:

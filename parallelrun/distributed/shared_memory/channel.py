@@ -230,7 +230,7 @@ class CollectiveChannel:
         elif first.stage == CollectiveStage.POSTED:
             counter = POSTED
         members = (self._members[number] for number in of)
-        return [one.process for one in members if one[counter] < target and isinstance(one.process, Peer)]
+        return [member.process for member in members if member[counter] < target and isinstance(member.process, Peer)]
 
     def closed(self, peer: Peer) -> bool:
         """Return whether a peer has left the group."""

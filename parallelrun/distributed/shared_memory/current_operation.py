@@ -25,6 +25,6 @@ def awaited_in(engine: Engine, collectives: Any, messages: MessageChannel) -> Aw
             if messages.holds(operation):
                 peers = None if operation.peer is None else (operation.peer,)
                 return Awaited("send" if operation.is_send else "recv", operation.num_bytes, 0, peers)
-        elif found := collectives.outstanding(operation):
-            return Awaited(operation.name, operation.num_bytes, *found)  # type: ignore[attr-defined]
+        elif outstanding := collectives.outstanding(operation):
+            return Awaited(operation.name, operation.num_bytes, *outstanding)  # type: ignore[attr-defined]
     return None

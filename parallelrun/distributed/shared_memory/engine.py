@@ -116,8 +116,8 @@ class Engine:
                 if not self._spin(operation):
                     while not self._wait_once(operation, deadline):
                         if time.monotonic() > deadline:
-                            what = f"[shared memory] Timed out waiting {round(timeout_s * 1e3)}ms for {operation}"
-                            raise RuntimeError(what)
+                            message = f"[shared memory] Timed out waiting {round(timeout_s * 1e3)}ms for {operation}"
+                            raise RuntimeError(message)
             finally:
                 self.awaited.remove(operation)
 

@@ -111,36 +111,38 @@ class SharedMemoryGroup(NamedGroup):
         return self._all_reduce(tensors, opts.reduceOp if opts is not None else dist.ReduceOp.SUM, opts)
 
     def _all_reduce(self, tensors: Any, op: Any, opts: Any = None) -> SharedMemoryWork:
-        held = Outputs(as_list(tensors))
-        made = [self._make.all_reduce(one, reduction_of(op, one.dtype)) for one in held.contiguous(filled=True)]
-        return self._issue(made, opts, held.tensors, held.copies)
+        results = Outputs(as_list(tensors))
+        made = [
+            self._make.all_reduce(buffer, reduction_of(op, buffer.dtype)) for buffer in results.contiguous(filled=True)
+        ]
+        return self._issue(made, opts, results.tensors, results.copies)
 
     @observed("broadcast_")
     def broadcast(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         root = opts.rootRank if opts is not None else 0
-        held = Outputs(as_list(tensors))
-        made = [self._make.broadcast(one, root) for one in held.contiguous(filled=root == self._number)]
-        return self._issue(made, opts, held.tensors, held.copies)
+        results = Outputs(as_list(tensors))
+        made = [self._make.broadcast(buffer, root) for buffer in results.contiguous(filled=root == self._number)]
+        return self._issue(made, opts, results.tensors, results.copies)
 
     @observed("reduce_")
     def reduce(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        held = Outputs(as_list(tensors))
+        results = Outputs(as_list(tensors))
         made = [
-            self._make.reduce(one, opts.rootRank, reduction_of(opts.reduceOp, one.dtype))
-            for one in held.contiguous(filled=True)
+            self._make.reduce(buffer, opts.rootRank, reduction_of(opts.reduceOp, buffer.dtype))
+            for buffer in results.contiguous(filled=True)
         ]
-        return self._issue(made, opts, held.tensors, held.copies)
+        return self._issue(made, opts, results.tensors, results.copies)
 
     @observed("allgather_")
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         return self._all_gather(outputs, tensors, opts)
 
     def _all_gather(self, outputs: Any, tensors: Any, opts: Any) -> SharedMemoryWork:
-        made, held = [], Outputs([one for row in outputs for one in row])
-        parts = iter(held.contiguous(filled=False))
+        made, results = [], Outputs([buffer for row in outputs for buffer in row])
+        parts = iter(results.contiguous(filled=False))
         for row, tensor in zip(outputs, tensors):
             made.append(self._make.all_gather([next(parts) for _ in row], plain(tensor)))
-        return self._issue(made, opts, held.tensors, held.copies)
+        return self._issue(made, opts, results.tensors, results.copies)
 
     @observed("allgather_coalesced_")
     def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
@@ -156,30 +158,30 @@ class SharedMemoryGroup(NamedGroup):
         return self._gather_into(outputs, tensors, opts)
 
     def _gather_into(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> SharedMemoryWork:
-        held = Outputs(outputs)
+        results = Outputs(outputs)
         made = []
-        for output, tensor in zip(held.contiguous(filled=False), tensors):
+        for output, tensor in zip(results.contiguous(filled=False), tensors):
             made.append(self._make.all_gather(self._split(output), plain(tensor)))
-        return self._issue(made, opts, held.tensors, held.copies)
+        return self._issue(made, opts, results.tensors, results.copies)
 
     @observed("gather_")
     def gather(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        held = Outputs(outputs[0] if outputs else [])
-        parts = held.contiguous(filled=False)
+        results = Outputs(outputs[0] if outputs else [])
+        parts = results.contiguous(filled=False)
         return self._issue(
-            [self._make.gather(parts, plain(tensors[0]), opts.rootRank)], opts, held.tensors, held.copies
+            [self._make.gather(parts, plain(tensors[0]), opts.rootRank)], opts, results.tensors, results.copies
         )
 
     @observed("scatter_")
     def scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        held = Outputs(outputs)
-        parts = [plain(one) for one in tensors[0]] if tensors else []
-        made = self._make.scatter(held.contiguous(filled=False)[0], parts, opts.rootRank)
-        return self._issue([made], opts, held.tensors, held.copies)
+        results = Outputs(outputs)
+        parts = [plain(tensor) for tensor in tensors[0]] if tensors else []
+        made = self._make.scatter(results.contiguous(filled=False)[0], parts, opts.rootRank)
+        return self._issue([made], opts, results.tensors, results.copies)
 
     @observed("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        return self._reduce_scatter(outputs, [[plain(one) for one in row] for row in tensors], opts)
+        return self._reduce_scatter(outputs, [[plain(tensor) for tensor in row] for row in tensors], opts)
 
     @observed("_reduce_scatter_base_")
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedMemoryWork:
@@ -187,39 +189,39 @@ class SharedMemoryGroup(NamedGroup):
 
     @observed("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        return self._reduce_scatter(outputs, [self._split(plain(one)) for one in tensors], opts)
+        return self._reduce_scatter(outputs, [self._split(plain(tensor)) for tensor in tensors], opts)
 
     def _reduce_scatter(self, outputs: Any, rows: list[list[Tensor]], opts: Any) -> SharedMemoryWork:
-        held = Outputs(outputs)
+        results = Outputs(outputs)
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         made = [
             self._make.reduce_scatter(output, row, reduction_of(op, output.dtype))
-            for output, row in zip(held.contiguous(filled=False), rows)
+            for output, row in zip(results.contiguous(filled=False), rows)
         ]
-        return self._issue(made, opts, held.tensors, held.copies)
+        return self._issue(made, opts, results.tensors, results.copies)
 
     @observed("alltoall_base_")
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Any = (), input_sizes: Any = (), opts: Any = None
     ) -> SharedMemoryWork:
-        held = Outputs([output])
-        whole, source = held.contiguous(filled=False)[0], plain(tensor)
+        results = Outputs([output])
+        whole, source = results.contiguous(filled=False)[0], plain(tensor)
         arriving = list(whole.split(list(output_sizes))) if output_sizes else self._split(whole)
         leaving = list(source.split(list(input_sizes))) if input_sizes else self._split(source)
-        return self._issue([self._make.all_to_all(arriving, leaving)], opts, held.tensors, held.copies)
+        return self._issue([self._make.all_to_all(arriving, leaving)], opts, results.tensors, results.copies)
 
     @observed("alltoall_")
     def alltoall(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        held = Outputs(outputs)
-        made = self._make.all_to_all(held.contiguous(filled=False), [plain(one) for one in tensors])
-        return self._issue([made], opts, held.tensors, held.copies)
+        results = Outputs(outputs)
+        made = self._make.all_to_all(results.contiguous(filled=False), [plain(tensor) for tensor in tensors])
+        return self._issue([made], opts, results.tensors, results.copies)
 
     # messages
 
     @observed("send")
     def send(self, tensors: Any, peer: int, tag: int = 0) -> SharedMemoryWork:
         with self._engine.mutex:
-            sent = [self._messages.send(plain(one), self._other(peer), tag) for one in tensors]
+            sent = [self._messages.send(plain(tensor), self._other(peer), tag) for tensor in tensors]
         return self._work(sent, None, list(tensors))
 
     @observed("recv_")
@@ -231,10 +233,10 @@ class SharedMemoryGroup(NamedGroup):
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Any, peer: int | None, tag: int) -> SharedMemoryWork:
-        held = Outputs(as_list(tensors))
+        results = Outputs(as_list(tensors))
         with self._engine.mutex:
-            received = [self._messages.receive(one, peer, tag) for one in held.contiguous(filled=False)]
-        return self._work(received, None, held.tensors, held.copies)
+            received = [self._messages.receive(buffer, peer, tag) for buffer in results.contiguous(filled=False)]
+        return self._work(received, None, results.tensors, results.copies)
 
     def _other(self, peer: int) -> int:
         if not 0 <= peer < self._size or peer == self._number:
@@ -254,7 +256,7 @@ class SharedMemoryGroup(NamedGroup):
 
     def _end_coalescing(self, device: torch.device | None = None) -> SharedMemoryWork:
         works, self._coalesced = self._coalesced or [], None
-        operations = [one for work in works for one in work._operations]
+        operations = [operation for work in works for operation in work._operations]
         copies = [pair for work in works for pair in work._copies]
         return SharedMemoryWork(
             self._engine, operations, self._timeout_s, [t for w in works for t in w.result()], copies
@@ -281,8 +283,8 @@ class SharedMemoryGroup(NamedGroup):
     def _work(
         self, operations: Any, opts: Any, results: list[Tensor], copies: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> SharedMemoryWork:
-        asked = opts.timeout if opts is not None else None
-        timeout_s = asked.total_seconds() if asked is not None and asked > timedelta(0) else self._timeout_s
+        timeout = opts.timeout if opts is not None else None
+        timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else self._timeout_s
         work = SharedMemoryWork(self._engine, operations, timeout_s, results, copies)
         if self._coalesced is not None:
             self._coalesced.append(work)

@@ -75,8 +75,8 @@ def _offer(size: int) -> dict[str, Any]:
         words = COLLECTIVE_WORDS + message_words(size)
         base = engine.process.arena.allocate(8 * words)
         engine.process.words[base // 8 : base // 8 + words] = memoryview(bytes(8 * words)).cast("q")
-        known = {"ranks": len(engine.process.peers) + 1, "cores": engine.num_cores}  # so far, on this host
-        return {**engine.process.endpoint(), **known, "base": base // 8}
+        offer = {"ranks": len(engine.process.peers) + 1, "cores": engine.num_cores}  # so far, on this host
+        return {**engine.process.endpoint(), **offer, "base": base // 8}
     except (OSError, ValueError, EnvironmentProblem) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
 

@@ -30,10 +30,10 @@ def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
 
     Raises RuntimeError for one that CPU tensors do not have, or not of this dtype.
     """
-    found = _OF_CODE.get(int(getattr(op, "op", op)))
-    if found is None:
+    reduction = _OF_CODE.get(int(getattr(op, "op", op)))
+    if reduction is None:
         raise RuntimeError(f"[shared memory] {op} is not supported on CPU tensors")
-    return _reduction(found, dtype)
+    return _reduction(reduction, dtype)
 
 
 class Reduction:

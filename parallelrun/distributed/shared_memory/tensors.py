@@ -21,15 +21,15 @@ class Outputs:
 
     def contiguous(self, filled: bool) -> list[Tensor]:
         """Return contiguous tensors in their place; filled: with their values."""
-        found = []
+        tensors = []
         for tensor in self.tensors:
             values = tensor.data  # no version counter: as with gloo, autograd does not see that it is overwritten
             if not values.is_contiguous():
                 stand_in = values.contiguous() if filled else torch.empty(values.shape, dtype=values.dtype)
                 self.copies.append((values, stand_in))
                 values = stand_in
-            found.append(values)
-        return found
+            tensors.append(values)
+        return tensors
 
 
 def plain(tensor: Tensor) -> Tensor:

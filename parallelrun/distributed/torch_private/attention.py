@@ -79,17 +79,17 @@ def fused_attention_backward(
     query, out = _loadable(query), _loadable(out)
     tensors = tuple(map(_loadable, (grad, query, key, value)))
     if query.device.type == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, out, lse, 0.0, causal)
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, out, lse, 0.0, causal)
     elif query.dtype in _CUDA_HALF:
         seeds = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.zeros((), device=query.device)
         sizes = (None, None, query.size(2), key.size(2), 0.0, causal)
-        found = aten._scaled_dot_product_flash_attention_backward(*tensors, out, lse.contiguous(), *sizes, *seeds)
+        gradients = aten._scaled_dot_product_flash_attention_backward(*tensors, out, lse.contiguous(), *sizes, *seeds)
     else:
         seeds = (torch.zeros((), dtype=torch.int64, device=query.device),) * 2
         padded = functional.pad(lse, (0, -lse.size(2) % _LSE_ROWS))
         wanted = [True, True, True, False]
-        found = aten._scaled_dot_product_efficient_attention_backward(
+        gradients = aten._scaled_dot_product_efficient_attention_backward(
             *tensors, None, out, padded, *seeds, 0.0, wanted, causal
         )
-    grad_query, grad_key, grad_value = found[:3]
+    grad_query, grad_key, grad_value = gradients[:3]
     return grad_query, grad_key, grad_value

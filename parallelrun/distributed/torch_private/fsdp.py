@@ -24,9 +24,9 @@ def fsdp_reduce(root: FSDPModule) -> None:
     `torch.distributed.pipelining` does the same after a schedule.
     """
     state = root._get_fsdp_state()
-    for one in state._state_ctx.all_states:
-        groups = getattr(one, "_fsdp_param_groups", None)  # torch 2.11 has one group per state, under another name
-        for group in groups if groups is not None else filter(None, [one._fsdp_param_group]):
+    for part in state._state_ctx.all_states:
+        groups = getattr(part, "_fsdp_param_groups", None)  # torch 2.11 has one group per state, under another name
+        for group in groups if groups is not None else filter(None, [part._fsdp_param_group]):
             group.post_backward()
     state._root_post_backward_final_callback()
 

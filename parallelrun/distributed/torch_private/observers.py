@@ -31,13 +31,13 @@ class _Observers:
     def get(self) -> tuple[Any, ...]:
         if not self.num_threads or not torch._C._is_key_in_tls(self._KEY):
             return ()
-        found: tuple[Any, ...] = torch._C._get_obj_in_tls(self._KEY)
-        return found
+        stored: tuple[Any, ...] = torch._C._get_obj_in_tls(self._KEY)
+        return stored
 
-    def set(self, found: tuple[Any, ...]) -> None:
+    def set(self, installed: tuple[Any, ...]) -> None:
         with self._lock:
-            self.num_threads += bool(found) - bool(self.get())
-            _stash(self._KEY, (*found,))
+            self.num_threads += bool(installed) - bool(self.get())
+            _stash(self._KEY, (*installed,))
 
 
 def _stash(key: str, value: tuple[Any, ...]) -> None:
@@ -89,8 +89,8 @@ def observed(operation: str, arguments: tuple[Any, ...]) -> AbstractContextManag
 
 
 def _contexts(operation: str, arguments: tuple[Any, ...]) -> list[AbstractContextManager[object]]:
-    found = [observer.collective(operation, arguments) for observer in observers.get()]
-    return [context for context in found if context is not None]
+    contexts = [observer.collective(operation, arguments) for observer in observers.get()]
+    return [context for context in contexts if context is not None]
 
 
 def _all_of(contexts: list[AbstractContextManager[object]]) -> AbstractContextManager[object]:

@@ -70,4 +70,6 @@ def greet_others_only(stage: PipelineStage) -> None:
     patched: Any = stage
     greetings = getattr(stage, "_get_init_p2p_neighbors_ops", None)
     if greetings is not None:
-        patched._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.peer != dist.get_rank()]
+        patched._get_init_p2p_neighbors_ops = lambda: [
+            greeting for greeting in greetings() if greeting.peer != dist.get_rank()
+        ]

@@ -121,8 +121,8 @@ def _addmm_in_place(total: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
     out = left.new_empty(left.size(0), left.size(1), right.size(2))
     if left.shape[::2] == right.shape[:2] and suits(left.size(1), left.size(2), right.size(2), left, right):
-        for one, first, second in zip(out, left, right):
-            one.copy_(_multiply(first, second))
+        for result, first, second in zip(out, left, right):
+            result.copy_(_multiply(first, second))
         return out
     return torch.bmm(left, right, out=out)
 

@@ -89,5 +89,5 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of x, given that of silu(x): the kernel of torch's own backward, which has no public name."""
-    found: Tensor = torch.ops.aten.silu_backward(grad, x)
-    return found
+    gradient: Tensor = torch.ops.aten.silu_backward(grad, x)
+    return gradient

@@ -30,8 +30,12 @@ class BertDefinition(ModelDefinition):
             if getattr(model, key) != value
         ]
         if model.activation not in GELUS:
-            what = f"model.activation={model.activation} is not a bert's"
-            problems.append(Problem(what, "model.activation", " or ".join(f"model.activation={one}" for one in GELUS)))
+            message = f"model.activation={model.activation} is not a bert's"
+            problems.append(
+                Problem(
+                    message, "model.activation", " or ".join(f"model.activation={activation}" for activation in GELUS)
+                )
+            )
         problems += transformer.check(model) + _room_for_mask(config)
         if problems:
             raise ConfigError(*problems)
@@ -44,22 +48,28 @@ class BertDefinition(ModelDefinition):
 
 def _room_for_mask(config: Config) -> list[Problem]:
     """No token of the data may have the id of [MASK]: the last one, or the one of the data's tokenizer."""
-    asked, mask, dataset = config.model.vocab, config.model.mask_token, definitions.dataset(config)
+    requested, mask, dataset = config.model.vocab, config.model.mask_token, definitions.dataset(config)
     if mask is not None:
-        known = dataset.vocab_size(config)
+        vocab = dataset.vocab_size(config)
         made = dataset.tokenizer(config)
-        if made and made.is_bytes and known is not None and mask < known:
-            what = f"model.mask_token={mask} is the id of a byte of dataset {config.dataset.name}"
-            fix = f"model.mask_token={known}" if asked is not None and asked > known else "leave model.mask_token out"
-            return [Problem(what, "model.mask_token", fix, kind="arithmetic")]
+        if made and made.is_bytes and vocab is not None and mask < vocab:
+            message = f"model.mask_token={mask} is the id of a byte of dataset {config.dataset.name}"
+            fix = (
+                f"model.mask_token={vocab}"
+                if requested is not None and requested > vocab
+                else "leave model.mask_token out"
+            )
+            return [Problem(message, "model.mask_token", fix, kind="arithmetic")]
         return []
-    if asked is None or dataset.vocab_follows_model:
+    if requested is None or dataset.vocab_follows_model:
         return []
-    known = dataset.vocab_size(config)
-    if known is None or known < asked:
+    vocab = dataset.vocab_size(config)
+    if vocab is None or vocab < requested:
         return []
-    what = f"model.vocab={asked}: a bert needs one id more than dataset {config.dataset.name}'s {known}, for [MASK]"
-    return [Problem(what, "model.vocab", f"model.vocab={known + 1}", kind="arithmetic")]
+    message = (
+        f"model.vocab={requested}: a bert needs one id more than dataset {config.dataset.name}'s {vocab}, for [MASK]"
+    )
+    return [Problem(message, "model.vocab", f"model.vocab={vocab + 1}", kind="arithmetic")]
 
 
 def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:

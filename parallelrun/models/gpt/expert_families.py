@@ -25,8 +25,8 @@ class Mixtral(Llama):
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         allowed = {**LLAMA_KEYS, "bias": (False,), "shared_experts": (0,), "expert_period": (1,), "dense_layers": (0,)}
-        found = options(config, self.architecture, allowed)
-        return found + routing_differences(spec, self.architecture, self.routers)
+        problems = options(config, self.architecture, allowed)
+        return problems + routing_differences(spec, self.architecture, self.routers)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         assert spec.router is not None
@@ -78,11 +78,11 @@ class Glm4Moe(Llama):
                "n_group": (1,)}  # fmt: skip
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        found = options(config, self.architecture, {**LLAMA_KEYS, "bias": (False,), "expert_period": (1,)})
+        problems = options(config, self.architecture, {**LLAMA_KEYS, "bias": (False,), "expert_period": (1,)})
         if not config.model.shared_experts:
-            what = f"model.shared_experts=0: {self.architecture} of transformers has a shared expert in every layer"
-            found.append(Problem(what, "model.shared_experts"))
-        return found + routing_differences(spec, self.architecture, self.routers)
+            message = f"model.shared_experts=0: {self.architecture} of transformers has a shared expert in every layer"
+            problems.append(Problem(message, "model.shared_experts"))
+        return problems + routing_differences(spec, self.architecture, self.routers)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         model, router = config.model, spec.router
@@ -166,13 +166,13 @@ def routing_differences(spec: ModelSpec, family: str, allowed: dict[str, tuple[A
     """The problems of a router with a family that knows only some values of some keys."""
     if spec.router is None:
         return [Problem(f"model.experts=0: {family} of transformers has experts", "model.experts")]
-    found = []
+    problems = []
     for key, values in allowed.items():
         if (value := getattr(spec.router, key)) not in values:
             theirs = " or ".join("null" if one is None else str(one) for one in values)
-            what = f"model.router.{key}={value}: {family} of transformers has {theirs}"
-            found.append(Problem(what, f"model.router.{key}"))
+            message = f"model.router.{key}={value}: {family} of transformers has {theirs}"
+            problems.append(Problem(message, f"model.router.{key}"))
     if spec.router.top_k == 1:
-        what = f"model.router.top_k=1: {family} gives a single expert the weight 1, and our model its score"
-        found.append(Problem(what, "model.router.top_k"))
-    return found
+        message = f"model.router.top_k=1: {family} gives a single expert the weight 1, and our model its score"
+        problems.append(Problem(message, "model.router.top_k"))
+    return problems

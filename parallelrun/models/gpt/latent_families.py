@@ -33,25 +33,25 @@ class DeepseekV3(Glm4Moe):
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         model = config.model
         allowed = {**LLAMA_KEYS, "bias": (False,), "expert_period": (1,), "norm_eps": (NORM_EPS,)}
-        found = options(config, self.architecture, {key: allowed[key] for key in allowed if key not in LATENT_KEYS})
+        problems = options(config, self.architecture, {key: allowed[key] for key in allowed if key not in LATENT_KEYS})
         if spec.latent is None:
-            what = f"model.kv_lora_rank=null: {self.architecture} of transformers has latent attention"
-            found.append(Problem(what, "model.kv_lora_rank"))
+            message = f"model.kv_lora_rank=null: {self.architecture} of transformers has latent attention"
+            problems.append(Problem(message, "model.kv_lora_rank"))
         if not model.shared_experts:
-            what = f"model.shared_experts=0: {self.architecture} of transformers has a shared expert in every layer"
-            found.append(Problem(what, "model.shared_experts"))
+            message = f"model.shared_experts=0: {self.architecture} of transformers has a shared expert in every layer"
+            problems.append(Problem(message, "model.shared_experts"))
         both = bool(model.rope_mscale) == bool(model.rope_mscale_all_dim)
         if model.rope_scaling == "yarn" and not both and (model.rope_mscale, model.rope_mscale_all_dim) != (1.0, 0.0):
-            what = (
+            message = (
                 f"model.rope_mscale={model.rope_mscale:g} with rope_mscale_all_dim={model.rope_mscale_all_dim:g}: "
                 f"{self.architecture} reads both of them, or neither"
             )
-            found.append(Problem(what, "model.rope_mscale"))
+            problems.append(Problem(message, "model.rope_mscale"))
         router = spec.router
         if router is not None and router.topk_group < router.n_group == model.experts and self.score == "sigmoid":
-            what = f"model.router.n_group={router.n_group}: {self.architecture} ranks groups by two experts of each"
-            found.append(Problem(what, "model.router.n_group"))
-        return found + routing_differences(spec, self.architecture, self.routers)
+            message = f"model.router.n_group={router.n_group}: {self.architecture} ranks groups by two experts of each"
+            problems.append(Problem(message, "model.router.n_group"))
+        return problems + routing_differences(spec, self.architecture, self.routers)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         model, router = config.model, spec.router
@@ -86,7 +86,7 @@ class DeepseekV3(Glm4Moe):
                            ("rope_interleave", True), ("scoring_func", self.score)):  # fmt: skip
             fields.expect(key, value)
         groups = self.groups(fields)
-        normalises = fields.chosen("norm_topk_prob", {one: one for one in self.renormalises}, self.renormalises[0])
+        normalises = fields.chosen("norm_topk_prob", {flag: flag for flag in self.renormalises}, self.renormalises[0])
         decoder = decoder_values(fields, self.default_eps, self.default_theta, self.default_seq, yarn=True)
         found = {**decoder, **sizes, **self.expert_values(fields, self.default_dense_layers)}
         return found | {
@@ -146,8 +146,8 @@ class DeepseekV2(DeepseekV3):
     def groups(self, fields: Fields) -> tuple[int, int]:
         fields.expect("mlp_bias", False)
         limited = fields.chosen("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
-        found = fields.take("n_group", int, None) or 1, fields.take("topk_group", int, None) or 1
-        return found if limited else (1, 1)
+        counts = fields.take("n_group", int, None) or 1, fields.take("topk_group", int, None) or 1
+        return counts if limited else (1, 1)
 
     def constants(self, config: Config, spec: ModelSpec) -> dict[str, FixedTensor]:
         return {}

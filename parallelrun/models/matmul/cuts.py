@@ -49,16 +49,16 @@ def cuts(mesh: MeshShape, form: str = "auto") -> list[ProductCut]:
     if mesh.size("tp") == 1:
         return [_without_tensor_axis(over_dp)]
     if mesh.mesh_dims_of("tp") != ("tp",):
-        found = [_grid(mesh, form)]
+        layouts = [_grid(mesh, form)]
     else:
         columns = "Every rank has all of X and some columns of W, and computes those columns of Y completely."
         rows = "Every rank has some columns of X and the matching rows of W: a partial sum of every element of Y."
-        found = [
+        layouts = [
             ProductCut("tensor parallel, columns of W", columns, products.column_1d()),
             ProductCut("tensor parallel, rows of W", rows, products.row_1d()),
         ]
     also = " Rows of X are also split over dp." if over_dp else ""
-    return [ProductCut(cut.title, cut.text + also, with_rows(cut.product, over_dp)) for cut in found]
+    return [ProductCut(cut.title, cut.text + also, with_rows(cut.product, over_dp)) for cut in layouts]
 
 
 def with_rows(product: Product, axes: tuple[str, ...]) -> Product:

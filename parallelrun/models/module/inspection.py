@@ -33,16 +33,20 @@ def read_spec(config: Config, vocab: int) -> ModelSpec:
     with torch.device("meta"):
         module = source.build(config, vocab)
         if (config.pp or 1) > 1 and not patterns:
-            what = f"pp={config.pp} cuts between blocks, and model.blocks names none of {where}"
-            raise _undefined(what, network.suggested_blocks(module))
+            message = f"pp={config.pp} cuts between blocks, and model.blocks names none of {where}"
+            raise _undefined(message, network.suggested_blocks(module))
         source.apply_roles(module, config, torch.float32)
     module.eval()
     names = network.block_names(module, patterns, where) if patterns else [""]
     kind, shape = _samples(config, module)
     blocks, boundary, output = _measure(module, names, kind, shape, BYTES[TABLE[config.precision.name].compute])
     if len(output) < 2 or output[-1] < vocab:
-        what = f"{where} gives shape {output} for one sample; logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
-        raise ConfigError(Problem(what, "model.source", "take vocab as an argument of the function", kind="arithmetic"))
+        message = (
+            f"{where} gives shape {output} for one sample; logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
+        )
+        raise ConfigError(
+            Problem(message, "model.source", "take vocab as an argument of the function", kind="arithmetic")
+        )
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small:
         _check_chain(config, vocab, names, kind, shape)
@@ -80,8 +84,8 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
     if shape is None or callable(shape):  # a method of that name is no size
         return "features", (config.model.hidden,)
     if not isinstance(shape, (tuple, list)) or not shape or not all(type(size) is int and size > 0 for size in shape):
-        what = f"sample_shape={shape!r} of {config.model.source} is no shape of a sample, such as (3, 32, 32)"
-        raise ConfigError(Problem(what, "model.source", "sample_shape = (channels, height, width), or (features,)"))
+        message = f"sample_shape={shape!r} of {config.model.source} is no shape of a sample, such as (3, 32, 32)"
+        raise ConfigError(Problem(message, "model.source", "sample_shape = (channels, height, width), or (features,)"))
     return "images" if len(shape) == 3 else "features", tuple(shape)
 
 
@@ -121,14 +125,14 @@ def _measure(
             )
         )  # fmt: skip
         boundaries.append(tuple(x.shape[1:]))
-    for name, given in zip(names[:-1], boundaries):
-        if given != boundaries[0] or not given:
+    for name, boundary in zip(names[:-1], boundaries):
+        if boundary != boundaries[0] or not boundary:
             first = f"block {names[0]} gives {boundaries[0]}"
-            raise _undefined(f"block {name} gives {given} per sample, {first}: stages pass one shape")
+            raise _undefined(f"block {name} gives {boundary} per sample, {first}: stages pass one shape")
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in listed]
     if missing:
-        what = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"
-        raise _undefined(what, network.suggested_blocks(module))
+        message = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"
+        raise _undefined(message, network.suggested_blocks(module))
     return tuple(blocks), boundaries[0], tuple(x.shape)
 
 
@@ -137,11 +141,11 @@ def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
     try:
         out = block(x)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
-        what = f"block {name} fails on an input of shape {tuple(x.shape)}: {user_code.reason(error)}"
-        raise ConfigError(Problem(what, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
+        message = f"block {name} fails on an input of shape {tuple(x.shape)}: {user_code.reason(error)}"
+        raise ConfigError(Problem(message, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
     if not isinstance(out, Tensor):
-        what = f"block {name} gives {with_article(type(out).__name__)}; a block maps one tensor to one tensor"
-        raise _undefined(what)
+        message = f"block {name} gives {with_article(type(out).__name__)}; a block maps one tensor to one tensor"
+        raise _undefined(message)
     return out
 
 
@@ -194,8 +198,10 @@ def _check_chain(config: Config, vocab: int, names: list[str], kind: str, shape:
         for name in names:
             chained = _call(name, module.get_submodule(name), chained)
     if expected.shape != chained.shape or not torch.allclose(expected, chained, rtol=1e-4, atol=1e-5):
-        what = f"the blocks {', '.join(names)}, one after the other, do not compute what {config.model.source} computes"
-        raise _undefined(what, "every module of forward, in order")
+        message = (
+            f"the blocks {', '.join(names)}, one after the other, do not compute what {config.model.source} computes"
+        )
+        raise _undefined(message, "every module of forward, in order")
 
 
 def _asks_for_slices(config: Config) -> bool:
@@ -223,22 +229,22 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
         if not _split(part, tp):
             return  # does not divide: the tensor strategy refuses it, with the nearest legal degrees
     try:
-        found = network.dropout_shapes(module, inputs)
+        shapes = network.dropout_shapes(module, inputs)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
         split = f"with its column_parallel and row_parallel layers split by tp={tp}"
-        what = f"{split}, {config.model.source} fails at or after {entered[-1]}: {error}"
+        message = f"{split}, {config.model.source} fails at or after {entered[-1]}: {error}"
         fix = (
             "no global sizes in forward: heads by unflatten(-1, (-1, head_dim)); only row_parallel layers read what "
             "column_parallel layers give"
         )
-        raise _undefined(what, fix, "model.roles") from error
+        raise _undefined(message, fix, "model.roles") from error
     for name, before in expected.items():
-        if before[:-1] != found[name][:-1]:
-            what = (
-                f"dropout {name} acts on something whose rows, not columns, tp={tp} splits ({before} to {found[name]})"
+        if before[:-1] != shapes[name][:-1]:
+            message = (
+                f"dropout {name} acts on something whose rows, not columns, tp={tp} splits ({before} to {shapes[name]})"
             )
             fix = "drop before heads are split or after they are joined; probabilities of attention cannot be dropped"
-            raise _undefined(what, fix, "model.roles")
+            raise _undefined(message, fix, "model.roles")
 
 
 def _split(part: nn.Module, tp: int) -> bool:

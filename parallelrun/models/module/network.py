@@ -66,8 +66,8 @@ def block_names(module: nn.Module, patterns: Sequence[str], where: str) -> list[
             x for x in names if len(x) == len(parts) and all(map(fnmatchcase, x, parts)) and ".".join(x) not in found
         ]
         if not hits:
-            what = f"model.blocks: no module of {where} is called {pattern!r}"
-            raise ConfigError(Problem(what, "model.blocks", suggested_blocks(module)))
+            message = f"model.blocks: no module of {where} is called {pattern!r}"
+            raise ConfigError(Problem(message, "model.blocks", suggested_blocks(module)))
         found |= dict.fromkeys(map(".".join, hits))
     return list(found)
 
@@ -90,9 +90,9 @@ def inputs(kind: str, shape: tuple[int, ...], num_samples: int, device: str) -> 
 
 def dropout_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
     """The input shape of every dropout layer with a rate above 0 when module(x) runs, by the layer's name."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     hooks = [
-        part.register_forward_pre_hook(lambda _, inputs, name=name: found.update({name: tuple(inputs[0].shape)}))
+        part.register_forward_pre_hook(lambda _, inputs, name=name: shapes.update({name: tuple(inputs[0].shape)}))
         for name, part in module.named_modules()
         if isinstance(part, HashDropout) and part.rate > 0
     ]
@@ -101,7 +101,7 @@ def dropout_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return shapes
 
 
 def _set_dropout_widths(module: nn.Module, config: Config, spec: ModelSpec) -> None:

@@ -45,13 +45,13 @@ def check(config: Config, vocab: int, seq: int) -> None:
 
 def _refused(config: Config, where: str) -> ConfigError:
     compared = "the same for a slice of the sequence as for the full sequence"
-    what = f"{KEY}=true: {config.model.source} does not give {compared}, {where}"
+    message = f"{KEY}=true: {config.model.source} does not give {compared}, {where}"
     fix = f"layer roles for all layers that mix or number positions, or {KEY}=false"
-    return ConfigError(Problem(what, KEY, fix, kind="undefined"))
+    return ConfigError(Problem(message, KEY, fix, kind="undefined"))
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+def _equal(actual: Tensor, expected: Tensor) -> bool:
+    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 class _SlicedModule:
@@ -78,26 +78,26 @@ class _SlicedModule:
         out: Tensor = self._module(tokens)
         return out
 
-    def _enter(self, name: str, layer: nn.Module, given: tuple[Any, ...]) -> Tensor | None:
+    def _enter(self, name: str, layer: nn.Module, arguments: tuple[Any, ...]) -> Tensor | None:
         """Gather the layer's input, if its role says so. Raises ValueError naming the layer if the input differs."""
         self.entered = name
         role = layers.role_of(layer)
         if role not in GATHERS + SCATTERS:
             return None
         if self._part is None:
-            self._inputs[name].append(given[0])
+            self._inputs[name].append(arguments[0])
             return None
         unsplit = self._inputs[name][self._calls[name]]
         self._calls[name] += 1
-        if not _equal(given[0], unsplit[:, self._part] if role in GATHERS else unsplit):
+        if not _equal(arguments[0], unsplit[:, self._part] if role in GATHERS else unsplit):
             raise ValueError(f"what reaches {name} differs")
         return unsplit
 
-    def _leave(self, layer: Any, given: tuple[Any, ...], out: Tensor) -> Tensor | None:
+    def _leave(self, layer: Any, arguments: tuple[Any, ...], out: Tensor) -> Tensor | None:
         """Scatter the layer's output, if its role says so."""
         role = layers.role_of(layer)
         if self._part is None:
             return None
         if role == "position_embedding":
-            return given[0] + layer.weight[self._part]  # type: ignore[no-any-return]
+            return arguments[0] + layer.weight[self._part]  # type: ignore[no-any-return]
         return out[:, self._part] if role in SCATTERS else None

@@ -43,24 +43,24 @@ def load(source: str | None) -> Callable[..., nn.Module]:
         raise _failed(f"model.source={source}", error) from error
     function: Callable[..., nn.Module] | None = getattr(module, name, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
-        fix = " or ".join(f"model.source={path}:{one}" for one in get_close_matches(name, known) or known[:5])
-        what = f"model.source={source}: {path} has no function {name!r}"
-        raise ConfigError(Problem(what, "model.source", fix))
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
+        fix = " or ".join(f"model.source={path}:{one}" for one in get_close_matches(name, functions) or functions[:5])
+        message = f"model.source={source}: {path} has no function {name!r}"
+        raise ConfigError(Problem(message, "model.source", fix))
     return function
 
 
 def _from_file(path: Path) -> Any:
     """Import a file under a name of its own, with its folder on the path so that it can import its neighbours."""
     path = path.resolve()
-    found = importlib.util.spec_from_file_location(f"parallelrun_user_{path.stem}", path)
-    if found is None or found.loader is None or not path.is_file():
+    spec = importlib.util.spec_from_file_location(f"parallelrun_user_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
     try:
-        found.loader.exec_module(module)
+        spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
     return module
@@ -92,12 +92,12 @@ def build(config: Config, vocab: int) -> nn.Module:
         except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
             raise _failed(f"{model.source} fails", error) from error
     if not isinstance(module, nn.Module):
-        what = f"{model.source} gave {with_article(type(module).__name__)}, not an nn.Module"
-        raise ConfigError(Problem(what, "model.source"))
+        message = f"{model.source} gave {with_article(type(module).__name__)}, not an nn.Module"
+        raise ConfigError(Problem(message, "model.source"))
     problems = _replace_batch_norms(module)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        what = f"{model.source} has no parameter that is trained: all are frozen (requires_grad=False)"
-        problems.append(Problem(what, "model.source", "leave requires_grad=True on some", kind="undefined"))
+        message = f"{model.source} has no parameter that is trained: all are frozen (requires_grad=False)"
+        problems.append(Problem(message, "model.source", "leave requires_grad=True on some", kind="undefined"))
     if problems:
         raise ConfigError(*problems)
     return module
@@ -112,9 +112,9 @@ def _replace_batch_norms(module: nn.Module) -> list[Problem]:
             continue
         reason = _unfit_norm(part) or ("" if name else " and nothing else")
         if reason:
-            what = f"{name or 'the module itself'} is {with_article(type(part).__name__)}{reason}"
+            message = f"{name or 'the module itself'} is {with_article(type(part).__name__)}{reason}"
             fix = "affine, tracked BatchNorm inside a module"
-            problems.append(Problem(what, "model.source", fix, kind="not_built"))
+            problems.append(Problem(message, "model.source", fix, kind="not_built"))
             continue
         if id(part) not in replaced:
             replaced[id(part)] = _batch_norm(part)
@@ -169,8 +169,8 @@ def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -
     if unmatched:
         pattern = next(iter(unmatched))
         fitting = [name for name, part in parts.items() if isinstance(part, ROLES.get(unmatched[pattern], nn.Module))]
-        what = f"model.roles: no module of {config.model.source} is called {pattern!r}"
-        raise ConfigError(Problem(what, "model.roles", _roles_with(roles, pattern, fitting)))
+        message = f"model.roles: no module of {config.model.source} is called {pattern!r}"
+        raise ConfigError(Problem(message, "model.roles", _roles_with(roles, pattern, fitting)))
 
 
 def _roles_with(roles: dict[str, str], wrong: str, names: list[str]) -> str:
@@ -184,8 +184,8 @@ def _roles_with(roles: dict[str, str], wrong: str, names: list[str]) -> str:
 
 def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> layers.RoleLayer:
     if role not in ROLES:
-        what = f"model.roles: {role!r} (of {name}) is no layer role; the roles are {', '.join(ROLES)}"
-        raise ConfigError(Problem(what, "model.roles"))
+        message = f"model.roles: {role!r} (of {name}) is no layer role; the roles are {', '.join(ROLES)}"
+        raise ConfigError(Problem(message, "model.roles"))
     reason = _unfit(part, role)
     if reason:
         raise ConfigError(Problem(f"model.roles: {name} cannot be {role}: {reason}", "model.roles", kind="undefined"))

@@ -16,14 +16,14 @@ def named(source: str | None) -> tuple[str, str]:
     """(file or module, function) of `model.source`. Raises ConfigError, before torch is imported."""
     path, colon, name = (source or "").rpartition(":")
     if not colon:
-        what = f"model.source={source}: it must name a function that builds an nn.Module"
-        raise ConfigError(Problem(what, "model.source", "model.source=./net.py:build"))
+        message = f"model.source={source}: it must name a function that builds an nn.Module"
+        raise ConfigError(Problem(message, "model.source", "model.source=./net.py:build"))
     if path.endswith(".py") and not Path(path).expanduser().is_file():
-        what = f"model.source={source}: there is no file {Path(path).expanduser().absolute()}"
-        raise ConfigError(Problem(what, "model.source"))
+        message = f"model.source={source}: there is no file {Path(path).expanduser().absolute()}"
+        raise ConfigError(Problem(message, "model.source"))
     if not path.endswith(".py") and not _has_package(path.partition(".")[0]):
-        what = f"model.source={source}: No module named {path.partition('.')[0]!r}"
-        raise ConfigError(Problem(what, "model.source", "model.source=./net.py:build"))
+        message = f"model.source={source}: No module named {path.partition('.')[0]!r}"
+        raise ConfigError(Problem(message, "model.source", "model.source=./net.py:build"))
     return path, name
 
 

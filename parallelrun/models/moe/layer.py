@@ -34,8 +34,8 @@ class LocalDispatcher:
         result of `beside`, which is called before the experts, so that it overlaps with the dispatch)."""
         extra = beside() if beside is not None else None
         order = rows.order_of(routing)
-        given = experts(rows.spread(x, order), order.counts)
-        return rows.combine(given, routing.weights, order), extra
+        outputs = experts(rows.spread(x, order), order.counts)
+        return rows.combine(outputs, routing.weights, order), extra
 
     def take_bytes(self) -> int:
         """Payload bytes of the all-to-alls in training since the last call."""

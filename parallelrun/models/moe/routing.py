@@ -102,7 +102,7 @@ def route(
     aux = _balance_loss(chosen.counted, shares.view(logits.shape), is_token)
     # log-sum-exp is the logit less its log-share, for any expert: one kernel instead of logsumexp's six
     z = _means((rows[:, :1] - log_shares[:, :1]).square().view(num_groups, group_size, 1), is_token).sum()
-    counted = [one for one in ((spec.aux_coefficient, aux), (spec.z_coefficient, z)) if training and one[0]]
+    counted = [term for term in ((spec.aux_coefficient, aux), (spec.z_coefficient, z)) if training and term[0]]
     terms = [coefficient * loss for coefficient, loss in counted]  # leaves the graphs of unused losses out
     auxiliary = terms[0] + terms[1] if len(terms) == 2 else terms[0] if terms else None
     if is_padding is not None:
@@ -230,13 +230,13 @@ def _normalised(weights: Tensor) -> Tensor:
 
 def _best(ranking: Tensor, choices: int) -> Tensor:
     """int64 (T, choices): each token's experts, the best first. Several times faster than a sort on a CPU."""
-    found = [ranking.argmax(-1, keepdim=True)]
+    best = [ranking.argmax(-1, keepdim=True)]
     if choices > 1:
         left = ranking.clone()
         for _ in range(choices - 1):
-            left.scatter_(1, found[-1], float("-inf"))
-            found.append(left.argmax(-1, keepdim=True))
-    return torch.cat(found, dim=1)
+            left.scatter_(1, best[-1], float("-inf"))
+            best.append(left.argmax(-1, keepdim=True))
+    return torch.cat(best, dim=1)
 
 
 def _slots(keys: Tensor, num_keys: int, priorities: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -51,13 +51,13 @@ def check(model: ModelConfig) -> list[Problem]:
     """Problems of the experts' sizes that no plan could solve. `pieces/router_settings.py` checks the router."""
     if not model.experts or any(has_experts(index, model) for index in range(model.layers)):
         return []
-    what = (
+    message = (
         f"model.experts={model.experts}, but none of {model.layers} layers has any: the first is layer "
         f"{model.dense_layers + model.expert_period - 1} (counted from 0)"
     )
     key = "model.expert_period" if model.dense_layers < model.layers else "model.dense_layers"
     value = 1 if key == "model.expert_period" else max(0, model.layers - model.expert_period)
-    return [Problem(what, key, f"{key}={value}", kind="arithmetic")]
+    return [Problem(message, key, f"{key}={value}", kind="arithmetic")]
 
 
 def moe_layers(name: str, model: ModelConfig, residual: Initialiser) -> tuple[LayerSpec, ...]:

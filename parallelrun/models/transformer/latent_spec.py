@@ -41,35 +41,35 @@ def score_growth(model: ModelConfig) -> float:
 
 def check(model: ModelConfig) -> list[Problem]:
     """Problems of the keys of latent attention, and of those that exclude it or need it."""
-    given = [key for key in (*KEYS, "q_lora_rank") if getattr(model, key) is not None]
-    if not given:
+    present = [key for key in (*KEYS, "q_lora_rank") if getattr(model, key) is not None]
+    if not present:
         return _needs_latents(model)
     missing = [key for key in KEYS if getattr(model, key) is None]
     if missing:
-        what = f"latent attention needs all of {', '.join(f'model.{key}' for key in KEYS)}; not given: "
-        fix = f"model.{missing[0]}=N or leave {' and '.join(f'model.{key}' for key in given)} out"
-        return [Problem(what + ", ".join(missing), f"model.{missing[0]}", fix, kind="contradiction")]
+        message = f"latent attention needs all of {', '.join(f'model.{key}' for key in KEYS)}; not given: "
+        fix = f"model.{missing[0]}=N or leave {' and '.join(f'model.{key}' for key in present)} out"
+        return [Problem(message + ", ".join(missing), f"model.{missing[0]}", fix, kind="contradiction")]
     sizes, problems = latent_sizes(model), []
     assert sizes is not None
     if sizes.rope % 2:
-        what = f"model.qk_rope_head_dim={sizes.rope} is odd: positions turn pairs of features"
+        message = f"model.qk_rope_head_dim={sizes.rope} is odd: positions turn pairs of features"
         fix = f"model.qk_rope_head_dim={sizes.rope + 1}"
-        problems.append(Problem(what, "model.qk_rope_head_dim", fix, kind="arithmetic"))
+        problems.append(Problem(message, "model.qk_rope_head_dim", fix, kind="arithmetic"))
     if sizes.value > sizes.head_dim:
-        what = f"model.v_head_dim={sizes.value} is above qk_nope_head_dim + qk_rope_head_dim = {sizes.head_dim}"
-        problems.append(Problem(what, "model.v_head_dim", f"model.v_head_dim={sizes.head_dim}", kind="not_built"))
+        message = f"model.v_head_dim={sizes.value} is above qk_nope_head_dim + qk_rope_head_dim = {sizes.head_dim}"
+        problems.append(Problem(message, "model.v_head_dim", f"model.v_head_dim={sizes.head_dim}", kind="not_built"))
     if model.position != "rope":
-        what = f"model.position={model.position}: latent attention has rotary positions"
-        problems.append(Problem(what, "model.position", "model.position=rope", kind="contradiction"))
+        message = f"model.position={model.position}: latent attention has rotary positions"
+        problems.append(Problem(message, "model.position", "model.position=rope", kind="contradiction"))
     if model.kv_heads not in (None, model.heads):
-        what = f"model.kv_heads={model.kv_heads}: under latent attention every head has a key and value of its own"
+        message = f"model.kv_heads={model.kv_heads}: under latent attention every head has a key and value of its own"
         fix = f"model.kv_heads={model.heads} or leave model.kv_heads out"
-        problems.append(Problem(what, "model.kv_heads", fix, kind="contradiction"))
+        problems.append(Problem(message, "model.kv_heads", fix, kind="contradiction"))
     return problems
 
 
 def _needs_latents(model: ModelConfig) -> list[Problem]:
     if model.rope_scaling != "yarn":
         return []
-    what = "model.rope_scaling=yarn scales scores as latent attention does (model.kv_lora_rank), and this is plain"
-    return [Problem(what, "model.rope_scaling", "model.rope_scaling=linear", kind="not_built")]
+    message = "model.rope_scaling=yarn scales scores as latent attention does (model.kv_lora_rank), and this is plain"
+    return [Problem(message, "model.rope_scaling", "model.rope_scaling=linear", kind="not_built")]

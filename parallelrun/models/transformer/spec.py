@@ -62,24 +62,24 @@ def check(model: ModelConfig) -> list[Problem]:
         return problems + _check_scaling(model)  # heads have sizes of their own
     if hidden % heads:
         fix = f"model.hidden={max(heads, round(hidden / heads) * heads)}"
-        what = f"model.hidden={hidden} does not divide into model.heads={heads}"
-        problems.append(Problem(what, "model.hidden", fix, kind="arithmetic"))
+        message = f"model.hidden={hidden} does not divide into model.heads={heads}"
+        problems.append(Problem(message, "model.hidden", fix, kind="arithmetic"))
     elif model.position == "rope" and (hidden // heads) % 2:
-        what = f"rotary positions need an even head size; hidden / heads is {hidden // heads}"
-        problems.append(Problem(what, "model.hidden", f"model.hidden={2 * hidden}", kind="arithmetic"))
+        message = f"rotary positions need an even head size; hidden / heads is {hidden // heads}"
+        problems.append(Problem(message, "model.hidden", f"model.hidden={2 * hidden}", kind="arithmetic"))
     problems += _check_scaling(model)
     if heads % grouped:
         legal = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - grouped))
-        what = f"model.heads={heads} does not divide into model.kv_heads={grouped}"
-        problems.append(Problem(what, "model.kv_heads", f"model.kv_heads={legal}", kind="arithmetic"))
+        message = f"model.heads={heads} does not divide into model.kv_heads={grouped}"
+        problems.append(Problem(message, "model.kv_heads", f"model.kv_heads={legal}", kind="arithmetic"))
     return problems
 
 
 def _check_scaling(model: ModelConfig) -> list[Problem]:
     """Which waves are scaled must be in order."""
     if model.rope_scaling == "yarn" and model.rope_theta <= 1.0:
-        what = f"model.rope_theta={model.rope_theta:g} is not above 1, and yarn divides by its logarithm"
-        return [Problem(what, "model.rope_theta", "model.rope_theta=10000", kind="arithmetic")]
+        message = f"model.rope_theta={model.rope_theta:g} is not above 1, and yarn divides by its logarithm"
+        return [Problem(message, "model.rope_theta", "model.rope_theta=10000", kind="arithmetic")]
     pairs = {"llama3": ("rope_high_factor", "rope_low_factor", 4), "yarn": ("rope_beta_fast", "rope_beta_slow", 32)}
     if model.rope_scaling not in pairs:
         return []
@@ -87,8 +87,8 @@ def _check_scaling(model: ModelConfig) -> list[Problem]:
     high, low = getattr(model, upper), getattr(model, lower)
     if high > low:
         return []
-    what, fix = f"model.{upper}={high:g} is not above {lower}", f"model.{upper}={factor * low:g}"
-    return [Problem(what, f"model.{upper}", fix, kind="arithmetic")]
+    message, fix = f"model.{upper}={high:g} is not above {lower}", f"model.{upper}={factor * low:g}"
+    return [Problem(message, f"model.{upper}", fix, kind="arithmetic")]
 
 
 def normal(model: ModelConfig) -> Initialiser:
@@ -206,9 +206,9 @@ def embedding_layers(model: ModelConfig, vocab: int) -> list[LayerSpec]:
 
 def head_layer(model: ModelConfig, vocab: int, tied: bool) -> LayerSpec:
     """The layer that gives the logits. A tied one has no weight of its own: it reads the embedding's."""
-    found = weight_and_bias("head.head", (vocab, model.hidden), normal(model), "head", model.head_bias)
+    parameters = weight_and_bias("head.head", (vocab, model.hidden), normal(model), "head", model.head_bias)
     return LayerSpec(
-        "head.head", "head", model.hidden, vocab, found[1:] if tied else found, tied=TIED[1] if tied else None
+        "head.head", "head", model.hidden, vocab, parameters[1:] if tied else parameters, tied=TIED[1] if tied else None
     )
 
 

@@ -109,7 +109,7 @@ class BatchNorm(RoleLayer):
     def take_statistics(self) -> Tensor | None:
         """fp64 (2, channels): mean and unbiased variance, averaged over the sets since the last call (this rank's own,
         or all of them if sets are spread); None if there were none."""
-        seen = [one.double() for statistics in self._seen.values() for one in statistics]
+        seen = [statistic.double() for statistics in self._seen.values() for statistic in statistics]
         self._seen.clear()
         return torch.stack(seen).mean(0) if seen else None
 

@@ -48,7 +48,7 @@ def _branch(
 ) -> tuple[tuple[BackwardStep, ...], bool]:
     """(the steps of one branch, whether its output is kept). gives: elements of the gradient of its input. waiting: of
     gradients that wait meanwhile; last_waits_itself: they are the gradient that arrives at the last operation."""
-    found, shapes = [], ops.flow(operations, shape)
+    parts, shapes = [], ops.flow(operations, shape)
     for number, (operation, before, after) in enumerate(zip(operations, shapes, shapes[1:])):
         pools, passes = isinstance(operation, ops.MaxPoolOp), isinstance(operation, ops.FlattenOp | ops.DropoutOp)
         kept = prod(before) if operation.saves_input and not is_kept else 0
@@ -57,7 +57,7 @@ def _branch(
         if isinstance(operation, ops.FlattenOp):
             continue  # a view
         layer = operation.layer(block.name, before)
-        found.append(
+        parts.append(
             BackwardStep(
                 layer=layer.name if layer else "",
                 kept=kept,
@@ -69,4 +69,4 @@ def _branch(
                 normalises=isinstance(operation, ops.BatchNormOp),
             )
         )
-    return tuple(found), is_kept
+    return tuple(parts), is_kept

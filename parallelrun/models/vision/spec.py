@@ -32,14 +32,14 @@ class ClassifierDefinition(ModelDefinition):
     def make(self, config: Config, vocab: int) -> ModelSpec:
         preset, shape = config.model.preset, _image_shape(config, self.least_size(config))
         if vocab < 1:
-            what = f"model.vocab, the number of classes, is not known before dataset={config.dataset.name} is read"
-            raise ConfigError(Problem(what, "model.vocab", "path=FOLDER, or model.vocab=1000"))
+            message = f"model.vocab, the number of classes, is not known before dataset={config.dataset.name} is read"
+            raise ConfigError(Problem(message, "model.vocab", "path=FOLDER, or model.vocab=1000"))
         blocks = self.architecture(config, shape[1], vocab)
         specs: list[BlockSpec] = []
         is_kept, before, features = True, shape, 0  # the loader keeps the images
         for block in blocks:
             backward, is_kept = backward_of(block, before, is_kept, not specs)
-            kept = float(sum(one.kept + INDEX_ELEMENTS * one.indices for one in backward.steps))
+            kept = float(sum(step.kept + INDEX_ELEMENTS * step.indices for step in backward.steps))
             steps = block.steps(before)
             found = (operation.layer(block.name, shape_in) for operation, shape_in in steps)
             layers = tuple(layer for layer in found if layer is not None)
@@ -67,24 +67,24 @@ def _image_shape(config: Config, least: int) -> ops.Shape:
     """(channels, height, width) of the model's input: as asked, else the dataset's own, at least `least` wide."""
     own, preset = definitions.dataset(config).image_shape(config), config.model.preset
     if own is None:
-        what = f"model={preset} reads images, and dataset={config.dataset.name} gives none"
-        raise ConfigError(Problem(what, "dataset", "dataset=digits", "parallelrun ls datasets", kind="undefined"))
+        message = f"model={preset} reads images, and dataset={config.dataset.name} gives none"
+        raise ConfigError(Problem(message, "dataset", "dataset=digits", "parallelrun ls datasets", kind="undefined"))
     channels, size = own
-    asked = config.model.image
-    if asked is not None and asked < least:
-        what = f"model.image={asked}: {preset} needs images of at least {least} x {least} pixels"
-        raise ConfigError(Problem(what, "model.image", f"model.image={least}", kind="arithmetic"))
-    size = asked or max(least, size or OPEN_SIZE)
+    requested = config.model.image
+    if requested is not None and requested < least:
+        message = f"model.image={requested}: {preset} needs images of at least {least} x {least} pixels"
+        raise ConfigError(Problem(message, "model.image", f"model.image={least}", kind="arithmetic"))
+    size = requested or max(least, size or OPEN_SIZE)
     return config.model.channels or channels, size, size
 
 
 def num_per_stage(config: Config, default: Sequence[int]) -> list[int]:
     """`model.stages`: the number of layers or blocks of each stage. Raises ConfigError unless each is at least 1."""
-    given = list(config.model.stages) or list(default)
-    if all(type(n) is int and n >= 1 for n in given):
-        return given
-    what = f"model.stages={given} are not whole numbers of at least 1"
-    raise ConfigError(Problem(what, "model.stages", f"model.stages={list(default)}".replace(" ", "")))
+    stages = list(config.model.stages) or list(default)
+    if all(type(n) is int and n >= 1 for n in stages):
+        return stages
+    message = f"model.stages={stages} are not whole numbers of at least 1"
+    raise ConfigError(Problem(message, "model.stages", f"model.stages={list(default)}".replace(" ", "")))
 
 
 def three_linear_layers(cells: int, ffn: int, classes: int, dropout_first: bool) -> ops.OperationBlock:

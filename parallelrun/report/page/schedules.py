@@ -50,13 +50,13 @@ def _predicted(run: RunRecord) -> str:
         return f"<p>The predicted schedule cannot be drawn: {escape(error.problems[0].what)}.</p>"
     except (OSError, ValueError) as error:
         raise broken(run.directory / CONFIG, str(error)) from error
-    found = simulate.of_plan(plan)
+    schedule = simulate.of_plan(plan)
     cells = [
         GanttCell(row, ACTIONS[event.kind], event.begin, event.end, str(event.microbatch))
-        for row, pp_rank in enumerate(evenly(len(found.orders), MOST_ROWS))
-        for event in found.events(pp_rank)
+        for row, pp_rank in enumerate(evenly(len(schedule.orders), MOST_ROWS))
+        for event in schedule.events(pp_rank)
     ]
-    title = f"predicted schedule, {found.num_microbatches} of {counted(plan.batch.microbatches, 'microbatch', 'es')}"
+    title = f"predicted schedule, {schedule.num_microbatches} of {counted(plan.batch.microbatches, 'microbatch', 'es')}"
     return _drawn(title, cells, "Times follow each stage's FLOPs; messages take no time.")
 
 

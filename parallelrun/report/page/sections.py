@@ -14,6 +14,7 @@ from parallelrun.report.figures import bytes_text, seconds_text
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine
 from parallelrun.report.records.find import CONFIG
+from parallelrun.report.records.metrics import METRICS, label_of
 from parallelrun.report.records.read import RunRecord, broken, read_object
 from parallelrun.report.records.run_differences import Column, RunComparison, spread_of
 from parallelrun.report.runs import run_comparison as tables
@@ -25,20 +26,9 @@ from parallelrun.report.sweeps.sweep_rows import varied
 MOST_LINES = 20  # of a chart
 _LONGEST = 48  # characters of a run's name
 MOST_ROWS = 16  # ranks of a table or a schedule
-CURVES = {
-    "loss": "training loss",
-    "val_loss": "validation loss",
-    "val_top1": "top-1 accuracy",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_s": "throughput, tokens/s",
-}
-PARTS = {
-    "compute_s": "computing",
-    "comm_exposed_s": "waiting to communicate",
-    "bubble_s": "pipeline bubble",
-    "data_s": "waiting for data",
-}
+CURVES = ("loss", "val_loss", "val_top1", "lr", "grad_norm", "tokens_per_s")
+PARTS = ("compute_s", "comm_exposed_s", "bubble_s", "data_s")
+OVERVIEW = ("loss", "val_loss", "step_time_median_s", "tokens_per_s", "peak_memory_bytes", "wire_bytes_per_step")
 
 
 def named(columns: Sequence[Column]) -> list[Column]:
@@ -78,35 +68,33 @@ def grid(titles: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 
 
 def overview(columns: Sequence[Column]) -> str:
     """A row per column: state, results."""
-    keys = {"loss": "loss", "val_loss": "validation", "step_time_median_s": "step time", "tokens_per_s": "tokens/s",
-            "peak_memory_bytes": "peak memory", "wire_bytes_per_step": "sent a step"}  # fmt: skip
     rows = []
     for column in columns:
         head = column.runs[0]
         states = ", ".join(dict.fromkeys(run.state for run in column.runs))
         steps = head.number("steps")
-        figures = [tables.spread_text(key, spread_of(column, key)) for key in keys]
+        figures = [tables.spread_text(key, spread_of(column, key)) for key in OVERVIEW]
         rows.append([column.name, states, f"{steps:,.0f}" if steps is not None else "-", *figures])
-    return grid(["run", "state", "steps", *keys.values()], rows, 2, "results")
+    return grid(["run", "state", "steps", *(METRICS[key].title for key in OVERVIEW)], rows, 2, "results")
 
 
 def curves(columns: Sequence[Column]) -> str:
     """Charts over steps. Replicates are one line: their mean, with a band of the standard deviation."""
     shown = columns[:MOST_LINES]
-    found = [charts.line_chart(title, [_curve(column, key, style) for style, column in enumerate(shown)],
-                               from_zero=key == "tokens_per_s") for key, title in CURVES.items()]  # fmt: skip
-    if not any(found):
+    figures = [charts.line_chart(label_of(key), [_curve(column, key, style) for style, column in enumerate(shown)],
+                               from_zero=key == "tokens_per_s") for key in CURVES]  # fmt: skip
+    if not any(figures):
         return "<p>No step was recorded.</p>"
     names = [(column.name, style) for style, column in enumerate(shown)]
     keys = charts.legend(names) if len(shown) > 1 else ""
     more = f"<p>{len(columns) - len(shown)} more runs are not drawn.</p>" if len(columns) > len(shown) else ""
-    return f'{keys}<div class="charts">{"".join(found)}</div>{more}'
+    return f'{keys}<div class="charts">{"".join(figures)}</div>{more}'
 
 
 def _curve(column: Column, key: str, style: int) -> ChartLine:
     of_runs = [{row["step"]: row[key] for row in run.rows if row.get(key) is not None} for run in column.runs]
     steps = sorted(set.intersection(*map(set, of_runs)))
-    values = [[one[step] for one in of_runs] for step in steps]
+    values = [[of_run[step] for of_run in of_runs] for step in steps]
     points = [(float(step), statistics.fmean(numbers)) for step, numbers in zip(steps, values)]
     deviation = [statistics.stdev(numbers) for numbers in values] if len(of_runs) > 1 else []
     return ChartLine(column.name, style, points, deviation)
@@ -119,7 +107,9 @@ def time_by_part(columns: Sequence[Column]) -> str:
         values = [column.runs[0].number(key) for key in PARTS]
         if any(values):
             rows.append((column.name, [value or 0.0 for value in values]))
-    drawn = charts.stacked_bars("measured parts of a step, mean over ranks", rows, [*PARTS.values()], seconds_text)
+    drawn = charts.stacked_bars(
+        "measured parts of a step, mean over ranks", rows, [*map(label_of, PARTS)], seconds_text
+    )
     crowded = any((run.number("ranks_per_core") or 0) > 1 for column in columns for run in column.runs)
     note = "<p>Ranks shared cores: step times are no scaling measurement.</p>" if crowded else ""
     return drawn + note if drawn else ""
@@ -129,12 +119,12 @@ def communication(columns: Sequence[Column]) -> str:
     """Bytes that all ranks send in a step, by axis, operation and purpose; measured beside predicted."""
     parts = []
     for column in columns:
-        found = _traffic(column.runs[0])
-        if not found:
+        traffic = _traffic(column.runs[0])
+        if not traffic:
             continue
         rows = [[*key, f"{calls:,}", bytes_text(payload), bytes_text(predicted), bytes_text(wire),
                  "yes" if payload == predicted else "no"]
-                for key, (calls, payload, predicted, wire) in sorted(found.items())]  # fmt: skip
+                for key, (calls, payload, predicted, wire) in sorted(traffic.items())]  # fmt: skip
         titles = ["axis", "operation", "purpose", "calls", "payload", "predicted", "wire", "as predicted"]
         table = grid(titles, rows, 3, f"communication of {column.name}")
         parts.append(f"<details{' open' if len(columns) == 1 else ''}><summary>{escape(column.name)}</summary>"
@@ -159,18 +149,18 @@ def charts_of_axes(columns: Sequence[Column]) -> str:
 def _traffic(run: RunRecord) -> dict[tuple[str, str, str], tuple[int, int, int, int]]:
     """(axis, operation, purpose) -> calls, payload, predicted payload and wire bytes of all ranks."""
     path = run.directory / "comm.json"
-    found: dict[tuple[str, str, str], tuple[int, int, int, int]] = {}
+    traffic: dict[tuple[str, str, str], tuple[int, int, int, int]] = {}
     try:
         for row in read_object(path).get("rows") or []:
             if row["operation"] == "recv":  # its bytes are counted at the sender
                 continue
             key = (str(row["axis"]), str(row["operation"]), str(row["purpose"]))
             new = (row["calls"], row["payload_bytes"], row["predicted_payload_bytes"], row["wire_bytes"])
-            old = found.get(key, (0, 0, 0, 0))
-            found[key] = (old[0] + new[0], old[1] + new[1], old[2] + new[2], old[3] + new[3])
+            old = traffic.get(key, (0, 0, 0, 0))
+            traffic[key] = (old[0] + new[0], old[1] + new[1], old[2] + new[2], old[3] + new[3])
     except (KeyError, TypeError) as error:
         raise broken(path, f"a row is incomplete: {error}", "rows") from error
-    return found
+    return traffic
 
 
 def experts(columns: Sequence[Column]) -> str:
@@ -184,9 +174,9 @@ def experts(columns: Sequence[Column]) -> str:
             raise broken(path / "routing.jsonl", f"a row is incomplete: {error}") from error
         if maps is None:
             continue
-        drawn = [charts.heat_map(one.layer, [["" if cell is None else heat_colour(cell) for cell in row]
-                                             for row in one.cells], one.row_labels, maps.first, maps.last)
-                 for one in maps.layers]  # fmt: skip
+        drawn = [charts.heat_map(layer.layer, [["" if cell is None else heat_colour(cell) for cell in row]
+                                             for row in layer.cells], layer.row_labels, maps.first, maps.last)
+                 for layer in maps.layers]  # fmt: skip
         parts.append(f"<h3>{escape(column.name)}</h3><div class='charts'>{''.join(drawn)}</div>")
     note = "Load of each expert (rows) over the mean load of its layer, by step: blue is below the mean, "
     note += "pale is balanced, red is twice the mean or more."
@@ -203,7 +193,7 @@ def memory(columns: Sequence[Column]) -> str:
         if not isinstance(positions, list) or not positions:
             continue
         try:
-            heaviest = max(positions, key=lambda one: one["total"])
+            heaviest = max(positions, key=lambda position: position["total"])
             bars.append((column.name, [float(heaviest.get(kind, 0)) for kind in kinds]))
             predicted = float(heaviest["total"])
         except (KeyError, TypeError, AttributeError) as error:

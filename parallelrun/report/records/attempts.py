@@ -70,30 +70,30 @@ def config_file(directory: Path, number: int) -> Path:
 def read(directory: Path) -> list[Attempt]:
     """Return the attempts of a run; none if it may not restart, or the file is broken."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return [Attempt(**one) for one in json.loads((directory / FILE).read_text())["attempts"]]
+        return [Attempt(**row) for row in json.loads((directory / FILE).read_text())["attempts"]]
     return []
 
 
 def write(directory: Path, attempts: Sequence[Attempt]) -> None:
     """Write the attempts of a run. A full disk must not end it because of this."""
     with contextlib.suppress(OSError):
-        write_json(directory / FILE, {"attempts": [asdict(one) for one in attempts]})
+        write_json(directory / FILE, {"attempts": [asdict(attempt) for attempt in attempts]})
 
 
 def first_step_begins(directory: Path) -> None:
     """Record, as rank 0, that the present attempt takes its first step. Without attempts nothing is recorded."""
-    found = read(directory)
-    if found and found[-1].stepping is None:
-        write(directory, [*found[:-1], replace(found[-1], stepping=time.time())])
+    attempts = read(directory)
+    if attempts and attempts[-1].stepping is None:
+        write(directory, [*attempts[:-1], replace(attempts[-1], stepping=time.time())])
 
 
 def mark(directory: Path, *names: str, **times: float) -> None:
     """Record when parts of the present attempt were done: `names` now, `times` then. Without attempts nothing is
     recorded. One process at a time may call this."""
-    found = read(directory)
-    if found:
-        marks = {**found[-1].marks, **dict.fromkeys(names, time.time()), **times}
-        write(directory, [*found[:-1], replace(found[-1], marks=marks)])
+    attempts = read(directory)
+    if attempts:
+        marks = {**attempts[-1].marks, **dict.fromkeys(names, time.time()), **times}
+        write(directory, [*attempts[:-1], replace(attempts[-1], marks=marks)])
 
 
 def lost_s(attempts: Sequence[Attempt]) -> float:
@@ -103,7 +103,7 @@ def lost_s(attempts: Sequence[Attempt]) -> float:
         for before, after in pairwise(attempts)
         if before.ended is not None and after.stepping is not None
     ]
-    return sum(down) + sum(one.repeated_s for one in attempts[:-1])
+    return sum(down) + sum(attempt.repeated_s for attempt in attempts[:-1])
 
 
 def parts(before: Attempt, after: Attempt) -> dict[str, float]:
@@ -120,11 +120,11 @@ def parts(before: Attempt, after: Attempt) -> dict[str, float]:
     last = before.marks.get("noticed", before.ended)
     if last is None or after.stepping is None:
         return {}
-    found = {}
+    seconds = {}
     for name, when in times.items():
         if when is not None:
-            found[name], last = when - last, when
-    return found
+            seconds[name], last = when - last, when
+    return seconds
 
 
 def repeated_steps(attempts: Sequence[Attempt]) -> int:
@@ -134,38 +134,42 @@ def repeated_steps(attempts: Sequence[Attempt]) -> int:
 
 def summary(directory: Path) -> dict[str, Any]:
     """Return the fields of summary.json about restarts; empty for a run that had none."""
-    found = read(directory)
-    if len(found) < 2:
+    attempts = read(directory)
+    if len(attempts) < 2:
         return {}
-    return {"restarts": len(found) - 1, "restart_lost_s": lost_s(found), "repeated_steps": repeated_steps(found)}
+    return {
+        "restarts": len(attempts) - 1,
+        "restart_lost_s": lost_s(attempts),
+        "repeated_steps": repeated_steps(attempts),
+    }
 
 
 def status(directory: Path) -> dict[str, Any]:
     """Return the fields of status.json about attempts; empty for a run that may not restart."""
-    found = read(directory)
-    if not found:
+    attempts = read(directory)
+    if not attempts:
         return {}
-    before = found[-2] if len(found) > 1 else None
+    before = attempts[-2] if len(attempts) > 1 else None
     last = {key: getattr(before, key) for key in ("step", "exit_code", "error", "rank", "host")} if before else None
-    return {"attempt": found[-1].number, "last_failure": last}
+    return {"attempt": attempts[-1].number, "last_failure": last}
 
 
 def lines(attempts: Sequence[Attempt], most: int | None = None, step: int = 0) -> list[str]:
     """Return a line for each attempt: its ranks, its steps, and why it ended; and one with the parts of each restart.
     most: attempts that are allowed; step: the run's last one, to which an attempt has come that has not failed."""
     out = []
-    for number, one in enumerate(attempts):
+    for number, attempt in enumerate(attempts):
         of = f" of {most}" if most else ""
-        degrees = " ".join(f"{axis}={size}" for axis, size in one.degrees.items() if size > 1)
-        shown = f"attempt {one.number}{of}: {one.world} ranks{f' ({degrees})' if degrees else ''}"
-        last = one.step if one.ended is not None else max(one.step, step)
-        shown += f", steps {one.resumed_step + 1} to {last}" if last > one.resumed_step else ", no step"
-        if one.error:
-            host = f" on {one.host}" if one.host else ""
-            who = f"rank {one.rank}{host} " if one.rank is not None else ""
-            shown += f", ended by {who}({one.error})"
+        degrees = " ".join(f"{axis}={size}" for axis, size in attempt.degrees.items() if size > 1)
+        shown = f"attempt {attempt.number}{of}: {attempt.world} ranks{f' ({degrees})' if degrees else ''}"
+        last = attempt.step if attempt.ended is not None else max(attempt.step, step)
+        shown += f", steps {attempt.resumed_step + 1} to {last}" if last > attempt.resumed_step else ", no step"
+        if attempt.error:
+            host = f" on {attempt.host}" if attempt.host else ""
+            who = f"rank {attempt.rank}{host} " if attempt.rank is not None else ""
+            shown += f", ended by {who}({attempt.error})"
         out.append(shown)
-        if number and (took := parts(attempts[number - 1], one)):
+        if number and (took := parts(attempts[number - 1], attempt)):
             each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in took.items())
             out.append(f"  {sum(took.values()):.1f} s from the failure to its first step: {each}")
     return out
@@ -196,7 +200,7 @@ def _split(path: Path, step: int, aside: Path) -> float:
     Rows that are no steps of all ranks go, too: updates of a parameter server, of which each attempt has its own
     numbers, and a line that a full disk has torn.
     """
-    kept: list[str] = []
+    remaining: list[str] = []
     removed: list[str] = []
     seconds = 0.0
     try:
@@ -204,7 +208,7 @@ def _split(path: Path, step: int, aside: Path) -> float:
             for line in file:
                 row = _row(line)
                 if row is not None and row["step"] <= step:
-                    kept.append(line)
+                    remaining.append(line)
                 else:
                     removed.append(line)
                     seconds += (row or {}).get("step_time_s") or 0.0
@@ -212,7 +216,7 @@ def _split(path: Path, step: int, aside: Path) -> float:
         return seconds
     if removed:
         write_text(aside, "".join(removed))
-        write_text(path, "".join(kept))
+        write_text(path, "".join(remaining))
     return seconds
 
 

@@ -37,12 +37,12 @@ def parse(text: str) -> Condition:
     """Return the condition of `--fail-on`. Raises ConfigError (exit 2)."""
     match = _FORM.fullmatch(text)
     if match is None:
-        what = f"--fail-on {text!r}: not a condition; it is a result, >, <, >= or <=, and a number"
-        raise ConfigError(Problem(what, "--fail-on", "'val_loss>+1%' or 'tokens_per_s<-5%' or 'loss>4.2'"))
+        message = f"--fail-on {text!r}: not a condition; it is a result, >, <, >= or <=, and a number"
+        raise ConfigError(Problem(message, "--fail-on", "'val_loss>+1%' or 'tokens_per_s<-5%' or 'loss>4.2'"))
     measure, sign, number, percent = match[1], match[3], float(match[4]), match[5]
     if percent and not sign:
-        what = f"--fail-on {text!r}: a change in % needs a sign"
-        raise ConfigError(Problem(what, "--fail-on", f"'{measure}{match[2]}+{match[4]}%'"))
+        message = f"--fail-on {text!r}: a change in % needs a sign"
+        raise ConfigError(Problem(message, "--fail-on", f"'{measure}{match[2]}+{match[4]}%'"))
     limit = -number if sign == "-" else number
     return Condition(text, measure, match[2], limit / 100 if percent else limit, bool(sign), bool(percent))
 
@@ -52,33 +52,37 @@ def failures(comparison: RunComparison, conditions: Sequence[Condition]) -> list
 
     Raises ConfigError (exit 2) for a result that no run has.
     """
-    known = [row.key for row in comparison.measures]
+    keys = [row.key for row in comparison.measures]
     for one in conditions:
-        if one.measure not in (*known, LOSS_DIFFERENCE):
-            near = closest(one.measure, [*known, LOSS_DIFFERENCE])[:3]
+        if one.measure not in (*keys, LOSS_DIFFERENCE):
+            near = closest(one.measure, [*keys, LOSS_DIFFERENCE])[:3]
             raise ConfigError(
                 Problem(f"--fail-on {one.text!r}: no run has {one.measure}", "--fail-on", ", ".join(near))
             )
-    texts = [_failure(comparison, one, index) for one in conditions for index in range(1, len(comparison.columns))]
+    texts = [
+        _failure(comparison, condition, index)
+        for condition in conditions
+        for index in range(1, len(comparison.columns))
+    ]
     return [text for text in texts if text]
 
 
-def _failure(comparison: RunComparison, one: Condition, index: int) -> str:
+def _failure(comparison: RunComparison, condition: Condition, index: int) -> str:
     base, column = comparison.columns[0].label, comparison.columns[index].label
-    if one.measure == LOSS_DIFFERENCE:
-        found = comparison.losses[index - 1]
-        if not found.num_common:
-            return f"{one.text}: cannot be checked: {column} and {base} have no step with a loss in common"
-        before, now = 0.0, abs(found.largest)
+    if condition.measure == LOSS_DIFFERENCE:
+        losses = comparison.losses[index - 1]
+        if not losses.num_common:
+            return f"{condition.text}: cannot be checked: {column} and {base} have no step with a loss in common"
+        before, now = 0.0, abs(losses.largest)
     else:
-        values = next(row.values for row in comparison.measures if row.key == one.measure)
+        values = next(row.values for row in comparison.measures if row.key == condition.measure)
         first, second = values[0], values[index]
-        lacking = column if second is None else base if first is None and one.is_change else ""
+        lacking = column if second is None else base if first is None and condition.is_change else ""
         if second is None or lacking:
-            return f"{one.text}: cannot be checked: {lacking} has no {one.measure}"
+            return f"{condition.text}: cannot be checked: {lacking} has no {condition.measure}"
         before, now = first.mean if first else 0.0, second.mean
-    change = relative(now, before) if one.is_relative else now - before if one.is_change else now
-    if not _OPERATORS[one.operator](change, one.limit):
+    change = relative(now, before) if condition.is_relative else now - before if condition.is_change else now
+    if not _OPERATORS[condition.operator](change, condition.limit):
         return ""
-    text = f"{one.text}: {one.measure} of {column} is {now:.6g}"
-    return f"{text}, {relative(now, before):+.3%} from {base}'s {before:.6g}" if one.is_change else text
+    text = f"{condition.text}: {condition.measure} of {column} is {now:.6g}"
+    return f"{text}, {relative(now, before):+.3%} from {base}'s {before:.6g}" if condition.is_change else text

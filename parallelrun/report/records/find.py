@@ -36,14 +36,14 @@ def all_runs(runs: Path) -> list[Path]:
     Only names are read, so that tens of thousands take a fraction of a second; whether a directory holds a run is
     known when it is read.
     """
-    found = []
+    directories = []
     for group in _folders(runs):
         of_sweep = _TIME.fullmatch(group.name)
         for path in _folders(group):
             time = of_sweep or _TIME.fullmatch(path.name)
             if time is not None:
-                found.append((time[1], str(path)))
-    return [Path(path) for _, path in sorted(found, reverse=True)]
+                directories.append((time[1], str(path)))
+    return [Path(path) for _, path in sorted(directories, reverse=True)]
 
 
 def resolve(words: Iterable[str], runs: Path) -> list[Path]:
@@ -57,11 +57,11 @@ def resolve(words: Iterable[str], runs: Path) -> list[Path]:
 
 def one(word: str, runs: Path) -> Path:
     """Return the one run directory that `word` means (see `resolve`). Raises ConfigError."""
-    found = resolve([word], runs)
-    if len(found) > 1:
-        what = f"{word} is a sweep of {len(found)} points; one run is needed"
-        raise ConfigError(Problem(what, word, str(found[0])))
-    return found[0]
+    directories = resolve([word], runs)
+    if len(directories) > 1:
+        message = f"{word} is a sweep of {len(directories)} points; one run is needed"
+        raise ConfigError(Problem(message, word, str(directories[0])))
+    return directories[0]
 
 
 def directory_of(word: str, runs: Path = Path("runs")) -> Path:
@@ -70,8 +70,8 @@ def directory_of(word: str, runs: Path = Path("runs")) -> Path:
     if path.exists():
         return path
     with suppress(ConfigError):
-        found = resolve([word], runs)
-        return found[0] if len(found) == 1 else path
+        directories = resolve([word], runs)
+        return directories[0] if len(directories) == 1 else path
     return path
 
 
@@ -80,10 +80,10 @@ def _resolve(word: str, runs: Path) -> list[Path]:
         if is_run(path):
             return [Path(os.path.realpath(path))]
         if (path / SWEEP).is_file():
-            found = points(path)
-            if not found:
+            runs_of_sweep = points(path)
+            if not runs_of_sweep:
                 raise ConfigError(Problem(f"{path}: no point of this sweep has run", word))
-            return found
+            return runs_of_sweep
         if path.is_dir() and path != runs:  # a name: its newest run
             named = [run for run in reversed(_folders(path)) if is_run(run)]
             if named:
@@ -93,11 +93,11 @@ def _resolve(word: str, runs: Path) -> list[Path]:
     if len(ending) == 1 and is_run(ending[0]):
         return ending
     if len(ending) > 1:
-        what = f"{word} means several runs: {', '.join(str(path) for path in ending[:4])}"
-        raise ConfigError(Problem(what, word, str(ending[0])))
+        message = f"{word} means several runs: {', '.join(str(path) for path in ending[:4])}"
+        raise ConfigError(Problem(message, word, str(ending[0])))
     near = closest(word, [path.name for path in _folders(runs)])[:3]
-    what = f"no run {word}: neither a directory nor a name in {runs}"
-    raise ConfigError(Problem(what, word, " or ".join(near), "parallelrun runs ls"))
+    message = f"no run {word}: neither a directory nor a name in {runs}"
+    raise ConfigError(Problem(message, word, " or ".join(near), "parallelrun runs ls"))
 
 
 def _folders(directory: Path) -> list[Path]:

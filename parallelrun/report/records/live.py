@@ -63,7 +63,7 @@ class LiveRun:
 def read_live(directory: Path) -> LiveRun:
     """Return a run as it is now. Raises ParallelrunError (exit 4) for broken files."""
     status, row = read_object(directory / STATUS), read_row(directory)
-    ranks = [one for one in status.get("ranks") or () if isinstance(one, dict) and isinstance(one.get("rank"), int)]
+    ranks = [rank for rank in status.get("ranks") or () if isinstance(rank, dict) and isinstance(rank.get("rank"), int)]
     return LiveRun(
         directory,
         row.state,
@@ -81,14 +81,14 @@ def _steps(config: Mapping[str, Any]) -> int:
     """The steps that the run's verb takes; 0 if unknown."""
     values = flatten(config)
     keys = _STEPS.get(str(config.get("verb")), ("steps",))
-    return sum(one for key in keys if isinstance(one := values.get(key), int))
+    return sum(steps for key in keys if isinstance(steps := values.get(key), int))
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    found = []
+    events = []
     with suppress(OSError, ValueError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-_EVENTS_SHOWN:]:
             with suppress(ValueError):
                 row = json.loads(line)
-                found += [row] if isinstance(row, dict) else []
-    return found
+                events += [row] if isinstance(row, dict) else []
+    return events

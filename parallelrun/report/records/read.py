@@ -51,8 +51,8 @@ def read(directory: Path) -> RunRecord:
     if not is_run(directory):
         raise ConfigError(Problem(f"{directory} is not a run: it has no {CONFIG}", str(directory)))
     rows = read_rows(directory / METRICS)
-    found = next((name for name in RESULTS if (directory / name).is_file()), None)
-    results = flatten(read_object(directory / found)) if found else of_rows(rows)
+    results_file = next((name for name in RESULTS if (directory / name).is_file()), None)
+    results = flatten(read_object(directory / results_file)) if results_file else of_rows(rows)
     return RunRecord(
         directory=directory,
         state=str(read_object(directory / STATUS).get("state") or results.get("state") or "unknown"),

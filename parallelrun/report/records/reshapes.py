@@ -27,13 +27,15 @@ def is_asked(directory: Path) -> bool:
 
 def take(directory: Path) -> dict[str, Any] | None:
     """Return the request and remove it; None if there is none, or no valid one."""
-    found = None
+    request = None
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((directory / REQUEST).read_text())
+        request = json.loads((directory / REQUEST).read_text())
     with contextlib.suppress(OSError):
         (directory / REQUEST).unlink()
-    valid = isinstance(found, dict) and isinstance(found.get("name"), str) and isinstance(found.get("config"), str)
-    return found if valid else None
+    valid = (
+        isinstance(request, dict) and isinstance(request.get("name"), str) and isinstance(request.get("config"), str)
+    )
+    return request if valid else None
 
 
 def withdraw(directory: Path, name: str) -> None:
@@ -56,29 +58,29 @@ def answers(directory: Path) -> list[dict[str, Any]]:
 
 def answer(directory: Path, fields: Mapping[str, Any], config: str = "") -> None:
     """Append an answer; keep the frozen configuration of the new plan in `reshapes/<number>/`."""
-    found = [*answers(directory), dict(fields)]
+    rows = [*answers(directory), dict(fields)]
     if config:
-        folder = directory / FOLDER / str(len(found))
+        folder = directory / FOLDER / str(len(rows))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / CONFIG).write_text(config)
-    write_json(directory / FILE, {"reshapes": found})
+    write_json(directory / FILE, {"reshapes": rows})
 
 
 def config_file(directory: Path) -> Path | None:
     """Return the frozen configuration of the last change of plan; None if there was none."""
-    found = [(number, one) for number, one in enumerate(answers(directory), 1) if "error" not in one]
-    return directory / FOLDER / str(found[-1][0]) / CONFIG if found else None
+    reshaped = [(number, row) for number, row in enumerate(answers(directory), 1) if "error" not in row]
+    return directory / FOLDER / str(reshaped[-1][0]) / CONFIG if reshaped else None
 
 
 def status(directory: Path) -> dict[str, Any]:
     """Return the fields of status.json; empty for a run whose plan has not changed."""
-    found = [one for one in answers(directory) if "error" not in one]
-    return {"degrees": found[-1]["after"], "reshaped_after_step": found[-1]["step"]} if found else {}
+    reshaped = [row for row in answers(directory) if "error" not in row]
+    return {"degrees": reshaped[-1]["after"], "reshaped_after_step": reshaped[-1]["step"]} if reshaped else {}
 
 
 def summary(directory: Path) -> dict[str, Any]:
     """Return the fields of summary.json; empty for a run whose plan has not changed."""
-    found = [one for one in answers(directory) if "error" not in one]
-    if not found:
+    reshaped = [row for row in answers(directory) if "error" not in row]
+    if not reshaped:
         return {}
-    return {"reshapes": len(found), "reshape_s": sum(one["seconds"] for one in found)}
+    return {"reshapes": len(reshaped), "reshape_s": sum(row["seconds"] for row in reshaped)}

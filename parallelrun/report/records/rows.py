@@ -64,22 +64,22 @@ def read_row(directory: Path) -> RunRow:
     """Return the row of a directory. A broken file is the row's state, so that one bad run does not hide all others."""
     try:
         status = read_object(directory / STATUS)
-        results = next((flatten(found) for name in RESULTS if (found := read_object(directory / name))), {})
+        results = next((flatten(values) for name in RESULTS if (values := read_object(directory / name))), {})
     except ParallelrunError as error:
         return RunRow(directory, BROKEN, 0, error.problems[0].what, {})
     if not status:
         return RunRow(directory, _without_status(directory), 0, "", results)
     step = status.get("step")
-    state, what = str(status.get("state", BROKEN)), str(status.get("error") or "")
+    state, message = str(status.get("state", BROKEN)), str(status.get("error") or "")
     if state == RUNNING and _is_gone(status):
         state = DIED
     elif state == RUNNING and (quiet_s := age_s(directory, status)) > SLACK_S + _timeout_s(directory):
         state = SILENT
-        what = f"no news for {quiet_s:,.0f} s: all of it was killed at once, its hosts are lost, or it is stopped"
+        message = f"no news for {quiet_s:,.0f} s: all of it was killed at once, its hosts are lost, or it is stopped"
     if not results:
         results = last_row(directory / METRICS)
         step = results.get("step", step)
-    return RunRow(directory, state, step if isinstance(step, int) else 0, what, results)
+    return RunRow(directory, state, step if isinstance(step, int) else 0, message, results)
 
 
 def writer_of(directory: Path) -> str:
@@ -122,8 +122,8 @@ def age_s(directory: Path, status: Mapping[str, Any]) -> float:
 
 def _timeout_s(directory: Path) -> float:
     with suppress(ParallelrunError):
-        found = read_yaml(directory / CONFIG).get("timeout_s")
-        return float(found) if isinstance(found, (int, float)) else _TIMEOUT_S
+        timeout_s = read_yaml(directory / CONFIG).get("timeout_s")
+        return float(timeout_s) if isinstance(timeout_s, (int, float)) else _TIMEOUT_S
     return _TIMEOUT_S
 
 

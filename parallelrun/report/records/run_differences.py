@@ -74,7 +74,7 @@ class MeasureRow:
     @property
     def changes(self) -> tuple[float | None, ...]:
         base = self.values[0]
-        return tuple(relative(one.mean, base.mean) if one and base else None for one in self.values)
+        return tuple(relative(value.mean, base.mean) if value and base else None for value in self.values)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
         versions=_differences([_only(run.manifest, _VERSIONS) for run in heads]),
         measures=tuple(row for row in measures if any(row.values)),
         losses=tuple(_loss_difference(columns[0], column) for column in columns[1:]),
-        over_seeds={key: one for key in keys if (one := spread_of(everything, key))} if replicates else {},
+        over_seeds={key: spread for key in keys if (spread := spread_of(everything, key))} if replicates else {},
     )
 
 
@@ -156,17 +156,17 @@ def columns_of(runs: Sequence[RunRecord]) -> tuple[Column, ...]:
 
 def _identity(run: RunRecord) -> str:
     """Return a key that replicates share: versions, and the configuration without the seed."""
-    asked = {key: value for key, value in _asked(run).items() if key != SEED}
-    if not asked:
+    config = {key: value for key, value in _asked(run).items() if key != SEED}
+    if not config:
         return str(run.directory)
-    return json.dumps([asked, _only(run.manifest, _VERSIONS)], sort_keys=True, default=str)
+    return json.dumps([config, _only(run.manifest, _VERSIONS)], sort_keys=True, default=str)
 
 
 def _asked(run: RunRecord) -> dict[str, Any]:
-    kept = _without(run.config, _VOLATILE)
+    config = _without(run.config, _VOLATILE)
     return {
         key: value
-        for key, value in kept.items()
+        for key, value in config.items()
         if not key.endswith(".description") and not key.startswith(_OF_PRESETS)
     }
 
@@ -186,8 +186,8 @@ def _only(values: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
 
 def _differences(values: Sequence[Mapping[str, Any]], replicated: bool = False) -> tuple[KeyDifference, ...]:
     """Return the keys that differ. replicated: the seed is no difference, because columns have several."""
-    keys = dict.fromkeys(key for one in values for key in one)
-    rows = [KeyDifference(key, tuple(one.get(key, MISSING) for one in values)) for key in keys]
+    keys = dict.fromkeys(key for row_values in values for key in row_values)
+    rows = [KeyDifference(key, tuple(row_values.get(key, MISSING) for row_values in values)) for key in keys]
     return tuple(
         row for row in rows
         if any(value != row.values[0] for value in row.values) and not (replicated and row.key == SEED)
@@ -210,8 +210,8 @@ def losses(column: Column) -> dict[int, float]:
     A loss that was not finite (null) is NaN.
     """
     of_runs = [{row["step"]: _finite_or_nan(row["loss"]) for row in run.rows if "loss" in row} for run in column.runs]
-    common = set.intersection(*(set(one) for one in of_runs))
-    return {step: statistics.fmean(one[step] for one in of_runs) for step in sorted(common)}
+    common = set.intersection(*(set(of_run) for of_run in of_runs))
+    return {step: statistics.fmean(losses_of_run[step] for losses_of_run in of_runs) for step in sorted(common)}
 
 
 def _finite_or_nan(loss: float | None) -> float:
@@ -227,15 +227,20 @@ def _difference(base: float, value: float) -> float:
 
 def _loss_difference(base: Column, column: Column) -> LossDifference:
     first, second = losses(base), losses(column)
-    found = {step: _difference(value, second[step]) for step, value in first.items() if step in second}
-    if not found:
+    differences = {step: _difference(value, second[step]) for step, value in first.items() if step in second}
+    if not differences:
         return LossDifference(column.label, 0)
-    apart = next((step for step, difference in found.items() if difference != 0.0), None)
-    largest, last = max(found, key=lambda step: abs(found[step])), max(found)
-    known = LossDifference(
-        column.label, len(found), largest_step=largest, largest=found[largest], last_step=last, last=found[last]
+    apart = next((step for step, difference in differences.items() if difference != 0.0), None)
+    largest, last = max(differences, key=lambda step: abs(differences[step])), max(differences)
+    gap = LossDifference(
+        column.label,
+        len(differences),
+        largest_step=largest,
+        largest=differences[largest],
+        last_step=last,
+        last=differences[last],
     )
     if apart is None:
-        return known
-    by, size = found[apart], abs(first[apart])
-    return replace(known, first_step=apart, first=by, first_relative=by / size if size > 0 else math.inf)
+        return gap
+    by, size = differences[apart], abs(first[apart])
+    return replace(gap, first_step=apart, first=by, first_relative=by / size if size > 0 else math.inf)

@@ -42,12 +42,12 @@ def series(runs: Sequence[RunRecord], x: str, y: str, by: Sequence[str]) -> tupl
     shown = [run for run in runs if run.number(y) is not None and value_of(run, x) is not None]
     if not shown:
         raise _unknown(y, "--y", runs)
-    found: dict[str, dict[Any, list[RunRecord]]] = {}
+    runs_at: dict[str, dict[Any, list[RunRecord]]] = {}
     for run in shown:
         label = ", ".join(text(run, key) for key in by)
-        found.setdefault(label, {}).setdefault(value_of(run, x), []).append(run)
+        runs_at.setdefault(label, {}).setdefault(value_of(run, x), []).append(run)
     lines = []
-    for label, at in found.items():
+    for label, at in runs_at.items():
         points = [SeriesPoint(value, _spread(members, label, f"{x}={value}", y)) for value, members in at.items()]
         numeric = all(isinstance(point.x, (int, float)) for point in points)
         lines.append(RunSeries(label, tuple(sorted(points, key=lambda point: point.x) if numeric else points)))
@@ -76,11 +76,11 @@ def _spread(members: list[RunRecord], label: str, place: str, y: str) -> Spread:
     others = [key.removesuffix(".name").removesuffix(".preset") for key in others]
     if others or len({run.config.get(SEED) for run in members}) < len(members):
         why = f"differ in {', '.join(others[:3])}" if others else "have the same seed"
-        what = f"{len(members)} runs at {place}{f' of {label}' if label else ''} {why}"
-        raise ConfigError(Problem(what, "--by", f"--by {others[0]} too" if others else "name the runs one by one"))
-    found = spread_of(Column(label, tuple(members)), y)
-    assert found is not None, "runs without the result are left out"
-    return found
+        message = f"{len(members)} runs at {place}{f' of {label}' if label else ''} {why}"
+        raise ConfigError(Problem(message, "--by", f"--by {others[0]} too" if others else "name the runs one by one"))
+    spread = spread_of(Column(label, tuple(members)), y)
+    assert spread is not None, "runs without the result are left out"
+    return spread
 
 
 def _unknown(key: str, flag: str, runs: Sequence[RunRecord]) -> ConfigError:

@@ -90,7 +90,7 @@ def read(directory: Path, columns: int) -> Maps | None:
 
     Of more than four layers four are taken, evenly over the depth; experts share 16 rows where there are more.
     """
-    steps = {int(found[1]) for line in _lines(directory) if (found := _STEP.match(line))}
+    steps = {int(match[1]) for line in _lines(directory) if (match := _STEP.match(line))}
     if not steps:
         return None
     first, last = min(steps), max(steps)
@@ -103,8 +103,8 @@ def read(directory: Path, columns: int) -> Maps | None:
         layers, column = row["layers"], (row["step"] - first) * columns // (last + 1 - first)
         shown = [layers[index] for index in evenly(len(layers), MOST_LAYERS)]
         maps = maps or [LayerMap(layer["layer"], len(layer["load"]), columns) for layer in shown]
-        for one, layer in zip(maps, shown, strict=True):
-            one.add(column, layer)
+        for layer_map, layer in zip(maps, shown, strict=True):
+            layer_map.add(column, layer)
     return Maps(tuple(maps), len(layers), first, last)
 
 
@@ -127,7 +127,7 @@ def panel(directory: Path, summary: dict[str, Any], console: Console) -> Group |
         return None
     in_colour = console.color_system is not None and not console.no_color
     wide = max(1, min(3, width // len(maps.layers[0].cells[0])))  # characters of a column: few steps are drawn wider
-    drawn = [_map_text(one, maps, wide, in_colour) for one in maps.layers]
+    drawn = [_map_text(layer, maps, wide, in_colour) for layer in maps.layers]
     grid = Table.grid(padding=(0, 3))
     for start in range(0, len(drawn), per_row):
         grid.add_row(*drawn[start : start + per_row])
@@ -145,15 +145,15 @@ def _headline(summary: dict[str, Any], maps: Maps) -> Text:
     return text
 
 
-def _map_text(one: LayerMap, maps: Maps, wide: int, in_colour: bool) -> Text:
-    margin = max(map(len, one.row_labels))
-    text = Text(no_wrap=True).append(f"{one.layer}\n", "bold")
-    for label, row in zip(one.row_labels, one.cells):
+def _map_text(layer_map: LayerMap, maps: Maps, wide: int, in_colour: bool) -> Text:
+    margin = max(map(len, layer_map.row_labels))
+    text = Text(no_wrap=True).append(f"{layer_map.layer}\n", "bold")
+    for label, row in zip(layer_map.row_labels, layer_map.cells):
         text.append(f"{label:>{margin}} ", "dim")
         for cell in row:
             text.append(*_cell(cell, wide, in_colour))
         text.append("\n")
-    first, last, width = str(maps.first), str(maps.last), wide * len(one.cells[0])
+    first, last, width = str(maps.first), str(maps.last), wide * len(layer_map.cells[0])
     return text.append(f"{'':>{margin}} {first}{last:>{max(width - len(first), len(last) + 1)}}", "dim")
 
 
@@ -192,13 +192,13 @@ def write(directory: Path) -> Path | None:
 
 def to_svg(maps: Maps) -> str:
     """Draw a heat map per layer, and MaxVio over the steps."""
-    names = [*(one.layer for one in maps.layers), "MaxVio: largest load over mean load, less 1"]
+    names = [*(layer_map.layer for layer_map in maps.layers), "MaxVio: largest load over mean load, less 1"]
     drawn, panels = chart.panels("load of experts over the run", names)
-    for style, (axes, one) in enumerate(zip(panels, maps.layers)):
-        chart.heat_map(axes, one.cells, one.row_labels, (maps.first, maps.last), MOST_LOAD)
+    for style, (axes, layer_map) in enumerate(zip(panels, maps.layers)):
+        chart.heat_map(axes, layer_map.cells, layer_map.row_labels, (maps.first, maps.last), MOST_LOAD)
         chart.scale(axes, "x", digits, label="step")
         axes.set_ylabel("expert")
-        values = one.max_vio
+        values = layer_map.max_vio
         points = [(maps.step_of(i, len(values)), value) for i, value in enumerate(values) if value is not None]
         chart.line(panels[-1], style, points)
     chart.scale(panels[-1], "x", digits, label="step")
@@ -206,4 +206,4 @@ def to_svg(maps: Maps) -> str:
     notes = ["colour: load of an expert over the mean load of its layer, before any token is dropped; 1 is balanced"]
     if maps.num_layers > len(maps.layers):
         notes.append(f"{len(maps.layers)} of {maps.num_layers} layers with experts; {FILE} has all")
-    return chart.svg(drawn, [one.layer for one in maps.layers], notes)
+    return chart.svg(drawn, [layer.layer for layer in maps.layers], notes)

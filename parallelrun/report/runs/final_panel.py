@@ -16,6 +16,7 @@ from parallelrun.base.wording import counted
 from parallelrun.planner.predict.prediction import matches_prediction
 from parallelrun.report.figures import ROUNDING, bytes_text, degrees_text, seconds_text
 from parallelrun.report.plans import predicted
+from parallelrun.report.records.metrics import METRICS
 from parallelrun.report.runs import expert_load
 from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_console, table
 
@@ -24,6 +25,7 @@ FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "routing.jsonl", "routing.svg", "comm.json", "schedule.json",
     "summary.json", "servers.json", "logs",
 )  # fmt: skip
+PARTS = ("compute_s", "comm_exposed_s", "data_s")  # of a step's time
 _SUMMED = ("calls", "predicted_calls", "payload_bytes", "predicted_payload_bytes", "wire_bytes")  # of comm.json's rows
 
 
@@ -136,10 +138,9 @@ def _rate(summary: dict[str, Any]) -> str:
 
 def _parts_of_a_step(summary: dict[str, Any]) -> str:
     """Return the parts of a step's time, averaged over ranks; empty where waits were not timed, and for one rank."""
-    names = {"compute_s": "computing", "comm_exposed_s": "waiting to communicate", "data_s": "data"}
     if summary.get("bubble_measured") is None or summary["world"] == 1:
         return ""
-    return "\n" + ", ".join(f"{name} {seconds_text(summary[key])}" for key, name in names.items())
+    return "\n" + ", ".join(f"{METRICS[key].title} {seconds_text(summary[key])}" for key in PARTS)
 
 
 def communication_table(rows: list[dict[str, Any]]) -> Group:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parallelrun.base.wording import counted
-from parallelrun.report.figures import bytes_text, digits, seconds_text
+from parallelrun.report.records.metrics import METRICS, metric_text
 from parallelrun.report.records.run_differences import (
     MISSING,
     Column,
@@ -27,31 +27,6 @@ from parallelrun.report.screen import NO_LIMIT, table
 MOST_COLUMNS = 4  # beside each other on the screen; more runs are compared below each other
 MOST_KEYS = 24  # of a section on the screen
 LONGEST = 28  # characters of a value on the screen
-# Results that are shown, in order; the others are counts that the configuration gives.
-MEASURES = {
-    "loss": "training loss",
-    "val_loss": "validation loss",
-    "val_top1": "top-1 accuracy",
-    "step_time_median_s": "step time, median",
-    "median_s": "step time, median",
-    "step_time_p95_s": "step time, 95th percentile",
-    "p95_s": "step time, 95th percentile",
-    "tokens_per_s": "tokens/s",
-    "samples_per_s": "samples/s",
-    "compute_s": "computing",
-    "comm_exposed_s": "waiting to communicate",
-    "bubble_s": "pipeline bubble",
-    "data_s": "waiting for data",
-    "optimizer_s": "optimizer",
-    "peak_memory_bytes": "peak memory of a rank",
-    "wire_bytes_per_step": "bytes sent in a step",
-    "max_vio": "MaxVio of experts",
-    "drop_rate": "dropped assignments",
-    "staleness_mean": "staleness, mean",
-    "max_error.loss": "error of the losses",
-    "max_error.grads": "error of the gradients",
-    "max_error.params": "error of the updates",
-}
 SECTIONS = (("config", "configuration"), ("plan", "plan"), ("versions", "versions"))
 _NONE = "-"
 _HASH = re.compile("[0-9a-f]{40,64}")
@@ -100,7 +75,7 @@ def document(comparison: RunComparison, failed: Sequence[str]) -> dict[str, Any]
         return {column.label: value for column, value in pairs if value is not MISSING}
 
     def by_column(spreads: Iterable[Any]) -> dict[str, Any]:
-        return {column.label: one for column, one in zip(comparison.columns, spreads)}
+        return {column.label: spread for column, spread in zip(comparison.columns, spreads)}
 
     return {
         "columns": [
@@ -119,19 +94,19 @@ def document(comparison: RunComparison, failed: Sequence[str]) -> dict[str, Any]
 
 def notes(comparison: RunComparison) -> list[str]:
     """Return what a reader of the figures must know."""
-    found = []
+    notes_on_runs = []
     runs = [run for column in comparison.columns for run in column.runs]
     replicated = any(len(column.runs) > 1 for column in comparison.columns)
     if comparison.over_seeds:
-        found.append(f"only the seed differs: `all` is mean ± standard deviation over {len(runs)} seeds")
+        notes_on_runs.append(f"only the seed differs: `all` is mean ± standard deviation over {len(runs)} seeds")
     elif replicated:
-        found.append("± is the standard deviation over seeds")
+        notes_on_runs.append("± is the standard deviation over seeds")
     if any((run.number("ranks_per_core") or 0) > 1 for run in runs):
-        found.append("ranks shared cores: step times are no scaling measurement")
+        notes_on_runs.append("ranks shared cores: step times are no scaling measurement")
     unfinished = [str(run.directory) for run in runs if run.state != "done"]
     if unfinished:
-        found.append(f"not finished: {', '.join(unfinished[:4])}{' ...' if len(unfinished) > 4 else ''}")
-    return found
+        notes_on_runs.append(f"not finished: {', '.join(unfinished[:4])}{' ...' if len(unfinished) > 4 else ''}")
+    return notes_on_runs
 
 
 def _heads(comparison: RunComparison) -> list[str]:
@@ -236,37 +211,26 @@ def _result_titles(comparison: RunComparison) -> list[str]:
 
 def _result_rows(comparison: RunComparison) -> list[list[str]]:
     """The title of a result, then its value in each column with the change from the first one."""
-    found = {row.key: row for row in comparison.measures}
+    by_key = {row.key: row for row in comparison.measures}
     rows = []
-    for key, title in MEASURES.items():
-        if key not in found or all(one is None or one.mean == 0 for one in found[key].values):
+    for key, metric in METRICS.items():
+        if key not in by_key or all(spread is None or spread.mean == 0 for spread in by_key[key].values):
             continue
-        cells = [spread_text(key, one) for one in found[key].values]
-        changes = [_change(change) if index else "" for index, change in enumerate(found[key].changes)]
+        cells = [spread_text(key, value) for value in by_key[key].values]
+        changes = [_change(change) if index else "" for index, change in enumerate(by_key[key].changes)]
         together = [spread_text(key, comparison.over_seeds.get(key))] if comparison.over_seeds else []
-        rows.append([title, *(f"{cell}{change}" for cell, change in zip(cells, changes)), *together])
+        rows.append([metric.label, *(f"{cell}{change}" for cell, change in zip(cells, changes)), *together])
     return rows
 
 
-def spread_text(key: str, one: Spread | None) -> str:
+def spread_text(key: str, spread: Spread | None) -> str:
     """Return `4.42 ±0.01`, or `-` for a result that was not recorded."""
-    if one is None:
+    if spread is None:
         return _NONE
-    if one.deviation is None:
-        return number_text(key, one.mean)
-    deviation = float(f"{one.deviation:.2g}")  # more digits say nothing
-    return f"{number_text(key, one.mean)} ±{number_text(key, deviation) if deviation else 0}"
-
-
-def number_text(key: str, value: float, significant: int = 3) -> str:
-    """Return a result for people, with the unit that its key names, in at least so many significant digits."""
-    if "bytes" in key:
-        return bytes_text(value, significant)
-    if key.endswith("_per_s"):
-        return f"{value:,.0f}" if value >= 100 and significant == 3 else digits(value, significant)
-    if key.endswith("_s"):
-        return seconds_text(value, significant)
-    return f"{value:.{significant + 3}g}"
+    if spread.deviation is None:
+        return metric_text(key, spread.mean)
+    deviation = float(f"{spread.deviation:.2g}")  # more digits say nothing
+    return f"{metric_text(key, spread.mean)} ±{metric_text(key, deviation) if deviation else 0}"
 
 
 def _change(change: float | None) -> str:
@@ -279,23 +243,25 @@ def losses(comparison: RunComparison) -> list[str]:
     """Return a line per column but the first: where its losses part from the first one's."""
     base = comparison.columns[0]
     pairs = zip(comparison.columns[1:], comparison.losses)
-    trained = [one for column, one in pairs if any(run.rows for run in (*base.runs, *column.runs))]  # not bench, verify
-    return [loss_text(base.label, one) for one in trained]
+    trained = [
+        difference for column, difference in pairs if any(run.rows for run in (*base.runs, *column.runs))
+    ]  # not bench, verify
+    return [loss_text(base.label, difference) for difference in trained]
 
 
-def loss_text(base: str, one: LossDifference) -> str:
+def loss_text(base: str, gap: LossDifference) -> str:
     """Say where the losses of a run part from those of the run `base`, and by how much."""
-    pair = f"losses of {base} and {one.label}"
-    if not one.num_common:
+    pair = f"losses of {base} and {gap.label}"
+    if not gap.num_common:
         return f"{pair}: no step in common"
-    steps = f"{counted(one.num_common, 'common step')}"
-    if one.first_step is None:
+    steps = f"{counted(gap.num_common, 'common step')}"
+    if gap.first_step is None:
         return f"{pair}: bitwise equal in {steps}"
-    finite = math.isfinite(one.first)
-    first = f"by {one.first:+.3g} (relative {one.first_relative:+.1e})" if finite else "because one is not finite"
+    finite = math.isfinite(gap.first)
+    first = f"by {gap.first:+.3g} (relative {gap.first_relative:+.1e})" if finite else "because one is not finite"
     return (
-        f"{pair}: part at step {one.first_step}, {first}; at most {one.largest:+.3g} at step {one.largest_step}; "
-        f"{one.last:+.3g} at step {one.last_step}, the last of {steps}"
+        f"{pair}: part at step {gap.first_step}, {first}; at most {gap.largest:+.3g} at step {gap.largest_step}; "
+        f"{gap.last:+.3g} at step {gap.last_step}, the last of {steps}"
     )
 
 

@@ -12,18 +12,12 @@ from rich.text import Text
 from parallelrun.base.wording import counted
 from parallelrun.report.figures import bytes_text
 from parallelrun.report.records import attempts
+from parallelrun.report.records.metrics import METRICS, metric_text
 from parallelrun.report.records.read import RunRecord
 from parallelrun.report.records.rows import RunRow
-from parallelrun.report.runs.run_comparison import number_text
 from parallelrun.report.screen import labelled, print_command
 
-_COLUMNS = {
-    "loss": "loss",
-    "val_loss": "val loss",
-    "tokens_per_s": "tokens/s",
-    "step_time_median_s": "step time",
-    "peak_memory_bytes": "memory",
-}
+_COLUMNS = ("loss", "val_loss", "tokens_per_s", "step_time_median_s", "peak_memory_bytes")
 _NUM_WORDS = 4  # columns of text; the others are numbers
 _NARROW = 100  # columns of a terminal; below, the year is left out
 _MOST_STYLED = 200  # rows; rich takes seconds for thousands
@@ -37,7 +31,7 @@ _STYLES = {
 
 def show_table(rows: Sequence[RunRow], num_more: int, console: Console) -> None:
     """Print a line per run. num_more: runs that are left out. A narrow terminal gets fewer figures."""
-    titles = ["run", "name", "started", "state", "step", *_COLUMNS.values()]
+    titles = ["run", "name", "started", "state", "step", *(METRICS[key].title for key in _COLUMNS)]
     cells = [
         [
             *_words(row, console.width < _NARROW),
@@ -86,35 +80,35 @@ def document(row: RunRow) -> dict[str, Any]:
 
 def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None:
     """Print what a run is and where it came from; its results are in `report.runs.final_panel`."""
-    given = run.manifest
+    manifest = run.manifest
     versions = [
-        f"{key.removeprefix('versions.')} {value}" for key, value in given.items() if key.startswith("versions.")
+        f"{key.removeprefix('versions.')} {value}" for key, value in manifest.items() if key.startswith("versions.")
     ]
-    git = f"{str(given.get('git.sha', '?'))[:12]}{' with changes' if given.get('git.dirty') else ''}"
+    git = f"{str(manifest.get('git.sha', '?'))[:12]}{' with changes' if manifest.get('git.dirty') else ''}"
     lines = [
         ("run", str(run.directory)),
         ("state", f"{row.state}, step {row.step:,}{f': {row.error}' if row.error else ''}"),
-        ("started", f"{given.get('started_utc', '?')} on {', '.join(map(str, given.get('hosts') or ['?']))}"),
+        ("started", f"{manifest.get('started_utc', '?')} on {', '.join(map(str, manifest.get('hosts') or ['?']))}"),
         ("versions", ", ".join(versions)),
         ("git", git),
         ("seed", str(run.config.get("seed", "?"))),
         ("files", bytes_text(num_bytes)),
     ]
-    if found := attempts.read(run.directory):
+    if history := attempts.read(run.directory):
         allowed = run.config.get("restarts")
-        shown = attempts.lines(found, allowed + 1 if isinstance(allowed, int) and allowed else None, row.step)
+        shown = attempts.lines(history, allowed + 1 if isinstance(allowed, int) and allowed else None, row.step)
         lines.append(("attempts", "\n".join(shown)))
     if not (run.directory / "summary.json").exists():
         lines += [
-            (key, number_text(key, value))
+            (key, metric_text(key, value))
             for key in run.results
             if key != "schema" and (value := run.number(key)) is not None
         ]
     console.print(labelled([(name, Text(text)) for name, text in lines]))
     console.print("started by:")
-    print_command(shlex.join(["parallelrun", *map(str, given.get("argv") or [])]), console)
+    print_command(shlex.join(["parallelrun", *map(str, manifest.get("argv") or [])]), console)
 
 
 def _figure(key: str, results: dict[str, Any]) -> str:
     value = results.get(key, results.get(_OF_BENCH.get(key, "")))
-    return number_text(key, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+    return metric_text(key, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""

@@ -69,37 +69,37 @@ def _progress(run: LiveRun) -> Text:
 
 def _ranks(run: LiveRun, most: int) -> RenderableType:
     """A line for each rank; where there is no room for all, those that are slow, silent or behind come first."""
-    first = max(int(_number(one, "step")) for one in run.ranks)  # metrics.jsonl may be newer than all these rows
+    first = max(int(_number(rank, "step")) for rank in run.ranks)  # metrics.jsonl may be newer than all these rows
     shown = sorted(run.ranks, key=lambda one: (not _marks(one, first), one["rank"]))[:most]
-    found = table(">rank", "host", ">step", "phase", ">tokens/s", ">step time", ">computing", ">waiting", ">memory", "")
+    drawn = table(">rank", "host", ">step", "phase", ">tokens/s", ">step time", ">computing", ">waiting", ">memory", "")
     for one in sorted(shown, key=lambda row: int(row["rank"])):
         marks = _marks(one, first)
-        found.add_row(*(Text(text) for text in _cells(one)), Text(marks, "yellow"), style="yellow" if marks else "")
+        drawn.add_row(*(Text(text) for text in _cells(one)), Text(marks, "yellow"), style="yellow" if marks else "")
     left = len(run.ranks) - len(shown)
-    return Group(found, Text(f"... and {left} more ranks, as expected", "dim")) if left else found
+    return Group(drawn, Text(f"... and {left} more ranks, as expected", "dim")) if left else drawn
 
 
-def _cells(one: Mapping[str, Any]) -> list[str]:
-    step_s = _number(one, "step_s")
-    parts = [_number(one, name) / step_s if step_s else 0.0 for name in ("compute_s", "waiting_s")]
+def _cells(rank: Mapping[str, Any]) -> list[str]:
+    step_s = _number(rank, "step_s")
+    parts = [_number(rank, name) / step_s if step_s else 0.0 for name in ("compute_s", "waiting_s")]
     return [
-        str(one["rank"]),
-        str(one.get("host", "")),
-        str(one.get("step", "")),
-        escape(str(one.get("phase", ""))),
-        f"{_number(one, 'tokens_per_s'):,.0f}" if step_s else "",
+        str(rank["rank"]),
+        str(rank.get("host", "")),
+        str(rank.get("step", "")),
+        escape(str(rank.get("phase", ""))),
+        f"{_number(rank, 'tokens_per_s'):,.0f}" if step_s else "",
         f"{step_s * 1e3:,.0f} ms" if step_s else "",
         *(f"{part:.0%}" if step_s else "" for part in parts),
-        bytes_text(_number(one, "memory_bytes")) if one.get("memory_bytes") else "",
+        bytes_text(_number(rank, "memory_bytes")) if rank.get("memory_bytes") else "",
     ]
 
 
-def _marks(one: Mapping[str, Any], step: int) -> str:
+def _marks(rank: Mapping[str, Any], step: int) -> str:
     """Return a note if a rank is slow, silent or late. step: of the rank that is furthest."""
-    if one.get("seen") is False:
+    if rank.get("seen") is False:
         return "not seen: nothing of it in the run directory (does its host share the disk?)"
-    silent, slow = _number(one, "silent_s"), _number(one, "slow")
-    behind = step - int(_number(one, "step"))
+    silent, slow = _number(rank, "silent_s"), _number(rank, "slow")
+    behind = step - int(_number(rank, "step"))
     return ", ".join(
         [
             *([f"slow: computes {slow:.1f} times as long as its like"] if slow else []),
@@ -109,8 +109,8 @@ def _marks(one: Mapping[str, Any], step: int) -> str:
     )
 
 
-def _number(one: Mapping[str, Any], name: str) -> float:
-    value = one.get(name)
+def _number(rank: Mapping[str, Any], name: str) -> float:
+    value = rank.get(name)
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 

@@ -10,8 +10,8 @@ from functools import partial
 
 from parallelrun.report import chart
 from parallelrun.report.figures import csv_text, digits
+from parallelrun.report.records.metrics import label_of, metric_text
 from parallelrun.report.records.series import RunSeries
-from parallelrun.report.runs.run_comparison import MEASURES, number_text
 
 FORMS = ("svg", "pdf", "png", "csv")
 WIDTHS = {"column": 3.5, "page": 7.0}  # inches
@@ -32,14 +32,16 @@ def draw(lines: Sequence[RunSeries], x: str, y: str, form: str, width: str, log:
         chart.line(axes, style, [(at, spread.mean) for at, spread in points])
         if is_text:  # between two names there is nothing
             axes.lines[-1].set_linestyle("none")
-        spreads = [(at, one.mean, one.deviation) for at, one in points if one.deviation is not None]
+        spreads = [
+            (at, spread_at.mean, spread_at.deviation) for at, spread_at in points if spread_at.deviation is not None
+        ]
         chart.error_bars(axes, style, spreads)
     ticks = [float(index if is_text else word) for index, word in enumerate(words)]
     few = sorted(ticks) if len(ticks) <= MOST_TICKS else []
     chart.scale(axes, "x", (lambda at, _: str(words[round(at)])) if is_text else digits,
                 log="x" in log and not is_text, ticks=few, label=x)  # fmt: skip
     from_zero = "loss" not in y and "y" not in log
-    chart.scale(axes, "y", partial(number_text, y), log="y" in log, from_zero=from_zero, label=MEASURES.get(y, y))
+    chart.scale(axes, "y", partial(metric_text, y), log="y" in log, from_zero=from_zero, label=label_of(y))
     legend = [line.label for line in lines] if len(lines) > 1 else []
     return chart.image(drawn, form, legend, notes)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parallelrun.base.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
+from parallelrun.report.records.metrics import metric_text
 from parallelrun.report.sweeps.sweep_rows import DEGREES, FINISHED, is_crowded, read, varied
 
 PICTURE = "scaling.svg"
@@ -64,29 +66,29 @@ def _group(label: str, rows: list[dict[str, Any]]) -> ScalingGroup:
     kind = "strong" if len({row.get("global_batch") for row in rows}) == 1 else "weak"
     points = [Scaled(row["point"], row["world"], row[RATE], row[RATE] / row["world"] / base) for row in rows]
     crowded = any(map(is_crowded, rows))
-    return ScalingGroup(label, kind, crowded, tuple(sorted(points, key=lambda one: (one.world, -one.rate))))
+    return ScalingGroup(label, kind, crowded, tuple(sorted(points, key=lambda point: (point.world, -point.rate))))
 
 
 def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]:
     """Return (strong | weak, efficiency) of every point that belongs to a group, by the point's number."""
-    return {one.point: (group.kind, one.efficiency) for group in groups(rows) for one in group.points}
+    return {point.point: (group.kind, point.efficiency) for group in groups(rows) for point in group.points}
 
 
 def write(directory: Path) -> list[Path]:
     """Write scaling.svg in a sweep directory, if the sweep has groups and matplotlib is installed."""
-    found = groups(read(directory))
-    if not found or not chart.available():
+    scaling_groups = groups(read(directory))
+    if not scaling_groups or not chart.available():
         return []
-    write_text(directory / PICTURE, to_svg(found))
+    write_text(directory / PICTURE, to_svg(scaling_groups))
     return [directory / PICTURE]
 
 
-def to_svg(found: Sequence[ScalingGroup]) -> str:
+def to_svg(scaling_groups: Sequence[ScalingGroup]) -> str:
     """Draw samples/s and efficiency over the number of ranks, with a line of ideal scaling for every group."""
-    worlds = sorted({one.world for group in found for one in group.points})
+    worlds = sorted({point.world for group in scaling_groups for point in group.points})
     drawn, (rates, shares) = chart.panels("scaling of the sweep's points", ["samples/s", "efficiency"])
-    ideal = len(found)  # its style: the last one of the legend
-    for style, group in enumerate(found):
+    ideal = len(scaling_groups)  # its style: the last one of the legend
+    for style, group in enumerate(scaling_groups):
         fastest = {one.world: one for one in reversed(group.points)}
         best = [fastest[world] for world in sorted(fastest)]
         first, last = best[0], best[-1]
@@ -97,10 +99,8 @@ def to_svg(found: Sequence[ScalingGroup]) -> str:
     for axes in (rates, shares):
         chart.scale(axes, "x", "{:g}".format, log=True, ticks=worlds, label="ranks, servers included")
     chart.scale(rates, "y", digits, log=True)
-    chart.scale(
-        shares, "y", lambda share, significant: f"{share:.{significant - 3}%}", from_zero=True, label="of the ideal"
-    )
+    chart.scale(shares, "y", partial(metric_text, "efficiency"), from_zero=True, label="of the ideal")
     notes = ["ideal: each rank adds as much as a rank of the smallest point; of several degrees the fastest is drawn"]
-    if any(group.crowded for group in found):
+    if any(group.crowded for group in scaling_groups):
         notes.append("ranks shared cores: step time is no scaling measurement")
-    return chart.svg(drawn, [*(f"{group.label}: {group.kind} scaling" for group in found), "ideal"], notes)
+    return chart.svg(drawn, [*(f"{group.label}: {group.kind} scaling" for group in scaling_groups), "ideal"], notes)

@@ -16,10 +16,11 @@ from typing import Any
 from parallelrun.base.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import byte_unit, csv_text, digits, thinned
+from parallelrun.report.records.metrics import label_of
 from parallelrun.report.sweeps.sweep_rows import is_crowded, read, read_json, read_jsonl, varied
 
 PICTURE, NUMBERS = "comparison.svg", "comparison.csv"
-MEASURES = {"loss": "training loss", "val_loss": "validation loss", "val_top1": "top-1 accuracy"}
+MEASURES = ("loss", "val_loss", "val_top1")
 CONTROL = "control"  # the purpose of traffic that carries no training data
 MOST_LINES = 20
 SPREAD = 30  # largest over smallest number; above it the axis is logarithmic
@@ -55,7 +56,7 @@ class Series:
 def series(directory: Path) -> list[Series]:
     """Return every finished point of a sweep directory."""
     rows = read(directory)
-    found = []
+    points = []
     for row, names in zip(rows, varied(rows), strict=True):
         if row.get("state") != "done" or not row.get("directory"):
             continue
@@ -63,13 +64,13 @@ def series(directory: Path) -> list[Series]:
         if measured:
             label = _label(names, row) if len(rows) > 1 else ""
             label = label or str(row.get("strategy", f"point {row['point']}"))
-            found.append(Series(row["point"], label, is_crowded(row), measured, row.get("bubble_predicted") or 0.0))
-    return found
+            points.append(Series(row["point"], label, is_crowded(row), measured, row.get("bubble_predicted") or 0.0))
+    return points
 
 
 def _label(names: list[str], row: dict[str, Any]) -> str:
     """Return the overrides that the point's strategy reads: `ring` for `strategy=ring`, others with their keys."""
-    unread = {found[1] for note in row.get("notes", ()) if (found := _UNREAD.match(note))}
+    unread = {match[1] for note in row.get("notes", ()) if (match := _UNREAD.match(note))}
     return " ".join(name.removeprefix("strategy=") for name in names if name not in unread)
 
 
@@ -108,48 +109,48 @@ def _sent_until(run: Path) -> Callable[[dict[str, Any]], float]:
 
 def write(directory: Path) -> list[Path]:
     """Write comparison.csv in a sweep directory with finished points, and comparison.svg if matplotlib is installed."""
-    found = series(directory)
-    if not found:
+    points = series(directory)
+    if not points:
         return []
-    write_text(directory / NUMBERS, to_csv(found))
+    write_text(directory / NUMBERS, to_csv(points))
     if not chart.available():
         return [directory / NUMBERS]
-    write_text(directory / PICTURE, to_svg(found))
+    write_text(directory / PICTURE, to_svg(points))
     return [directory / PICTURE, directory / NUMBERS]
 
 
-def to_csv(found: list[Series]) -> str:
+def to_csv(points: list[Series]) -> str:
     """Return a row per point and measured step."""
     rows = [
-        (one.point, one.label, int(one.crowded), at.step, round(at.time_s, 3), round(at.sent_bytes),
+        (line.point, line.label, int(line.crowded), at.step, round(at.time_s, 3), round(at.sent_bytes),
          *(at.measures.get(key, "") for key in MEASURES))
-        for one in found
-        for at in one.measured
+        for line in points
+        for at in line.measured
     ]  # fmt: skip
     return csv_text([("point", "label", "crowded", "step", "time_s", "sent_bytes", *MEASURES), *rows])
 
 
-def to_svg(found: list[Series]) -> str:
+def to_svg(series_of_sweep: list[Series]) -> str:
     """Draw loss, and accuracy where there is one, against time and against bytes; at most MOST_LINES points."""
-    shown = found[:MOST_LINES]
-    sent = [total for one in shown if (total := max(at.sent_bytes for at in one.measured)) > 0]
+    shown = series_of_sweep[:MOST_LINES]
+    sent = [total for line in shown if (total := max(at.sent_bytes for at in line.measured)) > 0]
     unit, size = byte_unit(max(sent, default=0))
-    measures = {key: name for key, name in MEASURES.items() if any(one.with_measure(key) for one in shown)}
-    names = [f"{name} against {what}" for name in measures.values() for what in ("time", "bytes sent")]
+    measures = [key for key in MEASURES if any(line.with_measure(key) for line in shown)]
+    names = [f"{label_of(key)} against {axis}" for key in measures for axis in ("time", "bytes sent")]
     drawn, panels = chart.panels("comparison of the sweep's points", names)
     for index, key in enumerate(measures):
         over_time, over_bytes = panels[2 * index : 2 * index + 2]
-        for style, one in enumerate(shown):
-            points = [(at, at.measures[key]) for at in one.with_measure(key)]
+        for style, line in enumerate(shown):
+            points = [(at, at.measures[key]) for at in line.with_measure(key)]
             chart.line(over_time, style, thinned([(at.time_s, value) for at, value in points], MOST_POINTS))
             chart.line(over_bytes, style, thinned([(at.sent_bytes / size, value) for at, value in points], MOST_POINTS))
-        values = [value for one in shown for at in one.with_measure(key) if (value := at.measures[key]) > 0]
+        values = [value for line in shown for at in line.with_measure(key) if (value := at.measures[key]) > 0]
         for axes in (over_time, over_bytes):
             chart.scale(axes, "y", digits, log="loss" in key and _wide(values))
         chart.scale(over_time, "x", digits, from_zero=True, label="seconds of training")
         chart.scale(over_bytes, "x", digits, log=_wide(sent), from_zero=True, label=f"{unit} sent by all ranks")
-    legend = [one.label + (f" ({one.bubble:.0%} bubble predicted)" if one.bubble else "") for one in shown]
-    return chart.svg(drawn, legend, _notes(found, shown))
+    legend = [line.label + (f" ({line.bubble:.0%} bubble predicted)" if line.bubble else "") for line in shown]
+    return chart.svg(drawn, legend, _notes(series_of_sweep, shown))
 
 
 def _wide(values: list[float]) -> bool:
@@ -157,10 +158,10 @@ def _wide(values: list[float]) -> bool:
     return bool(values) and max(values) / min(values) > SPREAD
 
 
-def _notes(found: list[Series], shown: list[Series]) -> list[str]:
+def _notes(series_of_sweep: list[Series], shown: list[Series]) -> list[str]:
     notes = ["time: since training began, evaluation included; bytes: counted in one step, without control messages"]
-    if any(one.crowded for one in shown):
+    if any(line.crowded for line in shown):
         notes.append("step time is no scaling measurement: ranks shared cores")
-    if len(found) > len(shown):
-        notes.append(f"{len(found) - len(shown)} more points are in {NUMBERS}")
+    if len(series_of_sweep) > len(shown):
+        notes.append(f"{len(series_of_sweep) - len(shown)} more points are in {NUMBERS}")
     return notes

@@ -22,13 +22,13 @@ FINISHED = ("done", PLANNED)  # states of points that have figures
 def read(directory: Path) -> list[dict[str, Any]]:
     """Return the rows of a sweep, by point. Of a configuration that several invocations have run, only the last
     invocation's rows count; points that repeat within one invocation are all listed. A torn last line is ignored."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    by_config: dict[str, dict[int, dict[str, Any]]] = {}
     for row in read_jsonl(directory / RESULTS):
-        alike = found.setdefault(row.get("config_sha256") or f"point {row.get('point')}", {})
+        alike = by_config.setdefault(row.get("config_sha256") or f"point {row.get('point')}", {})
         if any(old.get("invocation") != row.get("invocation") for old in alike.values()):
             alike.clear()
         alike[row.get("point", 0)] = row
-    rows = [row for alike in found.values() for row in alike.values()]
+    rows = [row for alike in by_config.values() for row in alike.values()]
     return sorted(rows, key=lambda row: row.get("point", 0))
 
 

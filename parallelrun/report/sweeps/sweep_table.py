@@ -12,7 +12,8 @@ from rich.table import Table
 
 from parallelrun.base.records import write_text
 from parallelrun.base.wording import counted
-from parallelrun.report.figures import bytes_text, csv_text, degrees_text, digits, seconds_text
+from parallelrun.report.figures import csv_text, degrees_text
+from parallelrun.report.records.metrics import METRICS, NUMBER, metric_text, unit_of
 from parallelrun.report.screen import NO_LIMIT, open_console, table
 from parallelrun.report.sweeps.scaling import efficiencies
 from parallelrun.report.sweeps.sweep_rows import DEGREES, PLANNED, RESULTS, is_crowded, overridden, read, varied
@@ -21,31 +22,13 @@ CSV = "results.csv"
 _FIRST = ("point", "state", "same_as", "reason", "directory", "exit_code")
 _NOT_IN_CSV = ("schema", "problems", "invocation")
 _COLUMNS = (
-    ("loss", "loss"),
-    ("val_loss", "val loss"),
-    ("val_top1", "top-1"),
-    ("max_vio", "max vio"),
-    ("drop_rate", "dropped"),
-    ("step_time_median_s", "step time"),
-    ("median_s", "step time"),
-    ("predicted.step_s", "predicted"),
-    ("bubble_predicted", "predicted bubble"),
-    ("tokens_per_s", "tokens/s"),
-    ("efficiency", "efficiency"),
-    ("wire_bytes_per_step", "sent a step"),
-    ("passed", "verified"),
-    ("max_error.params", "error"),
-)
+    "loss", "val_loss", "val_top1", "max_vio", "drop_rate", "step_time_median_s", "median_s", "predicted.step_s",
+    "bubble_predicted", "tokens_per_s", "efficiency", "wire_bytes_per_step", "passed", "max_error.params",
+)  # fmt: skip
 _COLUMNS_OF_PLANS = (
-    ("fits", "fits"),
-    ("memory_bytes", "memory"),
-    ("step_time_predicted_s", "step time"),
-    ("tokens_per_s", "tokens/s"),
-    ("samples_per_s", "samples/s"),
-    ("training_days", "days"),
-    ("bubble_predicted", "bubble"),
-    ("wire_bytes_per_step", "sent a step"),
-)
+    "fits", "memory_bytes", "step_time_predicted_s", "tokens_per_s", "samples_per_s", "training_days",
+    "bubble_predicted", "wire_bytes_per_step",
+)  # fmt: skip
 _DROPPED_FIRST = ("loss", "error", "sent a step")  # on a narrow terminal; results.csv has everything
 _MAX_ROWS = 200
 BOUND = "*"  # after figures that follow from a bound on the step time
@@ -53,10 +36,10 @@ BOUND = "*"  # after figures that follow from a bound on the step time
 
 def write_csv(directory: Path) -> None:
     """Write results.csv: the rows of results.jsonl, with a column for every override's key and every field."""
-    found = with_efficiency(read(directory))
+    points = with_efficiency(read(directory))
     rows = [{**overridden(row), **{k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()}}
-            for row in found]  # fmt: skip
-    keys = [key for row in found for key in overridden(row)]
+            for row in points]  # fmt: skip
+    keys = [key for row in points for key in overridden(row)]
     columns = dict.fromkeys([*_FIRST, *keys, *DEGREES, *(key for row in rows for key in row)])
     shown = [column for column in columns if column not in _NOT_IN_CSV]
     write_text(directory / CSV, csv_text([shown, *([row.get(name, "") for name in shown] for row in rows)]))
@@ -64,9 +47,9 @@ def write_csv(directory: Path) -> None:
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows, with `scaling` and `efficiency` where points differ only in world and degrees."""
-    known = efficiencies(rows)
+    by_point = efficiencies(rows)
     names = ("scaling", "efficiency")
-    return [{**row, **dict(zip(names, known[row["point"]]))} if row["point"] in known else row for row in rows]
+    return [{**row, **dict(zip(names, by_point[row["point"]]))} if row["point"] in by_point else row for row in rows]
 
 
 def show(directory: Path) -> None:
@@ -120,20 +103,20 @@ def _ordered(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         return rows, ""
     note = "step time is no scaling measurement: ranks shared cores"
     finished = [row for row in rows if row["state"] == "done"]
-    for key, title in (("predicted.step_s", "predicted step time"), ("bubble_predicted", "predicted bubble")):
+    for key in ("predicted.step_s", "bubble_predicted"):
         if any(row.get(key) for row in finished) and all(row.get(key) is not None for row in finished):
             rows = sorted(rows, key=lambda row: row[key] if row["state"] == "done" else inf)
-            return rows, f"{note}; the points are ordered by their {title}"
+            return rows, f"{note}; the points are ordered by their {METRICS[key].label}"
     return rows, note
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """title -> key of the figures that any row has; of keys with one title, the first."""
     planned = any(row["state"] == PLANNED for row in rows)
-    known = [(key, title) for key, title in (_COLUMNS_OF_PLANS if planned else _COLUMNS)
-             if any(row.get(key) is not None for row in rows)
-             and (key != "bubble_predicted" or planned or any(row.get(key) for row in rows))]  # fmt: skip
-    columns = {title: key for key, title in reversed(known)}
+    keys = [key for key in (_COLUMNS_OF_PLANS if planned else _COLUMNS)
+            if any(row.get(key) is not None for row in rows)
+            and (key != "bubble_predicted" or planned or any(row.get(key) for row in rows))]  # fmt: skip
+    columns = {METRICS[key].title.removeprefix("predicted " * planned): key for key in reversed(keys)}
     if planned and "tokens/s" in columns:  # of language models
         columns.pop("samples/s")
     return dict(reversed(columns.items()))
@@ -149,10 +132,10 @@ def _table(rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
     for column in drawn.columns:
         column.no_wrap = column.no_wrap or column.header not in swept or len(swept) < 4
     for row, name in list(zip(rows, names))[:_MAX_ROWS]:
-        given = overridden({"overrides": name})
+        overrides = overridden({"overrides": name})
         state = f"same as {row['same_as']}" if "same_as" in row else row["state"]
-        cells = [str(row["point"]), *(given.get(key, "") for key in swept), state]
-        cells += [str(row.get("world", given.get("world", ""))), _degrees(row)]
+        cells = [str(row["point"]), *(overrides.get(key, "") for key in swept), state]
+        cells += [str(row.get("world", overrides.get("world", ""))), _degrees(row)]
         figures = [_cell_text(key, row.get(key)) + BOUND * _is_bound(row, key) for key in columns.values()]
         drawn.add_row(*cells, *figures)
     return drawn
@@ -176,14 +159,6 @@ def _cell_text(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if value is None or isinstance(value, str):
         return value or ""
-    if key in ("efficiency", "bubble_predicted"):
-        return f"{value:.0%}"
-    if key == "training_days":
-        return digits(value)
-    if key in ("tokens_per_s", "samples_per_s"):
-        return f"{value:,.0f}" if value >= 100 else digits(value)
-    if key.endswith("_s"):
-        return seconds_text(value)
-    if "bytes" in key:
-        return bytes_text(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if unit_of(key) == NUMBER:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return metric_text(key, value)

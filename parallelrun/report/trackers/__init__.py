@@ -77,8 +77,8 @@ class Tracker(ABC):
 
 def tracker_class(name: str) -> type[Tracker]:
     """Return the class of a tracker. Raises KeyError for an unknown name, ImportError for a broken plug-in."""
-    found: type[Tracker] = registry.load("trackers", name).TRACKER
-    return found
+    tracker: type[Tracker] = registry.load("trackers", name).TRACKER
+    return tracker
 
 
 def check(names: Iterable[str]) -> None:
@@ -88,8 +88,8 @@ def check(names: Iterable[str]) -> None:
         try:
             wanted = tracker_class(name)
         except (ImportError, AttributeError) as error:
-            what = f"{option}: its module cannot be imported: {error}"
-            raise EnvironmentProblem(Problem(what, "tracker", "tracker=none")) from error
+            message = f"{option}: its module cannot be imported: {error}"
+            raise EnvironmentProblem(Problem(message, "tracker", "tracker=none")) from error
         if wanted.library:
             require(wanted.library, option, "tracker", "tracker=none", wanted.extra)
 
@@ -105,7 +105,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one with dotted keys: `model.layers`."""
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        dotted |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return dotted

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import yaml
 
 from parallelrun.base.records import redacted
+from parallelrun.base.registry import PlugInFailed
 from parallelrun.report.trackers import (
     FAILED,
     FINISHED,
@@ -62,10 +63,10 @@ class RowTail:
                 if (inode := os.fstat(file.fileno()).st_ino) != self._file:
                     self._file, self._offset = inode, 0
                 file.seek(self._offset)
-                found = file.read(_MOST_BYTES)
+                block = file.read(_MOST_BYTES)
         except FileNotFoundError:
             return b""
-        return found[: found.rfind(b"\n") + 1]
+        return block[: block.rfind(b"\n") + 1]
 
 
 def run_of(directory: Path, before: TrackerState) -> TrackedRun:
@@ -105,9 +106,9 @@ def _facts(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_before(directory: Path, name: str) -> TrackerState:
     """Return the tracker's state that the launcher has carried over, if the same run is asked for; else a new one."""
-    asked = state.asked_of(yaml.safe_load((directory / "config.yaml").read_text()))
-    found = state.read(state.path_of(directory, name))
-    return found if found is not None and found.asked == asked else TrackerState(asked)
+    requested = state.asked_of(yaml.safe_load((directory / "config.yaml").read_text()))
+    saved = state.read(state.path_of(directory, name))
+    return saved if saved is not None and saved.asked == requested else TrackerState(requested)
 
 
 def end_of(directory: Path) -> tuple[str, dict[str, Any]]:
@@ -125,8 +126,8 @@ def end_of(directory: Path) -> tuple[str, dict[str, Any]]:
 
 def _json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        document: dict[str, Any] = json.loads(path.read_text())
+        return document
     return {}
 
 
@@ -134,32 +135,32 @@ def follow(directory: Path, name: str, ended: threading.Event) -> None:
     """Track the run until it has ended. Raises whatever the tracker raises."""
     file = state.path_of(directory, name)
     file.parent.mkdir(mode=0o700, exist_ok=True)
-    known = state_before(directory, name)
-    tracker = tracker_class(name)(run_of(directory, known))
-    logged = known.resumed_step if tracker.takes_back_steps else known.step
-    known = replace(known, identity=tracker.identity, step=logged)
-    state.write(file, known)
+    tracker_state = state_before(directory, name)
+    tracker = tracker_class(name)(run_of(directory, tracker_state))
+    logged = tracker_state.resumed_step if tracker.takes_back_steps else tracker_state.step
+    tracker_state = replace(tracker_state, identity=tracker.identity, step=logged)
+    state.write(file, tracker_state)
     tail = RowTail(directory / "metrics.jsonl")
     over = False
     while not over:
         over = ended.wait(POLL_S)  # the rows that were written before the end are read after it
-        known = _log(tracker, tail, known, file)
+        tracker_state = _log(tracker, tail, tracker_state, file)
     tracker.finish(*end_of(directory))
 
 
-def _log(tracker: Tracker, tail: RowTail, known: TrackerState, file: Path) -> TrackerState:
+def _log(tracker: Tracker, tail: RowTail, tracker_state: TrackerState, file: Path) -> TrackerState:
     """Log the new rows. Return the state with the last step, which is written once they are flushed."""
-    step = known.step
+    step = tracker_state.step
     for row in tail.rows():
         if row["step"] > step:
             step = row["step"]
             tracker.log(step, numbers(row))
-    if step == known.step:
-        return known
+    if step == tracker_state.step:
+        return tracker_state
     tracker.flush()
-    known = replace(known, step=step)
-    state.write(file, known)
-    return known
+    tracker_state = replace(tracker_state, step=step)
+    state.write(file, tracker_state)
+    return tracker_state
 
 
 def main(folder: str, name: str) -> NoReturn:
@@ -194,8 +195,9 @@ def main(folder: str, name: str) -> NoReturn:
 
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exc()
-        lines = str(error).strip().splitlines()
-        give_up(f"failed: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": "))
+        cause = error.__cause__ if isinstance(error, PlugInFailed) else error
+        lines = str(cause).strip().splitlines()
+        give_up(f"failed: {type(cause).__name__}: {lines[0] if lines else ''}".rstrip(": "))
     os._exit(0)
 
 

@@ -31,12 +31,12 @@ class MlflowTracker(Tracker):
             os.environ.setdefault(name, "true")
         from mlflow import MlflowClient
 
-        server, known = os.environ.get(SERVER), run.identity or {}
-        self._store = None if server else known.get("store") or str(run.runs / STORE)
+        server, identity = os.environ.get(SERVER), run.identity or {}
+        self._store = None if server else identity.get("store") or str(run.runs / STORE)
         self._client = MlflowClient(server or Path(str(self._store)).as_uri())
         self._waiting: list[Metric] = []
-        if known and known["store"] == self._store:
-            self._id = str(known["run_id"])
+        if identity and identity["store"] == self._store:
+            self._id = str(identity["run_id"])
             self._client.update_run(self._id, status="RUNNING")
             self._client.log_dict(self._id, dict(run.config), f"config_from_step_{run.resumed_step + 1}.json")
         else:
@@ -47,8 +47,8 @@ class MlflowTracker(Tracker):
     def _create(self, run: TrackedRun) -> str:
         from mlflow.entities import Param
 
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         tags = {**dict.fromkeys(run.tags, "true"), **({"group": run.group} if run.group else {})}
         created = self._client.create_run(experiment, tags=tags, run_name=run.name)
         identifier = str(created.info.run_id)

@@ -60,5 +60,5 @@ def _wait(process: subprocess.Popen[bytes], name: str, deadline: float) -> None:
         _warn(name, f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
 
 
-def _warn(name: str, what: str) -> None:
-    print(f"warning: tracker={name} {what}; the training is not affected", file=sys.stderr, flush=True)
+def _warn(name: str, reason: str) -> None:
+    print(f"warning: tracker={name} {reason}; the training is not affected", file=sys.stderr, flush=True)

@@ -67,9 +67,9 @@ def carry_over(before: Path, directory: Path, names: Iterable[str], step: int) -
     """
     for name in names:
         file = path_of(before, name)
-        found = read(file)
-        if found is not None:
-            newest = read(Path(found.first or file)) or found
+        saved = read(file)
+        if saved is not None:
+            newest = read(Path(saved.first or file)) or saved
             target = path_of(directory, name)
             with contextlib.suppress(OSError):
                 target.parent.mkdir(mode=0o700, exist_ok=True)

@@ -34,6 +34,15 @@ def test_a_built_in_name_is_found_without_reading_any_metadata(installed):
     assert installed == []
 
 
+def test_image_models_share_one_network_and_others_have_their_own():
+    networks = {name: registry.path("models", name, "network") for name in registry.MODELS}
+    for name in registry.IMAGE_MODELS:
+        assert networks.pop(name) == "parallelrun.models.vision.network"
+        assert registry.path("models", name, "spec") == f"parallelrun.models.{name}.spec"
+    assert networks == {name: f"parallelrun.models.{name}.network" for name in networks}
+    assert all(importlib.util.find_spec(path) for path in networks.values())
+
+
 def test_a_plug_in_is_a_name_like_any_other_and_hides_none(installed, monkeypatch):
     assert registry.has("strategies", "data.theirs") and not registry.has("strategies", "data.nobodys")
     assert registry.load("strategies", "data.theirs").__name__ == "json"

@@ -49,7 +49,7 @@ def tracked(directory: Path, name: str) -> None:
 
 def resumed(before: Path, name: str, step: int, **keys: Any) -> Path:
     """The directory of a run that continues another one from `step`."""
-    directory = begin(before.parents[2], name, **keys)
+    directory = begin(before.parents[1], name, **keys)
     carry_over(before, directory, NAMES, step)
     return directory
 
