@@ -26,7 +26,8 @@ FEW, MANY = 2, 6  # layers
 PARAMETERS_OF_A_LAYER = 16
 PACKAGE = Path(parallelrun.__file__).parent
 # Everything around forward and backward: gradients, norm, clipping, update, totals.
-AROUND = (f"{PACKAGE}/train/", f"{PACKAGE}/optimizer.py", f"{PACKAGE}/torch_private/", f"{TORCH}/optim/")
+OURS_AROUND = ("training/loop/", "models/optimizer.py", "distributed/torch_private/")
+AROUND = (*(f"{PACKAGE}/{path}" for path in OURS_AROUND), f"{TORCH}/optim/")
 # A parameter's gradient is looked at (`is_contiguous`), measured (`numel`) and put in a list (`append`), or measured in
 # rows; everything else is done by one call for all of them.
 CALLS_PER_PARAMETER = 3.0
@@ -96,7 +97,7 @@ def through_one_more(forward: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 for planted in (clip_one_by_one, zero_one_by_one, step_of_torch):  # as if they were the project's
-    planted.__code__ = planted.__code__.replace(co_filename=f"{PACKAGE}/train/planted.py")
+    planted.__code__ = planted.__code__.replace(co_filename=f"{PACKAGE}/training/loop/planted.py")
 
 
 @pytest.mark.parametrize(
