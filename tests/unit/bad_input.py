@@ -143,7 +143,7 @@ FLAGS = (
     "--hostfile hosts_bad", "--hostfile empty", "--hostfile fifo", "--hostfile locked",
     "-np 4 --hostfile hosts_bad -H x:1", "--ssh-port x -H localhost:2", "--ssh-port 99999 -H localhost:2",
     "--ssh-identity-file nosuch -H localhost:2", "--config-dir binary", "--config-dir folder", "-cd nosuch",
-    "--cfg x", "-p nosuch.package --cfg job", "--json --json", "-v -v tp=x", "--trust=x", "-m", "-m tp=",
+    "--cfg x", "-p nosuch.package --cfg job", "--json --json", "--trust=x", "-m", "-m tp=",
     "-m tp=1,,2", "-m tp=range(x)", "-m tp=range(1,2,0)", "-m tp=choice()", "-m optimizer.lr=interval(1,0)",
     "-m seed=range(0,10000000000)", "-m seed=range(0,1000000)", "-m tp=glob(*)", "-m optimizer.lr=interval(0,1)",
     "-m model=mlp,nosuch tp=x", "-m sweep.resume=nosuch tp=1,2", "-m sweep.directory=binary tp=1,2",

@@ -53,7 +53,7 @@ def defects(case: Case, code: int | None, stderr: str, has_torch: bool) -> list[
     if code not in (2, 3, 4):
         return defects
     errors = re.split(r"^error: ", stderr, flags=re.MULTILINE)[1:]
-    if not errors and not re.search(r"usage: |skipped: ", stderr):
+    if not errors and not re.search(r"usage: |skipped: |\Aparallelrun ", stderr):
         defects.append("no error: line")
     defects += [f"does not name {name}" for name in case.names if name not in stderr]
     if errors and not case.is_file and not any(re.search(r"did you mean: |try: ", error) for error in errors):
