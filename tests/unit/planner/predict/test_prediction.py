@@ -35,14 +35,22 @@ PLANS = [
     {"pp": 3, "tp": 2, "model.layers": 7, "model.tied_embeddings": False, "microbatches": 4},
     {"pp": 2, "dp": 2, "tp": 2, "strategy.data.kind": "fsdp", "model.vocab": 35},
 ]
+EXPERTS = [
+    {"dp": 4, "ep": 2, "tp": 2, "pp": 2, "strategy.data.kind": kind, "model.experts": 8, "model.expert_period": 2,
+     "model.router.kind": "gshard", "model.router.capacity_factor": 1.25}
+    for kind in ("ddp", "zero1", "fsdp")
+]  # fmt: skip
 RINGS = [
     {"dp": 7, "tp": 2, "strategy.data.kind": "ring", "global_batch": 14, "strategy.data.bucket_mb": 0.01},
+    {"dp": 3, "tp": 2, "pp": 2, "strategy.data.kind": "ring", "global_batch": 12, "model.vocab": 37},
+    {"dp": 3, "strategy.data.kind": "ring", "global_batch": 12, "strategy.data.algorithm": "halving_doubling"},
+    {"dp": 4, "tp": 2, "strategy.data.kind": "ring", "strategy.data.algorithm": "hierarchical", "model.vocab": 37},
     {"dp": 4, "strategy.data.kind": "horovod", "strategy.data.algorithm": "ring",
      "strategy.data.process_sets": [[3, 0, 2, 1]], "strategy.data.bucket_mb": 0.01},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides", PLANS + RINGS, ids=str)
+@pytest.mark.parametrize("overrides", PLANS + RINGS + EXPERTS, ids=str)
 def test_the_totals_are_the_sum_over_every_rank(overrides):
     plan = tiny_plan(overrides)
     calls, payload = Counter(), Counter()
@@ -55,7 +63,7 @@ def test_the_totals_are_the_sum_over_every_rank(overrides):
     assert {(r.axis, r.operation, r.purpose): r.total_payload_bytes for r in rows} == dict(payload)
 
 
-@pytest.mark.parametrize("overrides", PLANS, ids=str)
+@pytest.mark.parametrize("overrides", PLANS + EXPERTS, ids=str)
 def test_a_coordinate_s_memory_is_that_of_its_rank_that_holds_most(overrides):
     plan = tiny_plan(overrides)
     found = prediction.memories(plan)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.planner.contract.data_strategy import Bucket
-from parallelrun.planner.contract.parameters import held_parameters, owns
+from parallelrun.planner.contract.parameters import held_parameters
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.predict.prediction import memory
 from parallelrun.strategies.data.common import bucket_prediction, buckets
@@ -105,21 +105,6 @@ class TestLayouts:
     def test_hsdp_splits_experts_over_what_ep_leaves_of_a_shard(self):
         plan = plan_of(dp=8, ep=2, **{KIND: "fsdp", SHARD: 4})
         assert first_dims(plan) == {(True, ("ep", "expert_dp_shard")), (False, ("dp_shard",))}
-
-    @pytest.mark.parametrize("degrees", [{"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2}], ids=str)
-    @pytest.mark.parametrize("strategy", WAYS)
-    def test_one_owner_for_every_element(self, strategy, degrees):
-        if strategy == "hsdp" and degrees != {"dp": 4, "ep": 2}:
-            degrees = {"dp": 8, "ep": 2}
-        plan = plan_of(**degrees, **WAYS[strategy])
-        state, total = plan.data.state_layout, 0
-        for rank in range(plan.world):
-            coordinate = plan.mesh.coordinate(rank)
-            for held in held_parameters(plan, 0):
-                layout = state(held.spec, held.layout, plan)
-                if owns(layout, plan.mesh, coordinate):
-                    total += layout.local_numel(held.spec.shape, plan.mesh.sizes, coordinate)
-        assert total == plan.spec.num_parameters
 
 
 def split_dims(plan: Plan) -> dict[str, int]:
