@@ -18,12 +18,14 @@ with depth > 1 it computes a wrong weight gradient.
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.machinery
 import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,15 +36,12 @@ from torch.nn import functional
 from benchmarks.pairs import (
     WithTorchsProducts,
     beyond,
+    compare,
     on_ranks,
     peers_on_gloo,
     read_arguments,
-    summarise,
     time_pairs,
-    waited,
-    write,
 )
-from benchmarks.stand_ins import StandIns
 from parallelrun.base.layout import Layout
 from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.mesh import Mesh, build_mesh
@@ -186,6 +185,28 @@ def _sum_bias(bias: nn.Parameter, product: Product, mesh: Mesh) -> None:
         comm.all_reduce(bias.grad, mesh.group(axis), "partial")
 
 
+class Empty(ModuleType):
+    """A package of which every name is an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """An entry of `sys.meta_path`: the ABSENT packages, and whatever is imported from them, are empty."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        is_absent = name.partition(".")[0] in ABSENT
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return Empty(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
 @contextlib.contextmanager
 def _no_seed(mode: Any) -> Iterator[None]:
     yield
@@ -195,7 +216,7 @@ def theirs(case: Case, peer: str) -> Side:
     """Colossal-AI's layer of that mode, in process groups of its own making on the ranks that are up."""
     warnings.filterwarnings("ignore")
     sys.path.append(peer)
-    sys.meta_path.append(StandIns(ABSENT))
+    sys.meta_path.append(StandIns())
     import colossalai.legacy.context as context
 
     context.seed = context.random.seed = _no_seed
@@ -263,35 +284,28 @@ def _run(case_name: str, peer: str, pairs: int, warmup: int) -> dict[str, Any]:
     products, theirs_step = local_products(case), WithTorchsProducts(sides["theirs"].step)
     beside: dict[str, Callable[[], None]] = {"products": products, "torchs_products": WithTorchsProducts(products)}
     times = time_pairs(sides["ours"].step, theirs_step, pairs, warmup, **beside)
-    waits = {f"{name}_waits_s": waited(side.step) for name, side in sides.items()}
-    return {"case": case_name, "errors": errors, **waits, "times": times}
+    return {"case": case_name, "errors": errors, "times": times}
 
 
 def main() -> None:
     arguments = read_arguments(__doc__, "colossal", CASES, peer="/tmp/colossal")
-    rows = []
-    for name in arguments.case.split(","):
-        result = on_ranks(CASES[name].world, _run, name, arguments.peer, arguments.pairs, arguments.warmup)
-        compared = summarise(result["times"], BAR_1D if name == "1d" else BAR)
-        rows.append({**result, **compared, **beyond(result["times"], "products", "torchs_products")})
-        print(told(rows[-1]), flush=True)
-    if arguments.name:
-        command = f"python -m benchmarks.colossal --peer DIRECTORY --pairs {arguments.pairs}"
-        facts = {"peer": "colossalai 0.5.0, legacy layers", "command": command}
-        print("written to", write(arguments.name, facts, rows))
+    results = (
+        (
+            on_ranks(CASES[name].world, _run, name, arguments.peer, arguments.pairs, arguments.warmup),
+            BAR_1D if name == "1d" else BAR,
+        )
+        for name in arguments.case.split(",")
+    )
+    compare(arguments.name, results, _beyond_products)
 
 
-def told(row: dict[str, Any]) -> str:
-    """A line for people."""
+def _beyond_products(row: dict[str, Any]) -> str:
+    """Add the time beyond the products to a row, and say it."""
+    row |= {"peer": "colossalai 0.5.0, legacy layers", **beyond(row["times"], "products", "torchs_products")}
     products, torchs = (statistics.median(row["times"][f"{name}products"]) * 1e3 for name in ("", "torchs_"))
-    verdict = "holds" if row["holds"] else "DOES NOT HOLD"
     return (
-        f"{row['case']:16} ours {row['ours_median_s'] * 1e3:6.1f} ms  colossal {row['theirs_median_s'] * 1e3:6.1f} ms  "
-        f"products {products:.1f} and {torchs:.1f} ms  "
-        f"ratio {row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})  "
-        f"A/A {row['a_a_ratio']:.2f}  {verdict} <= {row['bar']}; beyond the products {row['beyond_ratio']:.2f} "
-        f"({row['beyond_low']:.2f}-{row['beyond_high']:.2f})  A/A {row['beyond_a_a']:.2f}, bar {BEYOND_BAR}; "
-        f"rank 0 waits {row['ours_waits_s'] * 1e3:.1f} and {row['theirs_waits_s'] * 1e3:.1f} ms"
+        f"products {products:.1f} and {torchs:.1f} ms; beyond them {row['beyond_ratio']:.2f} "
+        f"({row['beyond_low']:.2f}-{row['beyond_high']:.2f}), A/A {row['beyond_a_a']:.2f}, bar {BEYOND_BAR}"
     )
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as peer
 
-from benchmarks.pairs import on_ranks, peers_on_gloo, read_arguments, summarise, time_pairs, write
+from benchmarks.pairs import compare, on_ranks, peers_on_gloo, read_arguments, time_pairs
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import Training, build
@@ -102,30 +102,14 @@ def _step(case: str, seq: int, pairs: int, warmup: int) -> dict[str, Any]:
     return {"parameters": parameters, "first_losses": losses, "times": time_pairs(ours, theirs, pairs, warmup)}
 
 
-def _measure(case: str, seq: int, pairs: int, warmup: int) -> dict[str, Any]:
-    result = on_ranks(2, _step, case, seq, pairs, warmup)
-    row = {"case": case, "size": seq, **result, **summarise(result["times"], BARS[case])}
-    interval = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
-    print(
-        f"{case:8}{seq:8}{row['ours_median_s'] * 1e3:9.1f}{row['theirs_median_s'] * 1e3:11.1f}{row['ratio']:8.2f}"
-        f"{interval:>12}{row['a_a_ratio']:7.2f}{row['cpu_ratio']:7.2f}  "
-        f"{'holds' if row['holds'] else 'DOES NOT HOLD'} <= {BARS[case]}",
-        flush=True,
-    )
-    return row
-
-
 def main() -> None:
     arguments = read_arguments(__doc__, "context", BARS, SIZES)
-    print(f"{'case':8}{'seq':>8}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}{'95 %':>12}{'A/A':>7}{'CPU':>7}")
-    rows = [
-        _measure(case, int(size), arguments.pairs, arguments.warmup)
-        for case in arguments.case.split(",")
-        for size in arguments.size.split(",")
-    ]
-    if arguments.name:
-        command = f"python -m benchmarks.context --case {arguments.case} --size {arguments.size}"
-        print("written to", write(arguments.name, {"command": f"{command} --pairs {arguments.pairs}"}, rows))
+    cells = [(case, int(size)) for case in arguments.case.split(",") for size in arguments.size.split(",")]
+    results = (
+        ({"case": case, "size": seq, **on_ranks(2, _step, case, seq, arguments.pairs, arguments.warmup)}, BARS[case])
+        for case, seq in cells
+    )
+    compare(arguments.name, results)
 
 
 if __name__ == "__main__":

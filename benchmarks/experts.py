@@ -9,7 +9,6 @@ Hidden 512, experts of 512 -> 2048 -> 512, 8 of them, top-2, 4,096 tokens in all
 
 products: one layer, forward and backward on one device, beside the products (with activation) of its experts alone.
 dropless: a full step at ep=2 with dropless routing, beside one with capacity dispatch and factor 1.25.
-same: the same, with one router (factor 1.25) for both: equal losses.
 megatron: one layer's forward and backward at ep=2, the same weights and tokens; outputs must agree first.
 """
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.pairs import WithTorchsProducts, on_ranks, read_arguments, summarise, time_pairs, write
+from benchmarks.pairs import WithTorchsProducts, compare, on_ranks, read_arguments, summarise, time_pairs
 from parallelrun.models import dropout
 from parallelrun.models.moe.layer import MoE
 from parallelrun.planner.resolve.resolve_config import resolve
@@ -32,7 +31,7 @@ from parallelrun.training.loop.step import train_step
 from tests.plans import tiny_config
 
 HIDDEN, FFN, EXPERTS, TOKENS, SEQ = 512, 2048, 8, 4096, 256
-BARS = {"products": 1.15, "dropless": 1.00, "same": 1.00, "megatron": 0.85}
+BARS = {"products": 1.15, "dropless": 1.00, "megatron": 0.85}
 MODEL: dict[str, Any] = {
     "model.layers": 1,
     "model.hidden": HIDDEN,
@@ -112,23 +111,21 @@ def _step(training: Training) -> Any:
     return run, state
 
 
-def dispatches(case: str, pairs: int, warmup: int) -> dict[str, Any]:
+def dispatches(pairs: int, warmup: int) -> dict[str, Any]:
     """Two ranks, ep=2: full steps of the dropless dispatch (ours) and of the capacity dispatch (theirs)."""
     limited = {"model__router__capacity_factor": 1.25}
-    ours = _training(dp=2, ep=2, strategy__expert__kind="dropless", **(limited if case == "same" else {}))
+    ours = _training(dp=2, ep=2, strategy__expert__kind="dropless")
     theirs = _training(dp=2, ep=2, strategy__expert__kind="capacity", **limited)
     (run, mine), (run_theirs, other) = _step(ours), _step(theirs)
     run()
     run_theirs()
     losses = [mine["loss"], other["loss"]]
-    assert case != "same" or abs(losses[0] - losses[1]) < 1e-6 * losses[1], f"one router, two losses: {losses}"
     return {"times": time_pairs(run, run_theirs, pairs, warmup), "first_losses": losses}
 
 
 def megatron(pairs: int, warmup: int) -> dict[str, Any]:
     """Two ranks, ep=2: our dropless layer and megatron-core's, with its all-to-all dispatcher and no capacity."""
-    from benchmarks.megatron import OnCpu
-    from benchmarks.megatron_experts import build_layer
+    from benchmarks.megatron import OnCpu, build_layer
 
     training = _training(dp=2, ep=2, model__router__aux_coefficient=0.0)
     layer = _layer(training)
@@ -157,34 +154,23 @@ def _measure(case: str, pairs: int, warmup: int) -> dict[str, Any]:
         return products(pairs, warmup)
     if case == "megatron":
         return on_ranks(2, megatron, pairs, warmup)
-    return on_ranks(2, dispatches, case, pairs, warmup)
+    return on_ranks(2, dispatches, pairs, warmup)
 
 
 def main() -> None:
-    arguments = read_arguments(__doc__, "experts", ("products", "dropless", "same"))
-    rows = []
-    for case in arguments.case.split(","):
-        result = _measure(case, arguments.pairs, arguments.warmup)
-        row = {"case": case, **result, **summarise(result["times"], BARS[case])}
-        if "bare" in result["times"]:
-            row["ratio_to_bare_products"] = summarise({**result["times"], "theirs": result["times"]["bare"]}, None)[
-                "ratio"
-            ]
-        rows.append(row)
-        print(
-            f"{case:10} ours {row['ours_median_s'] * 1e3:8.1f} ms  theirs {row['theirs_median_s'] * 1e3:8.1f} ms  "
-            f"ratio {row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})  A/A {row['a_a_ratio']:.2f}  "
-            f"{'holds' if row['holds'] else 'DOES NOT HOLD'} <= {BARS[case]}"
-            + (
-                f"  (to the products without activation: {row['ratio_to_bare_products']:.2f})"
-                if "bare" in result["times"]
-                else ""
-            ),
-            flush=True,
-        )
-    if arguments.name:
-        command = f"python -m benchmarks.experts --pairs {arguments.pairs}"
-        print("written to", write(arguments.name, {"command": command}, rows))
+    arguments = read_arguments(__doc__, "experts", ("products", "dropless"))
+    results = (
+        ({"case": case, **_measure(case, arguments.pairs, arguments.warmup)}, BARS[case])
+        for case in arguments.case.split(",")
+    )
+    compare(arguments.name, results, _to_bare_products)
+
+
+def _to_bare_products(row: dict[str, Any]) -> str:
+    if "bare" not in row["times"]:
+        return ""
+    row["ratio_to_bare_products"] = summarise({**row["times"], "theirs": row["times"]["bare"]}, None)["ratio"]
+    return f"to the products without activation: {row['ratio_to_bare_products']:.2f}"
 
 
 if __name__ == "__main__":

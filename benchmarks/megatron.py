@@ -9,6 +9,7 @@ the loss of the same tokens from the same weights, and the first losses must agr
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,18 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.pairs import (
-    WithTorchsProducts,
-    on_ranks,
-    peers_on_gloo,
-    read_arguments,
-    summarise,
-    time_pairs,
-    waited,
-    write,
-)
+from benchmarks.pairs import WithTorchsProducts, compare, on_ranks, peers_on_gloo, read_arguments, time_pairs
 from benchmarks.plain_gpt import SIZES, Sizes
 from parallelrun.models.initialise import logical
+from parallelrun.models.moe.layer import MoE
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.step import finish_gradients, forward_backward
@@ -149,6 +142,79 @@ def _logical_of(name: str, ours: dict[str, Tensor], sizes: Sizes, first_layer: i
     return heads.flatten(0, 2)
 
 
+class _NoStream:
+    """A CUDA stream or event where there is none."""
+
+    def __init__(self, *unused: Any, **options: Any):
+        pass
+
+    def record_event(self, *unused: Any) -> _NoStream:
+        return _NoStream()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *unused, **options: None
+
+
+def without_streams() -> None:
+    """Make CUDA's streams harmless for megatron-core's dispatcher."""
+    replacements: dict[str, Any] = {
+        "Stream": _NoStream,
+        "Event": _NoStream,
+        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda device=None: _NoStream(),
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    )
+
+
+def build_layer(hidden: int, ffn: int, num_experts: int, ours: MoE) -> nn.Module:
+    """A MoELayer at ep = all ranks that computes what `ours` does, top-2 of a softmax over the chosen: its all-to-all
+    dispatcher and one MLP an expert (its grouped product needs CUDA). For `benchmarks.experts`."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    with peers_on_gloo():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    on_cpu()
+    without_streams()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=8,
+        ffn_hidden_size=ffn,
+        moe_ffn_hidden_size=ffn,
+        activation_func=partial(functional.gelu, approximate="tanh"),
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        num_moe_experts=num_experts,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=dist.get_world_size(),
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+    )
+    with OnCpu():
+        layer = build_module(get_gpt_layer_local_spec(num_experts=num_experts).submodules.mlp, config=config)
+    weights = dict(layer.named_parameters())
+    with torch.no_grad():
+        weights["router.weight"].copy_(ours.router.weight)
+        for index, (up, down) in enumerate(zip(ours.experts.up, ours.experts.down)):
+            weights[f"experts.local_experts.{index}.linear_fc1.weight"].copy_(up)
+            weights[f"experts.local_experts.{index}.linear_fc2.weight"].copy_(down)
+    return layer
+
+
 class Megatron:
     """`step()` is megatron-core's own forward-backward function over the microbatches of one batch."""
 
@@ -219,28 +285,14 @@ def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
     dist.broadcast(losses, src=1)
     assert abs(losses[0] - losses[1]) < 1e-4 * losses[1], f"{case} {size}: the two sides differ: {losses.tolist()}"
     times = time_pairs(ours, WithTorchsProducts(peer.step), pairs, warmup)
-    return {"case": case, "size": size, "first_losses": losses.tolist(), "ours_waits_s": waited(ours), "times": times}
+    return {"case": case, "size": size, "first_losses": losses.tolist(), "times": times}
 
 
 def main() -> None:
     arguments = read_arguments(__doc__, "megatron", CASES, SIZES)
-    rows = []
-    for case in arguments.case.split(","):
-        for size in arguments.size.split(","):
-            result = on_ranks(2, _run, case, size, arguments.pairs, arguments.warmup)
-            row = {**result, **summarise(result["times"], BAR)}
-            rows.append(row)
-            print(
-                f"{case:4}{size:10} ours {row['ours_median_s'] * 1e3:8.1f} ms  megatron-core "
-                f"{row['theirs_median_s'] * 1e3:8.1f} ms  ratio {row['ratio']:.2f} "
-                f"({row['ratio_low']:.2f}-{row['ratio_high']:.2f})  A/A {row['a_a_ratio']:.2f}  "
-                f"rank 0 waits {row['ours_waits_s'] * 1e3:.1f} ms of ours  "
-                f"{'holds' if row['holds'] else 'DOES NOT HOLD'} <= {BAR}",
-                flush=True,
-            )
-    if arguments.name:
-        command = f"PYTHONPATH=/tmp/megatron python -m benchmarks.megatron --pairs {arguments.pairs}"
-        print("written to", write(arguments.name, {"peer": "megatron-core 0.16.1", "command": command}, rows))
+    cells = [(case, size) for case in arguments.case.split(",") for size in arguments.size.split(",")]
+    results = ((on_ranks(2, _run, case, size, arguments.pairs, arguments.warmup), BAR) for case, size in cells)
+    compare(arguments.name, results)
 
 
 if __name__ == "__main__":

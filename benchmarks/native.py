@@ -30,16 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.pairs import (
-    WithTorchsProducts,
-    on_ranks,
-    peers_on_gloo,
-    read_arguments,
-    summarise,
-    time_pairs,
-    waited,
-    write,
-)
+from benchmarks.pairs import WithTorchsProducts, compare, on_ranks, peers_on_gloo, read_arguments, time_pairs
 from benchmarks.plain_gpt import SIZES, PlainGpt, Sizes, loss_of
 from parallelrun.models.initialise import logical
 from parallelrun.planner.resolve.resolve_config import resolve
@@ -201,7 +192,7 @@ def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses["ours"], losses["theirs"]))
     assert worst < 1e-4, f"{case} {size}: the two sides do not train alike: {losses}"
     times = time_pairs(ours, WithTorchsProducts(peer.step), pairs, warmup)
-    return {"case": case, "size": size, "first_losses": losses, "ours_waits_s": waited(ours), "times": times}
+    return {"case": case, "size": size, "first_losses": losses, "times": times}
 
 
 def _mean_loss(case: str, loss: Tensor) -> float:
@@ -217,28 +208,15 @@ def _mean_loss(case: str, loss: Tensor) -> float:
 
 def main() -> None:
     arguments = read_arguments(__doc__, "native", CASES, SIZES)
-    rows = []
-    print(
-        f"{'case':6}{'size':10}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}"
-        f"{'95 %':>16}{'A/A':>7}{'CPU':>7}{'bar':>7}{'waits ms':>10}"
-    )
-    for case in arguments.case.split(","):
-        for size in arguments.size.split(","):
-            result = on_ranks(1 if case == "single" else 2, _run, case, size, arguments.pairs, arguments.warmup)
-            row = {**result, **summarise(result["times"], CASES[case]["bar"])}
-            rows.append(row)
-            interval = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
-            print(
-                f"{case:6}{size:10}{row['ours_median_s'] * 1e3:9.1f}{row['theirs_median_s'] * 1e3:11.1f}"
-                f"{row['ratio']:8.2f}{interval:>16}{row['a_a_ratio']:7.2f}{row['cpu_ratio']:7.3f}{row['bar']:7.2f}"
-                f"{row['ours_waits_s'] * 1e3:10.1f}  {'holds' if row['holds'] else 'DOES NOT HOLD'}",
-                flush=True,
-            )
-    if arguments.name:
-        command = (
-            f"python -m benchmarks.native --case {arguments.case} --size {arguments.size} --pairs {arguments.pairs}"
+    cells = [(case, size) for case in arguments.case.split(",") for size in arguments.size.split(",")]
+    results = (
+        (
+            on_ranks(1 if case == "single" else 2, _run, case, size, arguments.pairs, arguments.warmup),
+            CASES[case]["bar"],
         )
-        print("written to", write(arguments.name, {"command": command}, rows))
+        for case, size in cells
+    )
+    compare(arguments.name, results)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, write
+from benchmarks.pairs import compare, on_ranks, read_arguments, time_pairs
 from parallelrun.base.registry import load
 from parallelrun.data.packing import pack
 from parallelrun.distributed.mesh import build_mesh
@@ -103,28 +103,19 @@ def _measure_rank(seq: int, pairs: int, warmup: int) -> dict[str, Any]:
     }
 
 
-def _measure(seq: int, pairs: int, warmup: int) -> dict[str, Any]:
-    result = on_ranks(1, _measure_rank, seq, pairs, warmup)
-    row = {"case": f"sequence {seq:,}", **result, **summarise(result["times"], BAR)}
-    row["of_valid"] = 1 / row["ratio"]
-    row["speedup"] = row["valid_packed"] / row["valid_padded"] / row["ratio"]
-    print(
-        f"{row['case']:18}{row['valid_packed']:8.1%}{row['valid_padded']:8.1%}{row['ours_median_s'] * 1e3:11.1f}"
-        f"{row['theirs_median_s'] * 1e3:11.1f}{row['ratio']:7.2f}  {row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
-        f"{row['a_a_ratio']:7.2f}{row['cpu_ratio']:7.2f}{row['speedup']:9.2f}x  holds: {row['holds']}",
-        flush=True,
-    )
-    return row
-
-
 def main() -> None:
     arguments = read_arguments(__doc__, "packing", ("pairs",), sizes=SIZES)
-    print(f"{'case':18}{'packed':>8}{'padded':>8}{'packed ms':>11}{'padded ms':>11}{'ratio':>7}  {'95 %':9}"
-          f"{'A/A':>7}{'CPU':>7}{'valid/s':>10}")  # fmt: skip
-    rows = [_measure(int(seq), arguments.pairs, arguments.warmup) for seq in arguments.size.split(",")]
-    if arguments.name:
-        command = f"python -m benchmarks.packing --size {arguments.size} --pairs {arguments.pairs}"
-        print("written to", write(arguments.name, {"command": command}, rows))
+    results = (
+        ({"case": f"sequence {seq:,}", **on_ranks(1, _measure_rank, seq, arguments.pairs, arguments.warmup)}, BAR)
+        for seq in map(int, arguments.size.split(","))
+    )
+    compare(arguments.name, results, _valid_tokens)
+
+
+def _valid_tokens(row: dict[str, Any]) -> str:
+    row["speedup"] = row["valid_packed"] / row["valid_padded"] / row["ratio"]
+    shares = f"{row['valid_packed']:.1%} of the tokens are valid, padded {row['valid_padded']:.1%}"
+    return f"{shares}; valid tokens/s {row['speedup']:.2f}x"
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,26 +108,6 @@ def _over_ranks(values: list[float], operation: Any) -> list[float]:
     if _has_ranks():
         dist.all_reduce(tensor, op=operation)
     return tensor.tolist()
-
-
-@dataclass
-class _Waits:
-    seconds: float = 0.0
-
-    def note(self, is_message: bool, began: float, ended: float) -> None:
-        self.seconds += ended - began
-
-
-def waited(step: Callable[[], Any], repeats: int = 8) -> float:
-    """Median seconds of a step that this rank waits for collectives and messages."""
-    found = []
-    for _ in range(repeats):
-        _barrier()
-        waits = _Waits()
-        with torch_private.timed_waits(waits.note):
-            step()
-        found.append(waits.seconds)
-    return statistics.median(found)
 
 
 def summarise(times: dict[str, list[float]], bar: float | None) -> dict[str, Any]:
@@ -232,13 +214,37 @@ def environment() -> dict[str, Any]:
     }
 
 
+def compare(
+    name: str,
+    results: Iterable[tuple[dict[str, Any], float | None]],
+    about: Callable[[dict[str, Any]], str] = lambda row: "",
+) -> list[dict[str, Any]]:
+    """Summarise each result of `time_pairs` with its bar, print it with what `about` says of it, and write all rows."""
+    print(f"{'case':34}{'size':>9}{'ours ms':>10}{'theirs ms':>11}{'ratio':>8}{'95 %':>12}{'A/A':>7}{'CPU':>7}")
+    rows = []
+    for result, bar in results:
+        row = {**result, **summarise(result["times"], bar)}
+        interval = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
+        verdict = "" if bar is None else f"  {'holds' if row['holds'] else 'DOES NOT HOLD'} <= {bar}"
+        print(
+            f"{row['case']:34}{row.get('size', ''):>9}{row['ours_median_s'] * 1e3:10.2f}"
+            f"{row['theirs_median_s'] * 1e3:11.2f}{row['ratio']:8.2f}{interval:>12}{row['a_a_ratio']:7.2f}"
+            f"{row['cpu_ratio'] or 0:7.2f}{verdict}  {about(row)}".rstrip(),
+            flush=True,
+        )
+        rows.append(row)
+    if name:
+        print("written to", write(name, {}, rows))
+    return rows
+
+
 def write(name: str, facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Path:
-    """Write `results/<date>-<name>.json`, each row with the environment it was measured in and `facts` (the command,
-    the peer). Rows of the same day of other cases stay."""
+    """Write `results/<date>-<name>.json`, each row with the environment it was measured in and `facts` (the peer).
+    Rows of the same day of other cases stay."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{datetime.now(timezone.utc):%Y-%m-%d}-{name}.json"
     earlier = json.loads(path.read_text())["rows"] if path.exists() else []
-    surroundings = {**environment(), **facts}
+    surroundings = {**environment(), "command": shlex.join(sys.orig_argv), **facts}
     new = [{**row, "environment": surroundings} for row in rows]
     measured = {_what(row) for row in new}
     kept = [row for row in earlier if _what(row) not in measured]

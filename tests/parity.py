@@ -38,6 +38,7 @@ from parallelrun.training.verify.run import judge, plan_trace, reference_trace
 from parallelrun.training.verify.single_device import single_device as single_device
 from parallelrun.training.verify.trace import decisions_are_held, record
 from tests.matrix import FULL
+from tests.mutants import plant
 from tests.plans import tiny_config
 from tests.pool import BACKEND, COMPILER, run_ranks
 
@@ -58,8 +59,8 @@ def parity(
 ) -> dict[str, Any]:
     """The verdict (verify.json's document) of one plan.
 
-    mutant: a function of `tests.mutants`, `grid_mutants` or `context_mutants`, called on every rank. fault: plants a
-    bug in what has been built, before the first step. hosts: a letter for the pretended host of each rank.
+    mutant: a function of `tests.mutants`, called on every rank. fault: plants a bug in what has been built, before the
+    first step. hosts: a letter for the pretended host of each rank.
     """
     config = checked_config(tiny_config(overrides))
     plan = resolve(config)
@@ -137,9 +138,7 @@ def _cell(
     config: Config = checked_config(tiny_config(overrides))
     plan = resolve(config)
     if mutant:
-        from tests import context_mutants, grid_mutants, mutants
-
-        next(getattr(one, mutant) for one in (context_mutants, grid_mutants, mutants) if hasattr(one, mutant))()
+        plant(mutant)
     if config.compile:  # what the compiler makes graphs of, without its code generation, which takes minutes
         train_build.compile_blocks = partial(compile_blocks, backend="aot_eager")
     training = build(config, plan, torch.device("cpu"))

@@ -18,12 +18,11 @@ from parallelrun.base.layout import Layout
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.distributed.mesh import Mesh, build_mesh
-from parallelrun.models import dropout, layers, recompute, rounding
-from parallelrun.models.moe.layer import MoE
-from parallelrun.models.network import Network, compile_blocks
+from parallelrun.models import dropout, recompute, rounding
+from parallelrun.models.network import Network
 from parallelrun.planner.contract.classes import pipeline_schedule
 from parallelrun.planner.contract.plan import Collective, Plan
-from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.planner.model.model_spec import ModelSpec
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.tensor.megatron.runtime import parallelize
 from parallelrun.training.verify.measure import tensor_errors
@@ -31,7 +30,6 @@ from tests.live_bytes import saving
 from tests.plans import tiny_config
 
 BOUND = 1e-10
-AUXILIARY = 0.3  # what a routing group's auxiliary loss counts in the loss
 
 
 def gpt_plan(overrides: dict[str, Any], pipeline: str = "none") -> tuple[Config, Plan]:
@@ -98,11 +96,8 @@ def networks(config: Config, plan: Plan, mesh: Mesh) -> tuple[Network, Network]:
     parallelize(placed, plan, mesh)
     fill(alone, plan, None)
     fill(placed, plan, mesh)
-    for network, shares in ((alone, 1), (placed, plan.mesh.size("tp"))):
+    for network in (alone, placed):
         recompute.apply(network, plan.recompute)
-        for module in network.modules():
-            if isinstance(module, MoE):  # every rank adds the auxiliary loss to what is summed over them
-                module.auxiliary_scale = AUXILIARY / shares
     return alone, placed
 
 
@@ -164,13 +159,11 @@ class Proof:
     predicted: list[Collective]
 
 
-def prove_gpt(overrides: dict[str, Any], pipeline: str = "none", backend: str = "") -> Proof:
-    """Body of a rank: one microbatch forward and backward, here and on one device. backend: of torch.compile."""
+def prove_gpt(overrides: dict[str, Any], pipeline: str = "none") -> Proof:
+    """Body of a rank: one microbatch forward and backward, here and on one device."""
     config, plan = gpt_plan(overrides, pipeline)
     mesh = build_mesh(plan, torch.device("cpu"))
     alone, placed = networks(config, plan, mesh)
-    if backend:
-        compile_blocks(placed, backend)
     with CommunicationCounter(mesh) as counter:
         loss = train_once(placed, plan)
     expected = train_once(alone, plan)
@@ -222,115 +215,3 @@ def held_by_layer(overrides: dict[str, Any]) -> tuple[int, int]:
     allocated = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
     kept = allocated - y.untyped_storage().nbytes() + x.untyped_storage().nbytes()
     return kept, plan.tensor.saved_bytes(plan.spec.block("layers.0"), plan)
-
-
-# One layer alone ------------------------------------------------------------------------------------------------------
-
-SIZES: dict[str, Any] = {"vocab": 7, "hidden": 12, "heads": 4, "kv_heads": 2, "seq": 8}
-QKV = {"q": 16, "k": 8, "v": 8}
-
-
-def _layer(role: str) -> nn.Module:
-    dtype, hidden = torch.float64, SIZES["hidden"]
-    if role == "column_parallel":
-        return layers.ColumnLinear(hidden, QKV, True, dtype)
-    if role == "row_parallel":
-        return layers.RowLinear(16, hidden, True, dtype)
-    if role == "embedding":
-        return layers.TokenEmbedding(SIZES["vocab"], hidden, dtype)
-    if role == "table":  # another embedding than that of the vocabulary, as users' modules have
-        return layers.TokenEmbedding(3, hidden, dtype)
-    if role == "position_embedding":
-        return layers.PositionEmbedding(SIZES["seq"], hidden, dtype)
-    if role == "norm":
-        return layers.HiddenNorm("layernorm", hidden, 1e-5, True, dtype)
-    assert role == "head"
-    return layers.VocabHead(hidden, SIZES["vocab"], dtype)
-
-
-def _spec_of(role: str, network: nn.Module) -> ModelSpec:
-    """The spec of a network whose one block `alone` is a layer of that role."""
-    heads = {"q": SIZES["heads"], "k": SIZES["kv_heads"], "v": SIZES["kv_heads"]}
-    layer_role = str(network.get_submodule("alone").layer_role)
-    parameters = tuple(
-        ParameterSpec(name, tuple(p.shape), Initialiser("normal"), layer_role, heads.get(name.split(".")[1]))
-        for name, p in network.named_parameters()
-    )
-    return ModelSpec(
-        name="alone",
-        kind="tokens",
-        blocks=(BlockSpec("alone", role, (LayerSpec("alone", role, 1, 1, parameters),), 0.0),),
-        sample_shape=(SIZES["seq"],),
-        boundary_shape=(SIZES["seq"], SIZES["hidden"]),
-        targets_per_sample=SIZES["seq"],
-        **SIZES,
-    )
-
-
-def _activations(role: str, plan: Plan) -> tuple[Layout, list[Layout]]:
-    """Layouts (batch, seq, features) of what goes into the layer and of what comes out."""
-    axes = plan.mesh.mesh_dims_of("tp")
-    between = Layout(((), axes if plan.tensor.sequence_parallel else (), ()))
-    split = Layout(((), (), axes))
-    if role == "column_parallel":
-        weights = [p for p in plan.spec.parameters.values() if p.name.endswith("weight")]
-        return between, [Layout(((), (), plan.tensor.layout(weight, plan).dims[0])) for weight in weights]
-    return (split if role == "row_parallel" else between), [split if role == "head" else between]
-
-
-def _run(layer: nn.Module, x: Tensor, wanted: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-    """(outputs, input gradient) with `wanted` as the outputs' gradients; parameters get theirs."""
-    x = x.clone().requires_grad_(x.is_floating_point())
-    outputs = layer(x)
-    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
-    torch.autograd.backward(outputs, wanted)
-    return [output.detach() for output in outputs], x.grad
-
-
-def prove_layers(
-    roles: tuple[str, ...], overrides: dict[str, Any], pipeline: str = "none"
-) -> dict[str, dict[str, float]]:
-    """Body of a rank: by role, the errors of outputs, input gradient and every parameter's gradient of one layer."""
-    return {role: _prove_layer(role, overrides, pipeline) for role in roles}
-
-
-def _prove_layer(role: str, overrides: dict[str, Any], pipeline: str) -> dict[str, float]:
-    _, plan = gpt_plan({"model.kv_heads": SIZES["kv_heads"], **overrides}, pipeline)
-    with torch.device("meta"):
-        bare = nn.Module()
-        bare.alone = _layer(role)
-        bare.to(torch.float64)
-        plan = replace(plan, spec=_spec_of(role, bare))
-        alone = Network(plan.spec, nn.Identity())
-        alone.add_module("alone", bare.alone)
-        placed = copy.deepcopy(alone)
-    mesh = build_mesh(plan, torch.device("cpu"))
-    parallelize(placed, plan, mesh)
-    fill(alone, plan, None)
-    fill(placed, plan, mesh)
-    into, out_of = _activations(role, plan)
-    if role in ("embedding", "table"):
-        whole_x = x = batch_of(plan)[0] % alone.get_parameter("alone.weight").size(0)
-    else:
-        whole_x = values("x", (2, SIZES["seq"], 16 if role == "row_parallel" else SIZES["hidden"]))
-        x = part(whole_x, into, mesh)
-    with torch.no_grad():
-        shapes = alone(whole_x)
-    shapes = shapes if isinstance(shapes, tuple) else (shapes,)
-    wanted = [values(f"gradient {number}", tuple(shape.shape)) for number, shape in enumerate(shapes)]
-    mine = [part(whole, layout, mesh) * _share(layout, mesh) for whole, layout in zip(wanted, out_of)]
-    expected, expected_x = _run(alone, whole_x, wanted)
-    outputs, grad_x = _run(placed, x, mine)
-    reference = {f"output {n}": part(e, layout, mesh) for n, (e, layout) in enumerate(zip(expected, out_of))}
-    errors = tensor_errors({f"output {n}": output for n, output in enumerate(outputs)}, reference)
-    if grad_x is not None and expected_x is not None:
-        errors |= tensor_errors({"input gradient": grad_x}, {"input gradient": part(expected_x, into, mesh)})
-    return errors | errors_of(gradients(placed, plan, mesh), gradients(alone, plan, None), plan, mesh)
-
-
-def _share(layout: Layout, mesh: Mesh) -> float:
-    """Copies of a kv head serve different query heads: their outputs' gradients are parts that sum to the whole."""
-    copies = mesh.shape.size("tp_copy")
-    if "tp_kv" not in layout.axes or "tp_copy" in layout.axes:
-        return 1.0
-    return 2.0 * (mesh.coordinate["tp_copy"] + 1) / (copies * (copies + 1))

@@ -117,65 +117,6 @@ def test_every_example_of_the_help_is_legal(run, composed_once, command):
     assert points is None or all(point["state"] == "planned" for point in points)
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("model=gtp", ["model=gtp: no such model", "did you mean: model=gpt", "try: parallelrun ls"]),
-        ("strategy=pdtp", ["strategy=pdtp: no such strategy", "strategy=ptdp"]),
-        ("dataset=tekst", ["dataset=text"]),
-        ("recipe=quikstart", ["recipe=quikstart: no such recipe", "recipe=quickstart"]),
-        ("recipe=./none.yaml", ["no such file", "none.yaml"]),
-        ("tpp=8", ["tpp=8: no such key: tpp", "did you mean: tp"]),
-        ("tp=eight", ["not a whole number"]),
-        ("tp=010", ["parsed as 8 from 010; write 8 or 10"]),
-        ("tp=${nosuch}", ["'nosuch' not found", "where: tp"]),
-        ("tp=${pp} pp=${tp}", ["refers to itself"]),
-        ("name=${oc.env:NO_SUCH_VARIABLE_HERE}", ["NO_SUCH_VARIABLE_HERE"]),
-        ("name=${nosuchresolver:1}", ["nosuchresolver"]),
-        ("tp=choice(1,2)", ["multirun"]),
-        ("optimizer.betas=0.9", ["optimizer.betas"]),
-        ("model.roles=[1]", ["model.roles"]),
-        ("optimizer.betas=[a,b]", ["optimizer.betas"]),
-        ("--resolve", ["--resolve"]),
-        ("--config-dir /nonexistent", ["/nonexistent"]),
-        ("-cn nosuch", ["nosuch"]),
-        ("--tp 8", ["did you mean: tp=8"]),
-        ("plan tp=3", ["tp=2 or tp=4"]),
-        ("tp=0", ["tp=0"]),
-        (
-            "model=moe_gpt strategy=gshard dp=4 ep=3",
-            ["are not divisible by ep=3", "ep=2 or ep=4", "does not divide dp=4"],
-        ),
-        ("model=moe_gpt dp=6 ep=4", ["ep=2 or dp=4 or dp=8"]),
-        ("model=moe_gpt strategy=dropless model.router.top_k=9", ["model.router.top_k=8"]),
-        ("model=moe_gpt strategy=gshard model.router.capacity_factor=0", ["finite number above 0"]),
-        ("model=moe_gpt strategy=gshard model.router.kind=best", ["top_k, gshard, switch, expert_choice"]),
-        ("model=moe_gpt strategy=dropless strategy.expert.kind=capacity", ["model.router.capacity_factor=1.25"]),
-        ("model=moe_gpt strategy=ddp dp=2 strategy.expert.chunks=2", ["ep is 1", "ep=2 or leave"]),
-        ("strategy=gshard", ["model=gpt has none", "model=moe_gpt"]),
-        ("ep=2", ["model=moe_gpt"]),
-        ("model=moe_gpt strategy=gshard strategy.router.jitter=0.1", ["did you mean: model.router.jitter"]),
-        ("tp=-1", ["tp=-1"]),
-        ("optimizer.lr=nan", ["optimizer.lr"]),
-        ("optimizer.lr=-1", ["optimizer.lr"]),
-        ("steps=0", ["steps"]),
-        ("name=../x", ["name"]),
-        ("strategy=ddp staleness=2", ["staleness=2"]),
-        ("path=a.txt", ["path"]),
-        ("ls modls", ["did you mean: ls models"]),
-        ("show nosuch", ["recipe=nosuch"]),
-        ("show a b", ["one recipe"]),
-        ("-m hydra.sweeper.nosuch=1 tp=1,2", ["nosuch"]),
-        ("-m model=gtp,gpt", ["model=gtp"]),
-        ("-m tp=1,two", ["two"]),
-    ],
-)
-def test_a_mistake_ends_with_2_and_one_readable_message(run, line, said):
-    err = error_of(run, *line.split())
-    for text in said:
-        assert text in err
-
-
 def test_all_violations_of_a_plan_come_at_once(run):
     err = error_of(run, "plan", "tp=3", "optimizer.lr=-1", "steps=0")
     assert err.count("error: ") >= 3

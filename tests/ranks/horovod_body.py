@@ -22,7 +22,7 @@ from parallelrun.strategies.data.horovod.adasum import all_combine
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
-from tests import mutants
+from tests.mutants import general as mutants
 from tests.plans import tiny_config, tiny_plan
 
 

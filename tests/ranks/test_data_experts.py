@@ -103,24 +103,6 @@ def test_horovod_hands_out_experts_to_their_copies_only(tmp_path: Path) -> None:
         assert torch.equal(first[name], second[name]) == (".experts." not in name or name.startswith("step"))
 
 
-MUTANTS: dict[str, list[dict[str, Any]]] = {
-    "expert_gradients_summed_over_dp": [HALF, ALL],
-    "expert_gradients_not_summed": [HALF],
-    "expert_gradients_ep_times_too_large": [HALF, ALL, {**HALF, **FSDP}],
-    "experts_summed_with_other_experts": [{**HALF, **ZERO1}, {**HALF, **ZERO2}],
-    "norm_of_own_experts": [HALF],
-    "fsdp_divides_experts": [{**HALF, **FSDP}],
-    "chunks_of_experts_in_a_row": [{**THREE, **ZERO2}],
-    "own_chunk_of_experts_stays_old": [{**THREE, **ZERO1}],
-}
-
-
-@pytest.mark.parametrize("mutant, where", [(name, cell) for name, cells in MUTANTS.items() for cell in cells], ids=str)
-def test_a_planted_bug_is_caught_by_the_verdict(mutant: str, where: dict[str, Any]) -> None:
-    document = parity({**MOE, **where}, mutant)  # a crash would prove nothing about the comparison
-    assert not document["passed"]
-
-
 @pytest.mark.parametrize("where", [HALF, ALL], ids=str)
 def test_the_classic_bug_leaves_the_first_loss_exact_and_one_kind_of_gradient_wrong(where: dict[str, Any]) -> None:
     document = parity({**MOE, **where, "verify.steps": 1}, "expert_gradients_ep_times_too_large")

@@ -67,8 +67,3 @@ def test_a_shared_key_whose_gradient_is_not_summed_is_noticed(more: dict[str, An
     # In the second step the weight's own gradient is the worst, no longer that of the norm before it.
     document = parity({**LATENT, **more, "tp": 2, "verify.steps": 2}, fault=shared_key_alone)
     assert not document["passed"] and "kv_a" in str(document["worst"]), document["worst"]
-
-
-def test_weights_of_latents_whose_gradients_are_not_summed_are_noticed() -> None:
-    document = parity({**LATENT, "tp": 2, **SEQUENCE_PARALLEL}, mutant="latent_weights_not_summed")
-    assert not document["passed"] and "_a." in str(document["worst"]), document["worst"]

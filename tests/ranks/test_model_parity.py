@@ -56,6 +56,12 @@ CELLS: dict[str, dict[str, Any]] = {
     "recompute selective, zero bubble": {"pp": 2, "strategy.pipeline.kind": "zero_bubble", "recompute": "selective"},
     "mlp on features": {"dp": 2, "tp": 2, **MLP, "dropout": 0.2},
     "mlp on text": {"tp": 2, "pp": 2, **MLP, **TEXT, **SEQUENCE_PARALLEL, "recompute": "full"},
+    "module, two embeddings, one of three rows": {
+        "tp": 4,
+        **PLACED,
+        "model.source": f"{NET}:build_two_tables",
+        "model.roles": Frozen({**ROLES, "embed.kinds": "embedding"}),
+    },
     "module, ddp, nothing said": {"dp": 2, **MODULE},
     "module, fsdp, nothing said": {"dp": 2, **MODULE, **FSDP, "model.arguments": Frozen({"tied": True})},
     "module, tp and pp": {"tp": 2, "pp": 2, **PLACED, "model.arguments": Frozen({"dropout": 0.2})},

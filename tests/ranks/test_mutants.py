@@ -2,52 +2,128 @@
 
 from __future__ import annotations
 
+from inspect import getmembers, isfunction
 from typing import Any
 
 import pytest
 
+from tests.mutants import MODULES
 from tests.parity import assert_equal, parity
+from tests.ranks import test_context_parity as context
+from tests.ranks.test_data_experts import ALL, FSDP, HALF, MOE, THREE, ZERO1, ZERO2
+from tests.ranks.test_grid_parity import BASE, CUBE, DEEP, DROPS, ONE_LAYER, SQUARE, form
+from tests.ranks.test_latent_parity import LATENT
+from tests.tensor_cases import llama
 
-BASE = {
-    "model.vocab": 37,
-    "dataset.vocab": 37,
-    "model.label_smoothing": 0.1,
-    "global_batch": 16,
-    "optimizer.clip": 0.05,
-}
-DP = {"dp": 2}
-TP = {"tp": 2}
-PP = {"pp": 2}
-SEQUENCE = {"tp": 2, "strategy.tensor.sequence_parallel": True}
-FSDP = {"dp": 2, "strategy.data.kind": "fsdp"}
-MUTANTS = {
-    "dropped_gradient_reduce": DP,
-    "doubled_gradient_reduce": DP,
-    "mean_for_sum": DP,
-    "wrong_group": {"dp": 2, "tp": 2},
-    "max_for_sum": TP,
-    "input_gradient_not_reduced": TP,
-    "skipped_block": PP,
-    "untied_embedding": PP,
-    "bias_added_by_every_rank": TP,
-    "norm_counts_replicas": TP,
-    "label_smoothing_by_shard": TP,
-    "fsdp_divides": FSDP,
-    "fsdp_divides_below_the_root": FSDP,
-    "partial_norms": SEQUENCE,
-    "stale_weights": {"dp": 2, "strategy.data.kind": "zero1"},
-    "local_count": DP,
-    "same_samples_everywhere": DP,
-    "initial_weights_by_rank": DP,
-}
+Overrides = dict[str, Any]
+COMMON: Overrides = {
+    "model.vocab": 37, "dataset.vocab": 37, "model.label_smoothing": 0.1, "global_batch": 16, "optimizer.clip": 0.05,
+}  # fmt: skip
+DP = {**COMMON, "dp": 2}
+TP = {**COMMON, "tp": 2}
+PP = {**COMMON, "pp": 2}
+BOTH = {**COMMON, "dp": 2, "tp": 2}
+SEQUENCE = {**TP, "strategy.tensor.sequence_parallel": True}
+DATA_FSDP = {**DP, **FSDP}
+RING = {"dp": 2, "tp": 2, "strategy.data.kind": "ring"}  # even shards: a crash would prove nothing
+ROUTED = {
+    "tp": 2, "model.layers": 1, "model.experts": 4, "model.expert_period": 1, "model.router.kind": "gshard",
+    "model.router.top_k": 2, "model.router.aux_coefficient": 0.3,
+}  # fmt: skip
+GRID = {**BASE, **ONE_LAYER, "verify.steps": 1}
+SQUARE_GRID, CP = {**GRID, **SQUARE}, {"cp": 2}
+HALF_EXPERTS, ALL_EXPERTS, THREE_EXPERTS = ({**MOE, **degrees} for degrees in (HALF, ALL, THREE))
+# A mutant stands as often as it has plans.
+PLANTED: list[tuple[str, Overrides]] = [
+    ("dropped_gradient_reduce", DP),
+    ("dropped_gradient_reduce", CP),
+    ("doubled_gradient_reduce", DP),
+    ("mean_for_sum", DP),
+    ("wrong_group", BOTH),
+    ("max_for_sum", TP),
+    ("input_gradient_not_reduced", TP),
+    ("skipped_block", PP),
+    ("untied_embedding", PP),
+    ("bias_added_by_every_rank", TP),
+    ("norm_counts_replicas", TP),
+    ("label_smoothing_by_shard", TP),
+    ("fsdp_divides", DATA_FSDP),
+    ("fsdp_divides_below_the_root", DATA_FSDP),
+    ("partial_norms", SEQUENCE),
+    ("stale_weights", {**DP, **ZERO1}),
+    ("local_count", DP),
+    ("local_count", {**CP, **context.BERT}),
+    ("same_samples_everywhere", DP),
+    ("initial_weights_by_rank", DP),
+    ("doubled_gradients_of_the_ring", RING),
+    ("own_gradients_kept", RING),
+    ("ring_over_the_wrong_group", RING),
+    ("expert_gradients_summed_over_dp", HALF_EXPERTS),
+    ("expert_gradients_summed_over_dp", ALL_EXPERTS),
+    ("expert_gradients_not_summed", HALF_EXPERTS),
+    ("expert_gradients_ep_times_too_large", HALF_EXPERTS),
+    ("expert_gradients_ep_times_too_large", ALL_EXPERTS),
+    ("expert_gradients_ep_times_too_large", {**HALF_EXPERTS, **FSDP}),
+    ("experts_summed_with_other_experts", {**HALF_EXPERTS, **ZERO1}),
+    ("experts_summed_with_other_experts", {**HALF_EXPERTS, **ZERO2}),
+    ("norm_of_own_experts", HALF_EXPERTS),
+    ("fsdp_divides_experts", {**HALF_EXPERTS, **FSDP}),
+    ("chunks_of_experts_in_a_row", {**THREE_EXPERTS, **ZERO2}),
+    ("own_chunk_of_experts_stays_old", {**THREE_EXPERTS, **ZERO1}),
+    ("latent_weights_not_summed", {**LATENT, "tp": 2, "strategy.tensor.sequence_parallel": True}),
+    ("input_gradient_not_summed_apart", {**TP, "strategy.tensor.overlap": False}),
+    ("input_gradient_summed_twice", TP),
+    ("output_averaged", TP),
+    ("target_counted_by_every_rank", TP),
+    ("largest_logit_of_the_shard", TP),
+    ("tokens_of_other_shards_not_masked", TP),
+    ("positions_of_the_first_slice", SEQUENCE),
+    ("mask_of_the_first_slice", {**SEQUENCE, "dropout": 0.2}),
+    ("slices_of_norm_gradients_not_summed", SEQUENCE),
+    ("slices_of_norm_gradients_not_summed", {**llama(), "tp": 4}),  # of copied kv heads
+    ("router_gradients_not_summed", ROUTED),
+    ("entered_without_summing_gradients", ROUTED),
+    ("left_without_summing", ROUTED),
+    ("auxiliary_loss_of_every_rank", ROUTED),
+    ("depth_not_summed", {**GRID, **DEEP}),
+    ("rows_of_norms_not_summed", SQUARE_GRID),
+    ("positions_not_summed", SQUARE_GRID),
+    ("wrong_scatter_axis", {**GRID, **CUBE}),
+    ("norm_of_own_features", SQUARE_GRID),
+    ("norm_gradient_of_own_features", SQUARE_GRID),
+    ("loss_of_the_first_row_counted", SQUARE_GRID),
+    ("loss_of_every_column_counted", SQUARE_GRID),
+    ("targets_of_the_first_samples", SQUARE_GRID),
+    ("tokens_of_the_first_samples", SQUARE_GRID),
+    ("masks_of_the_first_samples", {**SQUARE_GRID, **DROPS}),
+    ("masks_of_the_first_heads", {**SQUARE_GRID, "model.attention_dropout": 0.1}),
+    ("inside_taken_for_outside", {**SQUARE_GRID, **form("stationary_w"), "model.attention_dropout": 0.1}),
+    ("padding_taken_for_tokens", SQUARE_GRID),
+    ("vocabulary_cut_by_rows_first", SQUARE_GRID),
+    ("log_sum_exp_of_the_last_block", CP),
+    ("positions_begin_at_zero", {**CP, **llama()}),
+    ("tokens_in_another_order", CP),
+    ("gradients_of_keys_stay", CP),
+    ("dropout_of_local_positions", {**CP, "dropout": 0.1}),
+    ("routing_groups_of_own_tokens", {**CP, **context.DROPLESS}),
+    ("stripes_see_their_own_index", {**CP, context.ORDER: "striped"}),
+]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_planted_bug_is_caught_by_the_verdict(mutant: str) -> None:
-    document = parity({**BASE, **MUTANTS[mutant]}, mutant)  # a crash would prove nothing about the comparison
+@pytest.mark.parametrize(("mutant", "overrides"), PLANTED, ids=str)
+def test_a_planted_bug_is_caught_by_the_verdict(mutant: str, overrides: Overrides) -> None:
+    document = parity(overrides, mutant)  # a crash would prove nothing about the comparison
     assert not document["passed"]
 
 
-@pytest.mark.parametrize("overrides", [DP, TP, PP, SEQUENCE, FSDP, {"dp": 2, "tp": 2}], ids=str)
-def test_the_same_plan_without_a_bug_passes(overrides: dict[str, Any]) -> None:
-    assert_equal(parity({**BASE, **overrides}))
+@pytest.mark.parametrize(
+    "overrides", [DP, TP, PP, SEQUENCE, DATA_FSDP, BOTH, ROUTED, {**SQUARE_GRID, **DROPS}], ids=str
+)
+def test_the_same_plan_without_a_bug_passes(overrides: Overrides) -> None:
+    assert_equal(parity(overrides))  # the other plans: cells of the parity tests
+
+
+def test_every_mutant_is_planted() -> None:
+    mutants = {name for module in MODULES for name, function in getmembers(module, isfunction)
+               if function.__module__ == module.__name__ and not name.startswith("_")}  # fmt: skip
+    assert mutants == {name for name, _ in PLANTED}

@@ -45,11 +45,6 @@ def test_it_is_the_training_of_one_device_and_sends_what_was_foretold(cell):
     assert_equal(parity(CELLS[cell]))
 
 
-@pytest.mark.parametrize("mutant", ["doubled_gradients_of_the_ring", "own_gradients_kept", "ring_over_the_wrong_group"])
-def test_a_planted_bug_is_caught_by_the_verdict(mutant):
-    assert not parity({"dp": 2, "tp": 2, **RING}, mutant)["passed"]  # even shards: a crash would prove nothing
-
-
 def test_buckets_leave_during_the_last_backward_and_none_before():
     for seen in run_ranks(2, events, {"dp": 2, "microbatches": 4, **RING}):
         assert seen[:4] == ["microbatch"] * 4

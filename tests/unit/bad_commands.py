@@ -108,7 +108,7 @@ plan hello
 ++model=mlp
 +nosuch=1
 ++nosuch.key=1
---tp 8
+--tp 8 => did you mean: tp=8
 --tp=8
 --tp
 --model gpt
@@ -137,7 +137,7 @@ plan hello
 --cfg
 --cfg nosuch
 --config-name
-tpp=8
+tpp=8 => tpp=8: no such key: tpp | did you mean: tp
 layer=4
 layers=4
 hidden=32
@@ -169,19 +169,19 @@ optimizer.name=adam
 optimizer=adam
 optimizer.schedule=cos
 optimizer.lr=x
-optimizer.lr=-1
-optimizer.lr=nan
+optimizer.lr=-1 => optimizer.lr
+optimizer.lr=nan => optimizer.lr
 optimizer.lr=[1]
 optimizer.lr={a:1}
-optimizer.betas=0.9
+optimizer.betas=0.9 => optimizer.betas
 optimizer.betas=[0.9]
-optimizer.betas=[a,b]
+optimizer.betas=[a,b] => optimizer.betas
 optimizer.betas={a:1}
 optimizer.lr_scale=-1
 optimizer.lr_scale=fast
 optimizer.clip=-1
 optimizer.warmup=-1
-model=gtp
+model=gtp => model=gtp: no such model | did you mean: model=gpt | try: parallelrun ls
 model=null
 model=gpt,mlp
 model=GPT
@@ -211,7 +211,7 @@ model.seq=0
 model.init_std=-1
 model.label_smoothing=2
 model.name=gtp
-model.roles=[1]
+model.roles=[1] => model.roles
 model.roles=x
 model.blocks=x
 model.blocks={a:1}
@@ -232,10 +232,10 @@ model=resnet model.image=1
 model=resnet model.stages=[0]
 model=alexnet model.image=4
 model=bert model.norm=rmsnorm
-strategy=pdtp
+strategy=pdtp => strategy=pdtp: no such strategy | strategy=ptdp
 strategy=null
 strategy=ddp tp=2 world=3
-strategy=ddp staleness=2
+strategy=ddp staleness=2 => staleness=2
 strategy=tp2d layout=1d
 strategy=tp2d tp=5
 strategy=tp2d tp=4 grid=3x2
@@ -290,13 +290,13 @@ layout=5d
 layout=3d tp=5
 layout=2d tp=5
 tp=3
-tp=0
-tp=-1
-tp=eight
+tp=0 => tp=0
+tp=-1 => tp=-1
+tp=eight => not a whole number
 tp=8 tp=4
 tp=1,2
-tp=${nosuch}
-tp=choice(1,2)
+tp=${nosuch} => 'nosuch' not found | where: tp
+tp=choice(1,2) => multirun
 tp=16
 tp=1e9
 tp=99999999999999999999
@@ -304,7 +304,7 @@ dp=0
 dp=7
 pp=9
 pp=100
-ep=2
+ep=2 => model=moe_gpt
 ep=0
 depth=2
 grid=2x2
@@ -318,7 +318,7 @@ global_batch=8 local_batch=4
 micro_batch=7
 micro_batch=2 microbatches=3
 local_batch=0
-steps=0
+steps=0 => steps
 steps=-3
 steps=1.5
 seed=-1
@@ -335,7 +335,7 @@ device=cuda:0
 precision=fp8
 precision=float32
 precision=bfloat16
-name=../x
+name=../x => name
 name=a/b
 name=
 tracker=wandbb
@@ -353,7 +353,7 @@ plan ranks=all
 plan plot=/nonexistent/x
 plot=x
 plan strategy=single plot=x
-dataset=tekst
+dataset=tekst => dataset=text
 dataset.name=texts
 dataset.val_fraction=2
 dataset=synthetic dataset.samples=0
@@ -384,29 +384,29 @@ eval.batches=0
 checkpoint.every=-1
 checkpoint.keep=0
 sweep.fail_fast=2
-recipe=quikstart
+recipe=quikstart => recipe=quikstart: no such recipe | recipe=quickstart
 recipe=nosuch.yaml
 recipe=.
 recipe=null,quickstart
 recipe=quickstart,classics
 verb=plan
 mode=plan
-ls modls
+ls modls => did you mean: ls models
 ls nosuch
-show nosuch
-show a b
+show nosuch => recipe=nosuch
+show a b => one recipe
 show quickstart tpp=2
 show quickstart tp=x
-model=moe_gpt strategy=gshard dp=4 ep=3
-model=moe_gpt dp=6 ep=4
-model=moe_gpt strategy=dropless model.router.top_k=9
-model=moe_gpt strategy=gshard model.router.capacity_factor=0
-model=moe_gpt strategy=gshard model.router.kind=best
+model=moe_gpt strategy=gshard dp=4 ep=3 => are not divisible by ep=3 | ep=2 or ep=4 | does not divide dp=4
+model=moe_gpt dp=6 ep=4 => ep=2 or dp=4 or dp=8
+model=moe_gpt strategy=dropless model.router.top_k=9 => model.router.top_k=8
+model=moe_gpt strategy=gshard model.router.capacity_factor=0 => finite number above 0
+model=moe_gpt strategy=gshard model.router.kind=best => top_k, gshard, switch, expert_choice
 model=moe_gpt strategy=gshard model.router.top_k=3
 model=moe_gpt strategy=gshard model.router.score=relu
-model=moe_gpt strategy=dropless strategy.expert.kind=capacity
-model=moe_gpt strategy=ddp dp=2 strategy.expert.chunks=2
-model=moe_gpt strategy=gshard strategy.router.jitter=0.1
+model=moe_gpt strategy=dropless strategy.expert.kind=capacity => model.router.capacity_factor=1.25
+model=moe_gpt strategy=ddp dp=2 strategy.expert.chunks=2 => ep is 1 | ep=2 or leave
+model=moe_gpt strategy=gshard strategy.router.jitter=0.1 => did you mean: model.router.jitter
 model=moe_gpt strategy=gshard dp=4 ep=4 strategy.expert.group_size=3
 model=moe_gpt strategy=gshard dp=2 ep=2 layout=2d tp=4
 model=moe_gpt strategy=gshard dp=2 ep=2 strategy.data.kind=local_sgd
@@ -414,21 +414,30 @@ model=moe_gpt strategy=gshard model.router.group_samples=0
 model=moe_gpt strategy=switch model.experts=0
 model=moe_gpt strategy=dropless model.router.eval_capacity_factor=2
 model=moe_gpt dp=2 ep=2 strategy=horovod strategy.data.compression=fp16
-strategy=gshard
+strategy=gshard => model=gpt has none | model=moe_gpt
 strategy=tp tp=2 strategy.tensor.sequence_parallel=true model.seq=63
 strategy=tp2d tp=4 strategy.tensor.sequence_parallel=true
 strategy=tp2d tp=4 strategy.tensor.form=best
 strategy=tp2d tp=4 strategy.tensor.kind=5d
--m model=gtp,gpt
--m tp=1,two
--m hydra.sweeper.nosuch=1 tp=1,2
+-m model=gtp,gpt => model=gtp
+-m tp=1,two => two
+-m hydra.sweeper.nosuch=1 tp=1,2 => nosuch
 hydra.nosuch=1
---config-dir /nonexistent
--cn nosuch
---resolve
+--config-dir /nonexistent => /nonexistent
+-cn nosuch => nosuch
+--resolve => --resolve
+recipe=./none.yaml => no such file | none.yaml
+tp=010 => parsed as 8 from 010; write 8 or 10
+tp=${pp} pp=${tp} => refers to itself
+name=${oc.env:NO_SUCH_VARIABLE_HERE} => NO_SUCH_VARIABLE_HERE
+name=${nosuchresolver:1} => nosuchresolver
+plan tp=3 => tp=2 or tp=4
+path=a.txt => path
 """
 
-CATALOGUE = [line for line in _WORDS.splitlines() if line]
+# What the message must have, after the arrow.
+SAID = {command: texts.split(" | ") for command, _, texts in (line.partition(" => ") for line in _WORDS.splitlines())}
+CATALOGUE = [command for command in SAID if command]
 
 _MODULE = "model=module model.source=./net.py:build"
 OWN_MODULES = [

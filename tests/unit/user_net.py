@@ -24,6 +24,17 @@ class Embed(nn.Module):
         return self.tokens(tokens) + self.places[: tokens.size(1)]
 
 
+class TwoTables(Embed):
+    """A second embedding, whose rows are not those of the vocabulary."""
+
+    def __init__(self, vocab: int, hidden: int, seq: int):
+        super().__init__(vocab, hidden, seq)
+        self.kinds = nn.Embedding(3, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.kinds(tokens % 3)
+
+
 class Layer(nn.Module):
     def __init__(self, hidden: int, head_dim: int, dropout: float):
         super().__init__()
@@ -83,6 +94,12 @@ def build_sliceable(vocab: int, seq: int, hidden: int, dropout: float = 0.0, fla
             module.register_forward_hook(lambda *seen: seen[2] + _numbered(seen[2]))
     for layer in net.layers:
         layer.widen = nn.Dropout(dropout)
+    return net
+
+
+def build_two_tables(vocab: int, seq: int, hidden: int) -> nn.Module:
+    net = Net(vocab, hidden, seq, 1, 0.0, False)
+    net.embed = TwoTables(vocab, hidden, seq)
     return net
 
 

@@ -2,19 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+import traceback
 from importlib.metadata import version
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from benchmarks import bad_input
-from benchmarks.bad_input_cases import Case, draw
-from benchmarks.bad_input_files import write_files
 from parallelrun.cli.main import main
 from strategies.tensor.megatron import checks
+from tests.matrix import FULL
+from tests.unit.bad_input import Case, draw, write_files
+
+STARTS = (
+    "parallelrun.launch.entry.start._launch", "parallelrun.launch.entry.attach.lead",
+    "parallelrun.launch.entry.attach.follow", "parallelrun.launch.over_ssh.ssh.run",
+    "parallelrun.cli.tools.doctor.examine", "parallelrun.cli.tools.calibrate._calibrate",
+)  # fmt: skip
+
+
+class Accepted(BaseException):
+    """The command would start ranks."""
+
+
+def answer(case: Case) -> tuple[int | None, str]:
+    """Return (the exit code, None if accepted; what stderr got)."""
+    screen, errors = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(errors):
+            code: int | None = main(list(case.words))
+    except Accepted:
+        code = None
+    except BaseException:
+        code = -1
+        errors.write(traceback.format_exc())
+    return code, errors.getvalue() or "\n".join(re.findall(r".*skipped: .*", screen.getvalue()))
+
+
+def defects(case: Case, code: int | None, stderr: str, has_torch: bool) -> list[str]:
+    """Return what is wrong with an answer."""
+    defects = [f"exit {code}"] if code not in (None, 0, 2, 3, 4) else []
+    if "Traceback" in stderr or "unexpected:" in stderr:
+        defects.append("traceback")
+    if code not in (2, 3, 4):
+        return defects
+    errors = re.split(r"^error: ", stderr, flags=re.MULTILINE)[1:]
+    if not errors and not re.search(r"usage: |skipped: |\Aparallelrun ", stderr):
+        defects.append("no error: line")
+    defects += [f"does not name {name}" for name in case.names if name not in stderr]
+    if errors and not case.is_file and not any(re.search(r"did you mean: |try: ", error) for error in errors):
+        defects.append("no fix")
+    if has_torch and not case.may_torch:
+        defects.append("imported torch")
+    return defects
+
+
+def run_directories(folder: Path) -> set[Path]:
+    return {file.parent for name in ("status.json", "manifest.json") for file in folder.rglob(name)}
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    for name in STARTS:
+        monkeypatch.setattr(name, mock.Mock(side_effect=Accepted))
 
 
 def said(words: str, capsys) -> str:
@@ -89,26 +145,23 @@ def test_a_sweep_says_what_is_wrong_with_it(capsys):
     assert "skipped: the environment variable NOSUCH_VARIABLE is not set" in capsys.readouterr().out
 
 
-def test_the_campaign_finds_nothing(tmp_path, monkeypatch):
+def test_drawn_commands_are_refused_well(tmp_path, monkeypatch, nothing_starts):
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
     had_torch = "torch" in sys.modules
-    with bad_input.nothing_starts():
-        for number in range(24):
-            case = draw(number, ("many", "one", "typo", "recipe")[number % 4])
-            before = bad_input.run_directories(tmp_path)
-            code, text, _ = bad_input.answer(case)
-            torch = "torch" in sys.modules and not had_torch
-            assert bad_input.defects(case, code, text, 0.0, torch) == [], (case, text)
-            assert code is None or bad_input.run_directories(tmp_path) == before, case
+    for seed in range(1200 if FULL else 24):
+        case, before = draw(seed), run_directories(tmp_path)
+        code, stderr = answer(case)
+        assert defects(case, code, stderr, "torch" in sys.modules and not had_torch) == [], (case, stderr)
+        assert code is None or run_directories(tmp_path) == before, case
 
 
-def test_the_campaign_notices():
+def test_a_bad_answer_is_noticed():
     case = Case("", ("tp=x", "dp=y"), ("tp", "dp"))
-    assert bad_input.defects(case, 2, "error: tp=x\n  did you mean: tp=1\n", 0.1, False) == ["does not name dp"]
-    assert bad_input.defects(case, 2, "error: tp=x, dp=y\n", 0.1, False) == ["no fix"]
-    assert bad_input.defects(case, 1, "Traceback", 2.0, False) == ["exit 1", "traceback", "2.0 s"]
-    assert "imported torch" in bad_input.defects(case, 2, "error: tp dp\n  try: x", 0.1, True)
+    assert defects(case, 2, "error: tp=x\n  did you mean: tp=1\n", False) == ["does not name dp"]
+    assert defects(case, 2, "error: tp=x, dp=y\n", False) == ["no fix"]
+    assert defects(case, 1, "Traceback", False) == ["exit 1", "traceback"]
+    assert "imported torch" in defects(case, 2, "error: tp dp\n  try: x", True)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from parallelrun.config.overrides import split
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.strategy_keys import completed
 from tests.matrix import FULL
-from tests.unit.bad_commands import CATALOGUE, FILES, OWN_MODULES, PROSE
+from tests.unit.bad_commands import CATALOGUE, FILES, OWN_MODULES, PROSE, SAID
 
 _PAIR = re.compile(r"(?:~|\+\+|\+|)([A-Za-z_][\w./]*)=(.*)", re.DOTALL)
 _LABELS = {"where": "where", "did you mean": "suggestion", "try": "command"}
@@ -51,6 +51,7 @@ class Shell:
     """Answers command lines in this process; the same line is answered once for all tests."""
 
     _answers: ClassVar[dict[tuple[str, ...], tuple[int, list[Said]]]] = {}
+    screens: ClassVar[dict[tuple[str, ...], tuple[str, str]]] = {}  # stdout and stderr
 
     def __init__(self, capsys: Any):
         self._capsys = capsys
@@ -62,7 +63,8 @@ class Shell:
                 code = main(_planned(words))
             except SystemExit as ended:  # argparse, of `ls`
                 code = int(ended.code or 0)
-            self._answers[key] = code, blocks_of(self._capsys.readouterr().err)
+            self.screens[key] = self._capsys.readouterr()
+            self._answers[key] = code, blocks_of(self.screens[key][1])
         return self._answers[key]
 
 
@@ -211,6 +213,15 @@ def _judge(shell: Shell, line: str, said: Said, changed: list[str], suggestion: 
 
 def test_the_catalogue_is_wide():
     assert len(CATALOGUE) == len(set(CATALOGUE)) >= 150
+
+
+@pytest.mark.parametrize("line", [line for line in CATALOGUE if SAID[line] != [""]])
+def test_a_mistake_ends_with_2_and_one_readable_message(line, shell):
+    words = shlex.split(line)
+    code, _ = shell(words)
+    stdout, stderr = shell.screens[tuple(words)]
+    assert (code, stdout) == (2, "") and stderr.startswith("error: ") and "Traceback" not in stderr, stderr
+    assert [text for text in SAID[line] if text not in stderr] == [], stderr
 
 
 @pytest.mark.parametrize("part", range(0, 8, 1 if FULL else 2))  # every line, or every second one

@@ -42,40 +42,6 @@ def test_a_way_is_chosen_by_the_routers_limit_and_settled():
     assert tiny_plan({**EXPERTS, **settings}).expert == DroplessDispatcher(2, 2, False)
 
 
-def test_every_place_travels_there_and_back_and_so_do_gradients():
-    assert sent(LIMITED) == {
-        ("ep", "experts"): Collective("ep", "all_to_all", "experts", 4 * LAYERS, 4 * LAYERS * PLACES * ROW)
-    }
-
-
-def test_chunks_are_more_calls_of_the_same_bytes_and_microbatches_more_of_both():
-    once, chunked = sent(LIMITED)["ep", "experts"], sent({**LIMITED, CHUNKS: 2})["ep", "experts"]
-    assert (chunked.calls, chunked.payload_bytes) == (2 * once.calls, once.payload_bytes)
-    single = sent({**LIMITED, "micro_batch": 1})["ep", "experts"]
-    assert (single.calls, single.payload_bytes) == (2 * once.calls, once.payload_bytes)
-
-
-@pytest.mark.parametrize("kind", ["capacity", "dropless"])
-def test_recomputation_in_full_sends_both_forward_exchanges_again_and_selective_none(kind):
-    strategy = {**LIMITED, "strategy.expert.kind": kind}
-    once, again = sent(strategy), sent({**strategy, "recompute": "full"})
-    rows = once["ep", "experts"]
-    most = None if rows.most_bytes is None else rows.most_bytes * 6 // 4
-    assert again["ep", "experts"] == replace(
-        rows, calls=rows.calls * 6 // 4, payload_bytes=rows.payload_bytes * 6 // 4, most_bytes=most
-    )
-    if kind == "dropless":
-        counts = once["ep", "routing"]
-        assert again["ep", "routing"] == replace(counts, calls=2 * counts.calls, payload_bytes=2 * counts.payload_bytes)
-    assert sent({**strategy, "recompute": "selective"}) == once
-
-
-def test_two_levels_send_the_same_over_each_leg():
-    (one,) = sent(LIMITED).values()
-    two = sent({**LIMITED, SIZE: 2})
-    assert two == {(axis, "experts"): replace(one, axis=axis) for axis in ("ep_inner", "ep_outer")}
-
-
 def test_dropless_sends_every_choice_at_an_even_load_and_at_most_all_choices_of_all_ranks_come():
     rows, counts = sent({**EXPERTS, CHUNKS: 2}).values()
     leave, come = TOKENS * 2, 4 * TOKENS * 2  # a token's two experts may both be on one rank

@@ -20,7 +20,6 @@ from parallelrun.planner.facts.document import document
 from parallelrun.planner.pieces import routing_statistics as statistics
 from parallelrun.planner.pieces.expert_axes import replica_axis, split
 from parallelrun.planner.predict import prediction
-from parallelrun.planner.predict.traffic import traffic_of
 from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.report.plans.plan import show
@@ -440,19 +439,6 @@ class TestAccount:
         experts = sum(p.numel for p in whole.spec.parameters.values() if p.layer_role == "expert") * 4
         weights = [prediction.memory(plan, 0).weights for plan in (whole, half, quarter)]
         assert weights[0] - weights[1] == experts // 2 and weights[0] - weights[2] == experts * 3 // 4
-
-    @pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp"])
-    def test_classes_of_ranks_stand_for_every_rank(self, data):
-        plan = tiny_plan({**LIMITED, "dp": 4, "ep": 2, "tp": 2, "pp": 2, "strategy.data.kind": data})
-        _, rows = traffic_of(plan)
-        for row in rows:
-            everyone = [r for rank in range(plan.world) for r in prediction.collectives(plan, rank)]
-            same = [r for r in everyone if (r.axis, r.operation, r.purpose) == (row.axis, row.operation, row.purpose)]
-            assert row.total_payload_bytes == sum(r.payload_bytes for r in same)
-            assert row.total_calls == sum(r.calls for r in same)
-        for pp_rank, memory in prediction.memories(plan).items():
-            ranks = [r for r in range(plan.world) if plan.mesh.coordinate(r)["pp"] == pp_rank]
-            assert memory.total == max(prediction.memory(plan, rank).total for rank in ranks)
 
 
 class TestFrozen:

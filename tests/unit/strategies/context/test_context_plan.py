@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from parallelrun.base.errors import ConfigError
-from parallelrun.planner.predict import prediction
 from tests.plans import pairs, tiny_config, tiny_plan
 
 KIND, ORDER, ULYSSES = "strategy.context.kind", "strategy.context.order", "strategy.context.ulysses"
@@ -19,11 +18,6 @@ def problems(overrides: dict[str, Any], given: frozenset[str] = frozenset()) -> 
     with pytest.raises(ConfigError) as caught:
         resolve(tiny_config(overrides), given=given)
     return [(problem.what, problem.suggestion, problem.kind) for problem in caught.value.problems]
-
-
-def sent(overrides: dict[str, Any]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    rows = prediction.collectives(tiny_plan(overrides), 0)
-    return {row.key: (row.calls, row.payload_bytes) for row in rows if row.axis.startswith("cp")}
 
 
 def test_the_mesh_has_cp_between_dp_and_tp_and_one_axis_for_both():
@@ -149,28 +143,3 @@ def test_usp_takes_the_most_ranks_that_divide_the_heads():
     whole = plan.context.attended_spans(1, plan)
     assert sum(span.length for span in held[2] + held[3]) == sum(span.length for span in whole) == 16
     assert [min(s.start for s in one) for one in (held[2], held[3])] == [span.start for span in whole]
-
-
-def test_ring_traffic():
-    """4 layers, micro-batch 8, 4 of 8 positions, 2 x 16 features, fp32; backward brings blocks and takes gradients."""
-    block = 8 * 4 * 2 * 16 * 4
-    expected = {("cp", "send", "keys and values"): (8, 8 * block), ("cp", "send", "their gradients"): (8, 8 * block)}
-    assert {key: value for key, value in sent({"cp": 2}).items() if key[1] == "send"} == expected
-    calls = {key: calls for key, (calls, _) in sent({"cp": 4, ORDER: "striped", "recompute": "full"}).items()}
-    assert calls["cp", "send", "keys and values"] == 4 * 9 and calls["cp", "recv", "their gradients"] == 4 * 4
-    grouped = sent({"cp": 2, "model.kv_heads": 1})  # one of four heads
-    assert grouped["cp", "send", "keys and values"] == (8, 2 * block)
-
-
-def test_gathered_and_exchanged_traffic():
-    block = 8 * 4 * 2 * 16 * 4
-    assert sent({"cp": 2, KIND: "allgather"}) == {
-        ("cp", "all_gather", "keys and values"): (8, 8 * 2 * block),
-        ("cp", "reduce_scatter", "their gradients"): (4, 4 * 2 * block),
-    }
-    # q, k, v and the output: two blocks; there and back
-    assert sent({"cp": 2, KIND: "ulysses"}) == {("cp", "all_to_all", "heads"): (16, 4 * 2 * 2 * block)}
-    one_head = sent({"cp": 2, KIND: "ulysses", "model.kv_heads": 1})  # of keys, which both ranks get
-    assert one_head["cp", "all_to_all", "heads"] == (16, 4 * 2 * 3 * block // 2)
-    rows = sent({"cp": 4, KIND: "usp", ULYSSES: 2})
-    assert rows["cp_ring", "send", "keys and values"][0] == 8 and rows["cp_heads", "all_to_all", "heads"][0] == 16

@@ -58,23 +58,6 @@ def test_one_replica_exchanges_nothing(kind):
     assert plan.data.collectives(0, plan.mesh.coordinate(0), plan) == []
 
 
-def test_zero1_pads_what_does_not_divide():
-    plan = tiny_plan(dp=3, global_batch=12, strategy__data__kind="zero1")
-    gather, scatter = plan.data.collectives(0, plan.mesh.coordinate(0), plan)
-    rows = {name: -(-p.shape[0] // 3) * 3 * prod(p.shape[1:]) for name, p in plan.spec.parameters.items()}
-    assert scatter.payload_bytes == gather.payload_bytes == 4 * sum(rows.values())
-    assert (scatter.operation, gather.operation) == ("reduce_scatter", "all_gather")
-    assert (scatter.purpose, gather.purpose) == ("gradients", "parameters")
-
-
-def test_ddp_sends_every_gradient_once_whatever_the_accumulation():
-    for microbatches in (1, 4):
-        plan = tiny_plan(dp=2, microbatches=microbatches, strategy__data__bucket_mb=0.01)
-        (row,) = plan.data.collectives(0, plan.mesh.coordinate(0), plan)
-        assert row.payload_bytes == 4 * plan.spec.num_parameters
-        assert row.calls > 3
-
-
 def test_a_tied_copy_is_held_by_the_last_stage_under_its_own_name():
     plan = tiny_plan(pp=2)
     first, last = held_parameters(plan, 0), held_parameters(plan, 1)

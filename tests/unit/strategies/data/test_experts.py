@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.planner.contract.data_strategy import Bucket
-from parallelrun.planner.contract.parameters import held_parameters, owns
+from parallelrun.planner.contract.parameters import held_parameters
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.predict.prediction import memory
 from parallelrun.strategies.data.common import bucket_prediction, buckets
@@ -106,21 +106,6 @@ class TestLayouts:
         plan = plan_of(dp=8, ep=2, **{KIND: "fsdp", SHARD: 4})
         assert first_dims(plan) == {(True, ("ep", "expert_dp_shard")), (False, ("dp_shard",))}
 
-    @pytest.mark.parametrize("degrees", [{"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2}], ids=str)
-    @pytest.mark.parametrize("strategy", WAYS)
-    def test_one_owner_for_every_element(self, strategy, degrees):
-        if strategy == "hsdp" and degrees != {"dp": 4, "ep": 2}:
-            degrees = {"dp": 8, "ep": 2}
-        plan = plan_of(**degrees, **WAYS[strategy])
-        state, total = plan.data.state_layout, 0
-        for rank in range(plan.world):
-            coordinate = plan.mesh.coordinate(rank)
-            for held in held_parameters(plan, 0):
-                layout = state(held.spec, held.layout, plan)
-                if owns(layout, plan.mesh, coordinate):
-                    total += layout.local_numel(held.spec.shape, plan.mesh.sizes, coordinate)
-        assert total == plan.spec.num_parameters
-
 
 def split_dims(plan: Plan) -> dict[str, int]:
     """By kind of expert matrix: the dim that the copies of it share, as the optimizer's state lies."""
@@ -181,42 +166,6 @@ class TestSplitDim:
 
 
 class TestTraffic:
-    def test_ddp_sums_experts_over_their_copies_only(self):
-        plan = plan_of(dp=4, ep=2)
-        assert rows(plan) == {
-            ("dp", "all_reduce"): (1, FP32 * numel(plan, of_experts=False)),
-            ("expert_dp", "all_reduce"): (1, FP32 * numel(plan, of_experts=True) // 2),
-        }
-
-    @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
-    def test_an_expert_without_copies_sends_nothing(self, strategy):
-        assert {axis for axis, _ in rows(plan_of(dp=4, ep=4, **WAYS[strategy]))} == {"dp"}
-
-    @pytest.mark.parametrize("strategy, passes", [("zero1", 1), ("zero2", 2), ("fsdp", 2)])
-    @pytest.mark.parametrize("dp, experts", [(4, 4), (4, 2), (8, 4), (8, 2)])
-    def test_nothing_of_experts_is_padded_however_few_of_them_the_copies_share(self, strategy, passes, dp, experts):
-        """2 or 4 copies of 1 or 2 experts."""
-        plan = plan_of(dp=dp, ep=2, global_batch=16, microbatches=2, model__experts=experts, **WAYS[strategy])
-        local = FP32 * numel(plan, of_experts=True) // 2
-        assert rows(plan)["expert_dp", "reduce_scatter"] == (passes, passes * local)
-        gathers = 4 if strategy == "fsdp" else 1
-        assert rows(plan)["expert_dp", "all_gather"] == (gathers, gathers * local)
-
-    @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-    def test_what_divides_along_neither_dim_is_padded_along_the_first(self, strategy):
-        """One expert for 2 copies; its `up` has 33 rows, its `down` 16."""
-        plan = plan_of(dp=4, ep=2, model__experts=2, model__ffn=33, **WAYS[strategy])
-        assert split_dims(plan) == {"up": 0, "down": 1}
-        padded = FP32 * (2 * 33 * 16 + 16 * 33)
-        assert rows(plan)["expert_dp", "reduce_scatter"] == (1, padded)
-
-    def test_fsdp_gathers_experts_for_every_use_over_their_copies(self):
-        plan = plan_of(dp=4, ep=2, microbatches=2, **WAYS["fsdp"])
-        local = FP32 * numel(plan, of_experts=True) // 2
-        assert rows(plan)["expert_dp", "all_gather"] == (2 * 2, 2 * 2 * local)
-        assert rows(plan)["expert_dp", "reduce_scatter"] == (2, 2 * local)  # in every backward pass
-        assert rows(plan)["dp", "reduce_scatter"][1] >= FP32 * numel(plan, of_experts=False)
-
     def test_hsdp_sums_experts_shards_over_the_same_replicas_as_all_others(self):
         plan = plan_of(dp=8, ep=2, **{KIND: "fsdp", SHARD: 4})
         found = rows(plan)
@@ -224,16 +173,6 @@ class TestTraffic:
         assert found["dp_replicate", "all_reduce"] == (
             sum(calls for calls, _ in scattered), scattered[0][1] // 4 + scattered[1][1] // 2
         )  # fmt: skip
-
-    def test_hsdp_whose_shards_are_ep_sums_whole_experts_in_buckets(self):
-        plan = plan_of(dp=4, ep=2, **WAYS["hsdp"])
-        assert rows(plan)["expert_dp", "all_reduce"] == (1, FP32 * numel(plan, of_experts=True) // 2)
-        assert not any(axis == "expert_dp_shard" for axis, _ in rows(plan))
-
-    def test_every_rank_of_dp_sends_the_same(self):
-        for strategy in WAYS.values():
-            plan = plan_of(dp=4, ep=2, **strategy)
-            assert all(rows(plan, rank) == rows(plan) for rank in range(4))
 
     def test_inner_groups_of_a_ring_are_the_same_ranks_for_experts(self):
         ring = {KIND: "ring", "strategy.data.algorithm": "hierarchical"}

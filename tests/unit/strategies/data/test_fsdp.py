@@ -106,15 +106,6 @@ def test_bf16_halves_the_gathers_of_what_is_rounded_and_no_reduction():
     assert wide["dp", "all_gather"][1] - narrow["dp", "all_gather"][1] == 2 * 2 * blocks
 
 
-def test_hsdp_reduces_shards_over_the_replicas_once_a_step():
-    found = rows(dp=4, strategy__data__shard=2)
-    calls, payload = found["dp_shard", "reduce_scatter"]
-    assert found["dp_replicate", "all_reduce"] == (calls, payload // 2)
-    again = rows(dp=4, microbatches=2, strategy__data__shard=2)
-    assert again["dp_shard", "reduce_scatter"] == (2 * calls, 2 * payload)
-    assert again["dp_replicate", "all_reduce"] == found["dp_replicate", "all_reduce"]
-
-
 def test_gradients_are_sharded_unless_several_microbatches_are_reduced_at_once():
     zero_bubble = {"pp": 2, "model.layers": 4, "schedule": "zero_bubble"}
     once = {"strategy.data.reduce_each_microbatch": False}

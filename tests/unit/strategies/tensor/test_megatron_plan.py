@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelrun.base.errors import ConfigError
-from parallelrun.planner.contract.classes import pipeline_schedule
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
@@ -208,13 +207,6 @@ def test_sequence_parallel_moves_as_much_and_gathers_inputs_again():
     assert calls == {"all_gather": 4, "reduce_scatter": 4}  # 4 all-reduces, each as two halves
     calls = {row.operation: row.calls for row in plan.tensor.collectives((layer,), plan)}
     assert calls == {"all_gather": 6, "reduce_scatter": 4}
-
-
-def test_zero_bubble_never_overlaps():
-    plan = tiny_plan({"tp": 2, **SEQUENCE})
-    apart = replace(plan, tensor=replace(plan.tensor, overlap=False))
-    for kind in ("zero_bubble", "zbv"):
-        assert sent(replace(plan, pipeline=pipeline_schedule(kind)())) == sent(apart) != sent(plan)
 
 
 def test_the_loss_exchanges_three_numbers_a_target_in_the_accurate_dtype():

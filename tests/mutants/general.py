@@ -1,7 +1,4 @@
-"""Planted bugs: each function breaks parallelrun in this process, the way somebody once broke such a system.
-
-`tests/ranks/test_mutants.py` runs each on every rank of a plan where it matters, and expects `verify` to notice.
-"""
+"""Planted bugs of data strategies, pipelines, experts and one-dimensional tensor parallelism."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Planted bugs of the grid tensor strategies: each function breaks parallelrun in this process, as `tests.mutants` do.
-
-`tests/ranks/test_grid_mutants.py` runs each on every rank of a plan where it matters, and expects `verify` to notice.
-"""
+"""Planted bugs of the grid tensor strategies."""
 
 from __future__ import annotations
 

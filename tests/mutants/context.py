@@ -1,4 +1,4 @@
-"""Planted bugs of context parallelism: see `tests.mutants`."""
+"""Planted bugs of context parallelism."""
 
 from __future__ import annotations
 
@@ -53,22 +53,6 @@ def gradients_of_keys_stay() -> None:
         right(self, source, parts)
 
     ring._TravellingSum.add = wrong
-
-
-def gradients_not_summed_over_cp() -> None:
-    """Every rank of a sequence keeps its own gradients: the loss of the first step is exact."""
-    from types import SimpleNamespace
-
-    from parallelrun.strategies.data.common.reducer import BucketedRuntime
-
-    BucketedRuntime.start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
-
-
-def count_of_own_tokens() -> None:
-    """The loss is divided by the valid targets of this rank's part of the sequence."""
-    from tests.mutants import local_count
-
-    local_count()
 
 
 def dropout_of_local_positions() -> None:

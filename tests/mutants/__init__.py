@@ -1,0 +1,16 @@
+"""Planted bugs: each function breaks parallelrun in this process, the way somebody once broke such a system.
+
+`tests/ranks/test_mutants.py` runs each on every rank of a plan where it matters, and expects `verify` to notice.
+"""
+
+from __future__ import annotations
+
+from tests.mutants import context, general, grid, tensor
+
+MODULES = (general, tensor, grid, context)
+
+
+def plant(name: str) -> None:
+    """Break this process by the mutant of that name."""
+    (mutant,) = [vars(module)[name] for module in MODULES if name in vars(module)]
+    mutant()
