@@ -8,9 +8,11 @@ from parallelrun.base import elapsed
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.wording import print_note
 from parallelrun.config.compose import Composed
+from parallelrun.config.keys import GROUPS, known_keys
 from parallelrun.launch.host.environment import visible_gpus
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.planner.resolve.rules import DEGREES
 from parallelrun.planner.search import open_keys
 
 _SHRINKING = ("verify", "plan")  # the verbs that `shrink=true` is for
@@ -30,9 +32,23 @@ def planned(
         composed = search.with_winner(composed, world, quiet)
     if composed.config.shrink:
         return _shrunk(composed, verb, world, sweep)
-    with elapsed.shown("planning"):  # a module of the user's own may import much
-        plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus(), sweep=sweep)
+    try:
+        with elapsed.shown("planning"):  # a module of the user's own may import much
+            plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus(), sweep=sweep)
+    except ConfigError as error:
+        error.problems = tuple(_located(problem, composed.given) for problem in error.problems)
+        raise
     return _readable(composed, plan, world) if verb == "explain" else (composed, plan)
+
+
+def _located(problem: Problem, user_keys: frozenset[str]) -> Problem:
+    """The problem at a key that the user has typed: its own, or the one that has filled it; else nowhere."""
+    where = problem.where
+    if where in user_keys or where not in {*known_keys(), *GROUPS}:
+        return problem
+    short = {"strategy.pipeline.kind": "schedule", "strategy.tensor.kind": "layout"}.get(where, where.split(".")[-1])
+    sources = ("world", "strategy") if where in DEGREES else (short, where.partition(".")[0])
+    return replace(problem, where=next((key for key in sources if key in user_keys), ""))
 
 
 def _readable(composed: Composed, plan: Plan, world: int | None) -> tuple[Composed, Plan]:

@@ -193,3 +193,17 @@ def test_a_sweep_s_directory_that_is_a_file_is_named(tmp_path, capsys):
     (tmp_path / "empty").write_text("")
     assert main(["-m", "strategy=single,ddp", "dp=1", f"sweep.directory={tmp_path}/empty"]) == 3
     assert f"error: File exists: {tmp_path}/empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        ("plan world=7 strategy=tp", "world"), ("plan strategy=tp tp=7", "tp"), ("plan strategy=tp2d world=6", "world"),
+        ("plan schedule=1f1b pp=2 microbatches=1", "microbatches"), ("plan pp=2 layout=2d tp=3", "tp"),
+        ("plan strategy=gshard", "strategy"), ("plan strategy=interleaved pp=3 model.layers=2", "pp"),
+    ],
+)  # fmt: skip
+def test_where_names_a_key_that_the_user_has_typed(words, where, capsys):
+    printed = said(words, capsys)
+    places = re.findall(r"^  where: (.*)$", printed, re.M)
+    assert where in places and all(any(word.startswith(f"{place}=") for word in words.split()) for place in places)
