@@ -173,7 +173,7 @@ def _regret(rows: Sequence[Row], first: int) -> float:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """The scores of stored results as the Markdown table of docs/step_time.md."""
+    """The scores of stored results as the Markdown table of docs/measured.md."""
     head = ("set", "constants", "rows", "MAPE", "bias", "constant rate", "between p10 and p90", "rank correlation",
             "regret of the first, of the best of three")  # fmt: skip
     lines = [head, ("---",) * len(head)]

@@ -49,7 +49,7 @@ from tests.pool import run_ranks
 
 TOGETHER = 12  # cases in the same processes: to start them takes longer than a case
 EVERY = 50
-DOCS = Path(__file__).parent.parent / "docs" / "running.md"
+DOCS = Path(__file__).parent.parent / "docs" / "measured.md"
 KINDS = {FLIP: "one bit", SEVERAL: "2 to 8 bits", STUCK: "stuck lane"}
 PLACES = {
     ACTIVATIONS: "activations", GRADIENTS: "gradients in backward", SUMS: "final gradients", WEIGHTS: "stored weights",
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--hidden", default="64,128,256", help="sizes of the model for --cost, with commas")
     parser.add_argument("--rounds", type=int, default=20, help="steps and checks of each plan for --cost")
     parser.add_argument("--to", type=Path, help="append every case or plan to this file, as a line of JSON")
-    parser.add_argument("--table", type=Path, help="write the table of docs/running.md from the cases in this file")
+    parser.add_argument("--table", type=Path, help="write the table of docs/measured.md from the cases in this file")
     arguments = parser.parse_args()
     if arguments.table:
         return write_table(arguments.table)
@@ -167,7 +167,7 @@ def measure_cost(hidden: list[int], rounds: int, to: Path | None) -> None:
 
 
 def write_table(rows: Path) -> None:
-    """Replace the table of docs/running.md by that of a file of cases."""
+    """Replace the table of docs/measured.md by that of a file of cases."""
     by_fault: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in map(json.loads, rows.read_text().splitlines()):
         if row["acted"]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.fault_report import show
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE / "failures.md"
+PAGE = HERE / "measured.md"
 START, END = "<!-- faults: PYTHONPATH=. python docs/failures.py -->", "<!-- end -->"
 
 

@@ -12,13 +12,13 @@ START, END = "<!-- recipes: python docs/recipes.py -->", "<!-- end -->"
 
 def table() -> str:
     """Return the table in Markdown."""
-    header = ("recipe", "what for", "devices", "minutes", "expected", "basis and source")
+    header = ("recipe", "what for", "devices")
     lines = [header, ("---",) * len(header)]
     for row in rows():
         about = row["about"]
         if row["source"] == "built-in":
             link = f"[`{row['name']}`](../recipes/{row['name']}.yaml)"
-            lines.append((link, about["purpose"], *cells(about), f"{about['basis']}: {about['source']}"))
+            lines.append((link, about["purpose"], cells(about)[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

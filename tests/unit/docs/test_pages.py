@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 import pytest
@@ -31,9 +32,23 @@ def test_included_files_are_up_to_date() -> None:
         assert path.read_text() == content, f"run `python docs/included.py`: {path.name} shows an older file"
 
 
-def test_the_page_on_failures_has_the_newest_campaign() -> None:
-    text = (DOCS / "failures.md").read_text()
+def test_the_page_of_measurements_has_the_newest_campaign_of_failures() -> None:
+    text = (DOCS / "measured.md").read_text()
     assert text == docs_module("failures").page(text), "run `PYTHONPATH=. python docs/failures.py`"
+
+
+def test_the_first_run_explains_every_line_of_its_screen() -> None:
+    """The first cells of the page's tables are on the picture of the screen, and no labelled line of it is left out."""
+    page = (DOCS / "first_run.md").read_text()
+    texts = re.findall(r">([^<]+)</text>", (DOCS / "run.svg").read_text())
+    screen = [text for text in (" ".join(html.unescape(text).split()) for text in texts) if text]
+    on_screen = {word.strip(",:") for text in screen for word in text.split()}
+    cells = " ".join(re.findall(r"^\| (`.+?`) \|", page, re.M))
+    explained = {word.strip(":") for name in re.findall(r"`(.+?)`", cells) for word in name.split()}
+    assert explained - {"saving"} <= on_screen, explained - on_screen
+    named = {word for name in re.findall(r"`(.+?)`", page) for word in name.split()}
+    labels = {text for text in screen if re.fullmatch(r"[a-z_]+", text)}
+    assert labels <= named, labels - named
 
 
 def test_the_figure_of_layers_is_the_contract() -> None:
