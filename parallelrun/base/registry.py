@@ -1,7 +1,7 @@
 """Import paths of strategies, models, datasets and trackers by name. No other module of the runner knows these names.
 
 Plug-ins add their own through the entry-point groups `parallelrun.strategies`, `parallelrun.models`,
-`parallelrun.datasets` and `parallelrun.report.trackers` (name: `axis.kind` for strategies, else the name; value: the
+`parallelrun.datasets` and `parallelrun.trackers` (name: `axis.kind` for strategies, else the name; value: the
 package or module)."""
 
 from __future__ import annotations
@@ -39,10 +39,17 @@ STRATEGIES = {
     "pipeline.zbv": "parallelrun.strategies.pipeline",
     "expert.capacity": "parallelrun.strategies.expert.capacity",
     "expert.dropless": "parallelrun.strategies.expert.dropless",
-    "context.ring": "parallelrun.strategies.context.ring",
-    "context.allgather": "parallelrun.strategies.context.allgather",
-    "context.ulysses": "parallelrun.strategies.context.ulysses",
-    "context.usp": "parallelrun.strategies.context.usp",
+    "context.ring": "parallelrun.strategies.context",
+    "context.allgather": "parallelrun.strategies.context",
+    "context.ulysses": "parallelrun.strategies.context",
+    "context.usp": "parallelrun.strategies.context",
+}
+# the torch-free modules with the config classes of the axes' built-in strategies, each named by its `kind`; the
+# strategies of the other axes read the keys of the schema's own section
+STRATEGY_KEYS = {
+    "data": "parallelrun.strategies.data.common.keys",
+    "tensor": "parallelrun.strategies.tensor.common.keys",
+    "context": "parallelrun.strategies.context.keys",
 }
 # the modules that send compressed gradients, by `strategy.data.compression`
 COMPRESSIONS = {name: f"parallelrun.strategies.data.common.compression.{name}" for name in ("fp16", "powersgd")}

@@ -15,7 +15,7 @@ from parallelrun.planner.contract.plan import Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 
 from ..common.independent_plan import IndependentReplicas
-from .keys import DiLoCoConfig
+from ..common.keys import DiLoCoConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self

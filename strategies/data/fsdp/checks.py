@@ -9,7 +9,7 @@ from parallelrun.base.layout import Layout
 from parallelrun.planner.contract.classes import splits_backward, tensor_strategy
 from parallelrun.planner.contract.request import Request
 
-from .keys import FSDPConfig
+from ..common.keys import FSDPConfig
 
 
 def check(request: Request) -> list[Problem]:

@@ -27,8 +27,8 @@ from parallelrun.planner.predict.prediction import merge
 
 from ..common.bucket_prediction import buckets_of, check_shardable, final_collectives, local_shapes
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
+from ..common.keys import FSDPConfig
 from . import checks
-from .keys import FSDPConfig
 from .units import Unit, UnitSharding, is_whole
 
 if TYPE_CHECKING:

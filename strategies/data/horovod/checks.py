@@ -12,7 +12,7 @@ from parallelrun.planner.contract.request import Request
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import ALGORITHMS
 from ..common.compression import plan as compression
-from .keys import HorovodConfig
+from ..common.keys import HorovodConfig
 from .settings import ADASUM
 
 MOST_NAMED = 8

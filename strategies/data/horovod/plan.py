@@ -26,8 +26,8 @@ from ..common.allreduce.rounds import Number
 from ..common.bucket_prediction import buckets_of, final_collectives
 from ..common.buckets import reduce_bytes
 from ..common.compression.plan import SummedMessage
+from ..common.keys import HorovodConfig
 from . import checks, halving
-from .keys import HorovodConfig
 from .settings import ADASUM, HorovodSettings
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parallelrun.planner.contract.plan import Equivalence, Plan
 
 from ..common.independent_plan import IndependentReplicas
-from .keys import LocalSGDConfig
+from ..common.keys import LocalSGDConfig
 
 
 @dataclass(frozen=True)

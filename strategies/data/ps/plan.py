@@ -19,7 +19,7 @@ from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict import data_cost
 from parallelrun.planner.predict.prediction import INT64_BYTES
 
-from .keys import ParameterServerConfig
+from ..common.keys import ParameterServerConfig
 from .protocol import AXIS, CONTROL, NORM_BYTES, PULL, PUSH, REPLY_BYTES, REQUEST_BYTES
 from .shards import Sharding, assign, cut
 

@@ -9,8 +9,8 @@ from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.plan import Plan
 
 from ..common.bucket_prediction import buckets_of
+from ..common.keys import ZeRO1Config
 from ..common.zero_plan import ZeRO, received_bytes
-from .keys import ZeRO1Config
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from parallelrun.planner.model.model_spec import ParameterSpec
 
 from ..common.bucket_prediction import RankBuckets, buckets_of
 from ..common.buckets import MAX_PENDING
+from ..common.keys import ZeRO2Config
 from ..common.zero_plan import ZeRO, received_bytes
-from .keys import ZeRO2Config
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model import definitions
 
 from ..common import checks as common
+from ..common.keys import GridConfig
 from .forms import FormChoice
-from .keys import GridConfig
 from .shape import Shape, read_grid, shown
 
 # roles of layers that may have parameters

@@ -22,11 +22,11 @@ from parallelrun.planner.model.product import ActivationLayout, Move, Product
 from parallelrun.planner.model.product import forms as products
 
 from ..common.activation_memory import local_numel
+from ..common.keys import Grid2DConfig, Grid25DConfig, GridConfig
 from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from .checks import GridRequest
 from .forms import MAKE, boundary_layout, key_of, pair_products
-from .keys import Grid2DConfig, Grid25DConfig, GridConfig
 from .shape import Cube, Deep, Shape, Square, cube_root
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models.functions import accurate_dtype
 
-from .plan import GRADIENTS, KEYS
+from .blockwise_plan import GRADIENTS, KEYS
 from .product import GradientSum, Transport, add_tiles
 from .tiles import Tile
 

@@ -16,7 +16,7 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply
 
-from .plan import EXCHANGED
+from .blockwise_plan import EXCHANGED
 
 
 class _Exchange(torch.autograd.Function):
