@@ -51,6 +51,11 @@ STRATEGY_KEYS = {
     "tensor": "parallelrun.strategies.tensor.common.keys",
     "context": "parallelrun.strategies.context.keys",
 }
+# the modules of built-in data strategies that have none of their own: buckets, and the rule of compressed sums
+DATA_DEFAULTS = {
+    "runtime": "parallelrun.strategies.data.common.reducer",
+    "reference": "parallelrun.strategies.data.common.compression.reference",
+}
 # the modules that send compressed gradients, by `strategy.data.compression`
 COMPRESSIONS = {name: f"parallelrun.strategies.data.common.compression.{name}" for name in ("fp16", "powersgd")}
 MODELS = ("gpt", "bert", "mlp", "matmul", "resnet", "alexnet", "vgg", "module")
@@ -122,8 +127,13 @@ def load(kind: str, name: str, submodule: str = "") -> ModuleType:
 
 def path(kind: str, name: str, submodule: str = "") -> str:
     """The import path of the module of `name`, or of its submodule. Raises KeyError."""
-    found = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
-    return f"{found}.{submodule}" if submodule else found
+    package = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
+    if not submodule:
+        return package
+    has_default = name.startswith("data.") and submodule in DATA_DEFAULTS and not is_plug_in(kind, name)
+    if has_default and not has_submodule(kind, name, submodule):
+        return DATA_DEFAULTS[submodule]
+    return f"{package}.{submodule}"
 
 
 def has_submodule(kind: str, name: str, submodule: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
@@ -54,30 +55,26 @@ class IndependentReplicas(DataStrategy):
 
     @property
     def detail(self) -> str:
-        """How often replicas meet."""
+        """How often replicas synchronise."""
         return f"replicas meet every {self.sync_every} steps and after the last"
 
     @property
     def independent(self) -> bool:
-        """Always."""
+        """True: replicas have weights of their own between two synchronisations."""
         return True
 
-    def is_sync(self, step: int) -> bool:
-        """Do replicas meet at the end of step `step` (from 1)? By its number, so that resuming changes nothing."""
+    def meets(self, step: int) -> bool:
+        """Whether replicas synchronise at the end of `step` (from 1). It depends on the step's number only, so that
+        resuming changes nothing."""
         return step % self.sync_every == 0 or step == self.steps
 
-    def meets(self, step: int) -> bool:
-        """After a synchronisation."""
-        return self.is_sync(step)
-
     def checked(self, steps: int) -> Self:
-        """Rounds short enough for two meetings, so that what one leaves for the next (DiLoCo's momentum) is seen."""
+        """Shorten the rounds to two synchronisations, so that state between them (DiLoCo's momentum) is verified."""
         return replace(self, sync_every=min(self.sync_every, (steps + 1) // 2), steps=steps)
 
     def full_step(self, step: int) -> int:
         """The first synchronisation from `step` on."""
-        due = -(-step // self.sync_every) * self.sync_every
-        return min(due, self.steps) if step <= self.steps else due
+        return next(later for later in count(step) if self.meets(later))
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Return the collectives of a step that synchronises: those of every step, and one all-reduce per weight

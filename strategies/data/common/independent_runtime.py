@@ -35,7 +35,7 @@ class IndependentRuntime(DataRuntime):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        if self._strategy.is_sync(step):
+        if self._strategy.meets(step):
             self.synchronise()
 
     @abstractmethod

@@ -225,3 +225,6 @@ class BucketedRuntime(DataRuntime):
             slots.append(Slot(weight, lambda gradient, view=view: [(view, gradient)]))  # type: ignore[misc]
             parts.append((held, view))
         return FlatBucket(buffer, slots, self.sender(buffer, parts, group))
+
+
+RUNTIME = BucketedRuntime  # of the strategies without a `runtime.py`
