@@ -43,8 +43,8 @@ def one_of(key: str, value: str, known: Iterable[str], command: str = "") -> lis
     known = list(known)
     if value in known:
         return []
-    what = f"{key}={value} is unknown; it is one of {', '.join(known)}"
-    return [Problem(what, key, did_you_mean(value, known, f"{key}="), command)]
+    message = f"{key}={value} is unknown; it is one of {', '.join(known)}"
+    return [Problem(message, key, did_you_mean(value, known, f"{key}="), command)]
 
 
 def divisors(number: int) -> list[int]:

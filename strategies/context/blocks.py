@@ -63,10 +63,10 @@ def block_gradients(
     query, key, value = _cut(query, key, value, tile)
     grad, out, lse = (tensor[tile.samples, :, rows] for tensor in (grad, out, lse))
     if dropped is None and torch_private.has_fused_attention(query, key):
-        found = torch_private.fused_attention_backward(grad, query, key, value, out, lse, tile.causal)
+        gradients = torch_private.fused_attention_backward(grad, query, key, value, out, lse, tile.causal)
     else:
-        found = _explicit_backward(grad, query, key, value, out, lse, tile, dropped)
-    return found[0], _summed_heads(found[1], num_kv_heads), _summed_heads(found[2], num_kv_heads)
+        gradients = _explicit_backward(grad, query, key, value, out, lse, tile, dropped)
+    return gradients[0], _summed_heads(gradients[1], num_kv_heads), _summed_heads(gradients[2], num_kv_heads)
 
 
 class Merged:

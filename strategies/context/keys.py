@@ -37,7 +37,7 @@ class UlyssesContextConfig(ContextConfig):
 
 
 @dataclass
-class USPContextConfig(OrderKeys):
+class USPContextConfig(RingContextConfig):
     kind: str = "usp"
     ulysses: int | None = key(
         None,

@@ -88,7 +88,7 @@ def _keys_of_built_in(axis: str, kind: str) -> type:
         return SECTIONS[axis]
     module = import_module(registry.STRATEGY_KEYS[axis])
     own = [cls for cls in vars(module).values() if getattr(cls, "__module__", None) == module.__name__]
-    return next(cls for cls in own if vars(cls).get("kind") == kind)
+    return cast(type, next(cls for cls in own if vars(cls).get("kind") == kind))
 
 
 def own_keys(axis: str, kind: str | None) -> frozenset[str]:

@@ -79,14 +79,14 @@ class IndependentReplicas(DataStrategy):
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Return the collectives of a step that synchronises: those of every step, and one all-reduce per weight
         bucket."""
-        found = self._bucket_bytes(pp_rank, coordinate, plan)
-        synchronisation = [Collective("dp", "all_reduce", SYNC, len(found), sum(found))] if found else []
+        sizes = self._bucket_bytes(pp_rank, coordinate, plan)
+        synchronisation = [Collective("dp", "all_reduce", SYNC, len(sizes), sum(sizes))] if sizes else []
         return synchronisation + final_collectives(pp_rank, coordinate, plan)
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Return the bytes of a synchronisation at the end of its step: two flat buckets at a time."""
-        found = self._bucket_bytes(pp_rank, coordinate, plan)
-        return max(map(sum, zip(found, [*found[1:], 0])), default=0)
+        sizes = self._bucket_bytes(pp_rank, coordinate, plan)
+        return max(map(sum, zip(sizes, [*sizes[1:], 0])), default=0)
 
     @staticmethod
     def _bucket_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:

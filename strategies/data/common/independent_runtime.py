@@ -54,8 +54,8 @@ class IndependentRuntime(DataRuntime):
             pending.append((flat, members, comm.all_reduce(flat, self._group, SYNC, async_op=True)))
             if len(pending) == 2:
                 self._finish(*pending.pop(0))
-        for one in pending:
-            self._finish(*one)
+        for exchange in pending:
+            self._finish(*exchange)
 
     def _finish(self, flat: Tensor, members: list[Tensor], work: dist.Work | None) -> None:
         assert work is not None, "a group of one averages nothing"

@@ -47,8 +47,10 @@ class DiLoCo(IndependentReplicas):
         data = DiLoCoConfig.of(request.config)
         if not (data.outer_nesterov and data.outer_momentum == 0):
             return []
-        what = "strategy.data.outer_momentum=0 leaves Nesterov's outer step nothing to look ahead by"
-        return [Problem(what, "strategy.data.outer_momentum", "strategy.data.outer_nesterov=false", kind="undefined")]
+        message = "strategy.data.outer_momentum=0 leaves Nesterov's outer step nothing to look ahead by"
+        return [
+            Problem(message, "strategy.data.outer_momentum", "strategy.data.outer_nesterov=false", kind="undefined")
+        ]
 
     @classmethod
     def resolve(cls, request: Request) -> Self:

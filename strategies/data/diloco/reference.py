@@ -41,11 +41,11 @@ class DiLoCoRule(ReplayRule):
             return
         assert self._outer is not None
         for name, shared in self._shared.items():
-            shared.grad = torch.stack([shared - one[name] for one in weights]).mean(0)
+            shared.grad = torch.stack([shared - replica[name] for replica in weights]).mean(0)
         self._outer.step()
-        for one in weights:
+        for replica in weights:
             for name, shared in self._shared.items():
-                one[name].copy_(shared)
+                replica[name].copy_(shared)
 
 
 def rule(config: Config, plan: Plan) -> DiLoCoRule:

@@ -124,9 +124,9 @@ class StallWatch:
                 return
 
     def _progress(self) -> SubmissionProgress:
-        submitted = sum(one.is_submitted for one in self._exchanges)
-        done = sum(one.is_done for one in self._exchanges)
-        waits = [(one.waits_s, one.names) for one in self._exchanges]
+        submitted = sum(exchange.is_submitted for exchange in self._exchanges)
+        done = sum(exchange.is_done for exchange in self._exchanges)
+        waits = [(exchange.waits_s, exchange.names) for exchange in self._exchanges]
         waits_s, tensors = next((wait for wait in waits if wait[0] is not None), (None, ()))
         if waits_s is None and submitted < len(self._buckets):
             slots = zip(self._exchanges[submitted].names, self._buckets[submitted].slots)
@@ -135,8 +135,8 @@ class StallWatch:
 
     def _warn(self) -> None:
         keys = {rank: _KEY.format(rank=rank) for rank in range(self._world)}
-        found = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-        reports = {rank: SubmissionProgress(**fields) for rank, fields in found.items()}
+        by_rank = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        reports = {rank: SubmissionProgress(**fields) for rank, fields in by_rank.items()}
         for stall in find_stalls(self._groups, reports, self._warn_s):
             key, now = (stall.step, stall.exchange, stall.waiting), time.monotonic()
             if now - self._warned.get(key, -self._warn_s) >= self._warn_s:

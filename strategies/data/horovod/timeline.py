@@ -36,7 +36,7 @@ class Timeline:
         self._file.write("[\n")
         self._began = perf_counter()
         self._exchanges = exchanges
-        names = [name for one in exchanges for name in one.names]
+        names = [name for exchange in exchanges for name in exchange.names]
         self._row_of = {name: 1 + len(exchanges) + number for number, name in enumerate(names)}
         self._ready: dict[str, float] = {}  # when the gradient was, in this step
         backend = "NCCL" if plan.device == "cuda" else "GLOO"
@@ -58,13 +58,13 @@ class Timeline:
 
     def step_is_summed(self) -> None:
         """Write all exchanges of the step."""
-        for number, one in enumerate(self._exchanges):
-            submitted, started, waits, done = one.moments
-            known = {"bytes": one.num_bytes, "compression": self._compression, "tensors": len(one.names)}
+        for number, exchange in enumerate(self._exchanges):
+            submitted, started, waits, done = exchange.moments
+            known = {"bytes": exchange.num_bytes, "compression": self._compression, "tensors": len(exchange.names)}
             self._span("MEMCPY_IN_FUSION_BUFFER", 1 + number, submitted, started)
             self._span(self._operation, 1 + number, started, done, known)
             self._span("WAIT_FOR_DATA", 1 + number, waits, done)
-            for name in one.names:
+            for name in exchange.names:
                 ready = min(self._ready.get(name, submitted), submitted)
                 self._span("NEGOTIATE_ALLREDUCE", self._row_of[name], ready, submitted)
                 self._span("ALLREDUCE", self._row_of[name], submitted, done, {"fusion buffer": number})

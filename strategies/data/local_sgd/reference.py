@@ -27,9 +27,9 @@ class LocalSGDRule(ReplayRule):
         if step % self._sync_every and step != self._steps:
             return
         for name in weights[0]:
-            mean = torch.stack([one[name] for one in weights]).mean(0)
-            for one in weights:
-                one[name].copy_(mean)
+            mean = torch.stack([replica[name] for replica in weights]).mean(0)
+            for replica in weights:
+                replica[name].copy_(mean)
 
 
 def rule(config: Config, plan: Plan) -> LocalSGDRule:

@@ -111,8 +111,8 @@ class ProductStrategy(ProductTraffic):
             kept = LayerBackward(kept=round(elements * BYTES[plan.precision.compute]))
             return (kept, *self._measured_loss(block, plan))
         in_order = expert_memory.as_computed(block.layers)
-        found = [one for layer in in_order for one in self._layer_backward(layer, block, plan)]
-        return (*found, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
+        backwards = [one for layer in in_order for one in self._layer_backward(layer, block, plan)]
+        return (*backwards, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
 
     def _measured_loss(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """The loss after a user's module, whose measurement does not contain it."""

@@ -112,8 +112,8 @@ class _Multiply(torch.autograd.Function):
         if wants_weights:
             (x,) = packed.x.read(gathering_x())
             reducing_weights = _start_weight_gradients(outputs, x, packed)
-        found = reducing_weights() if reducing_weights else [None] * len(ctx.like)
-        own = [None if g is None else g[:rows].to(dtype) for g, (rows, dtype) in zip(found, ctx.like)]
+        weight_grads = reducing_weights() if reducing_weights else [None] * len(ctx.like)
+        own = [None if g is None else g[:rows].to(dtype) for g, (rows, dtype) in zip(weight_grads, ctx.like)]
         return reducing()[0] if reducing else None, None, *own
 
 

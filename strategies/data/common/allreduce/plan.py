@@ -90,15 +90,15 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
 
     def counts_of(self, size: int, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> Iterable[Number]:
         """The counts of a step, each as an array over the `size` members of a group of `summing_members`."""
-        found: defaultdict[tuple[str, str], Number] = defaultdict(int)
+        totals: defaultdict[tuple[str, str], Number] = defaultdict(int)
         for message, times in Counter(self.bucket_messages(pp_rank, coordinate, plan)).items():
             num_members, places = places_on(message.axis, size, plan)
             algorithm, limit = self.algorithm.over(message.axis, plan), _limit(message, plan)
             counts = algorithm.counts(num_members, places, message.numel, limit)
-            found[message.axis, "sends"] += times * counts.sends
-            found[message.axis, "bytes"] += times * counts.elements * message.element_bytes
-            found[message.axis, "receives"] += times * counts.receives
-        return found.values()
+            totals[message.axis, "sends"] += times * counts.sends
+            totals[message.axis, "bytes"] += times * counts.elements * message.element_bytes
+            totals[message.axis, "receives"] += times * counts.receives
+        return totals.values()
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Buffers for what the messages bring, kept per group of ranks and as large as its largest sum needs."""
@@ -144,9 +144,9 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
         decides which rank sends to which."""
-        found: Counter[tuple[int, int]] = Counter()
+        sizes: Counter[tuple[int, int]] = Counter()
         if self.algorithm.native:
-            return found
+            return sizes
         for axis in (DP, EXPERT + DP):
             size, algorithm = plan.mesh.size(axis), self.algorithm.over(axis, plan)
             for ranks in plan.mesh.groups(axis) if size > 1 else ():
@@ -156,8 +156,8 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
                     if message.axis != axis:
                         continue
                     for (source, target), elements in algorithm.links(size, message.numel).items():
-                        found[ranks[source], ranks[target]] += times * elements * message.element_bytes
-        return found
+                        sizes[ranks[source], ranks[target]] += times * elements * message.element_bytes
+        return sizes
 
 
 def _limit(message: SummedMessage, plan: Plan) -> int | None:

@@ -41,8 +41,8 @@ class RingAllReduce(Algorithm):
         return ring(range(size), index, (0, numel))
 
     def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
-        found = [_counts_of_ring(*one, limit) for one in self.rings(size, index, numel)]
-        return Counts(*(sum(numbers) for numbers in zip(*found)))
+        counts_of_rings = [_counts_of_ring(*one, limit) for one in self.rings(size, index, numel)]
+        return Counts(*(sum(numbers) for numbers in zip(*counts_of_rings)))
 
     def longest_added(self, size: int, index: int, numel: int) -> int:
         """A member adds to every segment but the one with its own number, which it sends first."""
@@ -91,14 +91,14 @@ class HierarchicalAllReduce(RingAllReduce):
         size = cls.of(request).group_size
         if dp % size:
             source = "" if asked is not None else f" (cluster.gpus_per_node / tp={request.tp})"
-            what, legal = f"inner groups of {size}{source} do not make up dp={dp}", divisors(dp)
+            message, legal = f"inner groups of {size}{source} do not make up dp={dp}", divisors(dp)
         elif size % ep and ep % size:
             held = f"equally many copies of an expert, one in {ep} members"
-            what = f"inner groups of {size} members of dp do not hold {held}"
+            message = f"inner groups of {size} members of dp do not hold {held}"
             legal = [n for n in divisors(dp) if n % ep == 0 or ep % n == 0]
         else:
             return []
-        return [Problem(what, GROUP_SIZE, either(GROUP_SIZE, nearest(size, legal)), kind="arithmetic")]
+        return [Problem(message, GROUP_SIZE, either(GROUP_SIZE, nearest(size, legal)), kind="arithmetic")]
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
