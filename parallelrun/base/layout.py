@@ -84,7 +84,7 @@ class Layout:
                 chunks = [(longer, -(-longer // sizes.get(name, 1))) for longer in lengths if longer]
                 if name == axis:
                     positions |= {longer // size + ahead for longer, size in chunks for ahead in (0, 1)}
-                lengths = {one for longer, size in chunks for one in (size, longer % size)}
+                lengths = {length for longer, size in chunks for length in (size, longer % size)}
         return {edge for edge in positions if edge < sizes.get(axis, 1)}
 
     def local_numel(self, shape: tuple[int, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> int:

@@ -67,7 +67,7 @@ def of_stack(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[str
     frames: (file, line, function), innermost first. If none is left, they are the innermost ones of any file.
     """
     shown = [(file, line, name) for file, line, name in frames]
-    own = [one for one in shown if _is_telling(one[0])] or shown
+    own = [frame for frame in shown if _is_telling(frame[0])] or shown
     return tuple(_shown(file, line, name, linecache.getline(file, line)) for file, line, name in own[:most])
 
 

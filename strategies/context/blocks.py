@@ -151,7 +151,7 @@ def _explicit_backward(
     and its gradient, whatever was dropped."""
     wide = accurate_dtype(query.dtype)
     grad_query = torch.empty_like(query)
-    grad_key, grad_value = (torch.zeros_like(one, dtype=wide) for one in (key, value))
+    grad_key, grad_value = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
     for part, rows in _row_parts(query):
         grad_out = grad[:, :, rows]
         probabilities = (_scores(part, key, rows, tile.causal) - lse[:, :, rows].unsqueeze(-1)).exp_()

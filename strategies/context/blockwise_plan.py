@@ -102,7 +102,7 @@ class BlockwiseContext(ContextStrategy):
         ring = plan.mesh.size(AXIS) // self.head_ranks
         if ring == 1 or not (plan.spec.is_causal or plan.spec.packed):
             return []
-        return [name for name, one in ORDERS.items() if plan.spec.seq % (ring * one.parts) == 0]
+        return [name for name, order in ORDERS.items() if plan.spec.seq % (ring * order.parts) == 0]
 
     def imbalance(self, plan: Plan) -> float:
         ring = plan.mesh.size(AXIS) // self.head_ranks

@@ -14,10 +14,10 @@ from parallelrun.planner.contract.request import Request
 ULYSSES = "strategy.context.ulysses"
 
 
-def order_of(asked: str | None, request: Request, head_ranks: int) -> str:
+def order_of(requested: str | None, request: Request, head_ranks: int) -> str:
     """The order of tokens: as asked for, else the one that balances attention."""
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     return CONTIGUOUS if head_ranks == request.cp else _balanced(request)[0]
 
 

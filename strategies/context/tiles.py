@@ -55,7 +55,9 @@ def document_tiles(
     cut: list[Tile] = []
     start = 0
     for length in lengths:
-        (first_query, mine), (first_key, theirs) = (inside(one, start, start + length) for one in (queries, keys))
+        (first_query, mine), (first_key, theirs) = (
+            inside(positions, start, start + length) for positions in (queries, keys)
+        )
         start += length
         for query, key, is_causal, _ in tiles(mine, theirs, causal) if mine and theirs else ():
             cut.append(Tile(_moved(query, first_query), _moved(key, first_key), is_causal, slice(sample, sample + 1)))

@@ -41,12 +41,12 @@ def trained_parameters(plan: Plan, pp_rank: int) -> list[HeldParameter]:
 
 def local_shapes(held: Sequence[HeldParameter], coordinate: dict[str, int], plan: Plan) -> list[Shape]:
     """Shapes of the parameters before the data strategy shards them: split by the tensor axes and ep only."""
-    known: dict[tuple[Layout, Shape], Shape] = {}
+    shapes: dict[tuple[Layout, Shape], Shape] = {}
     for parameter in held:
         key = parameter.layout, parameter.spec.shape
-        if key not in known:
-            known[key] = parameter.layout.local_shape(parameter.spec.shape, plan.mesh.sizes, coordinate)
-    return [known[parameter.layout, parameter.spec.shape] for parameter in held]
+        if key not in shapes:
+            shapes[key] = parameter.layout.local_shape(parameter.spec.shape, plan.mesh.sizes, coordinate)
+    return [shapes[parameter.layout, parameter.spec.shape] for parameter in held]
 
 
 def final_collectives(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
@@ -132,7 +132,7 @@ class RankBuckets:
         full: list[int] = []
         outside = 0  # bytes in no full bucket, and of tied weights from the block that reads them to their own
         waiting: dict[str, tuple[int, list[int]]] = {}
-        for own in sorted(plan.stages_of(self._pp_rank), key=lambda one: -one.index):
+        for own in sorted(plan.stages_of(self._pp_rank), key=lambda candidate: -candidate.index):
             for block in reversed(own.blocks):
                 if own.index == stage:
                     waiting[block] = outside, [*full]

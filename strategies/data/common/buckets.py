@@ -33,13 +33,13 @@ def fill(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
     """
     buckets: list[tuple[int, ...]] = []
     filling: list[int] = []
-    held = 0
+    size = 0
     for index in reversed(range(len(sizes))):
         filling.append(index)
-        held += sizes[index]
-        if held >= (limit if buckets else min(limit, FIRST_BUCKET_BYTES)):
+        size += sizes[index]
+        if size >= (limit if buckets else min(limit, FIRST_BUCKET_BYTES)):
             buckets.append(tuple(filling))
-            filling, held = [], 0
+            filling, size = [], 0
     return (*buckets, tuple(filling)) if filling else tuple(buckets)
 
 

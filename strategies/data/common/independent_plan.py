@@ -42,10 +42,10 @@ class IndependentReplicas(DataStrategy):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        asked = PeriodicKeys.of(request.config)
+        keys = PeriodicKeys.of(request.config)
         return cls(
-            bucket_bytes=asked.bucket_bytes,
-            sync_every=asked.sync_every or cls.default_sync_every,
+            bucket_bytes=keys.bucket_bytes,
+            sync_every=keys.sync_every or cls.default_sync_every,
             steps=request.config.steps,
         )
 

@@ -111,7 +111,7 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         sent, stored = BYTES[self.update_dtype(plan)], BYTES[plan.precision.stored]
         buckets = buckets_of(pp_rank, coordinate, plan).parts
         updates = ([prod(shape) for _, shape in parts] for parts in buckets)
-        return max((halving.update_bytes(one, size, index, sent, stored) for one in updates), default=0)
+        return max((halving.update_bytes(update, size, index, sent, stored) for update in updates), default=0)
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Receive buffers of the sums; the updates of adasum are counted in `gathered_bytes`."""

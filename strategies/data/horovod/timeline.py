@@ -60,9 +60,9 @@ class Timeline:
         """Write all exchanges of the step."""
         for number, exchange in enumerate(self._exchanges):
             submitted, started, waits, done = exchange.moments
-            known = {"bytes": exchange.num_bytes, "compression": self._compression, "tensors": len(exchange.names)}
+            details = {"bytes": exchange.num_bytes, "compression": self._compression, "tensors": len(exchange.names)}
             self._span("MEMCPY_IN_FUSION_BUFFER", 1 + number, submitted, started)
-            self._span(self._operation, 1 + number, started, done, known)
+            self._span(self._operation, 1 + number, started, done, details)
             self._span("WAIT_FOR_DATA", 1 + number, waits, done)
             for name in exchange.names:
                 ready = min(self._ready.get(name, submitted), submitted)
@@ -82,10 +82,10 @@ class Timeline:
     def _micros(self, moment: float) -> float:
         return (moment - self._began) * 1e6
 
-    def _span(self, name: str, row: int, start: float, stop: float, known: dict[str, Any] | None = None) -> None:
+    def _span(self, name: str, row: int, start: float, stop: float, details: dict[str, Any] | None = None) -> None:
         times = {"ts": self._micros(start), "dur": (stop - start) * 1e6}
         event = {"name": name, "ph": "X", "pid": row, "tid": 0, **times}
-        self._write(event | ({"args": known} if known else {}))
+        self._write(event | ({"args": details} if details else {}))
 
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write(json.dumps(event) + ",\n")

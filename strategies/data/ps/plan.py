@@ -217,8 +217,8 @@ def _consistency(request: Request) -> str:
 def _staleness(request: Request) -> int | None:
     if _consistency(request) != SSP:
         return None
-    asked = ParameterServerConfig.of(request.config).staleness
-    return DEFAULT_STALENESS if asked is None else asked
+    staleness = ParameterServerConfig.of(request.config).staleness
+    return DEFAULT_STALENESS if staleness is None else staleness
 
 
 def _check_other_axes(request: Request) -> list[Problem]:
@@ -236,28 +236,28 @@ def _check_other_axes(request: Request) -> list[Problem]:
 
 
 def _check_staleness(request: Request) -> list[Problem]:
-    consistency, asked = _consistency(request), ParameterServerConfig.of(request.config).staleness
-    if asked is None or consistency == SSP:
+    consistency, staleness = _consistency(request), ParameterServerConfig.of(request.config).staleness
+    if staleness is None or consistency == SSP:
         return []
     why = "every update waits for all workers, so no gradient is stale" if consistency == SYNC else "async has no bound"
-    message = f"staleness={asked} with consistency={consistency}: {why}"
+    message = f"staleness={staleness} with consistency={consistency}: {why}"
     return [Problem(message, "staleness", "consistency=ssp, or leave staleness out", kind="contradiction")]
 
 
 def _check_backup(request: Request) -> list[Problem]:
-    asked = ParameterServerConfig.of(request.config).backup_workers or 0
+    backups = ParameterServerConfig.of(request.config).backup_workers or 0
     consistency = _consistency(request)
-    if asked and consistency != SYNC:
+    if backups and consistency != SYNC:
         message = (
-            f"backup_workers={asked} with consistency={consistency}: an update uses one gradient, so none is spare"
+            f"backup_workers={backups} with consistency={consistency}: an update uses one gradient, so none is spare"
         )
         return [
             Problem(message, "backup_workers", "consistency=sync, or leave backup_workers out", kind="contradiction")
         ]
-    if asked < request.dp or not asked:
+    if backups < request.dp or not backups:
         return []
-    message = f"backup_workers={asked} of dp={request.dp}: an update needs at least one gradient"
-    more = f"dp={asked + 1}" if request.config.world is None else f"world={asked + 1 + request.servers}"
+    message = f"backup_workers={backups} of dp={request.dp}: an update needs at least one gradient"
+    more = f"dp={backups + 1}" if request.config.world is None else f"world={backups + 1 + request.servers}"
     return [Problem(message, "backup_workers", f"{more} or backup_workers={request.dp - 1}", kind="arithmetic")]
 
 

@@ -119,7 +119,7 @@ class AllToAllDispatcher(ExpertDispatcher):
         """The rows as they arrived, the experts' results, these in the order of the ranks to which they go, and the
         results that come back."""
         has_experts = any(layer.layer_role == "expert" for layer in block.layers)
-        back, *_, arrived = (one.even for one in self.rows(plan))
+        back, *_, arrived = (rows.even for rows in self.rows(plan))
         return (3 * arrived + back) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
 
     def explain(self, plan: Plan) -> Explanation:

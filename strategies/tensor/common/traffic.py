@@ -101,7 +101,9 @@ class ProductTraffic(TensorStrategy):
         for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
             for name in stage.blocks:
                 messages = self.traffic(plan.spec.block(name), plan)
-                rounds = tuple(ExplainedRound(one.title, calls=calls_of([one.row], plan, ranks)[0]) for one in messages)
+                rounds = tuple(
+                    ExplainedRound(message.title, calls=calls_of([message.row], plan, ranks)[0]) for message in messages
+                )
                 exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
@@ -114,7 +116,7 @@ class ProductTraffic(TensorStrategy):
         for layer in block.layers:
             product = self.product_of(layer, plan)
             if product and all(plan.mesh.size(axis) == 1 for axis in product.gather_w):
-                size += rounded_bytes((one for one in layer.parameters if len(one.shape) == 2), plan)
+                size += rounded_bytes((parameter for parameter in layer.parameters if len(parameter.shape) == 2), plan)
         return size
 
     def recomputed_bytes(self, block: BlockSpec, plan: Plan) -> int:

@@ -173,8 +173,8 @@ class GridRequest:
             parts[place] = lcm(parts.get(place, 1), misfit.parts)
         legal, problems, spec = self._nearest_tp() if parts else [], [], self.request.spec
         for (key, size), count in parts.items():
-            told = f"{key}={size} is not" if key.startswith("model.") else f"layer {key}: {size} features are not"
-            message = f"{told} divisible by {count} ({shown(sizes)})"
+            subject = f"{key}={size} is not" if key.startswith("model.") else f"layer {key}: {size} features are not"
+            message = f"{subject} divisible by {count} ({shown(sizes)})"
             copies = key == "model.kv_heads" and size != spec.heads and count % size == 0
             step = lcm(count, spec.heads or 1) if key == "model.hidden" else count
             fixes = [either("tp", legal), either(key, nearest(size, common.legal_sizes(key, size, step, spec)))]

@@ -134,7 +134,7 @@ def _start_weight_gradients(
     """dW = dY^T X of every output, and begin to scatter their partial sums in the reduction dtype; gives this rank's
     rows of each, with those that pad."""
     weights, like = packed.weights, outputs[0].parts[0]
-    held = weights.new(like, x.shape[1])
-    for gradient, output in zip(weights.read(held, like.dtype), outputs):
+    buffer = weights.new(like, x.shape[1])
+    for gradient, output in zip(weights.read(buffer, like.dtype), outputs):
         multiply_into(gradient, [(output.t(), x)])
-    return weights.start_scatter(held[0].to(packed.options.reduce)) if weights.groups else lambda: held
+    return weights.start_scatter(buffer[0].to(packed.options.reduce)) if weights.groups else lambda: buffer

@@ -60,8 +60,8 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def resolve(cls, request: Request) -> Self:
         """The form of every pair of layers, by what it moves."""
-        asked = GridConfig.of(request.config)
-        return cls(overlap=asked.overlap, forms=cls._of(request).choice.choose(), save_gathered=asked.save_gathered)
+        keys = GridConfig.of(request.config)
+        return cls(overlap=keys.overlap, forms=cls._of(request).choice.choose(), save_gathered=keys.save_gathered)
 
     @classmethod
     def mesh_dims(cls, request: Request) -> MeshDims:

@@ -62,9 +62,9 @@ def exchange(
 def _blocks(tables: Sequence[Rounds], numel: int) -> list[Span]:
     """The spans between all borders of messages: the finest blocks that are sent."""
     borders = {0, numel}
-    for one in tables:
-        for both in one:
-            borders |= {edge for part in (both.send, both.receive) if part for edge in (part.start, part.stop)}
+    for rounds in tables:
+        for turn in rounds:
+            borders |= {edge for part in (turn.send, turn.receive) if part for edge in (part.start, part.stop)}
     return list(pairwise(sorted(borders)))
 
 

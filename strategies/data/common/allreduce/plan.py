@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _CLASSES = (NativeAllReduce, RingAllReduce, HalvingDoubling, HierarchicalAllReduce, TreeAllReduce)
-ALGORITHMS: dict[str, type[Algorithm]] = {one.name: one for one in _CLASSES}
+ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in _CLASSES}
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
     @classmethod
     def check_algorithm(cls, request: Request) -> list[Problem]:
         """An unknown algorithm, or what the named one refuses."""
-        asked = AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name
-        return one_of("strategy.data.algorithm", asked, ALGORITHMS) or cls.asked_algorithm(request).check(request)
+        name = AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name
+        return one_of("strategy.data.algorithm", name, ALGORITHMS) or cls.asked_algorithm(request).check(request)
 
     @classmethod
     def resolve(cls, request: Request) -> Self:

@@ -130,7 +130,7 @@ class _Pieces:
 
     def __init__(self, flat: Tensor, rounds: Rounds, group: Group, purpose: str, scratch: _Scratch):
         self._flat, self._rounds, self._group, self._purpose = flat, rounds, group, purpose
-        received = [one.receive.numel for one in rounds if one.phase == SCATTER_REDUCE and one.receive]
+        received = [turn.receive.numel for turn in rounds if turn.phase == SCATTER_REDUCE and turn.receive]
         self._longest, self._scratch = max(received, default=0), scratch
         self._piece = piece_elements(flat.element_size())
         self._sent: list[dist.Work] = []
