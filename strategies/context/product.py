@@ -1,4 +1,4 @@
-"""The attention of one rank's queries to all ranks' keys as one autograd node; how keys travel is the subclass' part.
+"""The attention of one rank's queries to all ranks' keys as one autograd node. A `Transport` brings the keys.
 
 Backward needs its own keys and values, the output and the log-sum-exp only: keys of other ranks travel again, so that
 kept activations shrink with cp.

@@ -1,4 +1,4 @@
-"""The shared runtime of independent replicas: gradients and updates are local, and replicas meet every few steps."""
+"""The shared runtime of independent replicas: gradients and updates are local between synchronisations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .independent_plan import IndependentReplicas
 
 
 class IndependentRuntime(DataRuntime):
-    """A replica that trains by itself; `synchronise` is called at the end of the steps that the strategy names."""
+    """Trains one replica by itself. `synchronise` is called at the end of every step after which replicas `meet`."""
 
     writes_after_update = True
 
@@ -45,7 +45,7 @@ class IndependentRuntime(DataRuntime):
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor (one per weight, of its shape) by its mean over replicas, bitwise equal on all of them.
 
-        Two buckets are pending at a time; their flat copies are all the memory that it needs.
+        Two buckets are pending at a time. Their flat copies are the only additional memory.
         """
         pending: list[tuple[Tensor, list[Tensor], dist.Work | None]] = []
         for bucket in self._buckets:

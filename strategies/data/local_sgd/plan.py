@@ -12,7 +12,7 @@ from ..common.keys import LocalSGDConfig
 
 @dataclass(frozen=True)
 class LocalSGD(IndependentReplicas):
-    """The optimizer's state stays local."""
+    """Averages weights. The optimizer's state stays local."""
 
     kind = "local_sgd"
     config_class = LocalSGDConfig

@@ -136,9 +136,8 @@ class ProductStrategy(ProductTraffic):
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
         scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
-        scratch += max(
-            (rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0
-        )  # a gradient to be widened
+        # a gradient to be widened
+        scratch += max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
         rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
         reads = rows * self.local_outputs(layer, product, plan) * compute
         gathered = reads * (plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1)
@@ -275,7 +274,7 @@ def _bytes(layout: ActivationLayout, features: int, plan: Plan) -> int:
 
 
 def _read_behind(layer: LayerSpec, product: Product, outputs: int, plan: Plan) -> int:
-    """Bytes of the gradient of what attention or an activation makes of a column layer's outputs."""
+    """Bytes of the gradient of the result that attention or an activation computes from a column layer's outputs."""
     if attends(layer):
         heads = product.y.local(plan.num_rows, plan.spec.qk_features, plan.mesh.sizes)
         return prod(heads) * BYTES[plan.precision.compute]
@@ -295,8 +294,4 @@ def _weight_gradients(layer: LayerSpec, product: Product | None, plan: Plan) -> 
     moves = product is not None and bool(product.gather_w) and plan.mesh.size(AXIS) > 1
     weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied and not moves else ()))
     ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
-    return sum(
-        local_numel(parameter, plan) // ep * element_bytes(parameter, plan)
-        for parameter in weights
-        if not parameter.frozen
-    )
+    return sum(local_numel(weight, plan) // ep * element_bytes(weight, plan) for weight in weights if not weight.frozen)

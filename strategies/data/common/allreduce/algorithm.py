@@ -33,7 +33,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """The base class. size: members of the group; index: one of them; numel: elements of the tensor that is summed.
+    """The base class. size: the number of members of the group; index: of one member; numel: elements of the tensor.
 
     group_size: consecutive members that make an inner group (hierarchical).
     """
@@ -53,7 +53,7 @@ class Algorithm(ABC):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        """Settings that it does not read, or that are illegal."""
+        """Return the violations: settings that the algorithm does not read, or that are illegal."""
         group_size = AlgorithmKeys.of(request.config).group_size
         if group_size is None:
             return []
@@ -75,7 +75,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
-        """The messages of a member, in closed form, or of several at once: index may be an array of members.
+        """Count the messages of a member in closed form. index may be an array, which counts several members at once.
 
         limit: elements of a piece of a message; None: messages are sent whole.
         """
@@ -111,7 +111,7 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class NativeAllReduce(Algorithm):
-    """The backend's own all-reduce, whose messages nobody here knows. Its cost counts as a ring's."""
+    """The backend's own all-reduce, whose messages are not known here. Its cost is that of a ring."""
 
     cost_name = data_cost.RING
     native = True
