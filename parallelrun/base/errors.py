@@ -159,10 +159,10 @@ def _held_by(error: BaseException) -> list[BaseException]:
     """Return the exceptions of an ExceptionGroup, or of the ranks of torch's CheckpointException."""
     failures = getattr(error, "failures", None)  # by rank: (exception, its stack)
     if isinstance(failures, dict):
-        held = [one[0] if isinstance(one, tuple) and one else one for one in failures.values()]
+        causes = [cause[0] if isinstance(cause, tuple) and cause else cause for cause in failures.values()]
     else:
-        held = list(getattr(error, "exceptions", ()))
-    return [one for one in held if isinstance(one, BaseException)]
+        causes = list(getattr(error, "exceptions", ()))
+    return [cause for cause in causes if isinstance(cause, BaseException)]
 
 
 def full_disk(error: BaseException) -> OSError | None:

@@ -77,15 +77,15 @@ class Layout:
     def edges(self, shape: tuple[int, ...], sizes: Mapping[str, int], axis: str) -> set[int]:
         """The coordinates of `axis` at which the part's shape may differ from the one before: where whole chunks end,
         and behind the shorter one."""
-        found = set()
+        positions = set()
         for length, axes in zip(shape, self.dims):
             lengths = {length}
             for name in axes:
                 chunks = [(longer, -(-longer // sizes.get(name, 1))) for longer in lengths if longer]
                 if name == axis:
-                    found |= {longer // size + ahead for longer, size in chunks for ahead in (0, 1)}
-                lengths = {one for longer, size in chunks for one in (size, longer % size)}
-        return {edge for edge in found if edge < sizes.get(axis, 1)}
+                    positions |= {longer // size + ahead for longer, size in chunks for ahead in (0, 1)}
+                lengths = {length for longer, size in chunks for length in (size, longer % size)}
+        return {edge for edge in positions if edge < sizes.get(axis, 1)}
 
     def local_numel(self, shape: tuple[int, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> int:
         """Number of elements of the part held at `coordinate`."""

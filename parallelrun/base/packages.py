@@ -15,10 +15,10 @@ def require(module: str, option: str, where: str, suggestion: str = "", extra: s
 
     extra: the extra of parallelrun that installs it.
     """
-    found = find_spec(module)
-    if found is None or not found.origin:
+    spec = find_spec(module)
+    if spec is None or not spec.origin:
         name = _PIP_NAMES.get(module, module)
-        what = f"{option} needs the package {name}, which is not installed"
+        message = f"{option} needs the package {name}, which is not installed"
         wanted = f"'parallelrun[{extra}]'" if extra else name
-        raise EnvironmentProblem(Problem(what, where, suggestion, f"pip install {wanted}"))
-    return Path(found.origin).parent
+        raise EnvironmentProblem(Problem(message, where, suggestion, f"pip install {wanted}"))
+    return Path(spec.origin).parent

@@ -76,7 +76,7 @@ def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             return redacted(value)
         if isinstance(value, (list, tuple)):
-            return [hidden(key, one) for one in value]
+            return [hidden(key, item) for item in value]
         if isinstance(value, str):
             return "<redacted>" if _SECRET.search(key) else _without_password(value)
         return value

@@ -1,7 +1,7 @@
 """Import paths of strategies, models, datasets and trackers by name. No other module of the runner knows these names.
 
 Plug-ins add their own through the entry-point groups `parallelrun.strategies`, `parallelrun.models`,
-`parallelrun.datasets` and `parallelrun.report.trackers` (name: `axis.kind` for strategies, else the name; value: the
+`parallelrun.datasets` and `parallelrun.trackers` (name: `axis.kind` for strategies, else the name; value: the
 package or module)."""
 
 from __future__ import annotations
@@ -39,10 +39,22 @@ STRATEGIES = {
     "pipeline.zbv": "parallelrun.strategies.pipeline",
     "expert.capacity": "parallelrun.strategies.expert.capacity",
     "expert.dropless": "parallelrun.strategies.expert.dropless",
-    "context.ring": "parallelrun.strategies.context.ring",
-    "context.allgather": "parallelrun.strategies.context.allgather",
-    "context.ulysses": "parallelrun.strategies.context.ulysses",
-    "context.usp": "parallelrun.strategies.context.usp",
+    "context.ring": "parallelrun.strategies.context",
+    "context.allgather": "parallelrun.strategies.context",
+    "context.ulysses": "parallelrun.strategies.context",
+    "context.usp": "parallelrun.strategies.context",
+}
+# the torch-free modules with the config classes of the axes' built-in strategies, each named by its `kind`; the
+# strategies of the other axes read the keys of the schema's own section
+STRATEGY_KEYS = {
+    "data": "parallelrun.strategies.data.common.keys",
+    "tensor": "parallelrun.strategies.tensor.common.keys",
+    "context": "parallelrun.strategies.context.keys",
+}
+# the modules of built-in data strategies that have none of their own: buckets, and the rule of compressed sums
+DATA_DEFAULTS = {
+    "runtime": "parallelrun.strategies.data.common.reducer",
+    "reference": "parallelrun.strategies.data.common.compression.reference",
 }
 # the modules that send compressed gradients, by `strategy.data.compression`
 COMPRESSIONS = {name: f"parallelrun.strategies.data.common.compression.{name}" for name in ("fp16", "powersgd")}
@@ -118,8 +130,13 @@ def path(kind: str, name: str, submodule: str = "") -> str:
     """The import path of the module of `name`, or of its submodule. Raises KeyError."""
     if submodule == "network" and kind == "models" and name in IMAGE_MODELS:
         return "parallelrun.models.vision.network"  # their specs say all that differs
-    found = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
-    return f"{found}.{submodule}" if submodule else found
+    package = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
+    if not submodule:
+        return package
+    has_default = name.startswith("data.") and submodule in DATA_DEFAULTS and not is_plug_in(kind, name)
+    if has_default and not has_submodule(kind, name, submodule):
+        return DATA_DEFAULTS[submodule]
+    return f"{package}.{submodule}"
 
 
 def has_submodule(kind: str, name: str, submodule: str) -> bool:

@@ -36,8 +36,8 @@ def tolerated(word: str) -> int:
 def closest(word: str, names: Iterable[str]) -> list[str]:
     """Those of `names` that are nearest to `word`, all equally near; none if more letters differ than `tolerated`."""
     most, letters = tolerated(word), plain(word)
-    found: dict[int, list[str]] = {}
+    by_distance: dict[int, list[str]] = {}
     for name in names:
-        found.setdefault(distance(letters, plain(name), most), []).append(name)
-    nearest = min(found, default=most + 1)
-    return found[nearest] if nearest <= most else []
+        by_distance.setdefault(distance(letters, plain(name), most), []).append(name)
+    nearest = min(by_distance, default=most + 1)
+    return by_distance[nearest] if nearest <= most else []

@@ -19,16 +19,16 @@ _BENEATH = ("distributed", "launch")  # packages of ours that say little of wher
 
 def frames(error: BaseException) -> list[str]:
     """Return the frames of `error` in the user's files, outermost first: `net.py:12 in forward: return self.q(x)`."""
-    found = []
+    shown = []
     for link in reversed(cause_chain(error)):
         if isinstance(link, SyntaxError) and link.filename and _is_users(link.filename):
-            found.append(_shown(link.filename, link.lineno or 0, "", link.text or ""))
+            shown.append(_shown(link.filename, link.lineno or 0, "", link.text or ""))
             break
         own = [frame for frame in traceback.extract_tb(link.__traceback__) if _is_users(frame.filename)]
         if own:
-            found = [_shown(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in own]
+            shown = [_shown(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in own]
             break
-    return found if len(found) <= MOST_FRAMES else [*found[:2], "...", *found[3 - MOST_FRAMES :]]
+    return shown if len(shown) <= MOST_FRAMES else [*shown[:2], "...", *shown[3 - MOST_FRAMES :]]
 
 
 def reason(error: BaseException) -> str:
@@ -67,7 +67,7 @@ def of_stack(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[str
     frames: (file, line, function), innermost first. If none is left, they are the innermost ones of any file.
     """
     shown = [(file, line, name) for file, line, name in frames]
-    own = [one for one in shown if _is_telling(one[0])] or shown
+    own = [frame for frame in shown if _is_telling(frame[0])] or shown
     return tuple(_shown(file, line, name, linecache.getline(file, line)) for file, line, name in own[:most])
 
 

@@ -29,7 +29,7 @@ def print_note(text: str) -> None:
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The suggestion `schedule=1f1b or schedule=naive` with the closest three of `known`, or all if none is close."""
-    return " or ".join(f"{prefix}{one}" for one in closest(name, known))
+    return " or ".join(f"{prefix}{word}" for word in closest(name, known))
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
@@ -43,8 +43,8 @@ def one_of(key: str, value: str, known: Iterable[str], command: str = "") -> lis
     known = list(known)
     if value in known:
         return []
-    what = f"{key}={value} is unknown; it is one of {', '.join(known)}"
-    return [Problem(what, key, did_you_mean(value, known, f"{key}="), command)]
+    message = f"{key}={value} is unknown; it is one of {', '.join(known)}"
+    return [Problem(message, key, did_you_mean(value, known, f"{key}="), command)]
 
 
 def divisors(number: int) -> list[int]:

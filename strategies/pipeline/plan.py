@@ -28,8 +28,8 @@ class NoPipeline(Schedule):
         problems = super().check(request)
         if request.pp == 1:
             return problems
-        what = f"pp={request.pp}: without a schedule there is one stage"
-        return [*problems, Problem(what, "schedule", "schedule=1f1b, or pp=1", kind="undefined")]
+        message = f"pp={request.pp}: without a schedule there is one stage"
+        return [*problems, Problem(message, "schedule", "schedule=1f1b, or pp=1", kind="undefined")]
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class NaiveModelParallel(GPipe):
     def check_microbatches(cls, request: Request) -> list[Problem]:
         if request.batch is None or request.batch.microbatches == 1:
             return []
-        what = f"microbatches={request.batch.microbatches}: naive model parallelism has one; with more it is gpipe"
-        return [Problem(what, "microbatches", "microbatches=1, or schedule=gpipe", kind="undefined")]
+        message = f"microbatches={request.batch.microbatches}: naive model parallelism has one; with more it is gpipe"
+        return [Problem(message, "microbatches", "microbatches=1, or schedule=gpipe", kind="undefined")]
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class OneFOneB(Schedule):
         samples = request.batch.replica_batch
         enough = [m for m in divisors(samples) if m >= request.pp]
         smallest = f"microbatches={enough[0]}" if enough else f"global_batch={request.pp * request.dp}"
-        what = f"microbatches={request.batch.microbatches} are fewer than the pp={request.pp} stages of 1f1b"
-        return [Problem(what, "microbatches", f"{smallest}, or schedule=gpipe", kind="undefined")]
+        message = f"microbatches={request.batch.microbatches} are fewer than the pp={request.pp} stages of 1f1b"
+        return [Problem(message, "microbatches", f"{smallest}, or schedule=gpipe", kind="undefined")]
 
     @classmethod
     def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
@@ -143,8 +143,8 @@ class Interleaved(Schedule):
     def check(cls, request: Request) -> list[Problem]:
         if request.pp > 1:
             return super().check(request)
-        what = f"pp=1: {cls.kind} orders the stages of several ranks, and there is one"
-        return [Problem(what, "pp", "pp=2, or schedule=gpipe", kind="undefined"), *super().check(request)]
+        message = f"pp=1: {cls.kind} orders the stages of several ranks, and there is one"
+        return [Problem(message, "pp", "pp=2, or schedule=gpipe", kind="undefined"), *super().check(request)]
 
     @classmethod
     def check_microbatches(cls, request: Request) -> list[Problem]:
@@ -156,11 +156,11 @@ class Interleaved(Schedule):
         if m % rounds == 0:
             return []
         (legal,) = nearest(m, [n for n in divisors(samples) if n % orders.num_rounds(request.pp, n) == 0], count=1)
-        what = (
+        message = (
             f"microbatches={m} do not make {rounds} equal rounds of about pp={request.pp}, in which "
             f"{cls.kind} goes through a rank's virtual stages"
         )
-        return [Problem(what, "microbatches", f"microbatches={legal}", kind="arithmetic")]
+        return [Problem(message, "microbatches", f"microbatches={legal}", kind="arithmetic")]
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,8 @@ class ZBV(Interleaved):
     def check(cls, request: Request) -> list[Problem]:
         if request.virtual_stages == 2:
             return super().check(request)
-        what = f"virtual_stages={request.virtual_stages}: the V of zbv has two stages per rank, down and back up"
-        return [*super().check(request), Problem(what, "virtual_stages", "virtual_stages=2", kind="undefined")]
+        message = f"virtual_stages={request.virtual_stages}: the V of zbv has two stages per rank, down and back up"
+        return [*super().check(request), Problem(message, "virtual_stages", "virtual_stages=2", kind="undefined")]
 
     @classmethod
     def check_microbatches(cls, request: Request) -> list[Problem]:

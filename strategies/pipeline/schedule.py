@@ -63,9 +63,9 @@ class Schedule(PipelineSchedule):
     def check(cls, request: Request) -> list[Problem]:
         if request.virtual_stages == 1 or cls.takes_virtual_stages:
             return cls.check_microbatches(request)
-        what = f"virtual_stages={request.virtual_stages}: {cls.kind} runs one stage per rank"
+        message = f"virtual_stages={request.virtual_stages}: {cls.kind} runs one stage per rank"
         fix = "virtual_stages=1, or schedule=interleaved"
-        return [Problem(what, "virtual_stages", fix, kind="undefined"), *cls.check_microbatches(request)]
+        return [Problem(message, "virtual_stages", fix, kind="undefined"), *cls.check_microbatches(request)]
 
     @classmethod
     def check_microbatches(cls, request: Request) -> list[Problem]:
@@ -128,9 +128,9 @@ class Schedule(PipelineSchedule):
                 to = action.stage + step
                 if not step or not 0 <= to <= last or plan.stages[to].pp_rank == pp_rank:
                     continue
-                what, purpose = ("activations", "activations") if step > 0 else ("their gradients", "gradients")
+                content, purpose = ("activations", "activations") if step > 0 else ("their gradients", "gradients")
                 size = boundary_bytes(plan, max(action.stage, to))
-                label = f"{what} of microbatch {action.microbatch}, stage {action.stage} to {to}"
+                label = f"{content} of microbatch {action.microbatch}, stage {action.stage} to {to}"
                 message = ExplainedMessage(ranks[pp_rank], ranks[plan.stages[to].pp_rank], label, size, purpose)
                 sent.setdefault(round(ended, 6), []).append(message)
         rounds = tuple(ExplainedRound(f"at {moment:g} forward times", tuple(sent[moment])) for moment in sorted(sent))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def log_sum_exp_of_the_last_block() -> None:
     """Merged outputs keep the first block's log-sum-exp: right for two blocks in forward, wrong in backward."""
-    from parallelrun.strategies.context.common.blocks import Merged
+    from parallelrun.strategies.context.blocks import Merged
 
     right = Merged.add
 
@@ -42,7 +42,7 @@ def tokens_in_another_order() -> None:
 
 def gradients_of_keys_stay() -> None:
     """The gradients of keys and values do not travel with them."""
-    from parallelrun.strategies.context.common import ring
+    from parallelrun.strategies.context import ring
 
     right = ring._TravellingSum.add
 
@@ -71,14 +71,14 @@ def dropout_of_local_positions() -> None:
 
 def stripes_see_their_own_index() -> None:
     """The diagonal of two stripes is taken as if both began at the same position."""
-    from parallelrun.strategies.context.common import tiles
+    from parallelrun.strategies.context import tiles
 
     tiles._striped = lambda query, key: (tiles.Tile(slice(0, query.length), slice(0, key.length), True),)
 
 
 def routing_groups_of_own_tokens() -> None:
     """Capacity and losses of balance count the tokens of one rank."""
-    from parallelrun.strategies.context.common.routing import SharedGroups
+    from parallelrun.strategies.context.routing import SharedGroups
 
     SharedGroups.gathered = lambda self, logits: logits
     SharedGroups.own = lambda self, routing: routing

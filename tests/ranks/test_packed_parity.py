@@ -18,7 +18,7 @@ from parallelrun.distributed.comm import gather_json
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.planner.contract.context_order import ORDERS, document_work, imbalance_of
 from parallelrun.planner.predict import prediction
-from parallelrun.strategies.context.common.product import AttentionCall
+from parallelrun.strategies.context.product import AttentionCall
 from parallelrun.training.loop import training_loop
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Batch

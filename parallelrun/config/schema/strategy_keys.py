@@ -1,7 +1,7 @@
 """The keys of all strategies. Each strategy declares its own: a subclass of its axis's section.
 
-The `keys` module of a built-in strategy has it, apart from the strategy's class, so that naming the keys imports no
-predictions. The strategy's class names it as `config_class`, which is all that a plug-in needs. Torch-free.
+The keys of built-in strategies are in one module an axis (`registry.STRATEGY_KEYS`), so that naming the keys imports no
+predictions. The strategy's class names its own as `config_class`, which is all that a plug-in needs. Torch-free.
 
 A composed configuration is complete: its sections have the keys of every registered strategy, plug-ins included, so
 that names and bounds are checked whatever strategy is chosen. `narrowed` keeps the keys of the chosen ones.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import typing
 from dataclasses import MISSING, Field, field, fields, make_dataclass, replace
 from functools import cache, lru_cache
+from importlib import import_module
 from typing import Any, cast
 
 from parallelrun.base import registry
@@ -80,12 +81,14 @@ def config_class(axis: str, kind: str | None) -> type:
 
 @lru_cache(maxsize=len(registry.STRATEGIES))
 def _keys_of_built_in(axis: str, kind: str) -> type:
-    """The class of a built-in strategy's `keys` module; the axis's own if there is no such module."""
-    if not registry.has_submodule("strategies", f"{axis}.{kind}", "keys"):
+    """The class of a built-in strategy in its axis' module of keys, which imports no prediction; else the axis's own.
+    Raises KeyError for an unknown kind."""
+    registry.path("strategies", f"{axis}.{kind}")
+    if axis not in registry.STRATEGY_KEYS:
         return SECTIONS[axis]
-    module = registry.load("strategies", f"{axis}.{kind}", "keys")
-    own = (found for found in vars(module).values() if getattr(found, "__module__", None) == module.__name__)
-    return cast(type, next(found for found in own if getattr(found, "kind", None) == kind))
+    module = import_module(registry.STRATEGY_KEYS[axis])
+    own = [cls for cls in vars(module).values() if getattr(cls, "__module__", None) == module.__name__]
+    return cast(type, next(cls for cls in own if vars(cls).get("kind") == kind))
 
 
 def own_keys(axis: str, kind: str | None) -> frozenset[str]:

@@ -142,12 +142,7 @@ def _prepare(
     resumed = None
     if checkpoint:
         config, checkpoint = _held(config, plan, checkpoint, folder)
-        resumed_run, step = checkpoint.path.parents[1], checkpoint.index.step
-        if writer := writer_of(resumed_run):
-            message = f"{resumed_run} still trains: {writer} writes it. This run trains the steps after its step {step}"
-            print(f"warning: {message} a second time, and its trackers begin a record of their own", file=sys.stderr)
-        elif not repeats:
-            carry_over(resumed_run, folder, config.tracker.use, step)
+        _carry_trackers(checkpoint, folder, config, repeats)
     elif config.resume == AUTO:
         print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
         config = replace(config, resume=None)
@@ -160,6 +155,16 @@ def _prepare(
     if attached is not None:
         reattach.remember(job)
     return job
+
+
+def _carry_trackers(checkpoint: Chosen, folder: Path, config: Config, repeats: bool) -> None:
+    """Let the trackers continue the record of the resumed run, unless that run still trains or is repeated."""
+    resumed_run, step = checkpoint.path.parents[1], checkpoint.index.step
+    if writer := writer_of(resumed_run):
+        message = f"{resumed_run} still trains: {writer} writes it. This run trains the steps after its step {step}"
+        print_note(f"warning: {message} a second time, and its trackers begin a record of their own")
+    elif not repeats:
+        carry_over(resumed_run, folder, config.tracker.use, step)
 
 
 def _is_finished(checkpoint: Chosen, config: Config) -> bool:

@@ -52,9 +52,8 @@ def fill(
     if ep > 1 and "dp" not in set_degrees and ("dp" not in filling.open_axes or not (fills_gpus or target)):
         cp = set_degrees.get("cp", 1)
         set_degrees["dp"] = ep // gcd(ep, cp)
-        degrees.filled.append(
-            f"dp={set_degrees['dp']} (filled: ep, which divides {'it' if cp == 1 else f'dp x cp {cp}'})"
-        )
+        divided = "it" if cp == 1 else f"dp x cp {cp}"
+        degrees.filled.append(f"dp={set_degrees['dp']} (filled: ep, which divides {divided})")
     filling.set(set_degrees)
     if fills_gpus:
         filling.fill_gpus(gpus or 0)
@@ -66,9 +65,8 @@ def fill(
         problems.append(_too_large(degrees))
         degrees.sound = False
     if degrees.sound:
-        degrees.ep = expert_axes.degree(
-            config, requested["ep"], degrees.dp, degrees.cp, experts, degrees.filled, problems
-        )
+        ep, filled = requested["ep"], degrees.filled
+        degrees.ep = expert_axes.degree(config, ep, degrees.dp, degrees.cp, experts, filled, problems)
     return degrees
 
 

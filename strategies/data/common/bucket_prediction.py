@@ -41,12 +41,12 @@ def trained_parameters(plan: Plan, pp_rank: int) -> list[HeldParameter]:
 
 def local_shapes(held: Sequence[HeldParameter], coordinate: dict[str, int], plan: Plan) -> list[Shape]:
     """Shapes of the parameters before the data strategy shards them: split by the tensor axes and ep only."""
-    known: dict[tuple[Layout, Shape], Shape] = {}
+    shapes: dict[tuple[Layout, Shape], Shape] = {}
     for parameter in held:
         key = parameter.layout, parameter.spec.shape
-        if key not in known:
-            known[key] = parameter.layout.local_shape(parameter.spec.shape, plan.mesh.sizes, coordinate)
-    return [known[parameter.layout, parameter.spec.shape] for parameter in held]
+        if key not in shapes:
+            shapes[key] = parameter.layout.local_shape(parameter.spec.shape, plan.mesh.sizes, coordinate)
+    return [shapes[parameter.layout, parameter.spec.shape] for parameter in held]
 
 
 def final_collectives(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
@@ -79,8 +79,8 @@ def buckets_of(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> RankBuck
     key = "buckets", pp_rank, *sorted(coordinate.items())
     if key not in plan.weights_cache:
         plan.weights_cache[key] = RankBuckets(pp_rank, coordinate, plan)
-    found: RankBuckets = plan.weights_cache[key]
-    return found
+    buckets: RankBuckets = plan.weights_cache[key]
+    return buckets
 
 
 class RankBuckets:
@@ -93,11 +93,11 @@ class RankBuckets:
         self._plan, self._pp_rank = plan, pp_rank
         self._trained = trained_parameters(plan, pp_rank)
         self._shapes = local_shapes(self._trained, coordinate, plan)
-        found = plan.data.buckets(self._trained, self._shapes, plan)
-        self.axes = [bucket.axis for bucket in found]
-        self.parts = [[(self._trained[i], self._shapes[i]) for i in bucket.indices] for bucket in found]
+        buckets = plan.data.buckets(self._trained, self._shapes, plan)
+        self.axes = [bucket.axis for bucket in buckets]
+        self.parts = [[(self._trained[i], self._shapes[i]) for i in bucket.indices] for bucket in buckets]
         self.element_bytes = [element_bytes(parts[0][0].spec, plan, parts[0][0].layout) for parts in self.parts]
-        self._bucket_of = {index: number for number, one in enumerate(found) for index in one.indices}
+        self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket.indices}
         self._sent: dict[tuple[int, bool], int] = {}
         self._waiting: dict[int, list[tuple[int, list[int]]]] = {}
 
@@ -131,11 +131,11 @@ class RankBuckets:
         missing, beside = [len(parts) for parts in self.parts], [0] * len(self.parts)
         full: list[int] = []
         outside = 0  # bytes in no full bucket, and of tied weights from the block that reads them to their own
-        found: dict[str, tuple[int, list[int]]] = {}
-        for own in sorted(plan.stages_of(self._pp_rank), key=lambda one: -one.index):
+        waiting: dict[str, tuple[int, list[int]]] = {}
+        for own in sorted(plan.stages_of(self._pp_rank), key=lambda candidate: -candidate.index):
             for block in reversed(own.blocks):
                 if own.index == stage:
-                    found[block] = outside, [*full]
+                    waiting[block] = outside, [*full]
                 outside += sum(sizes[index] for index in read.get(block, ()))
                 for index in held.get((own.index, block), ()):
                     if index not in self._bucket_of:
@@ -148,4 +148,4 @@ class RankBuckets:
                     if not missing[bucket]:
                         outside -= beside[bucket]
                         full.append(bucket)
-        return [found[block] for block in plan.stages[stage].blocks]
+        return [waiting[block] for block in plan.stages[stage].blocks]

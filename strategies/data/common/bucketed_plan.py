@@ -55,10 +55,10 @@ class BucketedAllReduce(DataStrategy):
 
     def bucket_messages(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[SummedMessage]:
         """Every sum of one step, in the order in which the buckets are sent."""
-        found = buckets_of(pp_rank, coordinate, plan)
+        buckets = buckets_of(pp_rank, coordinate, plan)
         return [
             replace(message, axis=axis)
-            for axis, parts in zip(found.axes, found.parts)
+            for axis, parts in zip(buckets.axes, buckets.parts)
             for message in self.compression.messages(parts, plan)
         ]
 

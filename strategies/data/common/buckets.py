@@ -33,13 +33,13 @@ def fill(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
     """
     buckets: list[tuple[int, ...]] = []
     filling: list[int] = []
-    held = 0
+    size = 0
     for index in reversed(range(len(sizes))):
         filling.append(index)
-        held += sizes[index]
-        if held >= (limit if buckets else min(limit, FIRST_BUCKET_BYTES)):
+        size += sizes[index]
+        if size >= (limit if buckets else min(limit, FIRST_BUCKET_BYTES)):
             buckets.append(tuple(filling))
-            filling, held = [], 0
+            filling, size = [], 0
     return (*buckets, tuple(filling)) if filling else tuple(buckets)
 
 
@@ -63,11 +63,11 @@ def partition(
         if is_summed(trained[index], plan):
             kind = replica_axis(layout, plan), plan.data.weight_dtype(spec, layout, plan)
             by_kind.setdefault(kind, []).append(index)
-    size, found = reduce_bytes(plan), []
+    size, buckets = reduce_bytes(plan), []
     for (axis, _), own in by_kind.items():
         sizes = [size * exchanged_numel(trained[index], shapes[index], plan, padded) for index in own]
-        found += [Bucket(axis, tuple(own[i] for i in bucket)) for bucket in fill(sizes, plan.data.bucket_bytes)]
-    return sorted(found, key=lambda bucket: -bucket.indices[-1])
+        buckets += [Bucket(axis, tuple(own[i] for i in bucket)) for bucket in fill(sizes, plan.data.bucket_bytes)]
+    return sorted(buckets, key=lambda bucket: -bucket.indices[-1])
 
 
 def is_summed(held: HeldParameter, plan: Plan) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
@@ -40,10 +41,10 @@ class IndependentReplicas(DataStrategy):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        asked = PeriodicKeys.of(request.config)
+        keys = PeriodicKeys.of(request.config)
         return cls(
-            bucket_bytes=asked.bucket_bytes,
-            sync_every=asked.sync_every or cls.default_sync_every,
+            bucket_bytes=keys.bucket_bytes,
+            sync_every=keys.sync_every or cls.default_sync_every,
             steps=request.config.steps,
         )
 
@@ -53,42 +54,38 @@ class IndependentReplicas(DataStrategy):
 
     @property
     def detail(self) -> str:
-        """How often replicas meet."""
+        """How often replicas synchronise."""
         return f"replicas meet every {self.sync_every} steps and after the last"
 
     @property
     def independent(self) -> bool:
-        """Always."""
+        """True: replicas have weights of their own between two synchronisations."""
         return True
 
-    def is_sync(self, step: int) -> bool:
-        """Do replicas meet at the end of step `step` (from 1)? By its number, so that resuming changes nothing."""
+    def meets(self, step: int) -> bool:
+        """Whether replicas synchronise at the end of `step` (from 1). It depends on the step's number only, so that
+        resuming changes nothing."""
         return step % self.sync_every == 0 or step == self.steps
 
-    def meets(self, step: int) -> bool:
-        """After a synchronisation."""
-        return self.is_sync(step)
-
     def checked(self, steps: int) -> Self:
-        """Rounds short enough for two meetings, so that what one leaves for the next (DiLoCo's momentum) is seen."""
+        """Shorten the rounds to two synchronisations, so that state between them (DiLoCo's momentum) is verified."""
         return replace(self, sync_every=min(self.sync_every, (steps + 1) // 2), steps=steps)
 
     def full_step(self, step: int) -> int:
         """The first synchronisation from `step` on."""
-        due = -(-step // self.sync_every) * self.sync_every
-        return min(due, self.steps) if step <= self.steps else due
+        return next(later for later in count(step) if self.meets(later))
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Return the collectives of a step that synchronises: those of every step, and one all-reduce per weight
         bucket."""
-        found = self._bucket_bytes(pp_rank, coordinate, plan)
-        synchronisation = [Collective("dp", "all_reduce", SYNC, len(found), sum(found))] if found else []
+        sizes = self._bucket_bytes(pp_rank, coordinate, plan)
+        synchronisation = [Collective("dp", "all_reduce", SYNC, len(sizes), sum(sizes))] if sizes else []
         return synchronisation + final_collectives(pp_rank, coordinate, plan)
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Return the bytes of a synchronisation at the end of its step: two flat buckets at a time."""
-        found = self._bucket_bytes(pp_rank, coordinate, plan)
-        return max(map(sum, zip(found, [*found[1:], 0])), default=0)
+        sizes = self._bucket_bytes(pp_rank, coordinate, plan)
+        return max(map(sum, zip(sizes, [*sizes[1:], 0])), default=0)
 
     @staticmethod
     def _bucket_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:

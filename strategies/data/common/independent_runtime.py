@@ -1,4 +1,4 @@
-"""The shared runtime of independent replicas: gradients and updates are local, and replicas meet every few steps."""
+"""The shared runtime of independent replicas: gradients and updates are local between synchronisations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .independent_plan import IndependentReplicas
 
 
 class IndependentRuntime(DataRuntime):
-    """A replica that trains by itself; `synchronise` is called at the end of the steps that the strategy names."""
+    """Trains one replica by itself. `synchronise` is called at the end of every step after which replicas `meet`."""
 
     writes_after_update = True
 
@@ -35,7 +35,7 @@ class IndependentRuntime(DataRuntime):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        if self._strategy.is_sync(step):
+        if self._strategy.meets(step):
             self.synchronise()
 
     @abstractmethod
@@ -45,7 +45,7 @@ class IndependentRuntime(DataRuntime):
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor (one per weight, of its shape) by its mean over replicas, bitwise equal on all of them.
 
-        Two buckets are pending at a time; their flat copies are all the memory that it needs.
+        Two buckets are pending at a time. Their flat copies are the only additional memory.
         """
         pending: list[tuple[Tensor, list[Tensor], dist.Work | None]] = []
         for bucket in self._buckets:
@@ -54,8 +54,8 @@ class IndependentRuntime(DataRuntime):
             pending.append((flat, members, comm.all_reduce(flat, self._group, SYNC, async_op=True)))
             if len(pending) == 2:
                 self._finish(*pending.pop(0))
-        for one in pending:
-            self._finish(*one)
+        for exchange in pending:
+            self._finish(*exchange)
 
     def _finish(self, flat: Tensor, members: list[Tensor], work: dist.Work | None) -> None:
         assert work is not None, "a group of one averages nothing"

@@ -1,11 +1,11 @@
-"""Configuration keys that several data strategies read; each mixes what it needs into its own config dataclass."""
+"""The keys of `strategy.data`: first those that several strategies read, then the class of each kind. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from parallelrun.config.schema.field import key
-from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.config.schema.run_schema import CONSISTENCIES, DataStrategyConfig
 
 
 @dataclass
@@ -40,3 +40,73 @@ class PeriodicKeys(BucketKeys):
     """Keys of strategies whose replicas train independently between two synchronisations."""
 
     sync_every: int | None = key(None, "local_sgd, diloco: local steps per averaging; null: 8, diloco 10", least=1)
+
+
+@dataclass
+class NaiveDDPConfig(DataStrategyConfig):
+    kind: str = "naive_ddp"
+
+
+@dataclass
+class DDPConfig(CompressionKeys):
+    kind: str = "ddp"
+
+
+@dataclass
+class ZeRO1Config(BucketKeys):
+    kind: str = "zero1"
+
+
+@dataclass
+class ZeRO2Config(BucketKeys):
+    kind: str = "zero2"
+
+
+@dataclass
+class FSDPConfig(DataStrategyConfig):
+    kind: str = "fsdp"
+    shard: int | None = key(
+        None, "fsdp: ranks that share one copy (HSDP); null: all dp ranks", least=1, of_degrees=True
+    )
+    reshard_after_forward: bool | None = key(None, "fsdp: free gathered weights after forward; null: only at pp=1")
+    reduce_each_microbatch: bool | None = key(None, "fsdp: reduce in every backward; null: not under zero bubble")
+
+
+@dataclass
+class RingConfig(AlgorithmKeys):
+    kind: str = "ring"
+
+
+@dataclass
+class HorovodConfig(AlgorithmKeys):
+    kind: str = "horovod"
+    reduction: str = key("average", "horovod: how gradients are combined", choices=("average", "adasum"))
+    timeline: bool = key(False, "horovod: write timeline.json, a Chrome trace of the reducer")
+    stall_warn_s: float = key(60.0, "horovod: warn if a tensor waits this long for other ranks; 0: never", least=0)
+    worker_batches: list[int] = key(list, "horovod: batches of each worker before it joins; []: enough")
+    join_divisor: str = key("initial", "horovod: divide by all workers or the active", choices=("initial", "active"))
+    process_sets: list[list[int]] = key(list, "horovod: workers that average among themselves; []: all")
+
+
+@dataclass
+class ParameterServerConfig(DataStrategyConfig):
+    kind: str = "ps"
+    servers: int | None = key(None, "ps: parameter servers; null: 1", least=1)
+    consistency: str | None = key(None, "ps: null: sync, or ssp if staleness is set", choices=CONSISTENCIES)
+    staleness: int | None = key(None, "ps, ssp: steps that the fastest worker may be ahead", least=0)
+    backup_workers: int | None = key(None, "ps, sync: slowest gradients that a step does not wait for", least=0)
+    delays: list[float] = key(list, "ps: seconds that worker 0, 1, ... sleeps in each step")
+    shard_min_kb: float = key(256.0, "ps: smallest part of a tensor that is split over servers, in kB", least=0)
+
+
+@dataclass
+class LocalSGDConfig(PeriodicKeys):
+    kind: str = "local_sgd"
+
+
+@dataclass
+class DiLoCoConfig(PeriodicKeys):
+    kind: str = "diloco"
+    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD", above=0)
+    outer_momentum: float = key(0.9, "diloco: momentum of the outer SGD", least=0, below=1)
+    outer_nesterov: bool = key(True, "diloco: Nesterov momentum in the outer SGD")

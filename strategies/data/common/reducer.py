@@ -171,13 +171,15 @@ class BucketedRuntime(DataRuntime):
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
         pairs = trained(pairs)
-        found = plan.data.buckets([held for held, _ in pairs], [tuple(weight.shape) for _, weight in pairs], plan)
+        filled = plan.data.buckets([held for held, _ in pairs], [tuple(weight.shape) for _, weight in pairs], plan)
         self._views: list[tuple[nn.Parameter, Tensor]] = []
-        self._buckets = [self._bucket([pairs[i] for i in one.indices], self.group_of(one.axis)) for one in found]
-        summed = {index for one in found for index in one.indices}
+        self._buckets = [
+            self._bucket([pairs[i] for i in bucket.indices], self.group_of(bucket.axis)) for bucket in filled
+        ]
+        summed = {index for bucket in filled for index in bucket.indices}
         self._unique = [weight for index, (_, weight) in enumerate(pairs) if index not in summed]  # has no copies
         self._reducer = Reducer(self._buckets, plan)
-        self.flat_gradients = by_axis((one.axis, bucket.buffer) for one, bucket in zip(found, self._buckets))
+        self.flat_gradients = by_axis((planned.axis, bucket.buffer) for planned, bucket in zip(filled, self._buckets))
 
     def group_of(self, axis: str) -> Group:
         """The group that sums over an axis."""
@@ -225,3 +227,6 @@ class BucketedRuntime(DataRuntime):
             slots.append(Slot(weight, lambda gradient, view=view: [(view, gradient)]))  # type: ignore[misc]
             parts.append((held, view))
         return FlatBucket(buffer, slots, self.sender(buffer, parts, group))
+
+
+RUNTIME = BucketedRuntime  # of the strategies without a `runtime.py`

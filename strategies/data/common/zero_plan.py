@@ -53,11 +53,11 @@ class ZeRO(DataStrategy):
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
         """The last stage of a rank first. No bucket spans two stages, whose backward passes alternate: each pass leaves
         the gradients of whole buckets, which are then added up in the reduction dtype."""
-        found = []
+        buckets = []
         for stage in sorted({parameter.stage for parameter in trained}, reverse=True):
             own = [index for index, parameter in enumerate(trained) if parameter.stage == stage]
-            found += partition(trained, shapes, plan, padded=True, only=own)
-        return found
+            buckets += partition(trained, shapes, plan, padded=True, only=own)
+        return buckets
 
     def weight_dtype(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> str:
         rounds = self._rounds(plan) and parameter.layer_role in ROUNDED_ROLES and not parameter.frozen
@@ -78,7 +78,7 @@ class ZeRO(DataStrategy):
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """This rank's chunks that are no part of their weights: of rounded ones, and of several experts' matrices."""
-        sizes, found = plan.mesh.sizes, 0
+        sizes, numel = plan.mesh.sizes, 0
         for held, count in distinct_parameters(plan, pp_rank):
             spec, layout = held.spec, held.layout
             if is_summed(held, plan) and not spec.frozen:
@@ -86,17 +86,17 @@ class ZeRO(DataStrategy):
                 is_strided = along > 0 and layout.local_shape(spec.shape, sizes, coordinate)[0] > 1
                 if is_strided or self.weight_dtype(spec, layout, plan) != plan.precision.stored:
                     mine = self.state_layout(spec, layout, plan)
-                    found += count * mine.local_numel(spec.shape, sizes, coordinate)
-        return BYTES[plan.precision.stored] * found
+                    numel += count * mine.local_numel(spec.shape, sizes, coordinate)
+        return BYTES[plan.precision.stored] * numel
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket the reduce-scatters of gradients and one all-gather of parameters, then the final sums."""
-        found, passes = buckets_of(pp_rank, coordinate, plan), self.num_exchanges(plan)
+        buckets, passes = buckets_of(pp_rank, coordinate, plan), self.num_exchanges(plan)
         rows = []
-        for number, axis in enumerate(found.axes):
-            payload = found.sent_bytes(number)
+        for number, axis in enumerate(buckets.axes):
+            payload = buckets.sent_bytes(number)
             rows.append(Collective(axis, "reduce_scatter", "gradients", passes, passes * payload))
-            gathered = payload // reduce_bytes(plan) * found.element_bytes[number]
+            gathered = payload // reduce_bytes(plan) * buckets.element_bytes[number]
             rows.append(Collective(axis, "all_gather", "parameters", 1, gathered))
         return merge(rows) + final_collectives(pp_rank, coordinate, plan)
 

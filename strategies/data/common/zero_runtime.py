@@ -114,8 +114,8 @@ class Chunks:
 
     def regions(self, buffer: Tensor) -> list[Tensor]:
         """Each weight's chunks in a buffer: (copies, *shape of a chunk)."""
-        rows = buffer.view(self.group.size, -1).split([one.numel for one in self.weights], dim=1)
-        return [one.regions(rows_of) for rows_of, one in zip(rows, self.weights)]
+        rows = buffer.view(self.group.size, -1).split([chunk.numel for chunk in self.weights], dim=1)
+        return [chunk.regions(rows_of) for rows_of, chunk in zip(rows, self.weights)]
 
     def reduce(self, into: Tensor, buffer: Tensor) -> Waitable:
         """Start summing this rank's row of everyone's buffer into `into`."""
@@ -128,15 +128,15 @@ class Chunks:
         dtype, kept = self.weights[0].weight.dtype, self.buffer
         buffer = self.new_buffer(dtype) if kept is None else kept.view(dtype)[: kept.numel()]
         row = buffer.view(self.group.size, -1)[self.group.index]
-        for part, one in zip(self._own_parts(row), self.weights):
-            part.copy_(one.mine)
+        for part, chunk in zip(self._own_parts(row), self.weights):
+            part.copy_(chunk.mine)
         work = comm.all_gather_into(buffer, row, self.group, "parameters", async_op=True)
         assert work is not None
 
         def finish() -> None:
             work.wait()
-            for one, regions in zip(self.weights, self.regions(buffer)):
-                for region, part in one.pieces(regions, one.weight.detach()):
+            for chunk, regions in zip(self.weights, self.regions(buffer)):
+                for region, part in chunk.pieces(regions, chunk.weight.detach()):
                     part.copy_(region)
             if kept is not None and kept.dtype != dtype:
                 self._clear_padding(kept)
@@ -145,13 +145,13 @@ class Chunks:
 
     def _clear_padding(self, buffer: Tensor) -> None:
         """Rounded weights lay elsewhere in the buffer than gradients, whose padding must be zero when it is summed."""
-        for one, regions in zip(self.weights, self.regions(buffer)):
-            for part in one.padding(regions):
+        for chunk, regions in zip(self.weights, self.regions(buffer)):
+            for part in chunk.padding(regions):
                 part.zero_()
 
     def _own_parts(self, row: Tensor) -> list[Tensor]:
-        parts = row.split([one.numel for one in self.weights])
-        return [one.own(part) for one, part in zip(self.weights, parts)]
+        parts = row.split([chunk.numel for chunk in self.weights])
+        return [chunk.own(part) for chunk, part in zip(self.weights, parts)]
 
 
 class PendingExchanges:

@@ -5,6 +5,6 @@ the first; they are collected in buckets, and a full bucket is all-reduced while
 divided by the global number of targets beforehand, so that gradients are summed, never averaged.
 Paper: Li et al. 2020 (PyTorch Distributed)
 Costs: one all-reduce of all gradients a step; complete weights, gradients and optimizer state on every rank.
-Proof: exact; with compressed gradients a replay (`reference.py`).
-Read `plan.py` and `runtime.py`, then `common/reducer.py` and `common/buckets.py`; `common/bucketed_plan.py` predicts.
+Proof: exact; with compressed gradients a replay (`common/compression/reference.py`).
+Read `plan.py`, then `common/reducer.py` (the run time) and `common/buckets.py`; `common/bucketed_plan.py` predicts.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parallelrun.config.schema.run_schema import DataStrategyConfig
 
 from ..common.bucketed_plan import BucketedAllReduce
-from .keys import DDPConfig
+from ..common.keys import DDPConfig
 
 
 @dataclass(frozen=True)

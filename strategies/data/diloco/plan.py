@@ -1,8 +1,8 @@
-"""DiLoCo (Douillard et al. 2023): replicas train by themselves for H steps, an outer SGD follows their mean movement.
+"""DiLoCo (Douillard et al. 2023): replicas train alone for H steps; an outer SGD follows their mean movement.
 
-The inner optimizer is the run's (AdamW in the paper), the outer one SGD with Nesterov momentum; its gradient is what a
-round has moved the weights by. It sends what local SGD sends. Every rank keeps the shared weights of the round's
-beginning and the outer momentum.
+The inner optimizer is the run's (AdamW in the paper), the outer one SGD with Nesterov momentum; its gradient is the
+mean difference between the weights at the beginning and at the end of a round. Its traffic is that of local SGD. Every
+rank keeps the shared weights of the round's beginning and the outer momentum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallelrun.planner.contract.plan import Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 
 from ..common.independent_plan import IndependentReplicas
-from .keys import DiLoCoConfig
+from ..common.keys import DiLoCoConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,7 +36,7 @@ class DiLoCo(IndependentReplicas):
         "Douillard et al. 2023",
     )
     kept_states = 2  # the shared weights, and the outer momentum
-    default_sync_every = 10  # the paper has 500; a laptop's run of 60 steps shall see six rounds
+    default_sync_every = 10  # the paper uses 500; with 10, a run of 60 steps on a laptop has six rounds
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -47,8 +47,10 @@ class DiLoCo(IndependentReplicas):
         data = DiLoCoConfig.of(request.config)
         if not (data.outer_nesterov and data.outer_momentum == 0):
             return []
-        what = "strategy.data.outer_momentum=0 leaves Nesterov's outer step nothing to look ahead by"
-        return [Problem(what, "strategy.data.outer_momentum", "strategy.data.outer_nesterov=false", kind="undefined")]
+        message = "strategy.data.outer_momentum=0 leaves Nesterov's outer step nothing to look ahead by"
+        return [
+            Problem(message, "strategy.data.outer_momentum", "strategy.data.outer_nesterov=false", kind="undefined")
+        ]
 
     @classmethod
     def resolve(cls, request: Request) -> Self:

@@ -13,7 +13,7 @@ from .plan import DiLoCo
 
 
 class DiLoCoRule(ReplayRule):
-    """Only what differs from plain data parallelism. The shared weights are those that the first step began with."""
+    """Averages how far replicas have moved. The shared weights begin as those of the first step."""
 
     def __init__(self, plan: Plan):
         self._strategy = DiLoCo.of(plan)
@@ -21,7 +21,7 @@ class DiLoCoRule(ReplayRule):
         self._outer: torch.optim.Optimizer | None = None
 
     def begin(self, weights: list[dict[str, Tensor]]) -> None:
-        """Keep what all replicas begin with."""
+        """Copy the weights with which all replicas begin."""
         strategy = self._strategy
         self._shared = {name: weight.clone() for name, weight in weights[0].items()}
         self._outer = torch.optim.SGD(
@@ -32,20 +32,20 @@ class DiLoCoRule(ReplayRule):
         )
 
     def gradients(self, step: int, local: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Each replica's own."""
+        """Return each replica's own gradients."""
         return local
 
     def after_update(self, step: int, weights: list[dict[str, Tensor]]) -> None:
-        """At the end of a round: the outer step by the mean movement, and everyone goes on from its result."""
+        """At the end of a round, take the outer step by the mean movement; every replica continues from its result."""
         if step % self._strategy.sync_every and step != self._strategy.steps:
             return
         assert self._outer is not None
         for name, shared in self._shared.items():
-            shared.grad = torch.stack([shared - one[name] for one in weights]).mean(0)
+            shared.grad = torch.stack([shared - replica[name] for replica in weights]).mean(0)
         self._outer.step()
-        for one in weights:
+        for replica in weights:
             for name, shared in self._shared.items():
-                one[name].copy_(shared)
+                replica[name].copy_(shared)
 
 
 def rule(config: Config, plan: Plan) -> DiLoCoRule:

@@ -18,7 +18,8 @@ SHARED, MOMENTUM = "outer/shared", "outer/momentum"
 
 
 class DiLoCoRuntime(IndependentRuntime):
-    """shared: the weights that all replicas began the round with; momentum: the outer optimizer's. Alike everywhere."""
+    """Adds an outer optimizer. shared: the weights with which all replicas began the round; momentum: of the outer
+    optimizer. Both are identical on all replicas."""
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
@@ -31,7 +32,7 @@ class DiLoCoRuntime(IndependentRuntime):
         }
 
     def synchronise(self) -> None:
-        """The outer step; everyone goes on from the new shared weights."""
+        """Take the outer step; every replica continues from the new shared weights."""
         for weight, shared in zip(self._weights, self._shared):
             torch.sub(shared, weight, out=weight)  # the storage of the weights carries the movement
         self.average(self._weights)
@@ -44,7 +45,7 @@ class DiLoCoRuntime(IndependentRuntime):
 
     @torch.no_grad()
     def after_load(self, kept: Sequence[str]) -> None:
-        """A checkpoint of another way has no outer state: a round begins with the weights it has."""
+        """Begin a round with the loaded weights, if the checkpoint of another strategy has no outer state."""
         if SHARED in kept:
             return
         for weight, shared, momentum in zip(self._weights, self._shared, self._momentum):

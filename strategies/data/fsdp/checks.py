@@ -9,7 +9,7 @@ from parallelrun.base.layout import Layout
 from parallelrun.planner.contract.classes import splits_backward, tensor_strategy
 from parallelrun.planner.contract.request import Request
 
-from .keys import FSDPConfig
+from ..common.keys import FSDPConfig
 
 
 def check(request: Request) -> list[Problem]:
@@ -26,10 +26,10 @@ def _check_shard(request: Request) -> list[Problem]:
         return []
     where, nearest = "strategy.data.shard", min(legal, key=lambda n: (abs(n - shard), n))
     if shard == 1:
-        what = "strategy.data.shard=1 splits nothing: that is ddp"
-        return [Problem(what, where, f"strategy.data.kind=ddp, or strategy.data.shard={nearest}", kind="undefined")]
-    what = f"strategy.data.shard={shard} does not divide dp={dp}"
-    return [Problem(what, where, f"strategy.data.shard={nearest}", kind="arithmetic")]
+        message = "strategy.data.shard=1 splits nothing: that is ddp"
+        return [Problem(message, where, f"strategy.data.kind=ddp, or strategy.data.shard={nearest}", kind="undefined")]
+    message = f"strategy.data.shard={shard} does not divide dp={dp}"
+    return [Problem(message, where, f"strategy.data.shard={nearest}", kind="arithmetic")]
 
 
 def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
@@ -38,8 +38,8 @@ def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
     if request.num_data_ranks == 1 or tp == 1 or _smallest_part(request):
         return []
     fits = max(degree for degree in range(1, tp) if _smallest_part(replace(request, tp=degree)))
-    what = f"vocab {rows} over tp={tp} leaves a rank without rows, which torch's FSDP2 cannot reduce"
-    return [Problem(what, "tp", f"tp={fits} or strategy.data.kind=zero1", kind="not_built")]
+    message = f"vocab {rows} over tp={tp} leaves a rank without rows, which torch's FSDP2 cannot reduce"
+    return [Problem(message, "tp", f"tp={fits} or strategy.data.kind=zero1", kind="not_built")]
 
 
 def _smallest_part(request: Request) -> int:

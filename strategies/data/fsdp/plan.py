@@ -26,8 +26,8 @@ from parallelrun.planner.predict.prediction import merge
 
 from ..common.bucket_prediction import buckets_of, check_shardable, final_collectives, local_shapes
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
+from ..common.keys import FSDPConfig
 from . import checks
-from .keys import FSDPConfig
 from .units import Unit, UnitSharding, is_whole
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class FSDP(UnitSharding):
     @classmethod
     def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
         """Weights freed after forward or kept; copies of the shards in every host (HSDP)."""
-        found: list[DataStrategyConfig] = [FSDPConfig(), FSDPConfig(reshard_after_forward=pp > 1)]
-        return found + ([FSDPConfig(shard=in_node)] if 1 < in_node < dp and dp % in_node == 0 else [])
+        configs: list[DataStrategyConfig] = [FSDPConfig(), FSDPConfig(reshard_after_forward=pp > 1)]
+        return configs + ([FSDPConfig(shard=in_node)] if 1 < in_node < dp and dp % in_node == 0 else [])
 
     @property
     def detail(self) -> str:
@@ -107,12 +107,12 @@ class FSDP(UnitSharding):
             return None
         sent, let_go = self._by_block(stage, number, coordinate, plan)
         of_root = self._of_root(stage, coordinate, plan)
-        found, reduced = [], 0
+        sizes, reduced = [], 0
         for index in reversed(range(len(sent))):
             behind = sent[index + 1] if index + 1 < len(sent) else 0
             reduced += 0 if self.keeps_gradients(plan) else behind // self.shard
-            found.append(behind + reduced + sum(of_root[index + 1 :]) + sum(_gathered_at(index, let_go)))
-        return found[::-1]
+            sizes.append(behind + reduced + sum(of_root[index + 1 :]) + sum(_gathered_at(index, let_go)))
+        return sizes[::-1]
 
     def closing_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
         """Return the bytes at each block: its whole gradients in the dtype of the sum (counted elsewhere if they stay
@@ -122,17 +122,17 @@ class FSDP(UnitSharding):
         copies = 1 if self._holds_whole(plan) else 2
         sent, let_go = self._by_block(stage, number, coordinate, plan)
         of_root = self._of_root(stage, coordinate, plan)
-        found, reduced = [], 0
+        sizes, reduced = [], 0
         for index, flat in reversed([*enumerate(sent)]):
             beside = reduced + sum(of_root[index + 1 :]) + _gathered_at(index, let_go)[1]
-            found.append(copies * flat + flat // self.shard + beside)
+            sizes.append(copies * flat + flat // self.shard + beside)
             reduced += 0 if self.keeps_gradients(plan) else flat // self.shard
         reduces = self.reduce_each_microbatch or number == plan.batch.microbatches - 1
         for unit in self.units(plan, plan.stages[stage].pp_rank) if reduces else ():
             if unit.stage == stage and not unit.block:
                 flat = reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
-                found[-1] = max(found[-1], copies * flat + flat // self.shard + reduced)
-        return found[::-1]
+                sizes[-1] = max(sizes[-1], copies * flat + flat // self.shard + reduced)
+        return sizes[::-1]
 
     def _holds_whole(self, plan: Plan) -> bool:
         """Whether whole gradients are held through the step (`gradient_layout`), and so counted for all of it."""
@@ -142,13 +142,13 @@ class FSDP(UnitSharding):
         """Bytes, for each block of a stage, of the whole gradients that it leaves for the root to reduce: those of
         weights that blocks share. None where they are counted for the whole step."""
         names = plan.stages[stage].blocks
-        found = dict.fromkeys(names, 0)
+        sizes = dict.fromkeys(names, 0)
         for unit in self.units(plan, plan.stages[stage].pp_rank) if not self._holds_whole(plan) else ():
             if unit.stage == stage and not unit.block:
                 for held in unit.trained.parameters:
                     reads = plan.spec.readers.get(held.spec.name)
-                    found[reads if reads in found else held.block] += gradient_bytes(plan, [held], coordinate)
-        return [*found.values()]
+                    sizes[reads if reads in sizes else held.block] += gradient_bytes(plan, [held], coordinate)
+        return [*sizes.values()]
 
     def _by_block(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> tuple[list[int], list[int]]:
         """Return, for each block of a stage, the bytes of gradients that backward pass `number` reduces, and of
@@ -200,9 +200,9 @@ class FSDP(UnitSharding):
                 rows.append(Collective("dp_replicate", "all_reduce", ENGINE, count, count * shard))
         if not any(is_whole(held, plan) for held, _ in distinct_parameters(plan, pp_rank)):
             return merge(rows) + final
-        found = buckets_of(pp_rank, coordinate, plan)
-        for number, axis in enumerate(found.axes):
-            rows.append(Collective(axis, "all_reduce", "gradients", 1, found.sent_bytes(number, padded=False)))
+        buckets = buckets_of(pp_rank, coordinate, plan)
+        for number, axis in enumerate(buckets.axes):
+            rows.append(Collective(axis, "all_reduce", "gradients", 1, buckets.sent_bytes(number, padded=False)))
         return merge(rows) + final
 
     def _num_gathers(self, unit: Unit, plan: Plan) -> int:
@@ -236,8 +236,8 @@ def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
         dims = [shard_dim(held.spec, held.layout, unit.axis, plan) for held in unit.parameters]
         sizes = [padded_numel(shape, plan.mesh.size(unit.axis), dim) for shape, dim in zip(shapes, dims)]
         plan.weights_cache[key] = sum(sizes)
-    found: int = plan.weights_cache[key]
-    return found
+    numel: int = plan.weights_cache[key]
+    return numel
 
 
 def _gathered_bytes(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:

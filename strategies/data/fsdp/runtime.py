@@ -231,7 +231,7 @@ class UnitWrapper:
         for held in unit.parameters:
             part = self._parts[held.stage]
             weight = part.get_parameter(held.name)
-            modules = [module for one in self._parts.values() for module in one.modules()]
+            modules = [module for part in self._parts.values() for module in part.modules()]
             holder = nn.Sequential(*(m for m in modules if any(p is weight for p in m.parameters(recurse=False))))
             self._wrap(holder, unit)
             setattr(part, HOLDERS, [*getattr(part, HOLDERS, []), holder])
@@ -282,8 +282,8 @@ def _prefetch(root: FSDPModule, blocks: list[list[FSDPModule]]) -> None:
     """
     for index, (block, *inner) in enumerate(blocks):
         block.set_modules_to_backward_prefetch(blocks[index - 1] if index else [block])
-        for one in inner:
-            one.set_modules_to_backward_prefetch([one])
+        for unit in inner:
+            unit.set_modules_to_backward_prefetch([unit])
         if inner:
             block.set_modules_to_forward_prefetch(inner)
     if blocks:

@@ -99,8 +99,8 @@ class UnitSharding(DataStrategy):
         return once(plan.weights_cache, key, lambda: self._units(plan, pp_rank, True))
 
     def _units(self, plan: Plan, pp_rank: int, counted: bool) -> list[tuple[Unit, int]]:
-        found = [parameter for parameter, _ in distinct_parameters(plan, pp_rank)] if counted else None
-        return _units(plan, pp_rank, self.reshard_after_forward, found)
+        counted_once = [parameter for parameter, _ in distinct_parameters(plan, pp_rank)] if counted else None
+        return _units(plan, pp_rank, self.reshard_after_forward, counted_once)
 
 
 def shard_axis(plan: Plan, layout: Layout | None = None) -> str:
@@ -126,7 +126,7 @@ def _units(
     by_block: dict[str, list[HeldParameter]] = {}
     for parameter in held:
         by_block.setdefault(parameter.block, []).append(parameter)
-    found: list[tuple[Unit, int]] = []
+    units: list[tuple[Unit, int]] = []
     stages, pipelined = plan.stages_of(pp_rank), plan.mesh.size("pp") > 1
     tied = plan.spec.tied_blocks
     here = {block for stage in stages for block in stage.blocks}
@@ -140,15 +140,15 @@ def _units(
                 # would gather it twice in a row.
                 mine = [p for p in by_block.get(block, ()) if p.name not in across]
                 reshard = reshard_after_forward and (pipelined or not is_last)
-                found += [(unit, count) for unit in _of_block(mine, reshard, plan)]
+                units += [(unit, count) for unit in _of_block(mine, reshard, plan)]
         shared = tuple(p for block in stage.blocks if block in together for p in by_block.get(block, ()))
         if shared:
             assert {p.spec.layer_role for p in shared}.isdisjoint({"expert"}), "experts beside a tied weight"
             unit = Unit(ROOT, stage.index, "", shared, reshard_after_forward and pipelined, shard_axis(plan))
-            found.append((unit, 1))
+            units.append((unit, 1))
     if weights := tuple(p for p in held if p.name in across):
-        found.append((Unit(TIED, weights[0].stage, "", weights, False, shard_axis(plan)), 1))
-    return found
+        units.append((Unit(TIED, weights[0].stage, "", weights, False, shard_axis(plan)), 1))
+    return units
 
 
 def _blocks(stage: Stage, plan: Plan, counted: bool) -> list[tuple[str, bool, int]]:

@@ -41,12 +41,12 @@ def all_combine(vector: Tensor, lengths: Sequence[int], group: Group) -> None:
     """
     steps = halvings(vector.numel(), group.size, group.index)
     spans = list(pairwise(accumulate(lengths, initial=0)))
-    for number, one in enumerate(steps, start=1):
-        low, high = one.keep
-        kept = vector[low:high]
-        theirs = torch.empty_like(kept)
-        _swap(vector[slice(*one.give)], theirs, group, one.distance)
-        first, second = (theirs, kept) if group.index & one.distance else (kept, theirs)
+    for number, step in enumerate(steps, start=1):
+        low, high = step.keep
+        half = vector[low:high]
+        theirs = torch.empty_like(half)
+        _swap(vector[slice(*step.give)], theirs, group, step.distance)
+        first, second = (theirs, half) if group.index & step.distance else (half, theirs)
         inside = [  # (tensor, its part of `kept`)
             (tensor, slice(max(start, low) - low, min(stop, high) - low))
             for tensor, (start, stop) in enumerate(spans)
@@ -60,9 +60,9 @@ def all_combine(vector: Tensor, lengths: Sequence[int], group: Group) -> None:
             _swap(products, other, group, 2**power)
             products += other
         for tensor, part in inside:
-            kept[part] = weigh(first[part], second[part], products[tensor])
-    for one in reversed(steps):
-        _swap(vector[slice(*one.keep)], vector[slice(*one.give)], group, one.distance)
+            half[part] = weigh(first[part], second[part], products[tensor])
+    for step in reversed(steps):
+        _swap(vector[slice(*step.keep)], vector[slice(*step.give)], group, step.distance)
 
 
 def _swap(mine: Tensor, theirs: Tensor, group: Group, distance: int) -> None:

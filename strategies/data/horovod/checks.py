@@ -12,7 +12,7 @@ from parallelrun.planner.contract.request import Request
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import ALGORITHMS
 from ..common.compression import plan as compression
-from .keys import HorovodConfig
+from ..common.keys import HorovodConfig
 from .settings import ADASUM
 
 MOST_NAMED = 8
@@ -33,7 +33,7 @@ def completed(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[in
     """
     if not sets:
         return ()
-    members = {worker for one in sets for worker in one}
+    members = {worker for group in sets for worker in group}
     alone = ((worker,) for worker in range(num_workers) if worker not in members)
     return (*map(tuple, sets), *alone)
 
@@ -41,7 +41,7 @@ def completed(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[in
 def filled(request: Request) -> tuple[str, ...]:
     """Return a sentence on the workers that are in no process set."""
     sets = HorovodConfig.of(request.config).process_sets
-    alone = [one[0] for one in completed(sets, request.dp)[len(sets) :]]
+    alone = [members[0] for members in completed(sets, request.dp)[len(sets) :]]
     if not alone:
         return ()
     shown = ", ".join(map(str, alone[:MOST_NAMED])) + (", ..." if len(alone) > MOST_NAMED else "")
@@ -52,23 +52,23 @@ def filled(request: Request) -> tuple[str, ...]:
 
 def _sets(request: Request) -> list[Problem]:
     sets, where = HorovodConfig.of(request.config).process_sets, "strategy.data.process_sets"
-    workers = [worker for one in sets for worker in one]
+    workers = [worker for members in sets for worker in members]
     twice = [worker for worker in workers if workers.count(worker) > 1]
     unknown = [worker for worker in workers if not 0 <= worker < request.dp]
-    found = []
+    messages = []
     if twice:
-        found.append(f"worker {min(twice)} is in several sets, and a worker averages in one")
+        messages.append(f"worker {min(twice)} is in several sets, and a worker averages in one")
     if unknown:
-        found.append(f"there is no worker {min(unknown)}: the {request.dp} workers are 0 to {request.dp - 1}")
+        messages.append(f"there is no worker {min(unknown)}: the {request.dp} workers are 0 to {request.dp - 1}")
     if not all(sets):
-        found.append("a set has no workers")
+        messages.append("a set has no workers")
     legal, seen = [], set()
-    for one in sets:
-        kept = [worker for worker in dict.fromkeys(one) if 0 <= worker < request.dp and worker not in seen]
+    for members in sets:
+        kept = [worker for worker in dict.fromkeys(members) if 0 <= worker < request.dp and worker not in seen]
         seen.update(kept)
         legal += [kept] if kept else []
     fix = f"{where}={_text(legal)}"
-    return [Problem(f"{where}={_text(sets)}: {what}", where, fix, kind="arithmetic") for what in found]
+    return [Problem(f"{where}={_text(sets)}: {message}", where, fix, kind="arithmetic") for message in messages]
 
 
 def _batches(request: Request) -> list[Problem]:
@@ -78,8 +78,8 @@ def _batches(request: Request) -> list[Problem]:
     if not batches:
         if data.join_divisor == "initial":
             return []
-        what = "strategy.data.join_divisor is read only where workers run out of batches"
-        return [Problem(what, "strategy.data.join_divisor", "leave strategy.data.join_divisor out", kind="unread")]
+        message = "strategy.data.join_divisor is read only where workers run out of batches"
+        return [Problem(message, "strategy.data.join_divisor", "leave strategy.data.join_divisor out", kind="unread")]
     verb_key, steps = {
         "verify": ("verify.steps", config.verify.steps),
         "bench": ("bench.steps", config.bench.warmup + config.bench.steps),
@@ -88,34 +88,34 @@ def _batches(request: Request) -> list[Problem]:
         legal = (list(map(abs, batches)) + [max(batches)] * request.dp)[: request.dp]
         if max(legal) < steps:  # at least one worker needs a batch for every step
             legal[-1] = steps
-        what = f"{where}={_text(batches)}: give one number of batches for each of the {request.dp} workers"
-        return [Problem(what, where, f"{where}={_text(legal)}", kind="arithmetic")]
+        message = f"{where}={_text(batches)}: give one number of batches for each of the {request.dp} workers"
+        return [Problem(message, where, f"{where}={_text(legal)}", kind="arithmetic")]
     problems = []
     if steps > max(batches):
-        what = f"{where}={_text(batches)}: nobody has a batch for step {max(batches) + 1} of {steps}"
-        problems.append(Problem(what, where, f"{verb_key}={max(batches)}", kind="arithmetic"))
+        message = f"{where}={_text(batches)}: nobody has a batch for step {max(batches) + 1} of {steps}"
+        problems.append(Problem(message, where, f"{verb_key}={max(batches)}", kind="arithmetic"))
     if data.reduction == ADASUM or data.process_sets:
         other = "adasum" if data.reduction == ADASUM else "process sets"
-        what = f"join is not defined with {other}, as in Horovod"
-        problems.append(Problem(what, where, f"leave {where} out", kind="undefined"))
+        message = f"join is not defined with {other}, as in Horovod"
+        problems.append(Problem(message, where, f"leave {where} out", kind="undefined"))
     return problems
 
 
 def _adasum(request: Request) -> list[Problem]:
     data, problems = HorovodConfig.of(request.config), []
-    sizes = {len(one) for one in data.process_sets} or {request.dp}
+    sizes = {len(members) for members in data.process_sets} or {request.dp}
     for size in sorted(size for size in sizes if size & (size - 1)):
         powers = [2**n for n in range(size.bit_length() + 1)]
         fix = either("dp", nearest(size, powers)) if not data.process_sets else "strategy.data.reduction=average"
-        what = f"adasum combines workers in pairs: {size} is no power of two"
-        problems.append(Problem(what, "strategy.data.reduction", fix, kind="undefined"))
+        message = f"adasum combines workers in pairs: {size} is no power of two"
+        problems.append(Problem(message, "strategy.data.reduction", fix, kind="undefined"))
     if not compression.of(request.config).elementwise:
-        what = "powersgd compresses sums of gradients, and adasum computes none"
+        message = "powersgd compresses sums of gradients, and adasum computes none"
         fix = "strategy.data.compression=fp16"
-        problems.append(Problem(what, "strategy.data.compression", fix, kind="undefined"))
+        problems.append(Problem(message, "strategy.data.compression", fix, kind="undefined"))
     if ALGORITHMS.get(data.algorithm or NativeAllReduce.name) is not NativeAllReduce:
-        what = f"strategy.data.algorithm={data.algorithm} is not read with adasum, which has its own exchange"
-        problems.append(Problem(what, "strategy.data.algorithm", "leave it out", kind="unread"))
+        message = f"strategy.data.algorithm={data.algorithm} is not read with adasum, which has its own exchange"
+        problems.append(Problem(message, "strategy.data.algorithm", "leave it out", kind="unread"))
     return problems
 
 

@@ -26,8 +26,8 @@ from ..common.allreduce.rounds import Number
 from ..common.bucket_prediction import buckets_of, final_collectives
 from ..common.buckets import reduce_bytes
 from ..common.compression.plan import SummedMessage
+from ..common.keys import HorovodConfig
 from . import checks, halving
-from .keys import HorovodConfig
 from .settings import ADASUM, HorovodSettings
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
 
     @classmethod
     def check_algorithm(cls, request: Request) -> list[Problem]:
-        found = super().check_algorithm(request)
-        if not found and HorovodConfig.of(request.config).process_sets and cls.asked_algorithm(request).has_groups:
-            what = "the inner groups of algorithm=hierarchical are of all workers, not of a process set"
-            found = [Problem(what, "strategy.data.algorithm", "strategy.data.algorithm=ring", kind="not_built")]
-        return found
+        problems = super().check_algorithm(request)
+        if not problems and HorovodConfig.of(request.config).process_sets and cls.asked_algorithm(request).has_groups:
+            message = "the inner groups of algorithm=hierarchical are of all workers, not of a process set"
+            problems = [Problem(message, "strategy.data.algorithm", "strategy.data.algorithm=ring", kind="not_built")]
+        return problems
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
@@ -111,7 +111,7 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         sent, stored = BYTES[self.update_dtype(plan)], BYTES[plan.precision.stored]
         buckets = buckets_of(pp_rank, coordinate, plan).parts
         updates = ([prod(shape) for _, shape in parts] for parts in buckets)
-        return max((halving.update_bytes(one, size, index, sent, stored) for one in updates), default=0)
+        return max((halving.update_bytes(update, size, index, sent, stored) for update in updates), default=0)
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Receive buffers of the sums; the updates of adasum are counted in `gathered_bytes`."""
@@ -160,8 +160,8 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
         if not self.process_sets:
             return super().summing_members(plan)
         by_size: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for one in self.process_sets:
-            by_size[len(one)].append(one)
+        for members in self.process_sets:
+            by_size[len(members)].append(members)
         return [(same[0], len(same)) for same in by_size.values()]
 
     def counts_of(self, size: int, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> Iterable[Number]:
@@ -199,11 +199,11 @@ class Horovod(HorovodSettings, AlgorithmAllReduce):
 
     def _vectors(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(elements, tensors) of each bucket."""
-        found = buckets_of(pp_rank, coordinate, plan).parts
-        return [(sum(prod(shape) for _, shape in parts), len(parts)) for parts in found]
+        buckets = buckets_of(pp_rank, coordinate, plan).parts
+        return [(sum(prod(shape) for _, shape in parts), len(parts)) for parts in buckets]
 
 
 def _sent_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
     """Bytes of the parameters of each bucket, in the dtype that is sent."""
-    found = buckets_of(pp_rank, coordinate, plan).parts
-    return [reduce_bytes(plan) * sum(prod(shape) for _, shape in parts) for parts in found]
+    buckets = buckets_of(pp_rank, coordinate, plan).parts
+    return [reduce_bytes(plan) * sum(prod(shape) for _, shape in parts) for parts in buckets]

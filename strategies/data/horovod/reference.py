@@ -34,8 +34,8 @@ class ProcessSetRule(ReplayRule):
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
         """Return the mean over its process set for each worker."""
         out: list[Tensors] = [{} for _ in local]
-        for members, one in self._rules.items():
-            for worker, summed in zip(members, one.gradients(step, [local[member] for member in members])):
+        for members, rule in self._rules.items():
+            for worker, summed in zip(members, rule.gradients(step, [local[member] for member in members])):
                 out[worker] = {name: value / len(members) for name, value in summed.items()}
         return out
 
@@ -50,7 +50,7 @@ class AdasumRule(ReplayRule):
 
     def begin(self, weights: list[Tensors]) -> None:
         """Keep a copy of the weights from which the first update starts."""
-        self._before = [{name: value.clone() for name, value in one.items()} for one in weights]
+        self._before = [{name: value.clone() for name, value in tensors.items()} for tensors in weights]
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
         """Return each worker's own gradients."""
@@ -63,7 +63,7 @@ class AdasumRule(ReplayRule):
                 for _, _, place in parts.values():
                     before = self._before[members[0]][name][place]
                     updates = [weights[member][name][place] - self._before[member][name][place] for member in members]
-                    combined = self._combine([one.half() for one in updates] if self._half else updates)
+                    combined = self._combine([update.half() for update in updates] if self._half else updates)
                     for member in members:
                         weights[member][name][place] = before + combined.to(before.dtype)
         self.begin(weights)
@@ -76,7 +76,7 @@ class AdasumRule(ReplayRule):
     def _pair(self, a: Tensor, b: Tensor) -> Tensor:
         """Return (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b; a vector of zeros changes nothing."""
         dot = float((a.double() * b.double()).sum())
-        squares = [float(one.double().square().sum()) for one in (a, b)]
+        squares = [float(vector.double().square().sum()) for vector in (a, b)]
         of_a, of_b = (1 - dot / (2 * square) if square else 1.0 for square in squares)
         wide = torch.float32 if self._half else a.dtype
         return (a.to(wide) * of_a + b.to(wide) * of_b).to(a.dtype)

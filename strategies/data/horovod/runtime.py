@@ -83,8 +83,8 @@ class HorovodRuntime(BucketedRuntime):
 
     def begin_step(self) -> None:
         self._step += 1
-        for one in self._exchanges:
-            one.moments = []
+        for exchange in self._exchanges:
+            exchange.moments = []
         if self._watch:
             self._watch.step = self._step
         if self._timeline:
@@ -119,12 +119,12 @@ class HorovodRuntime(BucketedRuntime):
 @torch.no_grad()
 def broadcast(tensors: Sequence[tuple[Layout, Tensor]], plan: Plan, mesh: Mesh) -> None:
     """Overwrite each tensor with that of the first of its copies, in one message per axis of copies and dtype."""
-    found: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+    by_kind: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for layout, tensor in tensors:
         axis = replica_axis(layout, plan)
         if plan.mesh.size(axis) > 1:
-            found.setdefault((axis, tensor.dtype), []).append(tensor)
-    for (axis, _), own in found.items():
+            by_kind.setdefault((axis, tensor.dtype), []).append(tensor)
+    for (axis, _), own in by_kind.items():
         flat = torch.cat([tensor.flatten() for tensor in own])
         comm.broadcast(flat, mesh.group(axis), "control")
         for tensor, part in zip(own, flat.split([tensor.numel() for tensor in own])):
@@ -162,8 +162,10 @@ class AdasumRuntime(DataRuntime):
         super().__init__(pairs, plan, mesh)
         self._group = group
         weights = [weight.detach() for _, weight in trained(pairs)]
-        found = plan.data.buckets([held for held, _ in trained(pairs)], [tuple(one.shape) for one in weights], plan)
-        self._weights = [[weights[index] for index in bucket.indices] for bucket in found]
+        buckets = plan.data.buckets(
+            [held for held, _ in trained(pairs)], [tuple(weight.shape) for weight in weights], plan
+        )
+        self._weights = [[weights[index] for index in bucket.indices] for bucket in buckets]
         self._before = [_flat(bucket) for bucket in self._weights]
         self._dtype = getattr(torch, HorovodSettings.of(plan).update_dtype(plan))
         self._stepping = False

@@ -59,12 +59,12 @@ class HorovodSettings(SumsByMessages):
         """The name of the groups over which a worker reduces; process sets of different sizes have different names."""
         if not self.process_sets:
             return "dp"
-        sizes = {len(one) for one in self.process_sets if len(one) > 1}
+        sizes = {len(members) for members in self.process_sets if len(members) > 1}
         return PROCESS_SET if len(sizes) < 2 else f"{PROCESS_SET}_{len(self.process_set(worker))}"
 
     def group_size(self, axis: str) -> int | None:
         """The workers of the process sets of that name."""
-        sizes = {self.axis(one[0]): len(one) for one in self.process_sets if len(one) > 1}
+        sizes = {self.axis(members[0]): len(members) for members in self.process_sets if len(members) > 1}
         return sizes.get(axis)
 
     def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
@@ -83,10 +83,10 @@ class HorovodSettings(SumsByMessages):
 
     def process_set(self, worker: int) -> tuple[int, ...]:
         """The workers of the process set of `worker`, itself among them."""
-        return next(one for one in self.process_sets if worker in one)
+        return next(members for members in self.process_sets if worker in members)
 
     def rank_groups(self, plan: Plan) -> list[tuple[int, ...]]:
         """The ranks that sum with each other: those of each group of dp, or of each process set in it."""
         everyone = range(plan.mesh.size("dp"))
         sets = self.process_sets or (everyone,)
-        return [tuple(ranks[worker] for worker in one) for ranks in plan.mesh.groups("dp") for one in sets]
+        return [tuple(ranks[worker] for worker in members) for ranks in plan.mesh.groups("dp") for members in sets]

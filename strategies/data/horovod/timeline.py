@@ -36,7 +36,7 @@ class Timeline:
         self._file.write("[\n")
         self._began = perf_counter()
         self._exchanges = exchanges
-        names = [name for one in exchanges for name in one.names]
+        names = [name for exchange in exchanges for name in exchange.names]
         self._row_of = {name: 1 + len(exchanges) + number for number, name in enumerate(names)}
         self._ready: dict[str, float] = {}  # when the gradient was, in this step
         backend = "NCCL" if plan.device == "cuda" else "GLOO"
@@ -58,13 +58,13 @@ class Timeline:
 
     def step_is_summed(self) -> None:
         """Write all exchanges of the step."""
-        for number, one in enumerate(self._exchanges):
-            submitted, started, waits, done = one.moments
-            known = {"bytes": one.num_bytes, "compression": self._compression, "tensors": len(one.names)}
+        for number, exchange in enumerate(self._exchanges):
+            submitted, started, waits, done = exchange.moments
+            details = {"bytes": exchange.num_bytes, "compression": self._compression, "tensors": len(exchange.names)}
             self._span("MEMCPY_IN_FUSION_BUFFER", 1 + number, submitted, started)
-            self._span(self._operation, 1 + number, started, done, known)
+            self._span(self._operation, 1 + number, started, done, details)
             self._span("WAIT_FOR_DATA", 1 + number, waits, done)
-            for name in one.names:
+            for name in exchange.names:
                 ready = min(self._ready.get(name, submitted), submitted)
                 self._span("NEGOTIATE_ALLREDUCE", self._row_of[name], ready, submitted)
                 self._span("ALLREDUCE", self._row_of[name], submitted, done, {"fusion buffer": number})
@@ -82,10 +82,10 @@ class Timeline:
     def _micros(self, moment: float) -> float:
         return (moment - self._began) * 1e6
 
-    def _span(self, name: str, row: int, start: float, stop: float, known: dict[str, Any] | None = None) -> None:
+    def _span(self, name: str, row: int, start: float, stop: float, details: dict[str, Any] | None = None) -> None:
         times = {"ts": self._micros(start), "dur": (stop - start) * 1e6}
         event = {"name": name, "ph": "X", "pid": row, "tid": 0, **times}
-        self._write(event | ({"args": known} if known else {}))
+        self._write(event | ({"args": details} if details else {}))
 
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write(json.dumps(event) + ",\n")

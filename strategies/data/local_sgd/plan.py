@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from parallelrun.planner.contract.plan import Equivalence, Plan
 
 from ..common.independent_plan import IndependentReplicas
-from .keys import LocalSGDConfig
+from ..common.keys import LocalSGDConfig
 
 
 @dataclass(frozen=True)
 class LocalSGD(IndependentReplicas):
-    """The optimizer's state stays local."""
+    """Averages weights. The optimizer's state stays local."""
 
     kind = "local_sgd"
     config_class = LocalSGDConfig

@@ -13,23 +13,23 @@ from .plan import LocalSGD
 
 
 class LocalSGDRule(ReplayRule):
-    """Only what differs from plain data parallelism."""
+    """Averages weights, not gradients."""
 
     def __init__(self, sync_every: int, steps: int):
         self._sync_every, self._steps = sync_every, steps
 
     def gradients(self, step: int, local: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Each replica's own."""
+        """Return each replica's own gradients."""
         return local
 
     def after_update(self, step: int, weights: list[dict[str, Tensor]]) -> None:
-        """The mean, at every H-th step and at the run's last."""
+        """Replace weights by their mean after every H-th step and after the last."""
         if step % self._sync_every and step != self._steps:
             return
         for name in weights[0]:
-            mean = torch.stack([one[name] for one in weights]).mean(0)
-            for one in weights:
-                one[name].copy_(mean)
+            mean = torch.stack([replica[name] for replica in weights]).mean(0)
+            for replica in weights:
+                replica[name].copy_(mean)
 
 
 def rule(config: Config, plan: Plan) -> LocalSGDRule:

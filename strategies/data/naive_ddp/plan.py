@@ -13,7 +13,7 @@ from parallelrun.planner.predict.prediction import merge
 
 from ..common.bucket_prediction import final_collectives, local_shapes, trained_parameters
 from ..common.buckets import is_summed, reduce_bytes
-from .keys import NaiveDDPConfig
+from ..common.keys import NaiveDDPConfig
 
 
 @dataclass(frozen=True)

@@ -156,10 +156,10 @@ class ShardBuffers:
 
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the contents of buffers like `pulls` as logical tensors on the CPU."""
-        found = {n: torch.empty_like(value, device="cpu").detach() for n, value in self._parameters.items()}
+        values = {n: torch.empty_like(value, device="cpu").detach() for n, value in self._parameters.items()}
         for shard, view in zip(self._shards, self._views(flats)):
-            _rows(found[shard.name], shard).copy_(view)
-        return found
+            _rows(values[shard.name], shard).copy_(view)
+        return values
 
     def _views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         return [view for flat, shards in zip(flats, self._by_server) for view in shard_views(flat, shards)]

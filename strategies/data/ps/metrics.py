@@ -81,29 +81,29 @@ class MetricsWriter:
         self._hold(None)
         plan, settings = self._training.plan, self._settings
         servers = [everyone[plan.num_workers + index] for index in range(plan.servers)]
-        found = servers[0]["statistics"]
+        statistics = servers[0]["statistics"]
         blocked = {int(worker): seconds for worker, seconds in servers[0]["blocked_s"].items()}
         facts = {
             "servers": plan.servers,
             "consistency": settings.consistency,
             "staleness_bound": settings.staleness,
             "backup_workers": settings.backup_workers,
-            "torn_reads": sum(one.get("torn_reads", 0) for one in everyone.values()),
+            "torn_reads": sum(rank.get("torn_reads", 0) for rank in everyone.values()),
             "blocked_s": max(blocked.values(), default=0.0),
             "lost_workers": len(servers[0]["lost"]),
             "shard_imbalance": sharding(plan).imbalance,
         }
         document = {
-            **found,
+            **statistics,
             **facts,
             "blocked_s_of_worker": blocked,
             "lost_worker_numbers": servers[0]["lost"],
             "shard_bytes": sharding(plan).num_bytes,
-            "pushed_bytes": [one["pushed_bytes"] for one in servers],
-            "pulled_bytes": [one["pulled_bytes"] for one in servers],
+            "pushed_bytes": [server["pushed_bytes"] for server in servers],
+            "pulled_bytes": [server["pulled_bytes"] for server in servers],
         }
         write_json(self._context.directory / "servers.json", document)
-        summary = {"steps": clock, **{name: found[name] for name in SUMMARY}, **facts, **more}
+        summary = {"steps": clock, **{name: statistics[name] for name in SUMMARY}, **facts, **more}
         self.recorder.write_end(everyone, state, summary)
 
     def _record(self, row: AppliedUpdate) -> StepRecord:

@@ -18,7 +18,7 @@ from parallelrun.planner.contract.plan import Collective, Equivalence, Memory, P
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict.prediction import INT64_BYTES
 
-from .keys import ParameterServerConfig
+from ..common.keys import ParameterServerConfig
 from .protocol import AXIS, CONTROL, NORM_BYTES, PULL, PUSH, REPLY_BYTES, REQUEST_BYTES
 from .shards import Sharding, assign, cut
 
@@ -213,8 +213,8 @@ def _consistency(request: Request) -> str:
 def _staleness(request: Request) -> int | None:
     if _consistency(request) != SSP:
         return None
-    asked = ParameterServerConfig.of(request.config).staleness
-    return DEFAULT_STALENESS if asked is None else asked
+    staleness = ParameterServerConfig.of(request.config).staleness
+    return DEFAULT_STALENESS if staleness is None else staleness
 
 
 def _check_other_axes(request: Request) -> list[Problem]:
@@ -232,25 +232,29 @@ def _check_other_axes(request: Request) -> list[Problem]:
 
 
 def _check_staleness(request: Request) -> list[Problem]:
-    consistency, asked = _consistency(request), ParameterServerConfig.of(request.config).staleness
-    if asked is None or consistency == SSP:
+    consistency, staleness = _consistency(request), ParameterServerConfig.of(request.config).staleness
+    if staleness is None or consistency == SSP:
         return []
     why = "every update waits for all workers, so no gradient is stale" if consistency == SYNC else "async has no bound"
-    what = f"staleness={asked} with consistency={consistency}: {why}"
-    return [Problem(what, "staleness", "consistency=ssp, or leave staleness out", kind="contradiction")]
+    message = f"staleness={staleness} with consistency={consistency}: {why}"
+    return [Problem(message, "staleness", "consistency=ssp, or leave staleness out", kind="contradiction")]
 
 
 def _check_backup(request: Request) -> list[Problem]:
-    asked = ParameterServerConfig.of(request.config).backup_workers or 0
+    backups = ParameterServerConfig.of(request.config).backup_workers or 0
     consistency = _consistency(request)
-    if asked and consistency != SYNC:
-        what = f"backup_workers={asked} with consistency={consistency}: an update uses one gradient, so none is spare"
-        return [Problem(what, "backup_workers", "consistency=sync, or leave backup_workers out", kind="contradiction")]
-    if asked < request.dp or not asked:
+    if backups and consistency != SYNC:
+        message = (
+            f"backup_workers={backups} with consistency={consistency}: an update uses one gradient, so none is spare"
+        )
+        return [
+            Problem(message, "backup_workers", "consistency=sync, or leave backup_workers out", kind="contradiction")
+        ]
+    if backups < request.dp or not backups:
         return []
-    what = f"backup_workers={asked} of dp={request.dp}: an update needs at least one gradient"
-    more = f"dp={asked + 1}" if request.config.world is None else f"world={asked + 1 + request.servers}"
-    return [Problem(what, "backup_workers", f"{more} or backup_workers={request.dp - 1}", kind="arithmetic")]
+    message = f"backup_workers={backups} of dp={request.dp}: an update needs at least one gradient"
+    more = f"dp={backups + 1}" if request.config.world is None else f"world={backups + 1 + request.servers}"
+    return [Problem(message, "backup_workers", f"{more} or backup_workers={request.dp - 1}", kind="arithmetic")]
 
 
 def _check_delays(request: Request) -> list[Problem]:
@@ -258,8 +262,8 @@ def _check_delays(request: Request) -> list[Problem]:
     if any(not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf") for seconds in delays):
         return [Problem(f"{key}={delays}: each delay is a number of seconds, at least 0", key, f"{key}=[0,0.1]")]
     if len(delays) > request.dp:
-        what = f"{key} has {len(delays)} entries, but there are {counted(request.dp, 'worker')}"
-        return [Problem(what, key, f"dp={len(delays)}", kind="arithmetic")]
+        message = f"{key} has {len(delays)} entries, but there are {counted(request.dp, 'worker')}"
+        return [Problem(message, key, f"dp={len(delays)}", kind="arithmetic")]
     return []
 
 
@@ -268,8 +272,8 @@ def _check_router(request: Request) -> list[Problem]:
     router, key = request.spec.router, "model.router.bias_rate"
     if router is None or router.bias_rate == 0.0:
         return []
-    what = f"{key}={router.bias_rate} needs the expert load of the global batch, which workers of ps do not exchange"
-    return [Problem(what, key, f"{key}=0, or strategy.data.kind=ddp", kind="not_built")]
+    message = f"{key}={router.bias_rate} needs the expert load of the global batch, which workers of ps do not exchange"
+    return [Problem(message, key, f"{key}=0, or strategy.data.kind=ddp", kind="not_built")]
 
 
 def _check_num_servers(request: Request) -> list[Problem]:
@@ -279,12 +283,12 @@ def _check_num_servers(request: Request) -> list[Problem]:
     pieces = len(cut(request.spec, request.servers, least, element_size))
     if request.servers <= pieces:
         return []
-    what = f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {least} bytes"
-    return [Problem(what, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]
+    message = f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {least} bytes"
+    return [Problem(message, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]
 
 
 def _check_corruption(request: Request) -> list[Problem]:
     if not request.config.sdc.every:
         return []
-    what = "sdc.every looks for silent data corruption in steps that all ranks take alike, not on parameter servers"
-    return [Problem(what, "sdc.every", "sdc.every=0 or strategy=ddp", kind="not_built")]
+    message = "sdc.every looks for silent data corruption in steps that all ranks take alike, not on parameter servers"
+    return [Problem(message, "sdc.every", "sdc.every=0 or strategy=ddp", kind="not_built")]

@@ -162,7 +162,9 @@ class LogReplay:
 
     def gradients(self) -> list[dict[str, Tensor]]:
         """Return each version's gradient by name; of several async servers, their updates of equal number together."""
-        of_server = [[found[server] for server in sorted(found)] for _, found in sorted(self._gradients.items())]
+        of_server = [
+            [by_server[server] for server in sorted(by_server)] for _, by_server in sorted(self._gradients.items())
+        ]
         return [self._buffers.by_name(flats) for flats in of_server]
 
     def load_final(self) -> Training:
@@ -211,18 +213,18 @@ class LogReplay:
 
 def _pulled_versions(rows: Sequence[LogRow], num_servers: int) -> dict[PushKey, list[int]]:
     """For each applied push, the version of every server's weights that it used."""
-    found: dict[PushKey, dict[int, int]] = defaultdict(dict)
+    versions: dict[PushKey, dict[int, int]] = defaultdict(dict)
     applied: set[PushKey] = set()
     for row in rows:
         for push in row.pushes if isinstance(row, AppliedUpdate) else (row,):
-            found[push.worker, push.clock][row.server] = push.pulled
+            versions[push.worker, push.clock][row.server] = push.pulled
             if isinstance(row, AppliedUpdate):
                 applied.add((push.worker, push.clock))
     for worker, clock in sorted(applied):
-        if (reached := len(found[worker, clock])) < num_servers:
+        if (reached := len(versions[worker, clock])) < num_servers:
             said = f"the push of worker {worker}, clock {clock}, reached only {reached} of {num_servers} servers"
             raise VerificationError(Problem(f"{said}, so it cannot be recomputed"))
-    return {key: [found[key][server] for server in range(num_servers)] for key in applied}
+    return {key: [versions[key][server] for server in range(num_servers)] for key in applied}
 
 
 def _one_worker(config: Config, plan: Plan, device: torch.device) -> Training:

@@ -68,8 +68,10 @@ class Server:
 
     def serve(self) -> None:
         """Serve until all workers have left. Raises the first error of a thread."""
-        for one in self._connections:
-            threading.Thread(target=self._attend, args=(one,), daemon=True, name=f"worker-{one.worker}").start()
+        for connection in self._connections:
+            threading.Thread(
+                target=self._attend, args=(connection,), daemon=True, name=f"worker-{connection.worker}"
+            ).start()
         while True:
             with self._changed:
                 self._changed.wait(HEARTBEAT_S)
@@ -267,17 +269,19 @@ class Server:
         """Return the facts of this server that worker 0 writes. rows: of a steady step, the second exchange with every
         worker."""
         connections, messages = self._connections, self._norm_sums[COUNTED - 1 :]
-        rows = [asdict(row) for row in merge(messages + [row for one in connections for row in one.messages])]
+        rows = [
+            asdict(row) for row in merge(messages + [row for connection in connections for row in connection.messages])
+        ]
         return {
             "peak_bytes": peak_bytes(torch.device("cpu")),
             "times": {},
             "saves": asdict(self._checkpoints.times),
             "lost": sorted(self._clocks.lost),
             "statistics": self._statistics.document(),
-            "rows": rows if all(one.num_exchanges >= COUNTED for one in connections) else None,
-            "blocked_s": {one.worker: one.blocked_s for one in connections},
-            "pushed_bytes": sum(one.num_exchanges * one.push.nbytes for one in connections),
-            "pulled_bytes": sum(one.num_exchanges * one.pull.nbytes for one in connections),
+            "rows": rows if all(connection.num_exchanges >= COUNTED for connection in connections) else None,
+            "blocked_s": {connection.worker: connection.blocked_s for connection in connections},
+            "pushed_bytes": sum(connection.num_exchanges * connection.push.nbytes for connection in connections),
+            "pulled_bytes": sum(connection.num_exchanges * connection.pull.nbytes for connection in connections),
         }
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None = None) -> None:

@@ -70,9 +70,9 @@ class ShardStore:
         with torch.device("meta"):  # a user's module may compute initial values itself
             network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
         own = network.own_values(config.seed) if network.own_values is not None else {}
-        given = initial_weights(config, plan.spec)
-        for one in self._held:
-            initialise.fill(one.tensor, one.spec, self._ranges(one), config.seed, own, given)
+        initial = initial_weights(config, plan.spec)
+        for parameter in self._held:
+            initialise.fill(parameter.tensor, parameter.spec, self._ranges(parameter), config.seed, own, initial)
 
     def mean(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Set the gradient to the weighted mean of `gradients`, summed in their order."""
@@ -93,7 +93,7 @@ class ShardStore:
 
     def parts(self) -> list[LocalPart]:
         """Return what this server writes into a checkpoint."""
-        return [part for one in self._held for part in parts_to_save(one, self.optimizer, self._as_part)]
+        return [part for parameter in self._held for part in parts_to_save(parameter, self.optimizer, self._as_part)]
 
     def extra(self, clocks: Mapping[int, int]) -> dict[str, Any]:
         """Return the values that an exact resume needs beside the tensors.
@@ -127,7 +127,7 @@ class ShardStore:
         path = resolve_resume(config.resume, config.runs)
         reader = SafetensorsReader(path)
         check_model(reader.index, plan, path)
-        to_load = {one.name: parts_to_load(one, reader.index, self._as_part) for one in self._held}
+        to_load = {parameter.name: parts_to_load(parameter, reader.index, self._as_part) for parameter in self._held}
         read_parts(reader, PartLoadPlanner(part for parts, _ in to_load.values() for part in parts), 0, alone=True)
         for name, (_, state) in to_load.items():
             if state:

@@ -5,6 +5,6 @@ rank, which adds it to its own; in n - 1 rounds of all-gather the sums travel ar
 chosen: halving_doubling, hierarchical, tree, or native (the backend's).
 Paper: Patarasuk and Yuan 2009; Gibiansky 2017
 Costs: every rank sends 2 (n - 1) / n of all gradients a step, in 2 (n - 1) rounds.
-Proof: exact; with compressed gradients a replay (`reference.py`).
+Proof: exact; with compressed gradients a replay (`common/compression/reference.py`).
 Read `runtime.py`, then `common/allreduce/rounds.py` (the rounds) and `common/allreduce/runtime.py` (the messages).
 """

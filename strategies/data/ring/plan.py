@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..common.allreduce.plan import AlgorithmAllReduce
 from ..common.allreduce.rings import RingAllReduce
-from .keys import RingConfig
+from ..common.keys import RingConfig
 
 
 @dataclass(frozen=True)

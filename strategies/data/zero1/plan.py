@@ -9,8 +9,8 @@ from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.plan import Plan
 
 from ..common.bucket_prediction import buckets_of
+from ..common.keys import ZeRO1Config
 from ..common.zero_plan import ZeRO, received_bytes
-from .keys import ZeRO1Config
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class ZeRO1(ZeRO):
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Each bucket's padding and its sum, of which this rank keeps its part."""
-        found = buckets_of(pp_rank, coordinate, plan)
+        buckets = buckets_of(pp_rank, coordinate, plan)
         return sum(
-            found.sent_bytes(number)
-            + found.sent_bytes(number) // plan.mesh.size(axis)
-            - found.sent_bytes(number, padded=False)
-            for number, axis in enumerate(found.axes)
+            buckets.sent_bytes(number)
+            + buckets.sent_bytes(number) // plan.mesh.size(axis)
+            - buckets.sent_bytes(number, padded=False)
+            for number, axis in enumerate(buckets.axes)
         )
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
@@ -45,19 +45,19 @@ class ZeRO1(ZeRO):
         the last pass, also the receive buffers of full buckets."""
         if plan.pipeline.splits_backward:
             return None
-        found = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
+        buckets = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
         is_last = number == plan.batch.microbatches - 1
         return [
-            beside + (sum(received_bytes(one, found, plan) for one in full) if is_last else 0)
-            for beside, full in found.waiting(stage)
+            beside + (sum(received_bytes(bucket, buckets, plan) for bucket in full) if is_last else 0)
+            for beside, full in buckets.waiting(stage)
         ]
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The receive buffers of all buckets. Where backward is split, each comes when its bucket has just taken the
         gradients in."""
-        found = buckets_of(pp_rank, coordinate, plan)
-        received = [received_bytes(number, found, plan) for number in range(len(found.axes))]
+        buckets = buckets_of(pp_rank, coordinate, plan)
+        received = [received_bytes(number, buckets, plan) for number in range(len(buckets.axes))]
         if not plan.pipeline.splits_backward:
             return sum(received)
-        taken = [found.sent_bytes(number, padded=False) for number in range(len(found.axes))]
+        taken = [buckets.sent_bytes(number, padded=False) for number in range(len(buckets.axes))]
         return max((0, *accumulate(more - less for more, less in zip(received, taken))))

@@ -14,7 +14,7 @@ class ZeRO1Runtime(ZeRORuntime):
     def bucket(self, chunks: Chunks) -> FlatBucket:
         buffer = chunks.buffer = chunks.new_buffer()
         pairs = zip(chunks.weights, chunks.regions(buffer))
-        slots = [Slot(one.weight, partial(one.pieces, regions)) for one, regions in pairs]
+        slots = [Slot(chunk.weight, partial(chunk.pieces, regions)) for chunk, regions in pairs]
         return FlatBucket(buffer, slots, partial(chunks.reduce, chunks.gradients, buffer))
 
 

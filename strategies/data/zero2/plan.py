@@ -16,8 +16,8 @@ from parallelrun.planner.model.model_spec import ParameterSpec
 
 from ..common.bucket_prediction import RankBuckets, buckets_of
 from ..common.buckets import MAX_PENDING
+from ..common.keys import ZeRO2Config
 from ..common.zero_plan import ZeRO, received_bytes
-from .keys import ZeRO2Config
 
 
 @dataclass(frozen=True)
@@ -48,41 +48,41 @@ class ZeRO2(ZeRO):
         backward is split, nothing is reduced before the schedule ends."""
         if plan.pipeline.splits_backward:
             return None
-        found = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
-        own = [bucket for bucket, parts in enumerate(found.parts) if parts[0][0].stage == stage]
+        buckets = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
+        own = [bucket for bucket, parts in enumerate(buckets.parts) if parts[0][0].stage == stage]
         # (bucket, is its sum added to earlier ones?): where buckets are few, those of two passes before are pending too
         started = [(bucket, before > 0) for before in range(max(0, number - MAX_PENDING), number) for bucket in own]
         sizes = []
-        for beside, full in found.waiting(stage):
+        for beside, full in buckets.waiting(stage):
             pending = [*started, *((bucket, number > 0) for bucket in full if bucket in own)][-MAX_PENDING:]
-            sizes.append(beside + sum(_pending_bytes(*one, found, plan) for one in pending))
+            sizes.append(beside + sum(_pending_bytes(*one, buckets, plan) for one in pending))
         return sizes
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The last pending buckets. Where backward is split, all are sent after the schedule, beside the gradients of
         those that wait: a bucket's are freed once its buffer is filled."""
-        found, last = buckets_of(pp_rank, coordinate, plan), plan.batch.microbatches - 1
+        buckets, last = buckets_of(pp_rank, coordinate, plan), plan.batch.microbatches - 1
         if plan.pipeline.splits_backward:
-            return _most_beside(found, plan)
+            return _most_beside(buckets, plan)
         sizes = [
-            _pending_bytes(bucket, number > 0, found, plan)
+            _pending_bytes(bucket, number > 0, buckets, plan)
             for number in range(max(0, last - MAX_PENDING + 1), last + 1)
-            for bucket in range(len(found.axes))
+            for bucket in range(len(buckets.axes))
         ]
         return sum(sizes[-MAX_PENDING:])
 
 
-def _most_beside(found: RankBuckets, plan: Plan) -> int:
+def _most_beside(buckets: RankBuckets, plan: Plan) -> int:
     """Bytes beside the whole gradients at the peak of the exchanges that begin when all of them are there. A stage's
     have ended before the next one's begin."""
     most, freed, stage = 0, 0, -1
     pending: list[int] = []
-    for number, parts in enumerate(found.parts):
+    for number, parts in enumerate(buckets.parts):
         if parts[0][0].stage != stage:
             stage, pending = parts[0][0].stage, []
-        most = max(most, sum(pending[1 - MAX_PENDING :]) + found.sent_bytes(number) - freed)
-        freed += found.sent_bytes(number, padded=False)
-        pending.append(_pending_bytes(number, False, found, plan))
+        most = max(most, sum(pending[1 - MAX_PENDING :]) + buckets.sent_bytes(number) - freed)
+        freed += buckets.sent_bytes(number, padded=False)
+        pending.append(_pending_bytes(number, False, buckets, plan))
         most = max(most, sum(pending[-MAX_PENDING:]) - freed)
     return most
 

@@ -23,7 +23,7 @@ class TransientBucket(GradientBucket):
     """A bucket whose buffer exists only while it is reduced."""
 
     def __init__(self, chunks: Chunks, pending: PendingExchanges):
-        super().__init__([one.weight for one in chunks.weights])
+        super().__init__([chunk.weight for chunk in chunks.weights])
         self._chunks, self._pending = chunks, pending
 
     def launch(self, number: int) -> None:
@@ -75,8 +75,8 @@ class ZeRO2Runtime(ZeRORuntime):
     def orders(self, filled: Sequence[Bucket], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
         """By stage: the passes of a rank's stages alternate in the order of the schedule, the same on all replicas."""
         by_stage: dict[int, list[GradientBucket]] = {}
-        for one, bucket in zip(filled, self._buckets):
-            by_stage.setdefault(held[one.indices[0]].stage, []).append(bucket)
+        for part, bucket in zip(filled, self._buckets):
+            by_stage.setdefault(held[part.indices[0]].stage, []).append(bucket)
         return by_stage.values()
 
 

@@ -93,15 +93,15 @@ class AllToAllDispatcher(ExpertDispatcher):
         microbatches, rows, counts_bytes = plan.batch.microbatches, self.rows(plan), self.counts_bytes(plan)
         passes = microbatches * sum(forward + 1 for forward in forwards)  # of each side: forward, again, backward
         row_bytes = plan.spec.hidden * BYTES[plan.precision.compute]
-        found = []
+        sent = []
         for axis, before, after in zip(levels(plan), rows, rows[1:]):
             even, most = before.even + after.even, before.bound + after.bound
             bound = None if before.most is None and after.most is None else passes * row_bytes * most
-            found.append(Collective(axis, OPERATION, ROWS, 2 * passes * self.chunks, passes * row_bytes * even, bound))
+            sent.append(Collective(axis, OPERATION, ROWS, 2 * passes * self.chunks, passes * row_bytes * even, bound))
             if counts_bytes:
                 calls = microbatches * sum(forwards)
-                found.append(Collective(axis, OPERATION, COUNTS, calls, calls * counts_bytes))
-        return [row for row in found if row.calls]
+                sent.append(Collective(axis, OPERATION, COUNTS, calls, calls * counts_bytes))
+        return [row for row in sent if row.calls]
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Count what a dispatched layer keeps beyond a layer whose experts are all on this rank, for an even load.
@@ -119,7 +119,7 @@ class AllToAllDispatcher(ExpertDispatcher):
         """The rows as they arrived, the experts' results, these in the order of the ranks to which they go, and the
         results that come back."""
         has_experts = any(layer.layer_role == "expert" for layer in block.layers)
-        back, *_, arrived = (one.even for one in self.rows(plan))
+        back, *_, arrived = (rows.even for rows in self.rows(plan))
         return (3 * arrived + back) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
 
     def explain(self, plan: Plan) -> Explanation:
@@ -127,8 +127,8 @@ class AllToAllDispatcher(ExpertDispatcher):
         ranks, exchanges = ranks_over(plan, AXIS), []
         for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
             for name in stage.blocks:
-                found = calls_of(self.collectives((plan.spec.block(name),), plan), plan, ranks)
-                rounds = tuple(ExplainedRound(WHAT[calls[0].purpose], calls=calls) for calls in found)
+                by_row = calls_of(self.collectives((plan.spec.block(name),), plan), plan, ranks)
+                rounds = tuple(ExplainedRound(WHAT[calls[0].purpose], calls=calls) for calls in by_row)
                 exchanges += [ExplainedExchange(name, rounds)] if rounds else []
         groups = plan.mesh.num_ranks // len(ranks)
         text = (
@@ -152,11 +152,11 @@ def levels(plan: Plan) -> tuple[str, ...]:
 def kept_rows(plan: Plan) -> tuple[Rows, ...]:
     """Return the rows of `AllToAllDispatcher.rows` where only kept assignments are sent."""
     experts, ep = plan.spec.experts, plan.mesh.size("ep")
-    found = [_kept(1, experts, plan)]
+    kept = [_kept(1, experts, plan)]
     if len(levels(plan)) > 1:
         inner = plan.mesh.size(INNER)
-        found.append(_kept(inner, experts // inner, plan))  # of an inner group, to the ranks of one inner index
-    return (*found, _kept(ep, experts // ep, plan))
+        kept.append(_kept(inner, experts // inner, plan))  # of an inner group, to the ranks of one inner index
+    return (*kept, _kept(ep, experts // ep, plan))
 
 
 def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
@@ -178,12 +178,12 @@ def _check_chunks(request: Request) -> list[Problem]:
     if groups % chunks == 0:
         return []
     of = f"micro_batch={batch.micro_batch} in routing groups of {router.group_samples}"
-    what = f"{KEY}.chunks={chunks} does not divide the {groups} routing groups of a microbatch ({of})"
+    message = f"{KEY}.chunks={chunks} does not divide the {groups} routing groups of a microbatch ({of})"
     fixes = [either(f"{KEY}.chunks", nearest(chunks, divisors(groups)))]
     legal = [n for n in divisors(batch.replica_batch) if n % (chunks * router.group_samples) == 0]
     if legal:
         fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
-    return [Problem(what, f"{KEY}.chunks", " or ".join(fixes), kind="arithmetic")]
+    return [Problem(message, f"{KEY}.chunks", " or ".join(fixes), kind="arithmetic")]
 
 
 def _check_group_size(request: Request) -> list[Problem]:
@@ -193,9 +193,9 @@ def _check_group_size(request: Request) -> list[Problem]:
         return []
     fixes = [either(f"{KEY}.group_size", nearest(size, legal))] if legal else []
     if ep % size:
-        what = f"{KEY}.group_size={size} does not divide ep={ep}, which the inner groups partition"
+        message = f"{KEY}.group_size={size} does not divide ep={ep}, which the inner groups partition"
     else:
         which = "one rank" if size == 1 else f"all of ep={ep}"
-        what = f"{KEY}.group_size={size}: inner groups of {which} leave no second level"
+        message = f"{KEY}.group_size={size}: inner groups of {which} leave no second level"
     fix = " or ".join([*fixes, f"leave {KEY}.group_size out"])
-    return [Problem(what, f"{KEY}.group_size", fix, kind="arithmetic")]
+    return [Problem(message, f"{KEY}.group_size", fix, kind="arithmetic")]

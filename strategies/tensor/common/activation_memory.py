@@ -24,7 +24,7 @@ def rounded_bytes(parameters: Iterable[ParameterSpec], plan: Plan) -> int:
     """Bytes, in the compute dtype, of the weights (`local_numel`) that the modules hold in another dtype: of their
     rounded copies, or of their gradients before these are widened."""
     compute = BYTES[plan.precision.compute]
-    return compute * sum(local_numel(one, plan) for one in parameters if element_bytes(one, plan) != compute)
+    return compute * sum(local_numel(spec, plan) for spec in parameters if element_bytes(spec, plan) != compute)
 
 
 def recomputed(block: BlockSpec, plan: Plan) -> bool:

@@ -13,14 +13,14 @@ from parallelrun.planner.model.model_spec import ModelSpec
 _ROOT = "module."  # prefix of the layers of a user's module in their names
 
 
-def wrong_role(what: str, request: Request, layer: str, role: str) -> Problem:
+def wrong_role(message: str, request: Request, layer: str, role: str) -> Problem:
     """Return the problem of a layer; the fix is `model.roles={...}` as a shell takes it (the roles that are given, and
     `role` for that layer) where the layer can have that role."""
-    fits = any(one.name == layer and role in one.possible_roles for one in request.spec.layers())
+    fits = any(spec.name == layer and role in spec.possible_roles for spec in request.spec.layers())
     roles = {**request.config.model.roles, layer.removeprefix(_ROOT): role}
-    entries = ", ".join(f"{_key(name)}: {given}" for name, given in roles.items())
+    entries = ", ".join(f"{_key(name)}: {layer_role}" for name, layer_role in roles.items())
     fix = f"{shlex.quote(f'model.roles={{{entries}}}')} or tp=1" if fits else "tp=1"
-    return Problem(what, "model.roles", fix, kind="undefined")
+    return Problem(message, "model.roles", fix, kind="undefined")
 
 
 def _key(name: str) -> str:

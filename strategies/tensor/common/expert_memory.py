@@ -71,8 +71,8 @@ def _choices(plan: Plan) -> int:
 
 def as_computed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """The layers of a block in the order in which they run: shared experts before the others."""
-    routed = tuple(one for one in layers if one.layer_role in ("expert", "expert_output"))
-    rest = tuple(one for one in layers if one not in routed)
+    routed = tuple(layer for layer in layers if layer.layer_role in ("expert", "expert_output"))
+    rest = tuple(layer for layer in layers if layer not in routed)
     last = len(rest) - (bool(routed) and rest[-1].layer_role == "dropout")
     return (*rest[:last], *routed, *rest[last:])
 
@@ -86,7 +86,7 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
     inside = count * expert_width(layer, plan) * compute
     between = count * row_bytes(layer, block, plan) - 2 * given  # of the activation's input and result
     result = 0 if activates_again(block, plan) else inside
-    *opening, closing = (local_numel(one, plan) // plan.mesh.size("ep") for one in layer.parameters)
+    *opening, closing = (local_numel(parameter, plan) // plan.mesh.size("ep") for parameter in layer.parameters)
     stored = element_bytes(layer.parameters[0], plan)
     rounded = compute if compute != stored else 0  # a gradient beside the same in the stored dtype
     opened, again = len(opening) * inside, 0 if result else inside

@@ -88,8 +88,8 @@ class ProductStrategy(ProductTraffic):
         """Return the bytes on the rank that saves most. Full recomputation saves a block's input: of the first block
         of images or of a user's module the batch, which is counted anyway."""
         if plan.recompute != "full" or not block.is_recomputed:
-            return sum(one.kept for one in self.layer_backwards(block, plan))
-        loss = sum(one.kept for one in self._measured_loss(block, plan))
+            return sum(backward.kept for backward in self.layer_backwards(block, plan))
+        loss = sum(backward.kept for backward in self._measured_loss(block, plan))
         if (plan.spec.kind == "images" or block.kind == MEASURED) and block.name == plan.spec.blocks[0].name:
             return loss
         if block.input_shape:
@@ -111,8 +111,8 @@ class ProductStrategy(ProductTraffic):
             kept = LayerBackward(kept=round(elements * BYTES[plan.precision.compute]))
             return (kept, *self._measured_loss(block, plan))
         in_order = expert_memory.as_computed(block.layers)
-        found = [one for layer in in_order for one in self._layer_backward(layer, block, plan)]
-        return (*found, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
+        backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
+        return (*backwards, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
 
     def _measured_loss(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """The loss after a user's module, whose measurement does not contain it."""
@@ -136,7 +136,8 @@ class ProductStrategy(ProductTraffic):
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
         scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
-        scratch += max((rounded_bytes([one], plan) for one in layer.parameters), default=0)  # a gradient to be widened
+        # a gradient to be widened
+        scratch += max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
         rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
         reads = rows * self.local_outputs(layer, product, plan) * compute
         gathered = reads * (plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1)
@@ -273,7 +274,7 @@ def _bytes(layout: ActivationLayout, features: int, plan: Plan) -> int:
 
 
 def _read_behind(layer: LayerSpec, product: Product, outputs: int, plan: Plan) -> int:
-    """Bytes of the gradient of what attention or an activation makes of a column layer's outputs."""
+    """Bytes of the gradient of the result that attention or an activation computes from a column layer's outputs."""
     if attends(layer):
         heads = product.y.local(plan.num_rows, plan.spec.qk_features, plan.mesh.sizes)
         return prod(heads) * BYTES[plan.precision.compute]
@@ -284,7 +285,7 @@ def _read_behind(layer: LayerSpec, product: Product, outputs: int, plan: Plan) -
 def _adds_to_head(layer: LayerSpec, plan: Plan) -> bool:
     """Whether autograd adds the gradients of a layer's weights to those that the head left for the same weights: in a
     third tensor."""
-    return len(plan.stages) == 1 and any(one.name in plan.spec.readers for one in layer.parameters)
+    return len(plan.stages) == 1 and any(parameter.name in plan.spec.readers for parameter in layer.parameters)
 
 
 def _weight_gradients(layer: LayerSpec, product: Product | None, plan: Plan) -> int:
@@ -293,4 +294,4 @@ def _weight_gradients(layer: LayerSpec, product: Product | None, plan: Plan) -> 
     moves = product is not None and bool(product.gather_w) and plan.mesh.size(AXIS) > 1
     weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied and not moves else ()))
     ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
-    return sum(local_numel(one, plan) // ep * element_bytes(one, plan) for one in weights if not one.frozen)
+    return sum(local_numel(weight, plan) // ep * element_bytes(weight, plan) for weight in weights if not weight.frozen)

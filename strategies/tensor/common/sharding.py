@@ -14,7 +14,7 @@ from parallelrun.planner.model.model_spec import ParameterSpec
 
 
 class TakesOver(nn.Module):
-    """Mixin of a layer that replaces another one: it takes over its attributes and its (already cut) parameters, and
+    """Mixin of a layer that replaces another. It takes over the layer's attributes and its sharded parameters, and
     has `more` attributes.
 
     Sizes among the attributes stay those of the whole layer; the local ones are those of the parameters.

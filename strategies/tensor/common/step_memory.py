@@ -16,7 +16,7 @@ def step_backward(step: BackwardStep, layer: LayerSpec | None, weights: int, pla
     samples, precision = plan.batch.micro_batch, plan.precision
     each, scratch = samples * _element_bytes(step, plan), 0
     if layer is not None:
-        scratch = max((rounded_bytes([one], plan) for one in layer.parameters), default=0)
+        scratch = max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
     waiting = step.waiting * samples * BYTES[precision.compute]
     if step.waits_itself and each == samples * BYTES[precision.compute]:
         waiting = 0
@@ -43,7 +43,9 @@ def recomputed_bytes(backward: BlockBackward, plan: Plan) -> int:
 
 def rounded_again_bytes(block: BlockSpec, plan: Plan) -> int:
     """Return the bytes of the weights of convolutions and products that a second forward rounds."""
-    return rounded_bytes((one for layer in block.layers for one in layer.parameters if len(one.shape) > 1), plan)
+    return rounded_bytes(
+        (parameter for layer in block.layers for parameter in layer.parameters if len(parameter.shape) > 1), plan
+    )
 
 
 def _kept(step: BackwardStep, plan: Plan) -> int:

@@ -100,8 +100,10 @@ class ProductTraffic(TensorStrategy):
         ranks, exchanges = ranks_over(plan, AXIS), []
         for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
             for name in stage.blocks:
-                found = self.traffic(plan.spec.block(name), plan)
-                rounds = tuple(ExplainedRound(one.title, calls=calls_of([one.row], plan, ranks)[0]) for one in found)
+                messages = self.traffic(plan.spec.block(name), plan)
+                rounds = tuple(
+                    ExplainedRound(message.title, calls=calls_of([message.row], plan, ranks)[0]) for message in messages
+                )
                 exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
@@ -110,12 +112,12 @@ class ProductTraffic(TensorStrategy):
         """Only of weights that a product reads as they are stored: gathered ones are counted as operands."""
         if block.backward is not None:
             return step_memory.rounded_again_bytes(block, plan)
-        found = 0
+        size = 0
         for layer in block.layers:
             product = self.product_of(layer, plan)
             if product and all(plan.mesh.size(axis) == 1 for axis in product.gather_w):
-                found += rounded_bytes((one for one in layer.parameters if len(one.shape) == 2), plan)
-        return found
+                size += rounded_bytes((parameter for parameter in layer.parameters if len(parameter.shape) == 2), plan)
+        return size
 
     def recomputed_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Where the last product's partial sums are scattered again: the gradient of its result and its gathered copy,
@@ -140,12 +142,12 @@ class ProductTraffic(TensorStrategy):
         weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied else ()))
         wants_input = self.has_input_gradient(layer, plan)
         wants_weight = not self.skips_frozen or any(not p.frozen for p in weights if len(p.shape) == 2)
-        found = transfers(
+        messages = transfers(
             product, plan.num_rows, layer.in_features, layer.out_features, plan.mesh.sizes,
             save_gathered=self.saves_gathered(layer, plan), input_gradient=wants_input, weight_gradient=wants_weight,
         )  # fmt: skip
         runs_backward = wants_weight or (wants_input and not product.lookup)
-        return found if runs_backward else [transfer for transfer in found if transfer.phase == "forward"]
+        return messages if runs_backward else [transfer for transfer in messages if transfer.phase == "forward"]
 
     def _of_layer(self, layer: LayerSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
         """(what is sent in forward, in backward)."""
@@ -157,8 +159,8 @@ class ProductTraffic(TensorStrategy):
             dtype = plan.precision.reduce if transfer.operand == "dw" else plan.precision.compute
             size = transfer.calls * transfer.elements * BYTES[dtype]
             purpose = PURPOSES.get(transfer.operand, "activations")
-            found = Collective(transfer.axis, transfer.operation, purpose, transfer.calls, size)
-            phases[transfer.phase == "backward"].append(found)
+            row = Collective(transfer.axis, transfer.operation, purpose, transfer.calls, size)
+            phases[transfer.phase == "backward"].append(row)
         return phases
 
     def _of_norm(self, layer: LayerSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:

@@ -85,14 +85,14 @@ class ActivationPacking:
         """Return the whole matrices in `buffer` (parts, ...): views."""
         if len(self.sent) == 1 and self.move.dim == 0 and not self.is_padded:
             return [BlockMatrix((buffer.view(self.rows, self.sent[0]),))]
-        found, start, part = [], 0, self.part
+        pieces, start, part = [], 0, self.part
         for width, sent, length in zip(self.widths, self.sent, part.sent):
             stop = start + part.rows * length
             parts = (flat[start:stop].view(part.rows, length) for flat in buffer.view(self.move.size, -1).unbind(0))
             own = tuple(matrix if sent == width else matrix[:, :width] for matrix in parts)
-            found.append(BlockMatrix(own, self.move.dim))
+            pieces.append(BlockMatrix(own, self.move.dim))
             start = stop
-        return found
+        return pieces
 
     def new(self, like: Tensor) -> tuple[Tensor, list[BlockMatrix]]:
         """Return (a buffer to be scattered, the whole matrices to be written in it)."""
@@ -172,11 +172,11 @@ class WeightPacking:
         """Return the gathered weights in `buffer` (parts, sum of rows, columns): views, without padding."""
         if len(self.rows) == 1 and not self.is_padded:
             return [BlockMatrix((buffer.flatten(0, 1),))]
-        found = []
+        matrices = []
         for whole, valid in zip(buffer.split(self.rows, dim=1), self.valid):
             parts = tuple(part[:real] for part, real in zip(whole, valid) if real)
-            found.append(BlockMatrix(parts or (whole[0, :0],)))
-        return found
+            matrices.append(BlockMatrix(parts or (whole[0, :0],)))
+        return matrices
 
     def start(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Callable[[], Sequence[Tensor]]:
         """Begin to gather the stored weights, if they are; `read` reads the result."""

@@ -20,8 +20,8 @@ from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model import definitions
 
 from ..common import checks as common
+from ..common.keys import GridConfig
 from .forms import FormChoice
-from .keys import GridConfig
 from .shape import Shape, read_grid, shown
 
 # roles of layers that may have parameters
@@ -105,11 +105,11 @@ class GridRequest:
             return []
         problems = []
         if not tensor.save_gathered:
-            what = f"{SAVE}=false under {pipeline}: both halves of its backward would gather again"
-            problems.append(Problem(what, SAVE, f"{SAVE}=true or schedule=1f1b", kind="undefined"))
+            message = f"{SAVE}=false under {pipeline}: both halves of its backward would gather again"
+            problems.append(Problem(message, SAVE, f"{SAVE}=true or schedule=1f1b", kind="undefined"))
         if self.form == "summa":
-            what = f"{FORM}=summa under {pipeline}: its panels cannot be cut into two halves of backward"
-            problems.append(Problem(what, FORM, f"{FORM}=auto or schedule=1f1b", kind="undefined"))
+            message = f"{FORM}=summa under {pipeline}: its panels cannot be cut into two halves of backward"
+            problems.append(Problem(message, FORM, f"{FORM}=auto or schedule=1f1b", kind="undefined"))
         return problems
 
     def _roles(self) -> list[Problem]:
@@ -119,20 +119,20 @@ class GridRequest:
         for layer in spec.layers():
             if layer.parameters and layer.layer_role not in ROLES:
                 role = next(iter(layer.possible_roles), "column_parallel")
-                what = f"layer {layer.name} has no layer role, and {where} splits what every layer reads"
-                return [common.wrong_role(what, request, layer.name, role)]
+                message = f"layer {layer.name} has no layer role, and {where} splits what every layer reads"
+                return [common.wrong_role(message, request, layer.name, role)]
         for pair in spec.pairs:
             reader = next((layer.name for layer in pair.inside if layer.parameters), None)
             if reader:
                 opener = pair.columns[0].name
-                what = f"layer {reader} reads what {opener} has split over {where}: only a row_parallel layer may"
-                return [common.wrong_role(what, request, reader, "row_parallel")]
+                message = f"layer {reader} reads what {opener} has split over {where}: only a row_parallel layer may"
+                return [common.wrong_role(message, request, reader, "row_parallel")]
         last = [layer for layer in spec.blocks[-1].layers if layer.parameters or layer.tied]
         if last and last[-1].layer_role == "head":
             return []
         name = last[-1].name if last else spec.blocks[-1].name
-        what = f"layer {name} gives the logits, and {where} splits them: it must have the layer role head"
-        return [common.wrong_role(what, request, name, "head")]
+        message = f"layer {name} gives the logits, and {where} splits them: it must have the layer role head"
+        return [common.wrong_role(message, request, name, "head")]
 
     def _unbuilt(self) -> list[Problem]:
         """Layers that no grid multiplies yet.
@@ -141,18 +141,18 @@ class GridRequest:
         product would be one of a grid, of rows whose number differs from step to step. A latent would be cut by
         features, and the key that all heads share by rows alone.
         """
-        spec, kind, found = self.request.spec, self.request.config.strategy.tensor.kind, []
+        spec, kind, messages = self.request.spec, self.request.config.strategy.tensor.kind, []
         if self.request.tp > 1 and spec.experts:
-            found.append(
+            messages.append(
                 f"{spec.name} has experts, and layout {kind} cuts samples and features of what they read: products of "
                 "experts over a grid are not built"
             )
         if self.request.tp > 1 and spec.latent:
-            found.append(
+            messages.append(
                 f"{spec.name} has latent attention, and layout {kind} cuts the features of what it reads: latents over "
                 "a grid are not built yet"
             )
-        return [Problem(what, "layout", "layout=1d", kind="not_built") for what in found]
+        return [Problem(message, "layout", "layout=1d", kind="not_built") for message in messages]
 
     def _summa(self) -> list[Problem]:
         """Panels go round a square; other grids gather."""
@@ -162,8 +162,8 @@ class GridRequest:
             return []
         if self.form != "summa" or grid is None or grid[0] == grid[1]:
             return []
-        what = f"{FORM}=summa on a grid of {grid[0]}x{grid[1]}: panels of one width need a square grid"
-        return [Problem(what, FORM, f"{FORM}=stationary_y or {FORM}=auto", kind="undefined")]
+        message = f"{FORM}=summa on a grid of {grid[0]}x{grid[1]}: panels of one width need a square grid"
+        return [Problem(message, FORM, f"{FORM}=stationary_y or {FORM}=auto", kind="undefined")]
 
     def _indivisible(self, sizes: dict[str, int]) -> list[Problem]:
         """One problem per size, with the nearest tp and the nearest sizes that fit."""
@@ -173,16 +173,16 @@ class GridRequest:
             parts[place] = lcm(parts.get(place, 1), misfit.parts)
         legal, problems, spec = self._nearest_tp() if parts else [], [], self.request.spec
         for (key, size), count in parts.items():
-            told = f"{key}={size} is not" if key.startswith("model.") else f"layer {key}: {size} features are not"
-            what = f"{told} divisible by {count} ({shown(sizes)})"
+            subject = f"{key}={size} is not" if key.startswith("model.") else f"layer {key}: {size} features are not"
+            message = f"{subject} divisible by {count} ({shown(sizes)})"
             copies = key == "model.kv_heads" and size != spec.heads and count % size == 0
             step = lcm(count, spec.heads or 1) if key == "model.hidden" else count
             fixes = [either("tp", legal), either(key, nearest(size, common.legal_sizes(key, size, step, spec)))]
             fixes += ["" if legal else self._nearest_grid() or "layout=1d"]
             fixes += [f"{FORM}=auto"] if self.form not in ("auto", "cube") else []
-            what += "; copies of kv heads are built for layout=1d only" if copies else ""
+            message += "; copies of kv heads are built for layout=1d only" if copies else ""
             kind = "not_built" if copies else "arithmetic"
-            problems.append(Problem(what, "tp", " or ".join(filter(None, fixes)), kind=kind))
+            problems.append(Problem(message, "tp", " or ".join(filter(None, fixes)), kind=kind))
         return problems
 
     def _samples(self, sizes: dict[str, int]) -> list[Problem]:
@@ -191,7 +191,7 @@ class GridRequest:
         if batch is None or batch.micro_batch % parts == 0:
             return []
         cut = f"{parts} parts ({shown(sizes)}): only whole samples are split"
-        what = f"micro_batch={batch.micro_batch} does not divide into {cut}"
+        message = f"micro_batch={batch.micro_batch} does not divide into {cut}"
         asked = (key for key in ("micro_batch", "microbatches") if getattr(config, key) is not None)
         where, fixes = next(asked, "global_batch"), []
         if where == "micro_batch":
@@ -203,7 +203,7 @@ class GridRequest:
         step = request.dp * parts * (batch.microbatches if where == "microbatches" else request.pp)
         key, scale = ("local_batch", request.dp) if config.local_batch is not None else ("global_batch", 1)
         fixes.append(either(key, [n // scale for n in common.multiples(batch.global_batch, step)]))
-        return [Problem(what, where, " or ".join(filter(None, fixes)), kind="arithmetic")]
+        return [Problem(message, where, " or ".join(filter(None, fixes)), kind="arithmetic")]
 
     def _no_grid(self) -> list[Problem]:
         """Return what is wrong with a tp that cannot be arranged, with the nearest values that can."""
@@ -212,14 +212,14 @@ class GridRequest:
             grid = read_grid(tensor.grid)
         except ValueError as error:
             return [Problem(str(error), "grid", self._nearest_grid() or "leave grid out", kind="arithmetic")]
-        where, what = self.shape.broken_rule(self.request.tp, grid, tensor.depth)
+        where, message = self.shape.broken_rule(self.request.tp, grid, tensor.depth)
         fixes = [either("tp", self._nearest_tp()), self._nearest_grid(), self._nearest_depth()]
         fix = " or ".join(filter(None, [*fixes, *self._fitting_worlds()]))
         if not fix:  # no one value would do
             free = self._with(**dict.fromkeys(self.shape.sets))
             unset = [f"{name}=null" for name in self.shape.sets if getattr(tensor, name) is not None]
             fix = " or ".join(" ".join([f"tp={tp}", *unset]) for tp in free._nearest_tp())
-        return [Problem(what, where, fix, kind="arithmetic")]
+        return [Problem(message, where, fix, kind="arithmetic")]
 
     def _nearest_tp(self) -> list[int]:
         """Return the two tp nearest to the one asked for that grid and depth allow and that fit; 1 only if there is no

@@ -92,19 +92,19 @@ class FormChoice:
     @property
     def groups(self) -> dict[Key, list[Pair]]:
         """The model's pairs by their sizes; pairs of the same sizes may split their outputs differently."""
-        found: dict[Key, list[Pair]] = {}
+        groups: dict[Key, list[Pair]] = {}
         for pair in self.spec.distinct_pairs:
-            found.setdefault(key_of(pair), []).append(pair)
-        return found
+            groups.setdefault(key_of(pair), []).append(pair)
+        return groups
 
     def choose(self) -> tuple[tuple[Key, Forms], ...]:
         """The forms of every pair of the model, by its sizes. Asked of sizes that fit some form."""
-        found = []
+        choices = []
         for key, pairs in self.groups.items():
             # nothing fits only where nothing is checked: the matmul lesson
             possible = self.legal(pairs) or list(candidates(pairs[0], self.asked))
-            found.append((key, min(possible, key=lambda forms: self.volume(pairs[0], forms))))
-        return tuple(found)
+            choices.append((key, min(possible, key=lambda forms: self.volume(pairs[0], forms))))
+        return tuple(choices)
 
     def legal(self, pairs: list[Pair]) -> list[Forms]:
         """The forms in which all of the pairs divide."""
@@ -143,14 +143,14 @@ class FormChoice:
     def misfits(self) -> list[Misfit]:
         """Return the model's sizes that do not divide, under the forms with the fewest of them."""
         boundary, features = boundary_layout(self.sizes), self.spec.boundary_shape[-1]
-        found = [Misfit(self._key(features, "the model"), features, degree(boundary.features, self.sizes))]
+        misfits = [Misfit(self._key(features, "the model"), features, degree(boundary.features, self.sizes))]
         for pairs in self.groups.values():
             of_forms = [self._misfits_of(pairs, forms) for forms in candidates(pairs[0], self.asked)]
             fewest = min(of_forms, key=len)
-            found += fewest
+            misfits += fewest
         alone = [layer for layer in self.spec.distinct_layers if layer.layer_role == "linear"]
-        found += [misfit for x in alone for misfit in self._misfits_in(x, products.stationary_y(boundary))]
-        return [misfit for misfit in dict.fromkeys(found) if misfit.size % misfit.parts]
+        misfits += [misfit for x in alone for misfit in self._misfits_in(x, products.stationary_y(boundary))]
+        return [misfit for misfit in dict.fromkeys(misfits) if misfit.size % misfit.parts]
 
     def _products(self, pair: Pair, forms: Forms) -> list[tuple[LayerSpec, Product]]:
         columns, row = pair_products(forms, boundary_layout(self.sizes))
@@ -158,7 +158,7 @@ class FormChoice:
 
     def _misfits_of(self, pairs: list[Pair], forms: Forms) -> list[Misfit]:
         """Return all sizes of these pairs that do not divide under `forms`."""
-        both = [one for pair in pairs for one in self._products(pair, forms)]
+        both = [product for pair in pairs for product in self._products(pair, forms)]
         return list(dict.fromkeys(misfit for layer, product in both for misfit in self._misfits_in(layer, product)))
 
     def _misfits_in(self, layer: LayerSpec, product: Product) -> list[Misfit]:
@@ -166,15 +166,15 @@ class FormChoice:
         rows, width = (degree(axes, self.sizes) for axes in product.weight.dims)
         inputs, outputs = (degree(layout.features, self.sizes) for layout in (product.x, product.y))
         parts = num_panels(product, self.sizes) if product.panels else max(inputs, width)
-        found = [Misfit(self._key(layer.in_features, layer.name), layer.in_features, parts)]
+        misfits = [Misfit(self._key(layer.in_features, layer.name), layer.in_features, parts)]
         for parameter in layer.parameters:
             if parameter.heads and parameter.heads % outputs:
                 which = "model.heads" if parameter.heads == self.spec.heads else "model.kv_heads"
-                found.append(Misfit(which, parameter.heads, outputs))
+                misfits.append(Misfit(which, parameter.heads, outputs))
             elif len(parameter.shape) == 2:
-                found.append(self._output_misfit(layer, parameter, max(rows, outputs)))
-        found += [Misfit("micro_batch", self.samples, degree(y.rows, self.sizes)) for y in (product.x, product.y)]
-        return [misfit for misfit in found if misfit.size % misfit.parts]
+                misfits.append(self._output_misfit(layer, parameter, max(rows, outputs)))
+        misfits += [Misfit("micro_batch", self.samples, degree(y.rows, self.sizes)) for y in (product.x, product.y)]
+        return [misfit for misfit in misfits if misfit.size % misfit.parts]
 
     def _output_misfit(self, layer: LayerSpec, parameter: ParameterSpec, parts: int) -> Misfit:
         """Return the misfit of a weight's rows; of the rows of heads, in terms of the hidden size that gives them."""

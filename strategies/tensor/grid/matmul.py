@@ -112,8 +112,8 @@ class _Multiply(torch.autograd.Function):
         if wants_weights:
             (x,) = packed.x.read(gathering_x())
             reducing_weights = _start_weight_gradients(outputs, x, packed)
-        found = reducing_weights() if reducing_weights else [None] * len(ctx.like)
-        own = [None if g is None else g[:rows].to(dtype) for g, (rows, dtype) in zip(found, ctx.like)]
+        weight_grads = reducing_weights() if reducing_weights else [None] * len(ctx.like)
+        own = [None if g is None else g[:rows].to(dtype) for g, (rows, dtype) in zip(weight_grads, ctx.like)]
         return reducing()[0] if reducing else None, None, *own
 
 
@@ -134,7 +134,7 @@ def _start_weight_gradients(
     """dW = dY^T X of every output, and begin to scatter their partial sums in the reduction dtype; gives this rank's
     rows of each, with those that pad."""
     weights, like = packed.weights, outputs[0].parts[0]
-    held = weights.new(like, x.shape[1])
-    for gradient, output in zip(weights.read(held, like.dtype), outputs):
+    buffer = weights.new(like, x.shape[1])
+    for gradient, output in zip(weights.read(buffer, like.dtype), outputs):
         multiply_into(gradient, [(output.t(), x)])
-    return weights.start_scatter(held[0].to(packed.options.reduce)) if weights.groups else lambda: held
+    return weights.start_scatter(buffer[0].to(packed.options.reduce)) if weights.groups else lambda: buffer

@@ -22,11 +22,11 @@ from parallelrun.planner.model.product import ActivationLayout, Move, Product
 from parallelrun.planner.model.product import forms as products
 
 from ..common.activation_memory import local_numel
+from ..common.keys import Grid2DConfig, Grid25DConfig, GridConfig
 from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from .checks import GridRequest
 from .forms import MAKE, boundary_layout, key_of, pair_products
-from .keys import Grid2DConfig, Grid25DConfig, GridConfig
 from .shape import Cube, Deep, Shape, Square, cube_root
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def resolve(cls, request: Request) -> Self:
         """The form of every pair of layers, by what it moves."""
-        asked = GridConfig.of(request.config)
-        return cls(overlap=asked.overlap, forms=cls._of(request).choice.choose(), save_gathered=asked.save_gathered)
+        keys = GridConfig.of(request.config)
+        return cls(overlap=keys.overlap, forms=cls._of(request).choice.choose(), save_gathered=keys.save_gathered)
 
     @classmethod
     def mesh_dims(cls, request: Request) -> MeshDims:
@@ -135,13 +135,13 @@ class GridStrategy(ProductStrategy):
         """
         product, num_dims = self.product_of(plan.spec.layer_of[parameter.name], plan), len(parameter.shape)
         if product is not None:
-            found = product.weight_layout if num_dims == 2 else product.bias_layout
+            layout = product.weight_layout if num_dims == 2 else product.bias_layout
         elif parameter.layer_role in ("norm", "position_embedding"):
             boundary = self.boundary(plan)
-            found = Layout((*((),) * (num_dims - 1), boundary.features), boundary.rows)
+            layout = Layout((*((),) * (num_dims - 1), boundary.features), boundary.rows)
         else:
-            found = Layout.replicated(num_dims)
-        return Layout(found.dims, tuple(axis for axis in found.partial if plan.mesh.size(axis) > 1))
+            layout = Layout.replicated(num_dims)
+        return Layout(layout.dims, tuple(axis for axis in layout.partial if plan.mesh.size(axis) > 1))
 
     def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         """Return the product of a column, row, linear, head or embedding layer (a lookup); None for any other."""
@@ -261,17 +261,17 @@ class Tensor25D(Tensor2D):
     @classmethod
     def layout_choices(cls, tp: int) -> list[LayoutChoice]:
         """Square grids at every legal depth."""
-        found = [
+        configs = [
             LayoutChoice(f"2.5d {depth}x{side}x{side}", Grid25DConfig(depth=depth))
             for depth in divisors(tp)
             if depth > 1 and (side := isqrt(tp // depth)) >= depth and side * side == tp // depth
         ]
-        return found or [LayoutChoice("2.5d", Grid25DConfig(depth=2))]
+        return configs or [LayoutChoice("2.5d", Grid25DConfig(depth=2))]
 
     def resolved_config(self, config: Config, plan: Plan) -> Grid25DConfig:
-        found = super().resolved_config(config, plan)
-        assert isinstance(found, Grid25DConfig)
-        return replace(found, depth=plan.mesh.size("depth"))
+        section = super().resolved_config(config, plan)
+        assert isinstance(section, Grid25DConfig)
+        return replace(section, depth=plan.mesh.size("depth"))
 
 
 @dataclass(frozen=True)

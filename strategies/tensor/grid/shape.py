@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from parallelrun.planner.contract.request import Request
 
-from .keys import GridConfig
+from ..common.keys import GridConfig
 
 Grid = tuple[int, int]
 _GRID = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")

@@ -28,10 +28,10 @@ def check(request: Request, wanted: bool) -> list[Problem]:
     possible = divisors(request.spec.heads if key == "model.kv_heads" else size)
     legal = [tp for tp in possible if tp < 4 * request.tp and _fits(request.spec, tp, wanted)]
     fix = either("tp", nearest(request.tp, legal))
-    for key, size, what in misfits:
+    for key, size, message in misfits:
         legal_sizes = nearest(size, _legal_sizes(key, size, request.spec, request.tp))
         sizes = f" or {either(key, legal_sizes)}" if legal_sizes else ""
-        problems.append(Problem(what, "tp", fix + sizes, kind="arithmetic"))
+        problems.append(Problem(message, "tp", fix + sizes, kind="arithmetic"))
     return problems
 
 
@@ -50,15 +50,15 @@ def _roles(request: Request) -> list[Problem]:
     if not any(layer.layer_role in SPLIT_ROLES for layer in layers):
         possible = [x for x in layers if not x.layer_role and "column_parallel" in x.possible_roles]
         name = next((layer.name for layer in [*possible, *layers] if possible or layer.parameters), spec.name)
-        what = f"layer {name} has no layer role, so tp={tp} has nothing to split"
-        return [common.wrong_role(what, request, name, "column_parallel")]
+        message = f"layer {name} has no layer role, so tp={tp} has nothing to split"
+        return [common.wrong_role(message, request, name, "column_parallel")]
     column: LayerSpec | None = None  # whose output is split here
     for layer in layers:
         role = layer.layer_role
         if column and layer.parameters and role not in ("row_parallel", "column_parallel"):  # q, k, v are side by side
             opener = column.name
-            what = f"layer {layer.name} reads what {opener} has split over tp={tp}: only a row_parallel layer may"
-            return [common.wrong_role(what, request, layer.name, "row_parallel")]
+            message = f"layer {layer.name} reads what {opener} has split over tp={tp}: only a row_parallel layer may"
+            return [common.wrong_role(message, request, layer.name, "row_parallel")]
         column = layer if role == "column_parallel" else None if role == "row_parallel" else column
     return []
 
@@ -69,13 +69,13 @@ def _sequence(spec: ModelSpec, tp: int, wanted: bool) -> list[Problem]:
     if not wanted:
         return []
     if spec.kind != "tokens" or not spec.seq:
-        what = f"sequence_parallel=true: {spec.name} has no sequence to cut"
-        return [Problem(what, key, f"{key}=false", kind="undefined")]
+        message = f"sequence_parallel=true: {spec.name} has no sequence to cut"
+        return [Problem(message, key, f"{key}=false", kind="undefined")]
     if spec.seq % tp == 0:
         return []
-    what = f"model.seq={spec.seq} is not divisible by tp={tp}, and sequence_parallel cuts it evenly"
+    message = f"model.seq={spec.seq} is not divisible by tp={tp}, and sequence_parallel cuts it evenly"
     fix = f"{either('model.seq', common.multiples(spec.seq, tp))} or {key}=false"
-    return [Problem(what, "tp", fix, kind="arithmetic")]
+    return [Problem(message, "tp", fix, kind="arithmetic")]
 
 
 def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
@@ -83,27 +83,27 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
 
     Where no row layer follows, as in the matmul lesson, uneven columns are as good as even ones.
     """
-    found = []
+    misfits = []
     if spec.heads % tp:
-        found.append(("model.heads", spec.heads, f"model.heads={spec.heads} is not divisible by tp={tp}"))
+        misfits.append(("model.heads", spec.heads, f"model.heads={spec.heads} is not divisible by tp={tp}"))
     elif spec.kv_heads and spec.kv_heads % tp and tp % spec.kv_heads:
-        what = f"model.kv_heads={spec.kv_heads} is not divisible by tp={tp}, nor tp by it (each held by some ranks)"
-        found.append(("model.kv_heads", spec.kv_heads, what))
+        message = f"model.kv_heads={spec.kv_heads} is not divisible by tp={tp}, nor tp by it (each held by some ranks)"
+        misfits.append(("model.kv_heads", spec.kv_heads, message))
     if spec.ffn and spec.ffn % tp:
-        found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} is not divisible by tp={tp}"))
+        misfits.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} is not divisible by tp={tp}"))
     expert = next((layer.parameters[0] for layer in spec.layers() if layer.layer_role == "expert"), None)  # all alike
     width = expert.shape[inside_dim(expert)] if expert else spec.ffn
     if width % tp and width != spec.ffn:
-        what = f"model.expert_ffn={width} is not divisible by tp={tp}: it cuts the inside of every expert"
-        found.append(("model.expert_ffn", width, what))
+        message = f"model.expert_ffn={width} is not divisible by tp={tp}: it cuts the inside of every expert"
+        misfits.append(("model.expert_ffn", width, message))
     if not spec.heads and any(layer.layer_role == "row_parallel" for layer in spec.layers()):
         for layer in spec.layers():
-            misfits = [size for size in _widths(layer) if size % tp and size != spec.ffn]
-            found += [
+            widths = [size for size in _widths(layer) if size % tp and size != spec.ffn]
+            misfits += [
                 (layer.name, size, f"layer {layer.name}: {size} features are not divisible by tp={tp}")
-                for size in misfits
+                for size in widths
             ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(misfits))
 
 
 def _legal_sizes(key: str, size: int, spec: ModelSpec, tp: int) -> list[int]:

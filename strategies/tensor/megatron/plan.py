@@ -18,10 +18,10 @@ from parallelrun.planner.model.product import ActivationLayout, Product
 from parallelrun.planner.model.product.forms import column_1d, row_1d
 
 from ..common.activation_memory import local_numel
+from ..common.keys import MegatronConfig
 from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from . import checks
-from .keys import MegatronConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -55,6 +55,15 @@ def test_a_plug_in_is_a_name_like_any_other_and_hides_none(installed, monkeypatc
     assert installed == ["parallelrun.strategies"] * 2  # each cleared cache asks once
 
 
+def test_a_data_strategy_without_modules_of_its_own_has_the_buckets_and_their_rule(installed):
+    common = "parallelrun.strategies.data.common"
+    assert registry.path("strategies", "data.ddp", "runtime") == f"{common}.reducer"
+    assert registry.path("strategies", "data.ring", "reference") == f"{common}.compression.reference"
+    assert registry.path("strategies", "data.ring", "runtime") == "parallelrun.strategies.data.ring.runtime"
+    assert registry.path("strategies", "tensor.megatron", "runtime").endswith("megatron.runtime")
+    assert registry.path("strategies", "data.theirs", "runtime") == "json.runtime"  # a plug-in names its own
+
+
 @pytest.mark.parametrize("folder", ["theirs-1.0.dist-info", "theirs.egg-info"])
 def test_a_plug_in_in_any_folder_of_the_path_is_found(folder, tmp_path, monkeypatch):
     (tmp_path / folder).mkdir()

@@ -32,7 +32,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """The base class. size: members of the group; index: one of them; numel: elements of the tensor that is summed.
+    """The base class. size: the number of members of the group; index: of one member; numel: elements of the tensor.
 
     group_size: consecutive members that make an inner group (hierarchical).
     """
@@ -51,12 +51,12 @@ class Algorithm(ABC):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        """Settings that it does not read, or that are illegal."""
-        asked = AlgorithmKeys.of(request.config).group_size
-        if asked is None:
+        """Return the violations: settings that the algorithm does not read, or that are illegal."""
+        group_size = AlgorithmKeys.of(request.config).group_size
+        if group_size is None:
             return []
-        what = f"{GROUP_SIZE}={asked} is read by algorithm=hierarchical only"
-        return [Problem(what, GROUP_SIZE, "strategy.data.algorithm=hierarchical", kind="unread")]
+        message = f"{GROUP_SIZE}={group_size} is read by algorithm=hierarchical only"
+        return [Problem(message, GROUP_SIZE, "strategy.data.algorithm=hierarchical", kind="unread")]
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
@@ -73,15 +73,15 @@ class Algorithm(ABC):
 
     @abstractmethod
     def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
-        """The messages of a member, in closed form, or of several at once: index may be an array of members.
+        """Count the messages of a member in closed form. index may be an array, which counts several members at once.
 
         limit: elements of a piece of a message; None: messages are sent whole.
         """
 
     def longest_added(self, size: int, index: int, numel: int) -> int:
         """Elements of the longest message that a member adds to its own part."""
-        adding = [one for one in self.rounds(size, index, numel) if one.phase == SCATTER_REDUCE]
-        return max((one.receive.numel for one in adding if one.receive), default=0)
+        adding = [turn for turn in self.rounds(size, index, numel) if turn.phase == SCATTER_REDUCE]
+        return max((turn.receive.numel for turn in adding if turn.receive), default=0)
 
     def buffer_elements(self, size: int, index: int, numel: int, on_cpu: bool) -> int:
         """Elements of the buffers in which a member receives what it adds."""
@@ -91,25 +91,25 @@ class Algorithm(ABC):
         self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
     ) -> list[Collective]:
         """The predicted rows of one sum of gradients over `axis`. limit: see `counts`."""
-        found = self.counts(size, index, numel, limit)
+        counts = self.counts(size, index, numel, limit)
         return [
-            Collective(axis, "send", "gradients", found.sends, found.elements * element_bytes),
-            Collective(axis, "recv", "gradients", found.receives, 0),
+            Collective(axis, "send", "gradients", counts.sends, counts.elements * element_bytes),
+            Collective(axis, "recv", "gradients", counts.receives, 0),
         ]
 
     def links(self, size: int, numel: int) -> dict[tuple[int, int], int]:
         """Elements sent from one member to another: (from, to) -> how many, where there are any."""
-        found: Counter[tuple[int, int]] = Counter()
+        elements: Counter[tuple[int, int]] = Counter()
         for index in range(size):
-            for one in self.rounds(size, index, numel):
-                if one.send:
-                    found[index, one.send.peer] += one.send.numel
-        return dict(sorted(found.items()))
+            for turn in self.rounds(size, index, numel):
+                if turn.send:
+                    elements[index, turn.send.peer] += turn.send.numel
+        return dict(sorted(elements.items()))
 
 
 @dataclass(frozen=True)
 class NativeAllReduce(Algorithm):
-    """The backend's own all-reduce, whose messages nobody here knows."""
+    """The backend's own all-reduce, whose messages are not known here."""
 
     native = True
 

@@ -30,8 +30,8 @@ def exchange(
     """
     size = len(ranks)
     if size > MOST_RANKS:
-        what = f"{size} ranks exchange messages with each other: explain lists every message of at most {MOST_RANKS}"
-        raise ConfigError(Problem(what, "dp", "dp=8"))
+        message = f"{size} ranks exchange messages with each other: explain lists every message of at most {MOST_RANKS}"
+        raise ConfigError(Problem(message, "dp", "dp=8"))
     tables = [algorithm.rounds(size, index, numel) for index in range(size)]
     blocks = _blocks(tables, numel)
     holders = [[frozenset({index}) for _ in blocks] for index in range(size)]  # whose gradients a rank's block has
@@ -39,16 +39,18 @@ def exchange(
     for number, together in enumerate(zip(*tables, strict=True)):
         before = [list(held) for held in holders]
         messages = []
-        for index, one in enumerate(together):
-            if one.send is not None:
-                what = _what(one.send, blocks, before[index], ranks)
-                size_bytes = one.send.numel * element_bytes
-                calls = 1 if limit is None else sum(1 for _ in one.send.pieces(limit))
-                messages.append(ExplainedMessage(ranks[index], ranks[one.send.peer], what, size_bytes, purpose, calls))
-            if one.receive is not None:
-                for block in _covered(one.receive, blocks):
-                    arrived = before[one.receive.peer][block]
-                    adds = one.phase == SCATTER_REDUCE
+        for index, turn in enumerate(together):
+            if turn.send is not None:
+                content = _what(turn.send, blocks, before[index], ranks)
+                size_bytes = turn.send.numel * element_bytes
+                calls = 1 if limit is None else sum(1 for _ in turn.send.pieces(limit))
+                messages.append(
+                    ExplainedMessage(ranks[index], ranks[turn.send.peer], content, size_bytes, purpose, calls)
+                )
+            if turn.receive is not None:
+                for block in _covered(turn.receive, blocks):
+                    arrived = before[turn.receive.peer][block]
+                    adds = turn.phase == SCATTER_REDUCE
                     holders[index][block] = holders[index][block] | arrived if adds else arrived
         rounds.append(
             ExplainedRound(f"round {number + 1} of {len(tables[0])}, {TITLES[together[0].phase]}", tuple(messages))
@@ -60,9 +62,9 @@ def exchange(
 def _blocks(tables: Sequence[Rounds], numel: int) -> list[Span]:
     """The spans between all borders of messages: the finest blocks that are sent."""
     borders = {0, numel}
-    for one in tables:
-        for both in one:
-            borders |= {edge for part in (both.send, both.receive) if part for edge in (part.start, part.stop)}
+    for rounds in tables:
+        for turn in rounds:
+            borders |= {edge for part in (turn.send, turn.receive) if part for edge in (part.start, part.stop)}
     return list(pairwise(sorted(borders)))
 
 

@@ -39,7 +39,7 @@ def alike(numbers: Iterable[Number], size: int) -> list[tuple[int, int]]:
     members, or one number for all of them."""
     import numpy
 
-    table = numpy.stack([numpy.zeros(size, dtype=numpy.int64), *(numpy.broadcast_to(one, size) for one in numbers)])
+    table = numpy.stack([numpy.zeros(size, dtype=numpy.int64), *(numpy.broadcast_to(n, size) for n in numbers)])
     order = numpy.lexsort(table)  # stable: the first of a class comes first
     differs = (numpy.diff(table[:, order]) != 0).any(axis=0)
     starts = numpy.flatnonzero(numpy.concatenate(([True], differs)))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _CLASSES = (NativeAllReduce, RingAllReduce, HalvingDoubling, HierarchicalAllReduce, TreeAllReduce)
-ALGORITHMS: dict[str, type[Algorithm]] = {one.name: one for one in _CLASSES}
+ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in _CLASSES}
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
     @classmethod
     def check_algorithm(cls, request: Request) -> list[Problem]:
         """An unknown algorithm, or what the named one refuses."""
-        asked = AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name
-        return one_of("strategy.data.algorithm", asked, ALGORITHMS) or cls.asked_algorithm(request).check(request)
+        name = AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name
+        return one_of("strategy.data.algorithm", name, ALGORITHMS) or cls.asked_algorithm(request).check(request)
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
@@ -89,15 +89,15 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
 
     def counts_of(self, size: int, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> Iterable[Number]:
         """The counts of a step, each as an array over the `size` members of a group of `summing_members`."""
-        found: defaultdict[tuple[str, str], Number] = defaultdict(int)
+        totals: defaultdict[tuple[str, str], Number] = defaultdict(int)
         for message, times in Counter(self.bucket_messages(pp_rank, coordinate, plan)).items():
             num_members, places = places_on(message.axis, size, plan)
             algorithm, limit = self.algorithm.over(message.axis, plan), _limit(message, plan)
             counts = algorithm.counts(num_members, places, message.numel, limit)
-            found[message.axis, "sends"] += times * counts.sends
-            found[message.axis, "bytes"] += times * counts.elements * message.element_bytes
-            found[message.axis, "receives"] += times * counts.receives
-        return found.values()
+            totals[message.axis, "sends"] += times * counts.sends
+            totals[message.axis, "bytes"] += times * counts.elements * message.element_bytes
+            totals[message.axis, "receives"] += times * counts.receives
+        return totals.values()
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Buffers for what the messages bring, kept per group of ranks and as large as its largest sum needs."""
@@ -138,9 +138,9 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
         decides which rank sends to which."""
-        found: Counter[tuple[int, int]] = Counter()
+        sizes: Counter[tuple[int, int]] = Counter()
         if self.algorithm.native:
-            return found
+            return sizes
         for axis in (DP, EXPERT + DP):
             size, algorithm = plan.mesh.size(axis), self.algorithm.over(axis, plan)
             for ranks in plan.mesh.groups(axis) if size > 1 else ():
@@ -150,8 +150,8 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
                     if message.axis != axis:
                         continue
                     for (source, target), elements in algorithm.links(size, message.numel).items():
-                        found[ranks[source], ranks[target]] += times * elements * message.element_bytes
-        return found
+                        sizes[ranks[source], ranks[target]] += times * elements * message.element_bytes
+        return sizes
 
 
 def _limit(message: SummedMessage, plan: Plan) -> int | None:

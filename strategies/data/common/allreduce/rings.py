@@ -39,12 +39,12 @@ class RingAllReduce(Algorithm):
         return ring(range(size), index, (0, numel))
 
     def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
-        found = [_counts_of_ring(*one, limit) for one in self.rings(size, index, numel)]
-        return Counts(*(sum(numbers) for numbers in zip(*found)))
+        counts_of_rings = [_counts_of_ring(*ring, limit) for ring in self.rings(size, index, numel)]
+        return Counts(*(sum(numbers) for numbers in zip(*counts_of_rings)))
 
     def longest_added(self, size: int, index: int, numel: int) -> int:
         """A member adds to every segment but the one with its own number, which it sends first."""
-        rings = [one for one in self.rings(size, index, numel) if one[0] > 1]
+        rings = [ring for ring in self.rings(size, index, numel) if ring[0] > 1]
         return max((length // n + (length % n > (i < length % n)) for n, i, length in rings), default=0)
 
     def rings(self, size: int, index: Number, numel: int) -> list[tuple[int, Number, Number]]:
@@ -71,31 +71,31 @@ class HierarchicalAllReduce(RingAllReduce):
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        asked, per_node = AlgorithmKeys.of(request.config).group_size, request.config.cluster.gpus_per_node
-        if asked is None and per_node is not None:
-            asked = min(request.num_data_ranks, max(1, per_node // request.tp))
+        group_size, per_node = AlgorithmKeys.of(request.config).group_size, request.config.cluster.gpus_per_node
+        if group_size is None and per_node is not None:
+            group_size = min(request.num_data_ranks, max(1, per_node // request.tp))
         return cls(
-            asked
+            group_size
             or min(divisors(request.num_data_ranks), key=lambda size: (size + request.num_data_ranks // size, size))
         )
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         """Groups that do not make up dp, or that hold different numbers of an expert's copies, every ep-th of dp."""
-        asked, dp, ep = AlgorithmKeys.of(request.config).group_size, request.num_data_ranks, request.ep
-        if asked is not None and asked < 1:  # told by the rules
+        group_size, dp, ep = AlgorithmKeys.of(request.config).group_size, request.num_data_ranks, request.ep
+        if group_size is not None and group_size < 1:  # the rules of keys report it
             return []
         size = cls.of(request).group_size
         if dp % size:
-            source = "" if asked is not None else f" (cluster.gpus_per_node / tp={request.tp})"
-            what, legal = f"inner groups of {size}{source} do not make up dp={dp}", divisors(dp)
+            source = "" if group_size is not None else f" (cluster.gpus_per_node / tp={request.tp})"
+            message, legal = f"inner groups of {size}{source} do not make up dp={dp}", divisors(dp)
         elif size % ep and ep % size:
             held = f"equally many copies of an expert, one in {ep} members"
-            what = f"inner groups of {size} members of dp do not hold {held}"
+            message = f"inner groups of {size} members of dp do not hold {held}"
             legal = [n for n in divisors(dp) if n % ep == 0 or ep % n == 0]
         else:
             return []
-        return [Problem(what, GROUP_SIZE, either(GROUP_SIZE, nearest(size, legal)), kind="arithmetic")]
+        return [Problem(message, GROUP_SIZE, either(GROUP_SIZE, nearest(size, legal)), kind="arithmetic")]
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:

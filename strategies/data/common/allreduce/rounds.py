@@ -83,13 +83,13 @@ class Halving(NamedTuple):
 
 def halvings(numel: int, size: int, index: int) -> tuple[Halving, ...]:
     """Vector halving, distance doubling: the halvings of member `index` of `size` (a power of two), in order."""
-    span, distance, found = (0, numel), 1, []
+    span, distance, steps = (0, numel), 1, []
     while distance < size:
         lower, upper = segments(*span, 2)
         keep, give = (upper, lower) if index & distance else (lower, upper)
-        found.append(Halving(distance, keep, give))
+        steps.append(Halving(distance, keep, give))
         span, distance = keep, 2 * distance
-    return tuple(found)
+    return tuple(steps)
 
 
 def halved(numel: Number, times: int, index: Number) -> Number:

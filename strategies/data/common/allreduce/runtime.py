@@ -40,7 +40,7 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, rounds: Rounds, async
     if not rounds or group.size == 1:
         return comm.all_reduce(tensor, group, purpose, async_op=async_op)
     assert tensor.is_contiguous(), "its flat view is sent"
-    rounds = tuple(one for one in rounds if one.send or one.receive)
+    rounds = tuple(turn for turn in rounds if turn.send or turn.receive)
     started = (_on_stream if tensor.is_cuda else _on_thread)(tensor.view(-1), rounds, group, purpose)
     if async_op:
         return started
@@ -130,7 +130,7 @@ class _Pieces:
 
     def __init__(self, flat: Tensor, rounds: Rounds, group: Group, purpose: str, scratch: _Scratch):
         self._flat, self._rounds, self._group, self._purpose = flat, rounds, group, purpose
-        received = [one.receive.numel for one in rounds if one.phase == SCATTER_REDUCE and one.receive]
+        received = [turn.receive.numel for turn in rounds if turn.phase == SCATTER_REDUCE and turn.receive]
         self._longest, self._scratch = max(received, default=0), scratch
         self._piece = piece_elements(flat.element_size())
         self._sent: list[dist.Work] = []
@@ -140,13 +140,13 @@ class _Pieces:
         self._buffers = self._scratch.rows(self._longest, self._flat)
         arriving = self._post(0)
         self._send(self._pieces_to_send(0), self._flat.numel())
-        for number, one in enumerate(self._rounds):
+        for number, turn in enumerate(self._rounds):
             posted, outgoing = self._post(number + 1), self._pieces_to_send(number + 1)
-            if one.receive:
-                self._send(outgoing, one.receive.start)
+            if turn.receive:
+                self._send(outgoing, turn.receive.start)
             for piece, buffer, work in arriving:
                 work.wait()
-                if one.phase == SCATTER_REDUCE:
+                if turn.phase == SCATTER_REDUCE:
                     self._flat[piece.start : piece.stop].add_(buffer)
                 self._send(outgoing, piece.stop)
             self._send(outgoing, self._flat.numel())
@@ -196,14 +196,14 @@ def _on_stream(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> Wait
 
 def run_in_batches(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> None:
     """Run one round at a time with uncut messages and both directions in one batch, as NCCL needs it; also on gloo."""
-    for one in rounds:
+    for turn in rounds:
         buffer, receives = flat[:0], []
-        if one.receive is not None:
-            place = (one.receive.start, one.receive.stop)
-            buffer = flat[slice(*place)] if one.phase == ALL_GATHER else flat.new_empty(one.receive.numel)
-            receives = [(buffer, one.receive.peer)]
-        sends = [(flat[one.send.start : one.send.stop], one.send.peer)] if one.send else []
+        if turn.receive is not None:
+            place = (turn.receive.start, turn.receive.stop)
+            buffer = flat[slice(*place)] if turn.phase == ALL_GATHER else flat.new_empty(turn.receive.numel)
+            receives = [(buffer, turn.receive.peer)]
+        sends = [(flat[turn.send.start : turn.send.stop], turn.send.peer)] if turn.send else []
         for work in comm.exchange(sends, receives, group, purpose):
             work.wait()
-        if one.receive is not None and one.phase == SCATTER_REDUCE:
+        if turn.receive is not None and turn.phase == SCATTER_REDUCE:
             flat[slice(*place)].add_(buffer)

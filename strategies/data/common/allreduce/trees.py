@@ -34,11 +34,11 @@ class HalvingDoubling(Algorithm):
             return (Round(SCATTER_REDUCE, all_of_it, None), *reducing, *gathering, Round(ALL_GATHER, None, all_of_it))
         place = index // 2 if index < 2 * extra else index - extra
         halving, doubling = [], []
-        for one in halvings(numel, core, place):
-            partner = place ^ one.distance
+        for step in halvings(numel, core, place):
+            partner = place ^ step.distance
             peer = 2 * partner if partner < extra else partner + extra
-            halving.append(Round(SCATTER_REDUCE, message(peer, one.give), message(peer, one.keep)))
-            doubling.append(Round(ALL_GATHER, message(peer, one.keep), message(peer, one.give)))
+            halving.append(Round(SCATTER_REDUCE, message(peer, step.give), message(peer, step.keep)))
+            doubling.append(Round(ALL_GATHER, message(peer, step.keep), message(peer, step.give)))
         middle = (*halving, *reversed(doubling))
         if not extra:
             return middle

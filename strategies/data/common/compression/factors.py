@@ -46,5 +46,5 @@ def orthonormal(matrices: Tensor) -> Tensor:
 def next_right_factor(summed: Tensor, first: Tensor) -> Tensor:
     """Return the right factor of the next step: this step's summed Q with columns of norm 1. A column of zeros starts
     again from the first Q."""
-    found = torch.linalg.vector_norm(summed, dim=-2, keepdim=True) > 0
-    return torch.where(found, unit_columns(summed), first)
+    is_used = torch.linalg.vector_norm(summed, dim=-2, keepdim=True) > 0
+    return torch.where(is_used, unit_columns(summed), first)

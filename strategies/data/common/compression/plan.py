@@ -59,23 +59,23 @@ class Compression:
         """Settings that contradict the compression."""
         data, problems = CompressionKeys.of(request.config), []
         if data.powersgd_rank is not None and not self.rank:
-            what = f"strategy.data.powersgd_rank={data.powersgd_rank} is read by compression=powersgd only"
+            message = f"strategy.data.powersgd_rank={data.powersgd_rank} is read by compression=powersgd only"
             where = "strategy.data.powersgd_rank"
-            problems.append(Problem(what, where, "strategy.data.compression=powersgd", kind="unread"))
+            problems.append(Problem(message, where, "strategy.data.compression=powersgd", kind="unread"))
         if self.compresses and request.cp > 1:
-            what = (
+            message = (
                 f"strategy.data.compression={self.kind} with cp={request.cp}: the reference of compressed sums has one"
             )
-            what += " gradient for each data replica, and here every part of a sequence has its own"
+            message += " gradient for each data replica, and here every part of a sequence has its own"
             fix = "strategy.data.compression=none or cp=1"
-            problems.append(Problem(what, "strategy.data.compression", fix, kind="not_built"))
+            problems.append(Problem(message, "strategy.data.compression", fix, kind="not_built"))
         if self.compresses and request.ep > 1:
-            what = (
+            message = (
                 f"strategy.data.compression={self.kind} with ep={request.ep}: experts' gradients are summed over "
                 "fewer ranks than the others, and the reference of compressed sums has one set of ranks"
             )
             fix = "strategy.data.compression=none or ep=1"
-            problems.append(Problem(what, "strategy.data.compression", fix, kind="not_built"))
+            problems.append(Problem(message, "strategy.data.compression", fix, kind="not_built"))
         return problems
 
     def dtype(self, plan: Plan) -> str:
@@ -135,12 +135,14 @@ class PowerSGD(Compression):
     def check(self, request: Request) -> list[Problem]:
         problems = super().check(request)
         if request.config.precision.name == "fp16" and request.num_data_ranks > 1:
-            what = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
-            problems.insert(0, Problem(what, "strategy.data.compression", "precision=bf16", kind="undefined"))
+            message = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
+            problems.insert(0, Problem(message, "strategy.data.compression", "precision=bf16", kind="undefined"))
         if request.config.sdc.every and request.num_data_ranks > 1:
-            what = "sdc.every repeats sums of gradients bit by bit, and PowerSGD's depend on the errors of earlier sums"
+            message = (
+                "sdc.every repeats sums of gradients bit by bit, and PowerSGD's depend on the errors of earlier sums"
+            )
             problems.append(
-                Problem(what, "sdc.every", "sdc.every=0 or strategy.data.compression=fp16", kind="not_built")
+                Problem(message, "sdc.every", "sdc.every=0 or strategy.data.compression=fp16", kind="not_built")
             )
         return problems
 

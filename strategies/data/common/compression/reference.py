@@ -39,8 +39,8 @@ class HalfSumRule(ReplayRule):
         total: Tensors = {}
         for name in local[0]:
             summed = local[0][name].half()
-            for one in local[1:]:
-                summed = summed + one[name].half()
+            for replica in local[1:]:
+                summed = summed + replica[name].half()
             total[name] = summed.to(local[0][name].dtype)
         return [{name: value.clone() for name, value in total.items()} for _ in local]
 
@@ -65,9 +65,9 @@ class PowerSGDRule(ReplayRule):
         out = super().gradients(step, local)
         for name, key in sorted(self._factored):
             place = self._parts[name][key][2]
-            approximation = self._approximate(name, key, [one[name][place] for one in local])
-            for one in out:
-                one[name][place] = approximation
+            approximation = self._approximate(name, key, [replica[name][place] for replica in local])
+            for replica in out:
+                replica[name][place] = approximation
         return out
 
     def _approximate(self, name: str, key: str, gradients: list[Tensor]) -> Tensor:
@@ -76,9 +76,9 @@ class PowerSGDRule(ReplayRule):
         first = first_right_factor(name, shape[1], num_columns(shape, self._rank)).to(gradients[0])
         right = self._right.get((name, key), first)
         corrected = [gradient.reshape(shape) + error for gradient, error in zip(gradients, errors)]
-        left = orthonormal(sum((one @ right for one in corrected), torch.zeros_like(corrected[0] @ right)))
-        answers = [one.T @ left for one in corrected]
-        self._errors[name, key] = [one - left @ answer.T for one, answer in zip(corrected, answers)]
+        left = orthonormal(sum((matrix @ right for matrix in corrected), torch.zeros_like(corrected[0] @ right)))
+        answers = [matrix.T @ left for matrix in corrected]
+        self._errors[name, key] = [matrix - left @ answer.T for matrix, answer in zip(corrected, answers)]
         summed = torch.stack(answers).sum(0)
         self._right[name, key] = next_right_factor(summed, first)
         return (left @ summed.T).reshape(gradients[0].shape)

@@ -9,9 +9,9 @@ import torch
 from parallelrun.distributed import torch_private
 from parallelrun.models.functions import attend, attend_with_dropout
 from parallelrun.planner.contract.context_order import ORDERS, Span
-from parallelrun.strategies.context.common import blocks
-from parallelrun.strategies.context.common.blocks import DroppedPart, Merged, attend_to_block, block_gradients
-from parallelrun.strategies.context.common.tiles import document_tiles, tiles
+from parallelrun.strategies.context import blocks
+from parallelrun.strategies.context.blocks import DroppedPart, Merged, attend_to_block, block_gradients
+from parallelrun.strategies.context.tiles import document_tiles, tiles
 
 SEQ, RANKS = 24, 3
 

@@ -71,10 +71,10 @@ class BlockwiseContext(ContextStrategy):
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
-        found = cls.resolve(request)
-        if cls.asked_order(request.config.strategy.context) is not None or found.head_ranks == request.cp:
+        strategy = cls.resolve(request)
+        if cls.asked_order(request.config.strategy.context) is not None or strategy.head_ranks == request.cp:
             return ()
-        return (f"strategy.context.order={found.order} (filled: {checks.reason(request)})",)
+        return (f"strategy.context.order={strategy.order} (filled: {checks.reason(request)})",)
 
     @classmethod
     def mesh_dims(cls, request: Request) -> tuple[MeshDims, FlattenedDims]:
@@ -102,7 +102,7 @@ class BlockwiseContext(ContextStrategy):
         ring = plan.mesh.size(AXIS) // self.head_ranks
         if ring == 1 or not (plan.spec.is_causal or plan.spec.packed):
             return []
-        return [name for name, one in ORDERS.items() if plan.spec.seq % (ring * one.parts) == 0]
+        return [name for name, order in ORDERS.items() if plan.spec.seq % (ring * order.parts) == 0]
 
     def imbalance(self, plan: Plan) -> float:
         ring = plan.mesh.size(AXIS) // self.head_ranks
@@ -111,10 +111,10 @@ class BlockwiseContext(ContextStrategy):
         spec = plan.spec
         if spec.documents:
             micro_batch = plan.batch.micro_batch
-            found = packed_imbalance(self.order, ring, spec.seq, spec.is_causal, spec.documents, micro_batch)
+            ratios = packed_imbalance(self.order, ring, spec.seq, spec.is_causal, spec.documents, micro_batch)
         else:
-            found = imbalance(self.order, ring, spec.seq) if spec.is_causal else Imbalance(1.0, 1.0)
-        return found.steps if self.in_turn else found.ranks
+            ratios = imbalance(self.order, ring, spec.seq) if spec.is_causal else Imbalance(1.0, 1.0)
+        return ratios.steps if self.in_turn else ratios.ranks
 
     # Sizes
 
@@ -144,14 +144,14 @@ class BlockwiseContext(ContextStrategy):
         return []
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
-        found: dict[tuple[str, str, str], tuple[int, int]] = {}
+        totals: dict[tuple[str, str, str], tuple[int, int]] = {}
         for block in blocks:
             rows = self._of_layer(block, plan) if attends(block) else []
             for row in [*rows, *_of_routers(block, plan)]:
-                calls, payload = found.get(row.key, (0, 0))
-                found[row.key] = calls + row.calls, payload + row.payload_bytes
+                calls, payload = totals.get(row.key, (0, 0))
+                totals[row.key] = calls + row.calls, payload + row.payload_bytes
         count = plan.batch.microbatches
-        return [Collective(*key, count * calls, count * payload) for key, (calls, payload) in found.items()]
+        return [Collective(*key, count * calls, count * payload) for key, (calls, payload) in totals.items()]
 
     def _of_layer(self, block: BlockSpec, plan: Plan) -> list[Collective]:
         """The messages of one microbatch of a block."""
@@ -205,8 +205,8 @@ class BlockwiseContext(ContextStrategy):
         ranks, exchanges = ranks_over(plan, AXIS), []
         for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
             for name in stage.blocks:
-                found = self.collectives((plan.spec.block(name),), plan)
-                rounds = [self._explained(row, ranks, plan) for row in found if row.operation != "recv"]
+                rows = self.collectives((plan.spec.block(name),), plan)
+                rounds = [self._explained(row, ranks, plan) for row in rows if row.operation != "recv"]
                 exchanges += [ExplainedExchange(name, tuple(rounds))] if rounds else []
         text, source = self.explained
         groups = plan.mesh.num_ranks // len(ranks)

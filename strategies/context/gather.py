@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,10 +11,9 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models.functions import accurate_dtype
 
-from ..common import runtime
-from ..common.plan import GRADIENTS, KEYS
-from ..common.product import GradientSum, Transport, add_tiles
-from ..common.tiles import Tile
+from .blockwise_plan import GRADIENTS, KEYS
+from .product import GradientSum, Transport, add_tiles
+from .tiles import Tile
 
 
 class GatherTransport(Transport):
@@ -51,6 +49,3 @@ class _ScatteredSum(GradientSum):
         mine = torch.empty_like(self._totals[0])
         comm.reduce_scatter_into(mine, self._totals.flatten(0, 1), self._group, GRADIENTS)
         return mine
-
-
-parallelize = partial(runtime.parallelize, transport=GatherTransport)

@@ -52,14 +52,16 @@ def document_tiles(
     queries: Spans, keys: Spans, causal: bool, lengths: tuple[int, ...], sample: int
 ) -> tuple[Tile, ...]:
     """The tiles of a sample into which documents of these lengths are packed: those inside each of them."""
-    found: list[Tile] = []
+    cut: list[Tile] = []
     start = 0
     for length in lengths:
-        (first_query, mine), (first_key, theirs) = (inside(one, start, start + length) for one in (queries, keys))
+        (first_query, mine), (first_key, theirs) = (
+            inside(positions, start, start + length) for positions in (queries, keys)
+        )
         start += length
         for query, key, is_causal, _ in tiles(mine, theirs, causal) if mine and theirs else ():
-            found.append(Tile(_moved(query, first_query), _moved(key, first_key), is_causal, slice(sample, sample + 1)))
-    return tuple(found)
+            cut.append(Tile(_moved(query, first_query), _moved(key, first_key), is_causal, slice(sample, sample + 1)))
+    return tuple(cut)
 
 
 def _moved(part: slice, by: int) -> slice:
@@ -77,7 +79,7 @@ def _striped(query: Span, key: Span) -> tuple[Tile, ...]:
 
 def _chunks(queries: Sequence[Span], keys: Sequence[Span]) -> tuple[Tile, ...]:
     """Each chunk of queries sees the chunks of keys before it: a prefix. Neighbours with the same prefix are one."""
-    found: list[Tile] = []
+    chunks: list[Tile] = []
     start = 0
     for query in queries:
         rows, start = slice(start, start + query.length), start + query.length
@@ -85,9 +87,9 @@ def _chunks(queries: Sequence[Span], keys: Sequence[Span]) -> tuple[Tile, ...]:
         seen = sum(key.length for key in keys if key.stop <= query.start)
         if not seen:
             continue
-        last = found[-1] if found else None
+        last = chunks[-1] if chunks else None
         if last is not None and last.key.stop == seen and last.query.stop == rows.start:
-            found[-1] = Tile(slice(last.query.start, rows.stop), last.key, False)
+            chunks[-1] = Tile(slice(last.query.start, rows.stop), last.key, False)
         else:
-            found.append(Tile(rows, slice(0, seen), False))
-    return tuple(found)
+            chunks.append(Tile(rows, slice(0, seen), False))
+    return tuple(chunks)

@@ -14,10 +14,10 @@ from parallelrun.planner.contract.request import Request
 ULYSSES = "strategy.context.ulysses"
 
 
-def order_of(asked: str | None, request: Request, head_ranks: int) -> str:
+def order_of(requested: str | None, request: Request, head_ranks: int) -> str:
     """The order of tokens: as asked for, else the one that balances attention."""
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     return CONTIGUOUS if head_ranks == request.cp else _balanced(request)[0]
 
 
@@ -39,11 +39,13 @@ def check(request: Request, head_ranks: int, order: str | None) -> list[Problem]
     """Every violation. head_ranks: ranks that exchange tokens for heads."""
     spec = request.spec
     if spec.kind != "tokens" or not spec.seq or not any(p.heads for p in spec.parameters.values()):
-        what = f"cp={request.cp}: model={spec.name} has no attention over a sequence to divide"
-        return [Problem(what, "cp", f"cp=1 dp={request.dp * request.cp} or model=gpt", kind="undefined")]
+        message = f"cp={request.cp}: model={spec.name} has no attention over a sequence to divide"
+        return [Problem(message, "cp", f"cp=1 dp={request.dp * request.cp} or model=gpt", kind="undefined")]
     if head_ranks < 1 or request.cp % head_ranks:
-        what = f"{ULYSSES}={head_ranks} does not divide cp={request.cp}; divisors: {_listed(request.cp)}"
-        return [Problem(what, ULYSSES, either(ULYSSES, nearest(head_ranks, divisors(request.cp))), kind="arithmetic")]
+        message = f"{ULYSSES}={head_ranks} does not divide cp={request.cp}; divisors: {_listed(request.cp)}"
+        return [
+            Problem(message, ULYSSES, either(ULYSSES, nearest(head_ranks, divisors(request.cp))), kind="arithmetic")
+        ]
     order = order_of(order, request, head_ranks)
     return _sequence(request, head_ranks, order) + _heads(request, head_ranks, order)
 
@@ -72,8 +74,8 @@ def _sequence(request: Request, head_ranks: int, order: str) -> list[Problem]:
     legal = [n for n in divisors(seq)[1:] if _divides(n, head_ranks, order, request)]
     around = [n for n in (seq // needed * needed, (seq // needed + 1) * needed) if n]
     fixes = [either("cp", nearest(request.cp, legal)), either("model.seq", around)]
-    what = f"model.seq={seq} does not divide into {cut}"
-    return [Problem(what, "cp", " or ".join(filter(None, fixes)), kind="arithmetic")]
+    message = f"model.seq={seq} does not divide into {cut}"
+    return [Problem(message, "cp", " or ".join(filter(None, fixes)), kind="arithmetic")]
 
 
 def _divides(cp: int, head_ranks: int, order: str, request: Request) -> bool:
@@ -102,11 +104,11 @@ def _heads(request: Request, head_ranks: int, order: str) -> list[Problem]:
         key, others = "cp", [n for n in divisors(each)[1:] if _divides(n, head_ranks, order, request)]
     own = max(1, kv_heads // parts)
     if spec.heads % (parts * head_ranks):
-        what = f"model.heads={spec.heads} is not divisible by {of}"
+        message = f"model.heads={spec.heads} is not divisible by {of}"
     elif own % head_ranks and head_ranks % own:
-        what = f"model.kv_heads={kv_heads} is not divisible by {of}, nor they by it (each held by some ranks)"
+        message = f"model.kv_heads={kv_heads} is not divisible by {of}, nor they by it (each held by some ranks)"
     else:
         return []
     legal = [n for n in others if own % n == 0 or n % own == 0]
     fixes = [either(key, nearest(head_ranks, legal)), "strategy.context.kind=ring"]
-    return [Problem(what, key, " or ".join(filter(None, fixes)), kind="arithmetic")]
+    return [Problem(message, key, " or ".join(filter(None, fixes)), kind="arithmetic")]

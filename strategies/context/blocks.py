@@ -63,10 +63,10 @@ def block_gradients(
     query, key, value = _cut(query, key, value, tile)
     grad, out, lse = (tensor[tile.samples, :, rows] for tensor in (grad, out, lse))
     if dropped is None and torch_private.has_fused_attention(query, key):
-        found = torch_private.fused_attention_backward(grad, query, key, value, out, lse, tile.causal)
+        gradients = torch_private.fused_attention_backward(grad, query, key, value, out, lse, tile.causal)
     else:
-        found = _explicit_backward(grad, query, key, value, out, lse, tile, dropped)
-    return found[0], _summed_heads(found[1], num_kv_heads), _summed_heads(found[2], num_kv_heads)
+        gradients = _explicit_backward(grad, query, key, value, out, lse, tile, dropped)
+    return gradients[0], _summed_heads(gradients[1], num_kv_heads), _summed_heads(gradients[2], num_kv_heads)
 
 
 class Merged:
@@ -151,7 +151,7 @@ def _explicit_backward(
     and its gradient, whatever was dropped."""
     wide = accurate_dtype(query.dtype)
     grad_query = torch.empty_like(query)
-    grad_key, grad_value = (torch.zeros_like(one, dtype=wide) for one in (key, value))
+    grad_key, grad_value = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
     for part, rows in _row_parts(query):
         grad_out = grad[:, :, rows]
         probabilities = (_scores(part, key, rows, tile.causal) - lse[:, :, rows].unsqueeze(-1)).exp_()

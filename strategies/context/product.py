@@ -1,4 +1,4 @@
-"""The attention of one rank's queries to all ranks' keys as one autograd node; how keys travel is the subclass' part.
+"""The attention of one rank's queries to all ranks' keys as one autograd node. A `Transport` brings the keys.
 
 Backward needs its own keys and values, the output and the log-sum-exp only: keys of other ranks travel again, so that
 kept activations shrink with cp.
@@ -115,10 +115,10 @@ class BlockwiseAttention(torch.autograd.Function):
         for source, (keys, values) in call.transport.blocks(own):
             dropped, parts = call.dropout(source), []
             for tile in call.tiles(source):
-                found = block_gradients(grads[0], query, keys, values, out, lse, tile, dropped)
-                grad_query[tile.samples, :, tile.query] += found[0]
-                parts.append((tile, found[1], found[2]))
-                del found  # else it would live beside the next block's
+                gradients = block_gradients(grads[0], query, keys, values, out, lse, tile, dropped)
+                grad_query[tile.samples, :, tile.query] += gradients[0]
+                parts.append((tile, gradients[1], gradients[2]))
+                del gradients  # else it would live beside the next block's
             sums.add(source, parts)
             del parts
         grad_key, grad_value = sums.own().to(own.dtype)

@@ -14,7 +14,7 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models.functions import accurate_dtype
 
-from .plan import GRADIENTS, KEYS
+from .blockwise_plan import GRADIENTS, KEYS
 from .product import GradientSum, Transport, add_tiles
 from .tiles import Tile
 
@@ -46,12 +46,12 @@ class RingTransport(Transport):
         self.group = group
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        held, size = own, self.group.size
+        block, size = own, self.group.size
         for step in range(size):
-            shift = _Shift(held, self.group, KEYS) if step + 1 < size else None
-            yield (self.group.index - step) % size, held
+            shift = _Shift(block, self.group, KEYS) if step + 1 < size else None
+            yield (self.group.index - step) % size, block
             if shift is not None:
-                held = shift.wait()
+                block = shift.wait()
 
     def gradients(self, own: Tensor) -> GradientSum:
         return _TravellingSum(own, self.group)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.local_tokens import SomeTokens, hold
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.models.moe.router import Router
 from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
 
+from .blockwise_plan import AXIS, BlockwiseContext
+from .gather import GatherTransport
 from .layers import ContextAttention
-from .plan import AXIS, BlockwiseContext
-from .product import Transport
+from .plan import GatheredAttention
+from .ring import RingTransport
 from .routing import SharedGroups
 
 
-def parallelize(network: Network, plan: Plan, mesh: Mesh, transport: Callable[[Group], Transport]) -> None:
+def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     """Let every layer know its tokens, and every attention and routing group reach those of other ranks.
 
-    In place; names stay. transport: brings keys and values over the ranks of a group.
+    In place; names stay. A ring of one rank has nothing to send: that is Ulysses.
     """
     strategy, group = plan.context, mesh.group(AXIS)
     assert isinstance(strategy, BlockwiseContext)
@@ -28,7 +28,8 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh, transport: Callable[[G
     hold(network, SomeTokens(positions[group.index]))
     ring, heads = map(mesh.group, strategy.axes(plan))
     spans = [strategy.attended_spans(index, plan) for index in range(ring.size)]
-    attention = ContextAttention(heads, transport(ring), spans, plan.spec.seq)
+    transport = GatherTransport(ring) if isinstance(strategy, GatheredAttention) else RingTransport(ring)
+    attention = ContextAttention(heads, transport, spans, plan.spec.seq)
     groups = SharedGroups(group, positions)
     for module in network.modules():
         if isinstance(module, AttentionProduct):

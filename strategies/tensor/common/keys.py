@@ -1,4 +1,4 @@
-"""The keys of `strategy.tensor` that the grids read."""
+"""The keys of `strategy.tensor` by kind. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from parallelrun.config.schema.field import key
 from parallelrun.config.schema.run_schema import TensorStrategyConfig
+
+
+@dataclass
+class MegatronConfig(TensorStrategyConfig):
+    kind: str = "megatron"
+    sequence_parallel: bool = key(False, "1d: shard norms and dropout along the sequence")
 
 
 @dataclass

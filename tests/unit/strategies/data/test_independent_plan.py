@@ -13,7 +13,7 @@ LOCAL_SGD, DILOCO = {"strategy.data.kind": "local_sgd"}, {"strategy.data.kind": 
 
 def syncs(steps: int, sync_every: int) -> list[int]:
     strategy = tiny_plan({"dp": 2, "steps": steps, **LOCAL_SGD, "strategy.data.sync_every": sync_every}).data
-    return [step for step in range(1, steps + 1) if strategy.is_sync(step)]
+    return [step for step in range(1, steps + 1) if strategy.meets(step)]
 
 
 def test_replicas_meet_every_hth_step_and_after_the_last():
@@ -37,7 +37,7 @@ def test_every_other_way_sends_the_same_in_each_step():
 @pytest.mark.parametrize(("steps", "meetings"), [(1, [1]), (2, [1, 2]), (3, [2, 3]), (5, [3, 5])])
 def test_verify_shortens_rounds_until_replicas_meet_twice(steps, meetings):
     strategy = tiny_plan({"dp": 2, **DILOCO, "strategy.data.sync_every": 100}).data.checked(steps)
-    assert [step for step in range(1, steps + 1) if strategy.is_sync(step)] == meetings
+    assert [step for step in range(1, steps + 1) if strategy.meets(step)] == meetings
     assert tiny_plan({"dp": 2, **DILOCO, "strategy.data.sync_every": 1}).data.checked(steps).sync_every == 1
 
 

@@ -17,7 +17,7 @@ from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply
 from parallelrun.models.moe.routing import Routing
 
-from .plan import ROUTED
+from .blockwise_plan import ROUTED
 
 
 class SharedGroups:

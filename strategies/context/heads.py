@@ -16,7 +16,7 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply
 
-from .plan import EXCHANGED
+from .blockwise_plan import EXCHANGED
 
 
 class _Exchange(torch.autograd.Function):
@@ -49,8 +49,8 @@ def to_sequence(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tupl
     copies = size // gcd(size, key.size(1))
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    parts = [one.unflatten(1, (size, -1)) for one in (query, key, value)]
-    counts = [one.size(2) for one in parts]
+    parts = [tensor.unflatten(1, (size, -1)) for tensor in (query, key, value)]
+    counts = [tensor.size(2) for tensor in parts]
     both = apply(_Exchange, torch.cat(parts, 2).flatten(1, 2), group, True)
     query, key, value = both.split(counts, 1)
     return query, key, value

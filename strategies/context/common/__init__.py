@@ -1,1 +1,0 @@
-"""Shared by the context strategies. Start with `plan.py` (prediction)."""

@@ -1,5 +1,0 @@
-"""The reference of ddp with compressed gradients."""
-
-from ..common.compression.reference import rule
-
-__all__ = ["rule"]
