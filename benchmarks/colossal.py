@@ -33,15 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.pairs import (
-    WithTorchsProducts,
-    beyond,
-    compare,
-    on_ranks,
-    peers_on_gloo,
-    read_arguments,
-    time_pairs,
-)
+from benchmarks.pairs import WithTorchsProducts, beyond, compare, on_ranks, peers_on_gloo, read_arguments, time_pairs
 from parallelrun.base.layout import Layout
 from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.mesh import Mesh, build_mesh
@@ -289,13 +281,8 @@ def _run(case_name: str, peer: str, pairs: int, warmup: int) -> dict[str, Any]:
 
 def main() -> None:
     arguments = read_arguments(__doc__, "colossal", CASES, peer="/tmp/colossal")
-    results = (
-        (
-            on_ranks(CASES[name].world, _run, name, arguments.peer, arguments.pairs, arguments.warmup),
-            BAR_1D if name == "1d" else BAR,
-        )
-        for name in arguments.case.split(",")
-    )
+    names, options = arguments.case.split(","), (arguments.peer, arguments.pairs, arguments.warmup)
+    results = ((on_ranks(CASES[n].world, _run, n, *options), BAR_1D if n == "1d" else BAR) for n in names)
     compare(arguments.name, results, _beyond_products)
 
 

@@ -23,15 +23,9 @@ from parallelrun.report.plans.plan_cost import corruption_text, cost_text, time_
 from parallelrun.report.screen import framed, labelled, show_section, table
 
 MOST_LINES = 40  # of the summary
-BACKENDS = {
-    "nccl": "nccl",
-    "shm": "shared memory",
-    "gloo": "gloo",
-}
+BACKENDS = {"nccl": "nccl", "shm": "shared memory", "gloo": "gloo"}
 FITS_STYLE = {"yes": "bold green", "no": "bold red"}
 HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); explain=true; --json prints every fact."
-
-
 Row = tuple[str, RenderableType]  # label and value
 
 
@@ -151,8 +145,10 @@ def _batch(plan: Plan) -> str:
 def _packing(plan: Plan, packing: Packing | None) -> str:
     if packing is None:
         return "not tokenized yet: attention is counted over whole samples, which is an upper bound"
-    seq = plan.spec.seq
-    cut = f"{counted(packing.cut, 'document')} longer than a sample are cut; " if packing.cut else ""
+    seq, cut = (
+        plan.spec.seq,
+        f"{counted(packing.cut, 'document')} longer than a sample are cut; " if packing.cut else "",
+    )
     return (
         f"{packing.documents:.1f} documents and {1 - packing.tokens / seq:.1%} padding per sample; {cut}"
         f"attention has {packing.squares / seq**2:.1%} of the work of whole samples"
