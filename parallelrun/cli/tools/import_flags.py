@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     found = source.translate()
     recipe.with_overrides(found, _overrides(asked.overrides), GROUPS)
     plan = recipe.check(found, lambda: _plan(found))
-    text = recipe.text(found, source.kind, source.shown, plan)
+    text = recipe.text(found, source.runner, source.shown, plan)
     if asked.to is None:
         sys.stdout.write(text)
         return EXIT_OK
