@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallelrun.report.plans import predicted
-from parallelrun.report.figures import degrees_text
-from parallelrun.report.screen import open_console, table
 from parallelrun.base.wording import counted
+from parallelrun.report.figures import degrees_text
+from parallelrun.report.plans import predicted
+from parallelrun.report.screen import open_console, table
 
 
 def show(document: dict[str, Any], enabled: bool = True) -> None:

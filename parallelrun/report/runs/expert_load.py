@@ -21,8 +21,8 @@ from rich.text import Text
 from parallelrun.base.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import digits, evenly
-from parallelrun.report.screen import LABEL, WIDEST
 from parallelrun.report.records.routing_log import FILE
+from parallelrun.report.screen import LABEL, WIDEST
 
 PICTURE = "routing.svg"
 MOST_LAYERS, MOST_ROWS = 4, 16

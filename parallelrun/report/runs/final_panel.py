@@ -12,12 +12,12 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
+from parallelrun.base.wording import counted
 from parallelrun.planner.predict.prediction import matches_prediction
+from parallelrun.report.figures import ROUNDING, bytes_text, degrees_text, seconds_text
 from parallelrun.report.plans import predicted
 from parallelrun.report.runs import expert_load
-from parallelrun.report.figures import ROUNDING, bytes_text, degrees_text, seconds_text
 from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_console, table
-from parallelrun.base.wording import counted
 
 BARS = "▁▂▃▄▅▆▇█"
 FILES = (

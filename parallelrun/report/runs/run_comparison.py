@@ -12,10 +12,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parallelrun.report.figures import bytes_text, digits, seconds_text
-from parallelrun.report.screen import NO_LIMIT, table
-from parallelrun.report.records.run_differences import MISSING, Column, KeyDifference, LossDifference, RunComparison, Spread
 from parallelrun.base.wording import counted
+from parallelrun.report.figures import bytes_text, digits, seconds_text
+from parallelrun.report.records.run_differences import (
+    MISSING,
+    Column,
+    KeyDifference,
+    LossDifference,
+    RunComparison,
+    Spread,
+)
+from parallelrun.report.screen import NO_LIMIT, table
 
 MOST_COLUMNS = 4  # beside each other on the screen; more runs are compared below each other
 MOST_KEYS = 24  # of a section on the screen

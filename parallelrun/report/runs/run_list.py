@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from parallelrun.report.runs.run_comparison import number_text
+from parallelrun.base.wording import counted
 from parallelrun.report.figures import bytes_text
-from parallelrun.report.screen import labelled, print_command
 from parallelrun.report.records import attempts
 from parallelrun.report.records.read import RunRecord
 from parallelrun.report.records.rows import RunRow
-from parallelrun.base.wording import counted
+from parallelrun.report.runs.run_comparison import number_text
+from parallelrun.report.screen import labelled, print_command
 
 _COLUMNS = {
     "loss": "loss",

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from parallelrun.report.figures import bytes_text
-from parallelrun.report.screen import table
 from parallelrun.report.records.live import LiveRun
+from parallelrun.report.screen import table
 
 _SILENT_S = 10.0  # without progress, from which on a rank is marked
 _STYLES = {

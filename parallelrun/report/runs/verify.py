@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallelrun.base.wording import counted
 from parallelrun.report.figures import degrees_text
 from parallelrun.report.screen import open_console, table
-from parallelrun.base.wording import counted
 
 MEANING = {
     "initial": "initial weights",

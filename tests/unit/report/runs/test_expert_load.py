@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from parallelrun.report import chart
-from parallelrun.report.runs import expert_load
 from parallelrun.report.records.routing_log import FILE
+from parallelrun.report.runs import expert_load
 
 SVG = "{http://www.w3.org/2000/svg}"
 SUMMARY = {"first_max_vio": 2.5, "max_vio": 0.25, "drop_rate": 0.0312, "load_entropy": 0.98}

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parallelrun.report.runs import bench, verify
-from parallelrun.report.plans import predicted
 from parallelrun.report.figures import bytes_text, degrees_text
+from parallelrun.report.plans import predicted
 from parallelrun.report.progress import ProgressLine
+from parallelrun.report.runs import bench, verify
 from parallelrun.report.runs.final_panel import communication_table, show, sparkline
 from parallelrun.report.screen import open_console
 
