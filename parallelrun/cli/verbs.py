@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +36,6 @@ def run(words: list[str]) -> int:
             return EXIT_OK
         from parallelrun.launch.entry.attach import follow
 
-        gc.enable()
         return follow(words)
     try:
         return _lead(words, attached)
@@ -62,16 +58,14 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         line = sweep_settings.with_mode_of_files(line)
     if line.multirun:
         return _sweep(line, words, attached)
-    with _collector_paused():
-        found = compose_line(line, attached)
-        resolved = _resolved(found[0], attached, line) if found is not None else None
-        if found is None or resolved is None:
-            return EXIT_OK
-        run_root, (composed, plan) = found[1], resolved
-        if line.verb in _SHOWN:
-            _SHOWN[line.verb](plan, composed.config, line.json)
-            return EXIT_OK
-    gc.enable()
+    composition = compose_line(line, attached)
+    resolved = _resolved(composition[0], attached, line) if composition is not None else None
+    if composition is None or resolved is None:
+        return EXIT_OK
+    run_root, (composed, plan) = composition[1], resolved
+    if line.verb in _SHOWN:
+        _SHOWN[line.verb](plan, composed.config, line.json)
+        return EXIT_OK
     workdir.check(composed.changes_directory, attached)
     if hosts.has_others(line.host_ranks) and attached is None:
         from parallelrun.launch.over_ssh import ssh
@@ -100,7 +94,6 @@ def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> in
     from parallelrun.cli.sweeps import sweep
     from parallelrun.config import compose
 
-    gc.enable()
     prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
     if not line.json:
         return sweep.run(line, words, prepared)[0]
@@ -108,18 +101,6 @@ def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> in
         code, points = sweep.run(line, words, prepared)
     print_json({"points": points} if line.verb == "plan" else {"verb": line.verb, "exit_code": code, "points": points})
     return code
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector: Hydra and `resolve` free little, and collecting takes a tenth of a plan."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def compose_line(line: CommandLine, attached: Attached | None) -> tuple[Composed, Path | None] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -263,14 +262,6 @@ def test_ls_keys_explains_every_key_that_users_type(run):
     assert all(row["values"] and row["description"] for row in rows.values())
     assert rows["recompute"]["values"] == "none | selective | full"
     assert rows["dropout"]["values"] == "float >= 0, < 1" and "model.preset" not in rows
-
-
-def test_the_collector_rests_only_while_a_plan_is_made(run, monkeypatch):
-    seen: list[bool] = []
-    monkeypatch.setattr("parallelrun.launch.entry.start.start", lambda *arguments: seen.append(gc.isenabled()) or 0)
-    monkeypatch.setattr("parallelrun.cli.verbs._SHOWN", {"plan": lambda *arguments: seen.append(gc.isenabled())})
-    assert [run(line)[0] for line in ("plan dp=2", "strategy=ddp dp=2", "plan tp=3")] == [0, 0, 2]
-    assert seen == [False, True] and gc.isenabled()
 
 
 def test_hydras_own_flags_answer(run):

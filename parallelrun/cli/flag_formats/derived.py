@@ -178,7 +178,7 @@ def shared_experts(width: int, values: Values) -> int:
     return int(width // expert)
 
 
-def microbatch(_: str, values: Values) -> int | None:
+def microbatch(_: str, values: Values) -> Any:
     """The balancing loss is that of a microbatch."""
     return values["--micro-batch-size"]
 
