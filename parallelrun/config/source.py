@@ -93,12 +93,14 @@ def register() -> None:
 
 def _schema() -> Container:
     """A copy of the schema's node: it takes 6 ms, building it 29 ms (0.6 s in a sweep of ten points)."""
-    return copy.deepcopy(_structured(complete_class()))
+    schema: type = complete_class()
+    return copy.deepcopy(_structured(schema))
 
 
 @cache
 def _structured(schema: type) -> Container:
-    return OmegaConf.structured(schema)
+    node: Container = OmegaConf.structured(schema)
+    return node
 
 
 @cache
@@ -117,4 +119,5 @@ def _parsed(name: str) -> Container:
 
 @cache
 def _content(name: str) -> dict[str, Any]:
-    return yaml.load(_texts()[name], Loader=LOADER) or {}
+    content: dict[str, Any] | None = yaml.load(_texts()[name], Loader=LOADER)
+    return content or {}
