@@ -44,8 +44,8 @@ def of_words(words: Sequence[str]) -> OtherRun:
     """The command line of pretrain_gpt.py, or its arguments alone. Raises ConfigError."""
     settings = _of_command([ShellWord(word, 0) for word in words], "command line")
     if not settings:
-        what = "after -- there are no arguments of Megatron-LM such as --num-layers 24"
-        raise ConfigError(Problem(what, "command line", command="parallelrun import-flags --help"))
+        cause = "after -- there are no arguments of Megatron-LM such as --num-layers 24"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun import-flags --help"))
     return OtherRun("megatron", "command line", settings)
 
 
@@ -77,10 +77,10 @@ def of_file(path: Path, function: str | None = None) -> OtherRun:
 def _checked(settings: Sequence[Setting], name: str, shown: str) -> Sequence[Setting]:
     if any(setting.name.partition(".")[0] in table_of(name)["marks"] for setting in settings):
         return settings
-    what = (
+    cause = (
         "not recognised as arguments of Megatron-LM, a job of torchtitan, or a configuration of DeepSpeed or accelerate"
     )
-    raise ConfigError(Problem(what, shown, command="parallelrun import-flags --help"))
+    raise ConfigError(Problem(cause, shown, command="parallelrun import-flags --help"))
 
 
 def _of_json(source: str, shown: str) -> list[Setting]:
@@ -124,8 +124,8 @@ def _leaves(root: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any, int]
 
 def _of_script(script: str, file: str) -> list[Setting] | None:
     """The settings of the command in a script that has most of them; None if it has no command with flags."""
-    found = max(commands(script), key=lambda words: sum(word.text.startswith("--") for word in words), default=[])
-    return _of_command(found, file) if any(word.text.startswith("--") for word in found) else None
+    words = max(commands(script), key=lambda words: sum(word.text.startswith("--") for word in words), default=[])
+    return _of_command(words, file) if any(word.text.startswith("--") for word in words) else None
 
 
 def _of_command(words: Sequence[ShellWord], file: str) -> list[Setting]:
@@ -155,8 +155,8 @@ def _of_toml(source: str, file: str) -> list[Setting]:
     try:
         import tomllib
     except ImportError as error:
-        what = "reading TOML needs Python 3.11"
-        raise EnvironmentProblem(Problem(what, file)) from error
+        cause = "reading TOML needs Python 3.11"
+        raise EnvironmentProblem(Problem(cause, file)) from error
     try:
         content = tomllib.loads(source)
     except tomllib.TOMLDecodeError as error:
@@ -177,13 +177,13 @@ def _flat(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _lines_of_toml(source: str) -> dict[str, int]:
-    section, found = "", {}
+    section, lines = "", {}
     for line, content in enumerate(source.splitlines(), 1):
         if head := re.match(r"\s*\[+([^\]]+)\]", content):
             section = f"{head[1].strip()}."
         elif key := re.match(r"\s*([\w.\-]+)\s*=", content):
-            found[f"{section}{key[1]}"] = line
-    return found
+            lines[f"{section}{key[1]}"] = line
+    return lines
 
 
 def _of_python(source: str, file: str, name: str | None) -> list[Setting]:
@@ -199,22 +199,22 @@ def _of_python(source: str, file: str, name: str | None) -> list[Setting]:
     if name is None and len(functions) == 1:
         name = next(iter(functions))
     if name not in functions:
-        what = f"{file} has {len(functions)} functions that build a configuration" if name is None else (
+        cause = f"{file} has {len(functions)} functions that build a configuration" if name is None else (
             f"{file} has no function {name} that returns a configuration")  # fmt: skip
-        raise ConfigError(Problem(what, "--config", " or ".join(f"--config {one}" for one in functions)))
-    found = []
+        raise ConfigError(Problem(cause, "--config", " or ".join(f"--config {one}" for one in functions)))
+    settings = []
     for keyword in functions[name].keywords:
         section, value = keyword.arg or "", keyword.value
         if section == "model_spec" and isinstance(value, ast.Call) and value.args:
             flavor = _literal(value.args[0])
-            found.append(Setting("model.flavor", flavor, f"{file}:{value.lineno}"))
+            settings.append(Setting("model.flavor", flavor, f"{file}:{value.lineno}"))
         elif isinstance(value, ast.Call):
-            found += [_setting(f"{section}.{one.arg}", one.value, file) for one in value.keywords]
+            settings += [_setting(f"{section}.{one.arg}", one.value, file) for one in value.keywords]
         else:
-            found.append(_setting(section, value, file))
+            settings.append(_setting(section, value, file))
     family = name.partition("_")[0] if name.partition("_")[0] in ("llama3", "llama4", "qwen3") else None
     family = "deepseek_v3" if name.startswith("deepseek") else family
-    return [*found, *([Setting("model.name", family, file)] if family else [])]
+    return [*settings, *([Setting("model.name", family, file)] if family else [])]
 
 
 def _returned(function: ast.FunctionDef) -> ast.Call | None:
