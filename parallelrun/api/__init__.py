@@ -160,8 +160,8 @@ def _directory(run: Run | PathText, runs: PathText) -> Path:
         return run.directory
     found = resolve([os.fspath(run)], Path(runs).expanduser())
     if len(found) > 1:
-        what = f"{run} is a sweep of {len(found)} points; one run is needed"
-        raise ConfigError(Problem(what, "run", str(found[0])))
+        cause = f"{run} is a sweep of {len(found)} points; one run is needed"
+        raise ConfigError(Problem(cause, "run", str(found[0])))
     return found[0]
 
 

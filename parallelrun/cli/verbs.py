@@ -86,11 +86,11 @@ def _lead(words: list[str], attached: Attached | None) -> int:
 
 def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> int:
     if attached is not None:
-        what = f"a sweep (-m) cannot run under {attached.source}, which has already started the ranks"
-        raise ConfigError(Problem(what, "command line", command="parallelrun -m ..., without a launcher"))
+        cause = f"a sweep (-m) cannot run under {attached.source}, which has already started the ranks"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun -m ..., without a launcher"))
     if line.verb == "explain":
-        what = "explain shows one plan at a time, not a sweep (-m)"
-        raise ConfigError(Problem(what, "command line", command="parallelrun plan ..."))
+        cause = "explain shows one plan at a time, not a sweep (-m)"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun plan ..."))
     from parallelrun.cli.sweeps import sweep
     from parallelrun.config import compose
 
@@ -248,8 +248,8 @@ def write_plot(plan: Plan, config: Config, found: Any, point: int | None = None)
     if config.plot is None:
         return []
     if found.data_axis is None:
-        what = f"plot={config.plot} draws the cost of combining gradients, and one rank has none to combine"
-        raise ConfigError(Problem(what, "plot", "leave plot out or strategy=ddp"))
+        cause = f"plot={config.plot} draws the cost of combining gradients, and one rank has none to combine"
+        raise ConfigError(Problem(cause, "plot", "leave plot out or strategy=ddp"))
     from parallelrun.report.plans import data_axis
 
     return data_axis.write(found.data_axis, data_axis.title(plan, config), config.plot, point)

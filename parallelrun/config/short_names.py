@@ -39,5 +39,5 @@ def fold(config: Config, given: Set[str]) -> tuple[Config, set[str]]:
 
 def _refuse_two(short: str, value: object, key: str, other: object) -> None:
     if other not in (None, value):
-        what = f"{short}={value} contradicts {key}={other}"
-        raise ConfigError(Problem(what, short, "one of the two", kind="contradiction"))
+        cause = f"{short}={value} contradicts {key}={other}"
+        raise ConfigError(Problem(cause, short, "one of the two", kind="contradiction"))

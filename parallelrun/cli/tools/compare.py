@@ -22,8 +22,8 @@ def main(words: list[str]) -> int:
     wanted = [conditions.parse(text) for text in arguments.fail_on]
     directories = list(dict.fromkeys(find.resolve(arguments.run, Path(arguments.runs).expanduser())))
     if len(directories) < 2:
-        what = f"compare needs two runs at least, got {len(directories)}"
-        raise ConfigError(Problem(what, "command line", command="parallelrun runs ls"))
+        cause = f"compare needs two runs at least, got {len(directories)}"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun runs ls"))
     found = compare([read(directory) for directory in directories])
     failed = conditions.failures(found, wanted)
     from parallelrun.report.runs import run_comparison as report

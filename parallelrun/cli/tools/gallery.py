@@ -134,8 +134,8 @@ def _cp(arguments: argparse.Namespace) -> int:
             Problem(f"{path} exists already, and is not overwritten", str(path), "another name")
         ) from error
     except OSError as error:
-        what = f"cannot copy {file.shown} to {path}: {error.strerror}"
-        raise EnvironmentProblem(Problem(what, str(error.filename or path))) from error
+        cause = f"cannot copy {file.shown} to {path}: {error.strerror}"
+        raise EnvironmentProblem(Problem(cause, str(error.filename or path))) from error
     shown = str(path) if "/" in str(path) else f"./{path}"
     print(f"copied to {path}; run it with:\nparallelrun recipe={shown}")
     return EXIT_OK
@@ -207,8 +207,8 @@ def _compared(file: RecipeFile, about: About | None, composed: Composed, plan: P
     from parallelrun.planner.facts.plan_facts import facts, figures
 
     if about is None:
-        what = f"{KEY}: is missing; it says purpose, devices, minutes, expected results and source"
-        return Checked(file, (Problem(what, file.shown, command="parallelrun recipes cp quickstart"),), {})
+        cause = f"{KEY}: is missing; it says purpose, devices, minutes, expected results and source"
+        return Checked(file, (Problem(cause, file.shown, command="parallelrun recipes cp quickstart"),), {})
     planned = figures(plan, composed.config.cluster, facts(plan, composed.config))
     found = [(key, f"{key}: is missing") for key in about.missing(trains=_trains(composed))]
     if about.devices is not None and about.devices != plan.world:
@@ -219,7 +219,7 @@ def _compared(file: RecipeFile, about: About | None, composed: Composed, plan: P
     limits = {f"{KEY}.expected.{name}": pair for name, pair in about.results().items()}
     limits |= {f"{KEY}.minutes": about.minutes} if about.minutes is not None else {}
     found += _outside(limits, results, "is predicted")
-    problems = tuple(Problem(what, f"{file.shown}: {key}") for key, what in found)
+    problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in found)
     return Checked(file, problems, {name.rpartition(".")[2]: value for name, value in results.items()})
 
 
@@ -268,5 +268,5 @@ def run(file: RecipeFile, trust: bool, runs: str) -> Checked:
     lost = [(key, f"{key}: the run has no {name}") for key, name in keys.items() if key not in results]
     limits = {f"about.expected.{name}": pair for name, pair in about.results().items()}
     found = [*lost, *_outside(limits, results, f"was the result of {directories[0]}")]
-    problems = tuple(Problem(what, f"{file.shown}: {key}") for key, what in found)
+    problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in found)
     return Checked(file, problems, {keys[key]: value for key, value in results.items()}, "run")

@@ -45,8 +45,8 @@ def strategy_class(axis: str, kind: str) -> type[Any]:
     for found in vars(module).values():
         if isinstance(found, type) and getattr(found, "kind", None) == kind and hasattr(found, "config_class"):
             return found
-    what = f"{module.__name__} has no strategy class with kind = {kind!r}"
-    raise ConfigError(Problem(what, f"strategy.{axis}.kind"))
+    cause = f"{module.__name__} has no strategy class with kind = {kind!r}"
+    raise ConfigError(Problem(cause, f"strategy.{axis}.kind"))
 
 
 @lru_cache(maxsize=len(SECTIONS))
@@ -137,8 +137,8 @@ def _section(axis: str) -> type:
             if item.name == "kind" or item is known:
                 continue
             if _declaration(cls, item) != _declaration(first, known):
-                what = f"{first.__name__} and {cls.__name__} declare strategy.{axis}.{item.name} differently"
-                raise ConfigError(Problem(what, f"strategy.{axis}.{item.name}"))
+                cause = f"{first.__name__} and {cls.__name__} declare strategy.{axis}.{item.name} differently"
+                raise ConfigError(Problem(cause, f"strategy.{axis}.{item.name}"))
     made = []
     for name, (cls, item) in found.items():
         default: Any = {"default": item.default} if item.default is not MISSING else {}
