@@ -58,10 +58,10 @@ def carry_out(composed: Composed, words: Sequence[str], run_root: Path | None, s
         except BaseException:
             process.kill()
             raise
-    found: dict[str, Any] = json.loads(text) if text else {"exit_code": abs(process.returncode) or 1}
-    if interrupted or found["exit_code"] == EXIT_INTERRUPTED:
+    document: dict[str, Any] = json.loads(text) if text else {"exit_code": abs(process.returncode) or 1}
+    if interrupted or document["exit_code"] == EXIT_INTERRUPTED:
         raise KeyboardInterrupt("the run was interrupted")
-    return _directory(found)
+    return _directory(document)
 
 
 def _started(order: dict[str, Any], answer: int) -> subprocess.Popen[bytes]:

@@ -159,8 +159,8 @@ def ranked(plan: Plan, config: Config, facts: Facts) -> Ranked | None:
     if not config.explain and not searches.is_ranked_soon(plan, config):
         return Ranked(facts.time, fits, None, True)
     with elapsed.shown(_SEARCHING):
-        found = searches.among_all(plan, config, facts.time, visible_gpus(), soon=not config.explain)
-    return Ranked(facts.time, fits, found, False)
+        result = searches.among_all(plan, config, facts.time, visible_gpus(), soon=not config.explain)
+    return Ranked(facts.time, fits, result, False)
 
 
 def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None, console: Console) -> None:

@@ -114,10 +114,10 @@ def compose_line(line: CommandLine, attached: Attached | None) -> tuple[Composed
         from parallelrun.cli import remaining
 
         words = [*line.flags, *(override.text for override in line.overrides)]
-        found = remaining.with_all(error, line.overrides, words)
-        if found is error:
+        complete = remaining.with_all(error, line.overrides, words)
+        if complete is error:
             raise
-        raise found from error
+        raise complete from error
 
 
 def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, Path | None] | None:
@@ -127,10 +127,10 @@ def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, P
     if not line.flags and not any(override.key.startswith("hydra.callbacks") for override in line.overrides):
         composed, run_root = compose.compose_once(prepared)
     else:
-        found = _through_hydra(prepared)
-        if found is None:
+        outcome = _through_hydra(prepared)
+        if outcome is None:
             return None
-        composed, run_root = found
+        composed, run_root = outcome
     return with_surroundings(composed, attached), run_root
 
 
@@ -167,21 +167,21 @@ def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:
     """Compose inside Hydra's task. The task only records, so that a run is never inside Hydra's stack frames."""
     from parallelrun.config import compose, hydra_task
 
-    found: list[tuple[Composed, Path | None]] = []
+    compositions: list[tuple[Composed, Path | None]] = []
     errors: list[Exception] = []
 
     def task(task_config: Any) -> None:
         try:
             if hydra_task.sweeping():
                 raise ConfigError(Problem("ask for a sweep with -m", "hydra.mode", command="parallelrun -m ..."))
-            found.append((compose.composed(task_config, prepared), hydra_task.run_directory()))
+            compositions.append((compose.composed(task_config, prepared), hydra_task.run_directory()))
         except Exception as error:  # if the task raised it, Hydra would print a line of its own
             errors.append(error)
 
     compose.run_hydra(prepared, task)
     for error in errors:
         raise error
-    return found[0] if found else None
+    return compositions[0] if compositions else None
 
 
 def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = None, found: Any = None) -> None:
@@ -223,16 +223,16 @@ def show_explanation(plan: Plan, config: Config, as_json: bool) -> None:
     from parallelrun.report.plans import plan_details
     from parallelrun.report.screen import open_console, show_section
 
-    found = explain(plan)
-    written = report.write(found, config.plot) if config.plot is not None else []
+    explanation = explain(plan)
+    written = report.write(explanation, config.plot) if config.plot is not None else []
     if as_json:
-        print_json(report.document(found))
+        print_json(report.document(explanation))
         return
     if plan.mesh.size("pp") > 1:
         console = open_console()
         drawn = plan_details.schedule(plan, simulate.of_plan(plan), plan_details.width(console))
         show_section("schedule", drawn, console)
-    print(report.text(found))
+    print(report.text(explanation))
     for path in written:
         print(f"written: {path}")
 
@@ -260,5 +260,5 @@ def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str
     from parallelrun.report.sweeps.sweep_rows import read_json
 
     names = ("status", _RESULTS[verb])
-    found = {name: read_json(directory / f"{name}.json") or None if directory else None for name in names}
-    return {"verb": verb, "exit_code": exit_code, "directory": str(directory) if directory else None, **found}
+    documents = {name: read_json(directory / f"{name}.json") or None if directory else None for name in names}
+    return {"verb": verb, "exit_code": exit_code, "directory": str(directory) if directory else None, **documents}

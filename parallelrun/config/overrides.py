@@ -86,7 +86,7 @@ def read(
     own_groups: groups of the user's own configuration folder. Hydra checks their values. They are not in the defaults
     list, so Hydra expects them with `+`.
     """
-    found: list[Override] = []
+    overrides: list[Override] = []
     problems: list[Problem] = []
     seen: dict[str, str] = {}
     for text in texts:
@@ -100,14 +100,14 @@ def read(
         override = Override(text, sign, name, package, value, multirun, name in own_groups)
         if key in own_groups and not sign:
             override = replace(override, text=f"+{text}", sign="+")
-        found.append(override)
+        overrides.append(override)
         if override.is_hydra:
             continue
         if name in seen:
             problems.append(Problem(f"{name} is given twice: {seen[name]} and {text}", where, text))
         seen[name] = text
         problems += check(override, where) if key not in own_groups else []
-    return found, problems
+    return overrides, problems
 
 
 def suggest_pairs(word: str, value: str) -> str:

@@ -37,29 +37,29 @@ def trap(key: Key, text: str, where: str) -> Problem | None:
 
 def of_interpolations(config: object) -> list[Problem]:
     """The problems with lists and mappings that `${...}` has replaced by something else, which OmegaConf lets pass."""
-    found = []
+    problems = []
     for key in known_keys().values():
         kinds = _KINDS.get(key.kind)
         value: Any = attrgetter(key.name)(config) if kinds else None
         if kinds is None or value is None:
             continue
         if not isinstance(value, kinds):
-            found.append(Problem(f"{_takes(key)}, and the value is {_shown(value)}", key.name, example(key)))
+            problems.append(Problem(f"{_takes(key)}, and the value is {_shown(value)}", key.name, example(key)))
         elif wrong := [one for one in value if not isinstance(one, _ITEMS.get(key.item, (object,)))]:
             cause = f"{_takes(key)} of {_NAMES[key.item]}, and {_shown(wrong[0])} is none"
-            found.append(Problem(cause, key.name, example(key)))
-    return found
+            problems.append(Problem(cause, key.name, example(key)))
+    return problems
 
 
 def of_unresolved(texts: Mapping[str, Any], is_wrong: Callable[[str], bool]) -> list[Problem]:
     """The same problems in a configuration that OmegaConf refuses to resolve. texts: as written; is_wrong: of a key."""
-    found = []
+    problems = []
     for key in known_keys().values():
         if key.kind in _KINDS and is_wrong(key.name):
             items = f" of {_NAMES[key.item]}" if key.item in _NAMES else ""
             cause = f"{_takes(key)}{items}, and {reduce(getitem, key.name.split('.'), texts)} is none"
-            found.append(Problem(cause, key.name, example(key)))
-    return found
+            problems.append(Problem(cause, key.name, example(key)))
+    return problems
 
 
 def _takes(key: Key) -> str:

@@ -167,10 +167,10 @@ class Session:
 
 def highest_rates(products: Sequence[TimedProduct], clock: str) -> dict[str, float]:
     """FLOP/s of the fastest product of each precision: another one may beat the large square one."""
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for one in products:
-        found[one.precision] = max(one.flops_s(clock), found.get(one.precision, 0.0))
-    return found
+        measured[one.precision] = max(one.flops_s(clock), measured.get(one.precision, 0.0))
+    return measured
 
 
 def composed(words: Sequence[str]) -> tuple[Config, Plan]:

@@ -62,10 +62,10 @@ def overrides(line: CommandLine, settings: SweepSettings | None, place: Path, sc
     Illegal and failed points must not end an optimizing sweeper. Hydra's multirun.yaml goes to the directory that the
     user has named, else to a scratch folder, or beside our files if a plug-in stores files too.
     """
-    found = ["hydra.sweeper.max_failure_rate=1.0"] if settings and settings.counts_failures else []
+    overrides = ["hydra.sweeper.max_failure_rate=1.0"] if settings and settings.counts_failures else []
     of_hydra = Path(scratch)
     if line.verb != "plan" and settings is not None and settings.directory is not None:
         of_hydra = place  # again, because Hydra would resolve its `${now:...}` a second time
     elif line.verb != "plan" and settings is not None and settings.uses_plugin:
         of_hydra = place / "hydra"
-    return [*found, f"hydra.sweep.dir={quote(str(of_hydra), is_path=True)}"]
+    return [*overrides, f"hydra.sweep.dir={quote(str(of_hydra), is_path=True)}"]

@@ -71,15 +71,15 @@ def _file(name: str) -> RecipeFile:
 
 def rows() -> list[dict[str, Any]]:
     """Every recipe with what it says about itself. One that cannot be read has only its fault."""
-    found = []
+    entries = []
     for file in recipe_files.find().values():
         row: dict[str, Any] = {"name": file.name, "source": file.source, "file": str(file.path), "error": None}
         try:
             about = recipe_files.load(file, trust=True).about
         except ParallelrunError as error:
             about, row["error"] = None, str(error)
-        found.append({**row, "description": file.description, "about": asdict(about) if about else None})
-    return found
+        entries.append({**row, "description": file.description, "about": asdict(about) if about else None})
+    return entries
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -145,15 +145,15 @@ def _validate(arguments: argparse.Namespace) -> int:
     files = [_file(name) for name in arguments.recipe] or list(recipe_files.find().values())
     checked = []
     for file in files:
-        found = check(file, arguments.trust)
-        if arguments.run and not found.problems:
-            found = run(file, arguments.trust, arguments.runs)
-        checked.append(found)
+        result = check(file, arguments.trust)
+        if arguments.run and not result.problems:
+            result = run(file, arguments.trust, arguments.runs)
+        checked.append(result)
         if not arguments.json:
-            _tell(found)
-    wrong = [problem for found in checked for problem in found.problems]
+            _tell(result)
+    wrong = [problem for result in checked for problem in result.problems]
     if arguments.json:
-        print_json({"valid": not wrong, "recipes": [_document(found) for found in checked]})
+        print_json({"valid": not wrong, "recipes": [_document(result) for result in checked]})
     elif wrong:
         print(errors.render(wrong, False), file=sys.stderr)
     return EXIT_CONFIG if wrong else EXIT_OK
@@ -210,23 +210,23 @@ def _compared(file: RecipeFile, about: About | None, composed: Composed, plan: P
         cause = f"{KEY}: is missing; it says purpose, devices, minutes, expected results and source"
         return Checked(file, (Problem(cause, file.shown, command="parallelrun recipes cp quickstart"),), {})
     planned = figures(plan, composed.config.cluster, facts(plan, composed.config))
-    found = [(key, f"{key}: is missing") for key in about.missing(trains=_trains(composed))]
+    faults = [(key, f"{key}: is missing") for key in about.missing(trains=_trains(composed))]
     if about.devices is not None and about.devices != plan.world:
-        found.append((f"{KEY}.devices", f"{KEY}.devices: {about.devices}, but the plan has {plan.world} ranks"))
+        faults.append((f"{KEY}.devices", f"{KEY}.devices: {about.devices}, but the plan has {plan.world} ranks"))
     if planned["fits"] == "no":
-        found.append(("cluster.memory_gb", "the plan does not fit into the memory of its devices"))
+        faults.append(("cluster.memory_gb", "the plan does not fit into the memory of its devices"))
     results = {} if planned["step_time_is_bound"] else _predicted(planned, composed.config.steps)
     limits = {f"{KEY}.expected.{name}": pair for name, pair in about.results().items()}
     limits |= {f"{KEY}.minutes": about.minutes} if about.minutes is not None else {}
-    found += _outside(limits, results, "is predicted")
-    problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in found)
+    faults += _outside(limits, results, "is predicted")
+    problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in faults)
     return Checked(file, problems, {name.rpartition(".")[2]: value for name, value in results.items()})
 
 
 def _predicted(planned: dict[str, Any], steps: int) -> dict[str, float]:
     step, rate = planned["step_time_predicted_s"], planned["tokens_per_s"]
-    found = {"about.minutes": steps * step / 60} if step else {}
-    return found | ({"about.expected.tokens_per_s": rate} if rate else {})
+    results = {"about.minutes": steps * step / 60} if step else {}
+    return results | ({"about.expected.tokens_per_s": rate} if rate else {})
 
 
 def _outside(limits: dict[str, list[float]], results: dict[str, float], how: str) -> list[tuple[str, str]]:
@@ -267,6 +267,6 @@ def run(file: RecipeFile, trust: bool, runs: str) -> Checked:
     results = {key: float(summary[name]) for key, name in keys.items() if summary.get(name) is not None}
     lost = [(key, f"{key}: the run has no {name}") for key, name in keys.items() if key not in results]
     limits = {f"about.expected.{name}": pair for name, pair in about.results().items()}
-    found = [*lost, *_outside(limits, results, f"was the result of {directories[0]}")]
-    problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in found)
+    faults = [*lost, *_outside(limits, results, f"was the result of {directories[0]}")]
+    problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in faults)
     return Checked(file, problems, {keys[key]: value for key, value in results.items()}, "run")

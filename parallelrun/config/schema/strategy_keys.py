@@ -130,17 +130,17 @@ def _converted(section: Any, cls: type) -> Any:
 def _section(axis: str) -> type:
     """The union of the config classes of an axis. Raises ConfigError if two declare one key differently."""
     base = SECTIONS[axis]
-    found: dict[str, tuple[type, Field[Any]]] = {item.name: (base, item) for item in fields(base)}
+    declared: dict[str, tuple[type, Field[Any]]] = {item.name: (base, item) for item in fields(base)}
     for cls in dict.fromkeys(config_class(axis, kind) for kind in kinds(axis)):
         for item in fields(cls):
-            first, known = found.setdefault(item.name, (cls, item))
+            first, known = declared.setdefault(item.name, (cls, item))
             if item.name == "kind" or item is known:
                 continue
             if _declaration(cls, item) != _declaration(first, known):
                 cause = f"{first.__name__} and {cls.__name__} declare strategy.{axis}.{item.name} differently"
                 raise ConfigError(Problem(cause, f"strategy.{axis}.{item.name}"))
     made = []
-    for name, (cls, item) in found.items():
+    for name, (cls, item) in declared.items():
         default: Any = {"default": item.default} if item.default is not MISSING else {}
         factory: Any = {"default_factory": item.default_factory} if item.default_factory is not MISSING else {}
         own = field(**default, **factory, metadata=item.metadata)
