@@ -21,7 +21,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, open_dict
 
-from parallelrun.config import presets, source
+from parallelrun.config import presets
+from parallelrun.config.schema.strategy_keys import complete_class
 
 _SCRATCH = "hydra.sweep.dir="  # another folder in every sweep
 _Pickled = tuple[bytes, dict[str, type]]  # a deep copy takes five times as long
@@ -143,8 +144,7 @@ def _names(stored: dict[str, Any]) -> Hashable:
 
 
 def _schema() -> Hashable:
-    pickled, types = source._pickled_schema()  # plug-ins change it, also into equal classes that are others
-    return (pickled, *types.values())
+    return complete_class()  # plug-ins change it, also into an equal class that is another
 
 
 def _content(name: str, repo: Any) -> bytes:
@@ -160,13 +160,13 @@ def _content(name: str, repo: Any) -> bytes:
 
 def _pickled(config: DictConfig) -> _Pickled:
     buffer = io.BytesIO()
-    pickler = source._Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dump(config)
     return buffer.getvalue(), pickler.types
 
 
 def _copy(pickled: bytes, types: dict[str, type]) -> DictConfig:
-    copied: DictConfig = source._Unpickler(pickled, types).load()
+    copied: DictConfig = _Unpickler(pickled, types).load()
     return copied
 
 
@@ -178,3 +178,24 @@ def _with_scratch(config: DictConfig, words: list[str]) -> DictConfig:
             config.hydra.overrides.hydra = [*words, *(word for word in given if not word.startswith(_SCRATCH))]
             config.hydra.sweep.dir = words[-1].removeprefix(_SCRATCH).strip("'")
     return config
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, protocol: int):
+        super().__init__(buffer, protocol)
+        self.types: dict[str, type] = {}
+
+    def persistent_id(self, obj: Any) -> str | None:
+        if isinstance(obj, type) and obj.__module__ == "types":
+            assert self.types.setdefault(obj.__name__, obj) is obj, f"two sections of the schema are {obj.__name__}"
+            return obj.__name__
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes, types: dict[str, type]):
+        super().__init__(io.BytesIO(pickled))
+        self._types = types
+
+    def persistent_load(self, name: str) -> type:
+        return self._types[name]

@@ -148,8 +148,8 @@ def compare(*several: Run | PathText, runs: PathText = "runs") -> ComparedRuns:
     directories = list(dict.fromkeys(_directory(one, runs) for one in several))
     if len(directories) < 2:
         raise ConfigError(Problem(f"compare needs two different runs at least, got {len(directories)}", "runs"))
-    found = compared([read(directory) for directory in directories])
-    return ComparedRuns(**vars(found))
+    comparison = compared([read(directory) for directory in directories])
+    return ComparedRuns(**vars(comparison))
 
 
 def _directory(run: Run | PathText, runs: PathText) -> Path:
@@ -160,8 +160,8 @@ def _directory(run: Run | PathText, runs: PathText) -> Path:
         return run.directory
     found = resolve([os.fspath(run)], Path(runs).expanduser())
     if len(found) > 1:
-        what = f"{run} is a sweep of {len(found)} points; one run is needed"
-        raise ConfigError(Problem(what, "run", str(found[0])))
+        cause = f"{run} is a sweep of {len(found)} points; one run is needed"
+        raise ConfigError(Problem(cause, "run", str(found[0])))
     return found[0]
 
 

@@ -55,19 +55,19 @@ def _words(overrides: Sequence[str]) -> list[str]:
     """The overrides, each of which must be a text."""
     for one in overrides:
         if not isinstance(one, str):
-            what = f"{one!r} is {type(one).__name__}, and overrides are texts"
-            raise ConfigError(Problem(what, "overrides", '"model=gpt", "tp=2"'))
+            cause = f"{one!r} is {type(one).__name__}, and overrides are texts"
+            raise ConfigError(Problem(cause, "overrides", '"model=gpt", "tp=2"'))
         if one.startswith("-"):
-            what = f"{one}: flags are for the command line"
-            raise ConfigError(Problem(what, "overrides", "config_dir=, trust= and show= of the function"))
+            cause = f"{one}: flags are for the command line"
+            raise ConfigError(Problem(cause, "overrides", "config_dir=, trust= and show= of the function"))
     return list(overrides)
 
 
 def _refuse_settings_of_hydra(line: CommandLine) -> None:
     for override in line.overrides:
         if override.is_hydra and override.key != _HYDRA_KEY:
-            what = f"{override.text}: Hydra's own settings are for the command line"
-            raise ConfigError(Problem(what, override.key, f"leave it out; {_HYDRA_KEY}= can be given"))
+            cause = f"{override.text}: Hydra's own settings are for the command line"
+            raise ConfigError(Problem(cause, override.key, f"leave it out; {_HYDRA_KEY}= can be given"))
 
 
 @contextmanager

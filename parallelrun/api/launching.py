@@ -58,10 +58,10 @@ def carry_out(composed: Composed, words: Sequence[str], run_root: Path | None, s
         except BaseException:
             process.kill()
             raise
-    found: dict[str, Any] = json.loads(text) if text else {"exit_code": abs(process.returncode) or 1}
-    if interrupted or found["exit_code"] == EXIT_INTERRUPTED:
+    document: dict[str, Any] = json.loads(text) if text else {"exit_code": abs(process.returncode) or 1}
+    if interrupted or document["exit_code"] == EXIT_INTERRUPTED:
         raise KeyboardInterrupt("the run was interrupted")
-    return _directory(found)
+    return _directory(document)
 
 
 def _started(order: dict[str, Any], answer: int) -> subprocess.Popen[bytes]:
@@ -122,8 +122,8 @@ def _directory(answer: dict[str, Any]) -> Path:
     if code != EXIT_OK:
         raise RunFailed(_cause(directory, code), exit_code=code, directory=directory)
     if directory is None:
-        what = "nothing is left to do: the run to resume has reached its last step"
-        raise ConfigError(Problem(what, "resume", "more steps="))
+        cause = "nothing is left to do: the run to resume has reached its last step"
+        raise ConfigError(Problem(cause, "resume", "more steps="))
     return directory
 
 
@@ -141,5 +141,5 @@ def _refuse_other_launchers() -> None:
     from parallelrun.launch.host.environment import detect
 
     if (attached := detect(os.environ)) is not None:
-        what = f"the ranks are started from here, and {attached.source} has already started this process as one"
-        raise ConfigError(Problem(what, "environment", command="python SCRIPT, without a launcher"))
+        cause = f"the ranks are started from here, and {attached.source} has already started this process as one"
+        raise ConfigError(Problem(cause, "environment", command="python SCRIPT, without a launcher"))

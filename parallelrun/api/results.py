@@ -169,8 +169,8 @@ class Run:
     def _refuse_code(self) -> None:
         """Raise ConfigError for a run of a user's module that is not trusted: its directory may be a stranger's."""
         if (source := self.config.model.source) is not None and not self.trust:
-            what = f"that run trains the module {source}, and a run directory may come from a stranger"
-            raise ConfigError(Problem(what, "model.source", "load(..., trust=True)"))
+            cause = f"that run trains the module {source}, and a run directory may come from a stranger"
+            raise ConfigError(Problem(cause, "model.source", "load(..., trust=True)"))
 
     @property
     def overrides(self) -> tuple[str, ...]:

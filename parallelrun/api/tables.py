@@ -105,8 +105,8 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     try:
         import pandas
     except ImportError as error:
-        what = "a DataFrame needs pandas, which is not installed"
-        raise EnvironmentProblem(Problem(what, "to_pandas", command="pip install 'parallelrun[notebook]'")) from error
+        cause = "a DataFrame needs pandas, which is not installed"
+        raise EnvironmentProblem(Problem(cause, "to_pandas", command="pip install 'parallelrun[notebook]'")) from error
     return pandas.DataFrame(list(rows))
 
 

@@ -62,9 +62,9 @@ def refuse_pickles(argv: list[str]) -> None:
     for word in argv:
         name = word.partition("=")[0]
         if len(name) > 2 and PICKLE_FLAG.startswith(name):
-            what = f"{name}: a pickle can run any code when it is loaded, so none is read"
+            cause = f"{name}: a pickle can run any code when it is loaded, so none is read"
             command = "parallelrun recipe=RUN/config.yaml, with the run directory's own configuration"
-            raise ConfigError(Problem(what, COMMAND_LINE, command=command))
+            raise ConfigError(Problem(cause, COMMAND_LINE, command=command))
 
 
 def read(argv: list[str]) -> CommandLine:
@@ -139,8 +139,8 @@ def _unknown_flag(word: str, name: str, words: list[str]) -> Problem:
     is_key = key in known_keys() or key in GROUPS
     near_flag = difflib.get_close_matches(name, [*HYDRA_FLAGS, *OUR_FLAGS], n=1, cutoff=0.75)
     fix = near_flag[0] if near_flag and not is_key else override_checks.suggest_pairs(key, value)
-    what = f"{word}{f' {value}' if takes_next else ''}: options are written without dashes, as key=value"
-    return Problem(what, COMMAND_LINE, fix, "parallelrun --help")
+    cause = f"{word}{f' {value}' if takes_next else ''}: options are written without dashes, as key=value"
+    return Problem(cause, COMMAND_LINE, fix, "parallelrun --help")
 
 
 def _pair(word: str, words: list[str], given: list[str]) -> list[Problem]:
@@ -163,8 +163,8 @@ def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
     if word in VERBS or word in TOOLS:  # not the first word
         first = argv[0] if argv[0] in VERBS else ""
         rest = [] if word in TOOLS else [other for other in argv if other not in VERBS and other not in TOOLS]
-        what = f"{word}: {first} is already the verb" if first else f"{word}: the verb must come first"
-        return [Problem(what, COMMAND_LINE, command=shlex.join(["parallelrun", word, *rest]))]
+        cause = f"{word}: {first} is already the verb" if first else f"{word}: the verb must come first"
+        return [Problem(cause, COMMAND_LINE, command=shlex.join(["parallelrun", word, *rest]))]
     if words and words[0].startswith("="):
         value = words.pop(0)[1:] or (words.pop(0) if words else "")
         return [Problem(f"{word} = {value}: no spaces around =", COMMAND_LINE, f"{word}={value}")]
@@ -181,8 +181,8 @@ def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
         ]
         close += ["resume=latest"] if word == "latest" else []
         close = close or [f"{key}=..." for key in nearest_keys(word)]
-    what = f"{word}: neither a verb nor key=value"
-    return [Problem(what, COMMAND_LINE, " or ".join(close[:3]), "parallelrun --help")]
+    cause = f"{word}: neither a verb nor key=value"
+    return [Problem(cause, COMMAND_LINE, " or ".join(close[:3]), "parallelrun --help")]
 
 
 def _host_ranks(valued: dict[str, str], multirun: bool, problems: list[Problem]) -> tuple[HostRanks, ...]:
@@ -194,6 +194,6 @@ def _host_ranks(valued: dict[str, str], multirun: bool, problems: list[Problem])
         problems += error.problems
         return ()
     if multirun and host_list.has_others(found):
-        what = f"a sweep (-m) runs on this host only, and others are given: {found[-1].name}"
-        problems.append(Problem(what, COMMAND_LINE, "-H localhost:4"))
+        cause = f"a sweep (-m) runs on this host only, and others are given: {found[-1].name}"
+        problems.append(Problem(cause, COMMAND_LINE, "-H localhost:4"))
     return found

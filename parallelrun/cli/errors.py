@@ -102,8 +102,8 @@ def translate(error: Exception) -> ParallelrunError | None:
         )
     for link in chain:  # a group's YAML file in a folder of the user's own
         if (mark := getattr(link, "problem_mark", None)) is not None:
-            what = f"not YAML: {getattr(link, 'problem', None) or link}"
-            return ConfigError(Problem(what, f"{mark.name}:{mark.line + 1}:{mark.column + 1}"))
+            cause = f"not YAML: {getattr(link, 'problem', None) or link}"
+            return ConfigError(Problem(cause, f"{mark.name}:{mark.line + 1}:{mark.column + 1}"))
     names = {base.__name__ for link in chain for base in type(link).__mro__}
     if "MissingConfigException" in names:
         return _missing_plugin(chain) or _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
@@ -141,8 +141,8 @@ def _missing_plugin(chain: list[BaseException]) -> EnvironmentProblem | None:
     package = _PLUGINS.get(match[2]) if match else None
     if match is None or package is None:
         return None
-    what = f"hydra/{match[1]}={match[2]} needs the package {package}, which is not installed"
-    return EnvironmentProblem(Problem(what, f"hydra/{match[1]}", command=f"pip install {package}"))
+    cause = f"hydra/{match[1]}={match[2]} needs the package {package}, which is not installed"
+    return EnvironmentProblem(Problem(cause, f"hydra/{match[1]}", command=f"pip install {package}"))
 
 
 _OF_EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
@@ -200,8 +200,8 @@ def _plugin_key(path: str, wrong: str) -> Problem:
     module, _, name = path.rpartition(".")
     legal = [key for key in signature(getattr(import_module(module), name).__init__).parameters if key != "self"]
     section = "hydra.launcher" if name.endswith("Launcher") else "hydra.sweeper"
-    what = f"{section}.{wrong}: no such key; {section} has {', '.join(legal) or 'no keys'}"
-    return Problem(what, f"{section}.{wrong}", " or ".join(f"{section}.{key}=..." for key in nearest(wrong, legal)))
+    cause = f"{section}.{wrong}: no such key; {section} has {', '.join(legal) or 'no keys'}"
+    return Problem(cause, f"{section}.{wrong}", " or ".join(f"{section}.{key}=..." for key in nearest(wrong, legal)))
 
 
 def _full_key(chain: list[BaseException]) -> str:

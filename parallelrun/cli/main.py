@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import os
 import sys
 
@@ -20,48 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EXIT_OK, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 130, 143  # as in parallelrun.base.errors, which is slow to import
-_TOOLS = {  # module and function of each tool: `cli.help.TOOLS` says what they do
-    "tokenize": ("data.tokenizing.tokenize", "main"),
-    "export": ("cli.tools.weights", "export"),
-    "import": ("cli.tools.weights", "import_weights"),
-    "import-flags": ("cli.tools.import_flags", "main"),
-    "slurm": ("cli.tools.job_file", "slurm"),
-    "k8s": ("cli.tools.job_file", "k8s"),
-    "sky": ("cli.tools.job_file", "sky"),
-    "generate": ("cli.tools.inference", "generate"),
-    "eval": ("cli.tools.inference", "evaluate"),
-    "doctor": ("cli.tools.doctor", "main"),
-    "calibrate": ("cli.tools.calibrate", "main"),
-    "runs": ("cli.tools.runs", "main"),
-    "top": ("cli.tools.top", "main"),
-    "plot": ("cli.tools.plot", "main"),
-    "reshape": ("cli.tools.reshape", "main"),
-    "report": ("cli.tools.report", "main"),
-    "compare": ("cli.tools.compare", "main"),
-    "recipes": ("cli.tools.gallery", "main"),
-    "schema": ("cli.tools.schema", "main"),
-    "ls": ("cli.tools.listing", "ls"),
-    "show": ("cli.tools.listing", "show"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with `argv` (None: the process's own, which ends with it); return its exit code.
-
-    Python's cyclic garbage collector is off until something starts that may run long, and at the end nothing is left
-    to it: visiting all that was imported takes a seventh of the time of a plan.
-    """
+    """Run the program with `argv` (None: the process's own, which ends with it); return its exit code."""
     _open_closed_streams()
     if argv is not None:
         return _guarded(list(argv), ends=False)
-    gc.disable()
     codes: list[int] = []
     atexit.register(_leave, codes)  # the first to be registered is the last to run
-    try:
-        codes.append(_guarded(sys.argv[1:], ends=True))
-        return codes[0]
-    finally:
-        gc.freeze()
+    codes.append(_guarded(sys.argv[1:], ends=True))
+    return codes[0]
 
 
 def _open_closed_streams() -> None:
@@ -140,8 +108,9 @@ def _route(words: list[str]) -> int:
 def _tool(tool: str, words: list[str]) -> int:
     from importlib import import_module
 
-    gc.enable()
-    module, function = _TOOLS[tool]
+    from parallelrun.cli import help as texts
+
+    module, function = texts.TOOL_FUNCTIONS[tool].split(":")
     return getattr(import_module(f"parallelrun.{module}"), function)(words) or EXIT_OK
 
 

@@ -83,12 +83,12 @@ def _shrunk(composed: Composed, verb: str, world: int | None, sweep: bool) -> tu
     from parallelrun.planner.resolve.shrink import shrunk
 
     if verb not in _SHRINKING:
-        what = f"shrink=true is for {' and '.join(_SHRINKING)}, and {verb} runs the plan as it is"
-        raise ConfigError(Problem(what, "shrink", command="parallelrun verify ... shrink=true"))
+        cause = f"shrink=true is for {' and '.join(_SHRINKING)}, and {verb} runs the plan as it is"
+        raise ConfigError(Problem(cause, "shrink", command="parallelrun verify ... shrink=true"))
     found = shrunk(composed.config, resolve(composed.config, given=composed.given, sweep=sweep))
     if world is not None and world != found.plan.world:
-        what = f"the smallest plan has {found.plan.world} ranks, and the launcher has started {world}"
-        raise ConfigError(Problem(what, "shrink", command="parallelrun verify ..., without a launcher"))
+        cause = f"the smallest plan has {found.plan.world} ranks, and the launcher has started {world}"
+        raise ConfigError(Problem(cause, "shrink", command="parallelrun verify ..., without a launcher"))
     print_note(f"note: shrink: {', '.join(found.sizes)}")
     for name in found.lost:
         print_note(f"warning: shrink: not kept, because it needs more ranks: {name}")

@@ -35,21 +35,21 @@ def problems(overrides: Sequence[Override], words: Sequence[str], told: Sequence
 
     config = completed(Config())
     given: set[str] = set()
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for override in overrides:
         if override.is_hydra or override.is_own_group or len(override.values) != 1 or "${" in override.value:
             continue
         if override_checks.check(override, ""):
             continue
         if override.key in GROUPS:
-            found += _option(override.key, unquoted(override.value), words)
+            problems += _option(override.key, unquoted(override.value), words)
         elif (key := known_keys().get(override.key)) is not None:
             with suppress(ValueError, TypeError):
                 _set(config, key.name, _value(key, override.value))
                 given |= {key.name, override.text.lstrip("+").partition("=")[0]}
     names = {problem.where for problem in told}
-    found += [one for one in value_checks.violations(config, frozenset(given)) if one.kind not in _DEPENDENT]
-    return [one for one in found if one.where not in names and one.where in given | set(GROUPS)]
+    problems += [one for one in value_checks.violations(config, frozenset(given)) if one.kind not in _DEPENDENT]
+    return [one for one in problems if one.where not in names and one.where in given | set(GROUPS)]
 
 
 def _option(group: str, name: str, words: Sequence[str]) -> list[Problem]:

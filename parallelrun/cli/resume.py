@@ -41,5 +41,5 @@ def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
 def _refuse_code(source: str | None, given: frozenset[str]) -> None:
     """Refuse code that only the run directory names: it may come from a stranger."""
     if source is not None and "model.source" not in given:
-        what = f"that run trains the module {source}, and code must be named on the command line"
-        raise ConfigError(Problem(what, "resume", f"the same command with model=module model.source={source}"))
+        cause = f"that run trains the module {source}, and code must be named on the command line"
+        raise ConfigError(Problem(cause, "resume", f"the same command with model=module model.source={source}"))

@@ -159,8 +159,8 @@ def ranked(plan: Plan, config: Config, facts: Facts) -> Ranked | None:
     if not config.explain and not searches.is_ranked_soon(plan, config):
         return Ranked(facts.time, fits, None, True)
     with elapsed.shown(_SEARCHING):
-        found = searches.among_all(plan, config, facts.time, visible_gpus(), soon=not config.explain)
-    return Ranked(facts.time, fits, found, False)
+        result = searches.among_all(plan, config, facts.time, visible_gpus(), soon=not config.explain)
+    return Ranked(facts.time, fits, result, False)
 
 
 def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None, console: Console) -> None:
@@ -173,8 +173,8 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None
     from parallelrun.report.plans import explain_search
 
     if facts.time is None:
-        what = f"the time of this plan is not predicted: {why_unknown(plan, config.cluster)}"
-        raise ConfigError(Problem(what, "explain", "leave explain out, or cluster=h100_dgx"))
+        cause = f"the time of this plan is not predicted: {why_unknown(plan, config.cluster)}"
+        raise ConfigError(Problem(cause, "explain", "leave explain out, or cluster=h100_dgx"))
     limited, memory = limits(plan, config.cluster, facts.time), facts.memories[facts.heaviest_pp_rank].total
     found, best, elsewhere = ranked.found if ranked else None, None, None
     if ranked and found:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +36,6 @@ def run(words: list[str]) -> int:
             return EXIT_OK
         from parallelrun.launch.entry.attach import follow
 
-        gc.enable()
         return follow(words)
     try:
         return _lead(words, attached)
@@ -62,16 +58,14 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         line = sweep_settings.with_mode_of_files(line)
     if line.multirun:
         return _sweep(line, words, attached)
-    with _collector_paused():
-        found = compose_line(line, attached)
-        resolved = _resolved(found[0], attached, line) if found is not None else None
-        if found is None or resolved is None:
-            return EXIT_OK
-        run_root, (composed, plan) = found[1], resolved
-        if line.verb in _SHOWN:
-            _SHOWN[line.verb](plan, composed.config, line.json)
-            return EXIT_OK
-    gc.enable()
+    composition = compose_line(line, attached)
+    resolved = _resolved(composition[0], attached, line) if composition is not None else None
+    if composition is None or resolved is None:
+        return EXIT_OK
+    run_root, (composed, plan) = composition[1], resolved
+    if line.verb in _SHOWN:
+        _SHOWN[line.verb](plan, composed.config, line.json)
+        return EXIT_OK
     workdir.check(composed.changes_directory, attached)
     if hosts.has_others(line.host_ranks) and attached is None:
         from parallelrun.launch.over_ssh import ssh
@@ -92,15 +86,14 @@ def _lead(words: list[str], attached: Attached | None) -> int:
 
 def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> int:
     if attached is not None:
-        what = f"a sweep (-m) cannot run under {attached.source}, which has already started the ranks"
-        raise ConfigError(Problem(what, "command line", command="parallelrun -m ..., without a launcher"))
+        cause = f"a sweep (-m) cannot run under {attached.source}, which has already started the ranks"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun -m ..., without a launcher"))
     if line.verb == "explain":
-        what = "explain shows one plan at a time, not a sweep (-m)"
-        raise ConfigError(Problem(what, "command line", command="parallelrun plan ..."))
+        cause = "explain shows one plan at a time, not a sweep (-m)"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun plan ..."))
     from parallelrun.cli.sweeps import sweep
     from parallelrun.config import compose
 
-    gc.enable()
     prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
     if not line.json:
         return sweep.run(line, words, prepared)[0]
@@ -108,18 +101,6 @@ def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> in
         code, points = sweep.run(line, words, prepared)
     print_json({"points": points} if line.verb == "plan" else {"verb": line.verb, "exit_code": code, "points": points})
     return code
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector: Hydra and `resolve` free little, and collecting takes a tenth of a plan."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def compose_line(line: CommandLine, attached: Attached | None) -> tuple[Composed, Path | None] | None:
@@ -133,10 +114,10 @@ def compose_line(line: CommandLine, attached: Attached | None) -> tuple[Composed
         from parallelrun.cli import remaining
 
         words = [*line.flags, *(override.text for override in line.overrides)]
-        found = remaining.with_all(error, line.overrides, words)
-        if found is error:
+        complete = remaining.with_all(error, line.overrides, words)
+        if complete is error:
             raise
-        raise found from error
+        raise complete from error
 
 
 def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, Path | None] | None:
@@ -146,10 +127,10 @@ def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, P
     if not line.flags and not any(override.key.startswith("hydra.callbacks") for override in line.overrides):
         composed, run_root = compose.compose_once(prepared)
     else:
-        found = _through_hydra(prepared)
-        if found is None:
+        outcome = _through_hydra(prepared)
+        if outcome is None:
             return None
-        composed, run_root = found
+        composed, run_root = outcome
     return with_surroundings(composed, attached), run_root
 
 
@@ -186,21 +167,21 @@ def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:
     """Compose inside Hydra's task. The task only records, so that a run is never inside Hydra's stack frames."""
     from parallelrun.config import compose, hydra_task
 
-    found: list[tuple[Composed, Path | None]] = []
+    compositions: list[tuple[Composed, Path | None]] = []
     errors: list[Exception] = []
 
     def task(task_config: Any) -> None:
         try:
             if hydra_task.sweeping():
                 raise ConfigError(Problem("ask for a sweep with -m", "hydra.mode", command="parallelrun -m ..."))
-            found.append((compose.composed(task_config, prepared), hydra_task.run_directory()))
+            compositions.append((compose.composed(task_config, prepared), hydra_task.run_directory()))
         except Exception as error:  # if the task raised it, Hydra would print a line of its own
             errors.append(error)
 
     compose.run_hydra(prepared, task)
     for error in errors:
         raise error
-    return found[0] if found else None
+    return compositions[0] if compositions else None
 
 
 def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = None, found: Any = None) -> None:
@@ -242,16 +223,16 @@ def show_explanation(plan: Plan, config: Config, as_json: bool) -> None:
     from parallelrun.report.plans import plan_details
     from parallelrun.report.screen import open_console, show_section
 
-    found = explain(plan)
-    written = report.write(found, config.plot) if config.plot is not None else []
+    explanation = explain(plan)
+    written = report.write(explanation, config.plot) if config.plot is not None else []
     if as_json:
-        print_json(report.document(found))
+        print_json(report.document(explanation))
         return
     if plan.mesh.size("pp") > 1:
         console = open_console()
         drawn = plan_details.schedule(plan, simulate.of_plan(plan), plan_details.width(console))
         show_section("schedule", drawn, console)
-    print(report.text(found))
+    print(report.text(explanation))
     for path in written:
         print(f"written: {path}")
 
@@ -273,8 +254,8 @@ def write_plot(plan: Plan, config: Config, point: int | None = None) -> list[Pat
     chart.require(f"plot={config.plot}")
     compared = alternatives.data_axis(plan, config)
     if compared is None:
-        what = f"plot={config.plot} draws the cost of combining gradients, and one rank has none to combine"
-        raise ConfigError(Problem(what, "plot", "leave plot out or strategy=ddp"))
+        cause = f"plot={config.plot} draws the cost of combining gradients, and one rank has none to combine"
+        raise ConfigError(Problem(cause, "plot", "leave plot out or strategy=ddp"))
     return report.write(compared, report.title(plan, config), config.plot, point)
 
 
@@ -283,5 +264,5 @@ def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str
     from parallelrun.report.sweeps.sweep_rows import read_json
 
     names = ("status", _RESULTS[verb])
-    found = {name: read_json(directory / f"{name}.json") or None if directory else None for name in names}
-    return {"verb": verb, "exit_code": exit_code, "directory": str(directory) if directory else None, **found}
+    documents = {name: read_json(directory / f"{name}.json") or None if directory else None for name in names}
+    return {"verb": verb, "exit_code": exit_code, "directory": str(directory) if directory else None, **documents}

@@ -59,5 +59,5 @@ def absolute(config: Config) -> Config:
 def check(asked: bool, attached: Attached | None) -> None:
     """Raise ConfigError where the ranks are started by another launcher, which has chosen their directory."""
     if asked and attached is not None:
-        what = f"{KEY}=true: {attached.source} has chosen the directory of the ranks that it has started"
-        raise ConfigError(Problem(what, KEY, f"{KEY}=false"))
+        cause = f"{KEY}=true: {attached.source} has chosen the directory of the ranks that it has started"
+        raise ConfigError(Problem(cause, KEY, f"{KEY}=false"))

@@ -171,8 +171,8 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     """The Config of the task that Hydra has just started, checked against the schema."""
     config = _converted(task_config)
     if not isinstance(config, Config):
-        what = "the primary configuration must have base_schema first in its defaults"
-        raise ConfigError(Problem(what, "config.yaml"))
+        cause = "the primary configuration must have base_schema first in its defaults"
+        raise ConfigError(Problem(cause, "config.yaml"))
     if problems := values.of_interpolations(config):
         raise ConfigError(*problems)
     hydra_config = HydraConfig.get()
@@ -180,8 +180,8 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     given = {text.lstrip("+~").partition("=")[0].partition("@")[0] for text in hydra_config.overrides.task} - {"verb"}
     recipe = str(choices.get("recipe"))
     if recipe != "None" and recipe not in prepared.recipe_keys:
-        what = f"recipe={recipe} was not checked: a recipe must be chosen on the command line"
-        raise ConfigError(Problem(what, "recipe"))
+        cause = f"recipe={recipe} was not checked: a recipe must be chosen on the command line"
+        raise ConfigError(Problem(cause, "recipe"))
     keys = prepared.recipe_keys.get(recipe, frozenset())
     if recipe in prepared.untrusted:
         problems = untrusted.check(config, keys, prepared.typed, prepared.untrusted[recipe])
@@ -236,8 +236,8 @@ def _node(recipe: Recipe) -> DictConfig:
         node.pop("about", None)  # the recipe's words about itself are no part of the run
         return node
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        what = f"not readable: {str(error).strip().splitlines()[0]}"
-        raise ConfigError(Problem(what, recipe.file.shown)) from error
+        cause = f"not readable: {str(error).strip().splitlines()[0]}"
+        raise ConfigError(Problem(cause, recipe.file.shown)) from error
 
 
 def _untrusted(

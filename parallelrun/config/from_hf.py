@@ -54,8 +54,8 @@ def family_at(path: str | Path) -> tuple[str, Any, dict[str, Any], Path]:
     known = {family.model_type: (name, family) for name in registry.MODELS for family in families_of(name)}
     kind = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in known:
-        what = f"{file}: model_type is {kind!r:.100}, and known are {', '.join(known)}"
-        raise ConfigError(Problem(what, "model.from_hf"))
+        cause = f"{file}: model_type is {kind!r:.100}, and known are {', '.join(known)}"
+        raise ConfigError(Problem(cause, "model.from_hf"))
     name, family = known[kind]
     return name, family, content, file
 

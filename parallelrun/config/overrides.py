@@ -86,7 +86,7 @@ def read(
     own_groups: groups of the user's own configuration folder. Hydra checks their values. They are not in the defaults
     list, so Hydra expects them with `+`.
     """
-    found: list[Override] = []
+    overrides: list[Override] = []
     problems: list[Problem] = []
     seen: dict[str, str] = {}
     for text in texts:
@@ -100,14 +100,14 @@ def read(
         override = Override(text, sign, name, package, value, multirun, name in own_groups)
         if key in own_groups and not sign:
             override = replace(override, text=f"+{text}", sign="+")
-        found.append(override)
+        overrides.append(override)
         if override.is_hydra:
             continue
         if name in seen:
             problems.append(Problem(f"{name} is given twice: {seen[name]} and {text}", where, text))
         seen[name] = text
         problems += check(override, where) if key not in own_groups else []
-    return found, problems
+    return overrides, problems
 
 
 def suggest_pairs(word: str, value: str) -> str:
@@ -207,8 +207,8 @@ def check(override: Override, where: str) -> list[Problem]:
         return [Problem(f"{text}: several names are a list", where, f"{text.partition('=')[0]}=[{value}]")]
     opening = "[" if key in MAPPINGS else "[{"
     if known.kind not in ("list", "dict") and value[:1] and value[0] in opening:
-        what = f"{text}: {key} takes one value, not a {'list' if value[0] == '[' else 'mapping'}"
-        return [Problem(what, where, _first_value(value, known))]
+        cause = f"{text}: {key} takes one value, not a {'list' if value[0] == '[' else 'mapping'}"
+        return [Problem(cause, where, _first_value(value, known))]
     if problem := _without_brackets(override, known, where):
         return [problem]
     checked = [one for one in override.values if not one.startswith(("${", "[", "{")) and not _SWEEP_CALL.match(one)]
@@ -238,8 +238,8 @@ def _without_brackets(override: Override, known: Key, where: str) -> Problem | N
 
 
 def _unknown(override: Override, where: str, value: str) -> Problem:
-    what, fixes = f"{override.text}: no such key: {override.key}", suggest_pairs(override.key, value)
-    return Problem(what, where, fixes, "parallelrun --help")
+    cause, fixes = f"{override.text}: no such key: {override.key}", suggest_pairs(override.key, value)
+    return Problem(cause, where, fixes, "parallelrun --help")
 
 
 def _deletion(override: Override, where: str) -> Problem:
@@ -248,16 +248,16 @@ def _deletion(override: Override, where: str) -> Problem:
     typed = override.text.lstrip("~").partition("=")[0]
     if known is None and key not in GROUPS and key not in sections():
         return _unknown(override, where, "")
-    what = f"{override.text}: a key cannot be removed from the configuration"
-    return Problem(what, where, f"{key}=null" if known is not None and known.optional else f"leave {typed} out")
+    cause = f"{override.text}: a key cannot be removed from the configuration"
+    return Problem(cause, where, f"{key}=null" if known is not None and known.optional else f"leave {typed} out")
 
 
 def _several(override: Override, where: str) -> list[Problem]:
     """The problem with comma-separated values outside a sweep, if there are any."""
     if override.multirun or len(split(override.value)) == 1 or override.value[0] in "[{":
         return []
-    what = f"{override.text}: several values need a sweep (-m)"
-    return [Problem(what, where, command=f"parallelrun -m ... {override.text}")]
+    cause = f"{override.text}: several values need a sweep (-m)"
+    return [Problem(cause, where, command=f"parallelrun -m ... {override.text}")]
 
 
 def _check_group(override: Override, where: str) -> list[Problem]:
@@ -270,8 +270,8 @@ def _check_group(override: Override, where: str) -> list[Problem]:
     if not (key == "recipe" and recipe_files.is_path(value)) and (several := _several(override, where)):
         return several
     if key != "recipe" and climbing:
-        what = f"{text}: choose a {key} by its name; {climbing[0]} points to another folder"
-        return [Problem(what, where, command="parallelrun --config-dir FOLDER ..., for options of your own")]
+        cause = f"{text}: choose a {key} by its name; {climbing[0]} points to another folder"
+        return [Problem(cause, where, command="parallelrun --config-dir FOLDER ..., for options of your own")]
     if value.lower() == "null" and key != "recipe":
         return [Problem(f"{text}: a {key} must be chosen", where, command=f"parallelrun ls {key}")]
     return []

@@ -81,8 +81,8 @@ def values(group: str, name: str) -> dict[str, Any]:
     if name not in options(group):
         raise ConfigError(unknown(group, name, options(group)))
     path = own_file(group, name) or folder() / group / f"{name}.yaml"
-    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
 
 
 def described(group: str) -> list[Option]:
@@ -98,8 +98,8 @@ def described(group: str) -> list[Option]:
 def user_groups(words: Sequence[str]) -> frozenset[str]:
     """The groups that only the user's folders have, `experiment` and `experiment/vision` alike."""
     roots = user_folders.folders(words)
-    found = {path.parent.relative_to(root).as_posix() for root in roots for path in root.rglob("*.yaml")}
-    return frozenset(name for name in found if name != "." and name.split("/")[0] not in (*GROUPS, "recipes", "hydra"))
+    groups = {path.parent.relative_to(root).as_posix() for root in roots for path in root.rglob("*.yaml")}
+    return frozenset(name for name in groups if name != "." and name.split("/")[0] not in (*GROUPS, "recipes", "hydra"))
 
 
 def mentions(words: Sequence[str], text: str) -> bool:

@@ -20,7 +20,7 @@ def fold(config: Config, given: Set[str]) -> tuple[Config, set[str]]:
     `gpus` stays in those, because a strategy with servers refuses it. Raises ConfigError if both names of a key are
     given with different values.
     """
-    found = set(given)
+    user_keys = set(given)
     for short in ("path", "tokenizer"):
         value: str | None = getattr(config, short)
         if value is not None:
@@ -28,16 +28,16 @@ def fold(config: Config, given: Set[str]) -> tuple[Config, set[str]]:
             own: dict[str, Any] = {short: os.path.expanduser(value)}
             changes: dict[str, Any] = {short: None, "dataset": replace(config.dataset, **own)}
             config = replace(config, **changes)
-            found = (found - {short}) | {f"dataset.{short}"}
+            user_keys = (user_keys - {short}) | {f"dataset.{short}"}
     if config.gpus is not None:
         if config.gpus < 1:
             raise ConfigError(Problem(f"gpus={config.gpus} is not a whole number of at least 1", "gpus", "gpus=1"))
         _refuse_two("gpus", config.gpus, "world", config.world)
-        config, found = replace(config, gpus=None, world=config.gpus), found | {"world"}
-    return config, found
+        config, user_keys = replace(config, gpus=None, world=config.gpus), user_keys | {"world"}
+    return config, user_keys
 
 
 def _refuse_two(short: str, value: object, key: str, other: object) -> None:
     if other not in (None, value):
-        what = f"{short}={value} contradicts {key}={other}"
-        raise ConfigError(Problem(what, short, "one of the two", kind="contradiction"))
+        cause = f"{short}={value} contradicts {key}={other}"
+        raise ConfigError(Problem(cause, short, "one of the two", kind="contradiction"))

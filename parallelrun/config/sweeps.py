@@ -27,8 +27,8 @@ def recipes_of(override: Override, names: Iterable[str]) -> list[str]:
     if not _is_call(override.value):
         return [unquoted(value) for value in override.values]
     if not override.multirun:
-        what = f"{override.text}: several values need a sweep (-m)"
-        raise ConfigError(Problem(what, "recipe", command=f"parallelrun -m ... {override.text}"))
+        cause = f"{override.text}: several values need a sweep (-m)"
+        raise ConfigError(Problem(cause, "recipe", command=f"parallelrun -m ... {override.text}"))
     try:
         parsed = OverridesParser.create().parse_override(f"recipe={override.value}")
     except HydraException as error:
@@ -56,8 +56,8 @@ def num_points(overrides: Sequence[Override]) -> int | None:
     total = prod(counts.values())
     if total > POINT_LIMIT:
         swept = " x ".join(f"{count:,}" for count in counts.values() if count > 1)
-        what = f"the sweep has {swept}{f' = {total:,}' if ' x ' in swept else ''} points; at most {POINT_LIMIT:,}"
-        raise ConfigError(Problem(what, "command line", command="parallelrun -m ... with fewer values"))
+        cause = f"the sweep has {swept}{f' = {total:,}' if ' x ' in swept else ''} points; at most {POINT_LIMIT:,}"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun -m ... with fewer values"))
     return total
 
 

@@ -31,8 +31,8 @@ def folders(words: Sequence[str]) -> list[Path]:
     for word in words:
         if match := _SEARCH_PATH.fullmatch(word):
             named += [item.strip().strip("'\"") for item in match[1].split(",") if item.strip()]
-    found = [_folder(name) for name in (*named, *_of_plug_ins())]
-    return [path for path in dict.fromkeys(found) if path is not None and path.is_dir()]
+    folders = [_folder(name) for name in (*named, *_of_plug_ins())]
+    return [path for path in dict.fromkeys(folders) if path is not None and path.is_dir()]
 
 
 def _folder(name: str) -> Path | None:

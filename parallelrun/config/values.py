@@ -30,36 +30,36 @@ def trap(key: Key, text: str, where: str) -> Problem | None:
     if key.kind not in ("int", "float", "bool"):
         return None
     if text.lower() in ("none", "auto", "") and key.optional:
-        what = f"{key.name}={text}: to leave {key.name} open, write null or nothing at all"
-        return Problem(what, where, f"{key.name}=null")
+        cause = f"{key.name}={text}: to leave {key.name} open, write null or nothing at all"
+        return Problem(cause, where, f"{key.name}=null")
     return _boolean(key, text, where) if key.kind == "bool" else _number(key, text, where)
 
 
 def of_interpolations(config: object) -> list[Problem]:
     """The problems with lists and mappings that `${...}` has replaced by something else, which OmegaConf lets pass."""
-    found = []
+    problems = []
     for key in known_keys().values():
         kinds = _KINDS.get(key.kind)
         value: Any = attrgetter(key.name)(config) if kinds else None
         if kinds is None or value is None:
             continue
         if not isinstance(value, kinds):
-            found.append(Problem(f"{_takes(key)}, and the value is {_shown(value)}", key.name, example(key)))
+            problems.append(Problem(f"{_takes(key)}, and the value is {_shown(value)}", key.name, example(key)))
         elif wrong := [one for one in value if not isinstance(one, _ITEMS.get(key.item, (object,)))]:
-            what = f"{_takes(key)} of {_NAMES[key.item]}, and {_shown(wrong[0])} is none"
-            found.append(Problem(what, key.name, example(key)))
-    return found
+            cause = f"{_takes(key)} of {_NAMES[key.item]}, and {_shown(wrong[0])} is none"
+            problems.append(Problem(cause, key.name, example(key)))
+    return problems
 
 
 def of_unresolved(texts: Mapping[str, Any], is_wrong: Callable[[str], bool]) -> list[Problem]:
     """The same problems in a configuration that OmegaConf refuses to resolve. texts: as written; is_wrong: of a key."""
-    found = []
+    problems = []
     for key in known_keys().values():
         if key.kind in _KINDS and is_wrong(key.name):
             items = f" of {_NAMES[key.item]}" if key.item in _NAMES else ""
-            what = f"{_takes(key)}{items}, and {reduce(getitem, key.name.split('.'), texts)} is none"
-            found.append(Problem(what, key.name, example(key)))
-    return found
+            cause = f"{_takes(key)}{items}, and {reduce(getitem, key.name.split('.'), texts)} is none"
+            problems.append(Problem(cause, key.name, example(key)))
+    return problems
 
 
 def _takes(key: Key) -> str:
@@ -102,8 +102,8 @@ def _number(key: Key, text: str, where: str) -> Problem | None:
         digits = text.lstrip("+-")
         decimal = [str(int(text))] if digits.isdigit() and int(text) != parsed else []  # 010 is 8 or 10
         fixes = [str(parsed), *decimal]
-        what = f"{shape}: parsed as {parsed} from {text}; write {' or '.join(fixes)}"
-        return Problem(what, where, f"{key.name}={fixes[0]}")
+        cause = f"{shape}: parsed as {parsed} from {text}; write {' or '.join(fixes)}"
+        return Problem(cause, where, f"{key.name}={fixes[0]}")
     if text.lower() in BOOLEANS:
         return Problem(f"{shape}: a boolean, but {key.name} is {kind}", where, example(key))
     try:

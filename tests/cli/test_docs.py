@@ -17,7 +17,7 @@ from parallelrun.cli import help as texts
 from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
 from parallelrun.cli.tools import calibrate
-from parallelrun.config import keys, source
+from parallelrun.config import keys
 from parallelrun.config.schema import strategy_keys
 from parallelrun.planner.resolve import shorthands
 from tests import other_runners
@@ -110,7 +110,6 @@ def _forget_plug_ins() -> None:
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
-    source._pickled_schema.cache_clear()
 
 
 @pytest.mark.parametrize("words", PLANNED, ids=" ".join)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from importlib import import_module
 import pytest
 
 from parallelrun.cli import main as program
-from parallelrun.cli.help import EXAMPLES, TOOLS, VERBS
+from parallelrun.cli.help import EXAMPLES, TOOL_FUNCTIONS, VERBS
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
 from tests.servants import ROOT
@@ -206,14 +205,6 @@ def test_ls_keys_explains_every_key_that_users_type(run):
     assert rows["dropout"]["values"] == "float >= 0, < 1" and "model.preset" not in rows
 
 
-def test_the_collector_rests_only_while_a_plan_is_made(run, monkeypatch):
-    seen: list[bool] = []
-    monkeypatch.setattr("parallelrun.launch.entry.start.start", lambda *arguments: seen.append(gc.isenabled()) or 0)
-    monkeypatch.setattr("parallelrun.cli.verbs._SHOWN", {"plan": lambda *arguments: seen.append(gc.isenabled())})
-    assert [run(line)[0] for line in ("plan dp=2", "strategy=ddp dp=2", "plan tp=3")] == [0, 0, 2]
-    assert seen == [False, True] and gc.isenabled()
-
-
 def test_hydras_own_flags_answer(run):
     code, out, _ = run("--cfg", "job", "-p", "model", "model=llama3_8b")
     assert code == 0 and "kv_heads: 8" in out
@@ -398,6 +389,5 @@ def test_a_run_with_json_prints_one_document_and_its_screen_on_stderr(run, monke
 
 
 def test_every_tool_that_the_help_lists_has_its_function():
-    assert program._TOOLS.keys() == TOOLS.keys()
-    for module, function in program._TOOLS.values():
+    for module, function in (text.split(":") for text in TOOL_FUNCTIONS.values()):
         assert callable(getattr(import_module(f"parallelrun.{module}"), function))

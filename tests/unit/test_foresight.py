@@ -23,7 +23,7 @@ MIXTRAL = {
 
 
 def test_the_documented_scores_are_the_stored_ones():
-    assert table(STORED) in (ROOT / "docs" / "step_time.md").read_text()
+    assert table(STORED) in (ROOT / "docs" / "measured.md").read_text()
 
 
 @pytest.mark.parametrize(

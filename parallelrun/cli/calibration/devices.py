@@ -61,8 +61,8 @@ class Clock:
             if wall > LONG_S:
                 return Sample(wall, cpu)
             calls = max(1, int(self.seconds / REPEATS / max(wall, 1e-7)))
-        found = [self._once(body, calls) for _ in range(REPEATS)]
-        walls, cpus = (sorted(column) for column in zip(*found))
+        durations = [self._once(body, calls) for _ in range(REPEATS)]
+        walls, cpus = (sorted(column) for column in zip(*durations))
         median = statistics.median(walls)
         lower, _, upper = statistics.quantiles(walls, n=4)
         return Sample(median, statistics.median(cpus), (upper - lower) / median)

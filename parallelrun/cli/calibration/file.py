@@ -28,12 +28,12 @@ def place(name: str, config_dir: Path | None) -> Path:
     if not NAME.match(name):
         raise ConfigError(Problem(f"cluster={name}: not a name for a cluster", "cluster", "cluster=mine"))
     if (presets.folder() / presets.CLUSTER / f"{name}.yaml").is_file():
-        what = f"cluster={name} is built in, and a calibration does not replace it"
-        raise ConfigError(Problem(what, "cluster", "cluster=mine"))
+        cause = f"cluster={name} is built in, and a calibration does not replace it"
+        raise ConfigError(Problem(cause, "cluster", "cluster=mine"))
     folder = config_dir.expanduser() / presets.CLUSTER if config_dir else presets.own_clusters()
     if folder.parts[0].startswith("~"):
-        what = "no folder for your own clusters: you have no home directory, and HOME is not set"
-        raise EnvironmentProblem(Problem(what, "calibrate", command="parallelrun calibrate ... --config-dir FOLDER"))
+        cause = "no folder for your own clusters: you have no home directory, and HOME is not set"
+        raise EnvironmentProblem(Problem(cause, "calibrate", command="parallelrun calibrate ... --config-dir FOLDER"))
     return folder / f"{name}.yaml"
 
 
@@ -50,8 +50,8 @@ def prepare(path: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        what = f"cannot write {path}: {error.strerror}"
-        raise EnvironmentProblem(Problem(what, "cluster", command="--config-dir FOLDER, a writable folder")) from error
+        cause = f"cannot write {path}: {error.strerror}"
+        raise EnvironmentProblem(Problem(cause, "cluster", command="--config-dir FOLDER, a writable folder")) from error
 
 
 def write(path: Path, measured: Measurements, found: Calibration, more: Sequence[TimedStep]) -> None:

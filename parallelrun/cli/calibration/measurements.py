@@ -102,5 +102,7 @@ def load(path: Path) -> Measurements:
             known[name] = tuple(kind(**{**row, "sample": Sample(**row["sample"])}) for row in values[name])
         return Measurements(**{**known, "skipped": tuple(values["skipped"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"{path} does not hold the measurements of a calibration: {type(error).__name__}: {error}"
-        raise EnvironmentProblem(Problem(what, "cluster", command="parallelrun calibrate, to measure again")) from error
+        cause = f"{path} does not hold the measurements of a calibration: {type(error).__name__}: {error}"
+        raise EnvironmentProblem(
+            Problem(cause, "cluster", command="parallelrun calibrate, to measure again")
+        ) from error

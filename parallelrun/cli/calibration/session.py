@@ -63,8 +63,8 @@ class Session:
     def measure(self) -> Measurements:
         """Measure this machine. Raises EnvironmentProblem if not even products can be measured, ConfigError."""
         if self.seconds < LEAST_S:
-            what = f"seconds={self.seconds:g} is not enough to measure anything"
-            raise ConfigError(Problem(what, "seconds", f"seconds={LEAST_S:g}"))
+            cause = f"seconds={self.seconds:g} is not enough to measure anything"
+            raise ConfigError(Problem(cause, "seconds", f"seconds={LEAST_S:g}"))
         gpus = visible_gpus() if self.device != "cpu" else 0
         on_cpu, own = not gpus, gpus or num_cores()
         with task_root("calibrate") as root:
@@ -75,8 +75,8 @@ class Session:
             exchanges = list(self._exchanges(root, own, on_cpu))
             steps = list(self._trainings(root, own, on_cpu, clock))
         if not steps:
-            what = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
-            raise ConfigError(Problem(what, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
+            cause = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
+            raise ConfigError(Problem(cause, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
         peaks = _over_ranks([list(row["peaks"].values()) for row in ranks], TimedProduct)
         return Measurements(
             clock=clock,
@@ -167,10 +167,10 @@ class Session:
 
 def highest_rates(products: Sequence[TimedProduct], clock: str) -> dict[str, float]:
     """FLOP/s of the fastest product of each precision: another one may beat the large square one."""
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for one in products:
-        found[one.precision] = max(one.flops_s(clock), found.get(one.precision, 0.0))
-    return found
+        measured[one.precision] = max(one.flops_s(clock), measured.get(one.precision, 0.0))
+    return measured
 
 
 def composed(words: Sequence[str]) -> tuple[Config, Plan]:

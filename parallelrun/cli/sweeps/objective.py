@@ -31,5 +31,5 @@ def objective(row: Mapping[str, Any], key: str | None, verb: str) -> float:
     if key in row and value is None:
         raise Pruned(f"point {row['point']} has no finite {key}")
     numbers = [name for name, found in row.items() if isinstance(found, (int, float)) and not isinstance(found, bool)]
-    what = f"sweep.objective={key}: a {verb} records no number with this name"
-    raise ConfigError(Problem(what, "sweep.objective", did_you_mean(key, numbers)))
+    cause = f"sweep.objective={key}: a {verb} records no number with this name"
+    raise ConfigError(Problem(cause, "sweep.objective", did_you_mean(key, numbers)))

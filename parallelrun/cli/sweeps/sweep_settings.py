@@ -42,15 +42,15 @@ def directory(line: CommandLine, settings: SweepSettings | None) -> Path:
     resume = _given(line, "sweep.resume")
     if resume is not None:
         if not (Path(resume) / sweep_rows.RESULTS).is_file():
-            what = f"sweep.resume={resume}: not a sweep directory (it has no {sweep_rows.RESULTS})"
-            raise EnvironmentProblem(Problem(what, "sweep.resume", command="ls -d runs/sweep-*"))
+            cause = f"sweep.resume={resume}: not a sweep directory (it has no {sweep_rows.RESULTS})"
+            raise EnvironmentProblem(Problem(cause, "sweep.resume", command="ls -d runs/sweep-*"))
         return Path(resume).absolute()
     of_hydra = settings.directory if settings else _given(line, "hydra.sweep.dir")
     chosen = _given(line, "sweep.directory") or (os.path.expanduser(of_hydra) if of_hydra else None)
     if chosen is not None:
         if (Path(chosen) / sweep_rows.RESULTS).exists():
-            what = f"{chosen} already holds a sweep"
-            raise EnvironmentProblem(Problem(what, "sweep.directory", f"sweep.resume={chosen}, or another directory"))
+            cause = f"{chosen} already holds a sweep"
+            raise EnvironmentProblem(Problem(cause, "sweep.directory", f"sweep.resume={chosen}, or another directory"))
         return Path(chosen).absolute()
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     return (Path(_given(line, "runs") or "runs") / f"sweep-{stamp}-{secrets.token_hex(3)}").absolute()
@@ -62,10 +62,10 @@ def overrides(line: CommandLine, settings: SweepSettings | None, place: Path, sc
     Illegal and failed points must not end an optimizing sweeper. Hydra's multirun.yaml goes to the directory that the
     user has named, else to a scratch folder, or beside our files if a plug-in stores files too.
     """
-    found = ["hydra.sweeper.max_failure_rate=1.0"] if settings and settings.counts_failures else []
+    overrides = ["hydra.sweeper.max_failure_rate=1.0"] if settings and settings.counts_failures else []
     of_hydra = Path(scratch)
     if line.verb != "plan" and settings is not None and settings.directory is not None:
         of_hydra = place  # again, because Hydra would resolve its `${now:...}` a second time
     elif line.verb != "plan" and settings is not None and settings.uses_plugin:
         of_hydra = place / "hydra"
-    return [*found, f"hydra.sweep.dir={quote(str(of_hydra), is_path=True)}"]
+    return [*overrides, f"hydra.sweep.dir={quote(str(of_hydra), is_path=True)}"]

@@ -92,27 +92,27 @@ def _calibrate(asked: Asked) -> dict[str, Any]:
     check_folders(folders)
     file.prepare(path)
     measured = _measured(asked, path)
-    found, added, before = calibrated(measured, name), [], []
+    calibration, added, before = calibrated(measured, name), [], []
     if folders:
-        added = steps_of(folders, measured, found.cluster)
-        before = ratios_of(found.cluster, measured.clock, added)
-        found = calibrated(measured, name, added)
-    file.write(path, measured, found, added)
+        added = steps_of(folders, measured, calibration.cluster)
+        before = ratios_of(calibration.cluster, measured.clock, added)
+        calibration = calibrated(measured, name, added)
+    file.write(path, measured, calibration, added)
     return {
         "cluster": name,
         "path": str(path),
         "clock": measured.clock,
         "seconds": measured.seconds,
-        "provenance": file.provenance(measured, found, added),
-        "constants": {key: file.rounded(getattr(found.cluster, key)) for key in found.fitted},
-        "median_error": found.error,
+        "provenance": file.provenance(measured, calibration, added),
+        "constants": {key: file.rounded(getattr(calibration.cluster, key)) for key in calibration.fitted},
+        "median_error": calibration.error,
         "steps": [
             {"name": step.name, "source": step.source, "measured_s": step.sample.seconds(measured.clock),
              "spread": step.sample.spread, "predicted_over_measured": ratio}
-            for step, ratio in found.ratios
+            for step, ratio in calibration.ratios
         ],
         "added": [
-            {"source": step.source, "before": old, "after": dict(found.ratios)[step]}
+            {"source": step.source, "before": old, "after": dict(calibration.ratios)[step]}
             for step, old in zip(added, before)
         ],
         "skipped": list(measured.skipped),

@@ -22,22 +22,22 @@ def main(words: list[str]) -> int:
     wanted = [conditions.parse(text) for text in arguments.fail_on]
     directories = list(dict.fromkeys(find.resolve(arguments.run, Path(arguments.runs).expanduser())))
     if len(directories) < 2:
-        what = f"compare needs two runs at least, got {len(directories)}"
-        raise ConfigError(Problem(what, "command line", command="parallelrun runs ls"))
-    found = compare([read(directory) for directory in directories])
-    failed = conditions.failures(found, wanted)
+        cause = f"compare needs two runs at least, got {len(directories)}"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun runs ls"))
+    comparison = compare([read(directory) for directory in directories])
+    failed = conditions.failures(comparison, wanted)
     from parallelrun.report.runs import run_comparison as report
 
     if arguments.json:
         from parallelrun.cli.json_output import print_json
 
-        print_json(report.document(found, failed))
+        print_json(report.document(comparison, failed))
     elif arguments.md:
-        sys.stdout.write(report.markdown(found, failed))
+        sys.stdout.write(report.markdown(comparison, failed))
     else:
         from parallelrun.report.screen import open_console
 
-        report.show(found, failed, open_console())
+        report.show(comparison, failed, open_console())
     if failed:
         sys.stdout.flush()
         raise ParallelrunError(*(Problem(text, "--fail-on") for text in failed), exit_code=EXIT_MISMATCH)

@@ -70,10 +70,12 @@ def examine() -> list[DoctorCheck]:
     checks: list[DoctorCheck] = []
     for check in _CHECKS:
         try:
-            found = check()
+            result = check()
         except Exception as error:
-            found = DoctorCheck(check.__name__.strip("_").replace("_", " "), "fail", f"{type(error).__name__}: {error}")
-        checks += found if isinstance(found, list) else [found]
+            result = DoctorCheck(
+                check.__name__.strip("_").replace("_", " "), "fail", f"{type(error).__name__}: {error}"
+            )
+        checks += result if isinstance(result, list) else [result]
     return checks
 
 

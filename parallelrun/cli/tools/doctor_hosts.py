@@ -46,9 +46,9 @@ def main(words: Sequence[str]) -> int:
     ssh = SshOptions(given.port, given.identity_file, given.config)
     problems = ssh.problems()
     if len(found) < 2:
-        what = "the bandwidth between hosts needs two of them"
+        cause = "the bandwidth between hosts needs two of them"
         command = "parallelrun doctor --hosts -H a,b; or under torchrun, srun, mpirun"
-        problems.append(Problem(what, "command line", command=command))
+        problems.append(Problem(cause, "command line", command=command))
     if problems:
         raise ConfigError(*problems)
     from parallelrun.launch.over_ssh import ssh as over_ssh

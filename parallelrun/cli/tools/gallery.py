@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,15 +71,15 @@ def _file(name: str) -> RecipeFile:
 
 def rows() -> list[dict[str, Any]]:
     """Every recipe with what it says about itself. One that cannot be read has only its fault."""
-    found = []
+    entries = []
     for file in recipe_files.find().values():
         row: dict[str, Any] = {"name": file.name, "source": file.source, "file": str(file.path), "error": None}
         try:
             about = recipe_files.load(file, trust=True).about
         except ParallelrunError as error:
             about, row["error"] = None, str(error)
-        found.append({**row, "description": file.description, "about": asdict(about) if about else None})
-    return found
+        entries.append({**row, "description": file.description, "about": asdict(about) if about else None})
+    return entries
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -135,8 +134,8 @@ def _cp(arguments: argparse.Namespace) -> int:
             Problem(f"{path} exists already, and is not overwritten", str(path), "another name")
         ) from error
     except OSError as error:
-        what = f"cannot copy {file.shown} to {path}: {error.strerror}"
-        raise EnvironmentProblem(Problem(what, str(error.filename or path))) from error
+        cause = f"cannot copy {file.shown} to {path}: {error.strerror}"
+        raise EnvironmentProblem(Problem(cause, str(error.filename or path))) from error
     shown = str(path) if "/" in str(path) else f"./{path}"
     print(f"copied to {path}; run it with:\nparallelrun recipe={shown}")
     return EXIT_OK
@@ -145,20 +144,16 @@ def _cp(arguments: argparse.Namespace) -> int:
 def _validate(arguments: argparse.Namespace) -> int:
     files = [_file(name) for name in arguments.recipe] or list(recipe_files.find().values())
     checked = []
-    gc.disable()  # the first recipe imports much: a collector that visits it takes a fifth of the time
     for file in files:
-        found = check(file, arguments.trust)
-        if not gc.isenabled():
-            gc.freeze()
-            gc.enable()
-        if arguments.run and not found.problems:
-            found = run(file, arguments.trust, arguments.runs)
-        checked.append(found)
+        result = check(file, arguments.trust)
+        if arguments.run and not result.problems:
+            result = run(file, arguments.trust, arguments.runs)
+        checked.append(result)
         if not arguments.json:
-            _tell(found)
-    wrong = [problem for found in checked for problem in found.problems]
+            _tell(result)
+    wrong = [problem for result in checked for problem in result.problems]
     if arguments.json:
-        print_json({"valid": not wrong, "recipes": [_document(found) for found in checked]})
+        print_json({"valid": not wrong, "recipes": [_document(result) for result in checked]})
     elif wrong:
         print(errors.render(wrong, False), file=sys.stderr)
     return EXIT_CONFIG if wrong else EXIT_OK
@@ -212,26 +207,26 @@ def _compared(file: RecipeFile, about: About | None, composed: Composed, plan: P
     from parallelrun.planner.facts.plan_facts import facts, figures
 
     if about is None:
-        what = f"{KEY}: is missing; it says purpose, devices, minutes, expected results and source"
-        return Checked(file, (Problem(what, file.shown, command="parallelrun recipes cp quickstart"),), {})
+        cause = f"{KEY}: is missing; it says purpose, devices, minutes, expected results and source"
+        return Checked(file, (Problem(cause, file.shown, command="parallelrun recipes cp quickstart"),), {})
     planned = figures(plan, composed.config.cluster, facts(plan, composed.config))
-    found = [(key, f"{key}: is missing") for key in about.missing(trains=_trains(composed))]
+    faults = [(key, f"{key}: is missing") for key in about.missing(trains=_trains(composed))]
     if about.devices is not None and about.devices != plan.world:
-        found.append((f"{KEY}.devices", f"{KEY}.devices: {about.devices}, but the plan has {plan.world} ranks"))
+        faults.append((f"{KEY}.devices", f"{KEY}.devices: {about.devices}, but the plan has {plan.world} ranks"))
     if planned["fits"] == "no":
-        found.append(("cluster.memory_gb", "the plan does not fit into the memory of its devices"))
+        faults.append(("cluster.memory_gb", "the plan does not fit into the memory of its devices"))
     results = {} if planned["step_time_is_bound"] else _predicted(planned, composed.config.steps)
     limits = {f"{KEY}.expected.{name}": pair for name, pair in about.results().items()}
     limits |= {f"{KEY}.minutes": about.minutes} if about.minutes is not None else {}
-    found += _outside(limits, results, "is predicted")
-    problems = tuple(Problem(what, f"{file.shown}: {key}") for key, what in found)
+    faults += _outside(limits, results, "is predicted")
+    problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in faults)
     return Checked(file, problems, {name.rpartition(".")[2]: value for name, value in results.items()})
 
 
 def _predicted(planned: dict[str, Any], steps: int) -> dict[str, float]:
     step, rate = planned["step_time_predicted_s"], planned["tokens_per_s"]
-    found = {"about.minutes": steps * step / 60} if step else {}
-    return found | ({"about.expected.tokens_per_s": rate} if rate else {})
+    results = {"about.minutes": steps * step / 60} if step else {}
+    return results | ({"about.expected.tokens_per_s": rate} if rate else {})
 
 
 def _outside(limits: dict[str, list[float]], results: dict[str, float], how: str) -> list[tuple[str, str]]:
@@ -272,6 +267,6 @@ def run(file: RecipeFile, trust: bool, runs: str) -> Checked:
     results = {key: float(summary[name]) for key, name in keys.items() if summary.get(name) is not None}
     lost = [(key, f"{key}: the run has no {name}") for key, name in keys.items() if key not in results]
     limits = {f"about.expected.{name}": pair for name, pair in about.results().items()}
-    found = [*lost, *_outside(limits, results, f"was the result of {directories[0]}")]
-    problems = tuple(Problem(what, f"{file.shown}: {key}") for key, what in found)
+    faults = [*lost, *_outside(limits, results, f"was the result of {directories[0]}")]
+    problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in faults)
     return Checked(file, problems, {keys[key]: value for key, value in results.items()}, "run")

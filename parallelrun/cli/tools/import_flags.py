@@ -27,21 +27,21 @@ a command line of Megatron-LM. The format is recognised by its content. What has
 
 def main(words: list[str]) -> int:
     """Print the recipe, or write it. Raises ConfigError with every fault of the file and of the plan it describes."""
-    asked, command_line = _parsed(words)
-    source = sources.of_words(command_line) if command_line else sources.of_file(Path(asked.file), asked.config)
-    found = source.translate()
-    recipe.with_overrides(found, _overrides(asked.overrides), GROUPS)
-    plan = recipe.check(found, lambda: _plan(found))
-    text = recipe.text(found, source.kind, source.shown, plan)
-    if asked.to is None:
+    options, command_line = _parsed(words)
+    source = sources.of_words(command_line) if command_line else sources.of_file(Path(options.file), options.config)
+    result = source.translate()
+    recipe.with_overrides(result, _overrides(options.overrides), GROUPS)
+    plan = recipe.check(result, lambda: _plan(result))
+    text = recipe.text(result, source.runner, source.shown, plan)
+    if options.to is None:
         sys.stdout.write(text)
         return EXIT_OK
-    _write(Path(asked.to).expanduser(), text)
-    for title, lines in recipe.lists(found):
+    _write(Path(options.to).expanduser(), text)
+    for title, lines in recipe.lists(result):
         print(f"{title}: {len(lines)}")
         for line in lines:
             print(f"  {line}")
-    print(f"written: {asked.to}; try:\nparallelrun plan recipe={asked.to}")
+    print(f"written: {options.to}; try:\nparallelrun plan recipe={options.to}")
     return EXIT_OK
 
 
@@ -57,44 +57,44 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--to", metavar="FILE", help="write the recipe here, and print the lists (default: print it)")
     parser.add_argument("--config", metavar="FUNCTION", help="of a Python file of torchtitan: the one to translate")
-    asked = parser.parse_args(own)
-    if asked.file is not None and "=" in asked.file:
-        asked.file, asked.overrides = None, [asked.file, *asked.overrides]
-    if (asked.file is None) == (not command_line):
-        what = "give either a file, or after -- the arguments of pretrain_gpt.py"
-        raise ConfigError(Problem(what, "command line", command="parallelrun import-flags --help"))
-    return asked, command_line
+    options = parser.parse_args(own)
+    if options.file is not None and "=" in options.file:
+        options.file, options.overrides = None, [options.file, *options.overrides]
+    if (options.file is None) == (not command_line):
+        cause = "give either a file, or after -- the arguments of pretrain_gpt.py"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun import-flags --help"))
+    return options, command_line
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
     import yaml
 
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
             raise ConfigError(Problem(f"{word}: not key=value", "command line"))
-        found[key] = yaml.safe_load(value)
-    return found
+        values[key] = yaml.safe_load(value)
+    return values
 
 
-def _plan(found: Translation) -> Plan:
+def _plan(result: Translation) -> Plan:
     """Compose and resolve the recipe; data that is not on this machine is not looked for. Where the number of ranks is
     open, the plan has the fewest, so that no demonstration decides whether the recipe is legal."""
     from parallelrun.config import compose, overrides
     from parallelrun.planner.resolve.resolve_config import resolve
 
-    path = found.values.get("dataset.path")
+    path = result.values.get("dataset.path")
     if path is not None and not Path(f"{path}.idx").is_file() and not Path(path).exists():
-        values = {key: value for key, value in found.values.items() if not key.startswith("dataset.")}
-        found = replace(found, values=values, groups={**found.groups, "dataset": "synthetic"})
+        values = {key: value for key, value in result.values.items() if not key.startswith("dataset.")}
+        result = replace(result, values=values, groups={**result.groups, "dataset": "synthetic"})
     with tempfile.TemporaryDirectory(prefix="parallelrun-recipe-") as folder:
         file = Path(folder) / "recipe.yaml"
-        file.write_text(recipe.text(found, "", ""), encoding="utf-8")
+        file.write_text(recipe.text(result, "", ""), encoding="utf-8")
         read, _ = overrides.read([f"recipe={file}"], False, "recipe")
         composed, _ = compose.compose_once(compose.prepare(read, (), "plan", False))
         world = (
-            None if not recipe.world_is_open(found) else math.prod(found.values.get(axis, 1) for axis in _MODEL_AXES)
+            None if not recipe.world_is_open(result) else math.prod(result.values.get(axis, 1) for axis in _MODEL_AXES)
         )
         return resolve(composed.config, given=composed.given, world=world)
 

@@ -56,8 +56,8 @@ def generate(words: list[str]) -> int:
     known = ("max_tokens", "temperature", "top_k", "seed", "tokens", "tp")
     asked = _Arguments(words[1 if text is None else 2 :], known)
     if (text is None) == ("tokens" not in asked.values):
-        what = "give a text, or token ids as tokens=[1,2,3]"
-        asked.problems.append(Problem(what, "text", command="parallelrun generate --help"))
+        cause = "give a text, or token ids as tokens=[1,2,3]"
+        asked.problems.append(Problem(cause, "text", command="parallelrun generate --help"))
     count = asked.number("max_tokens", int, 100, lambda value: value >= 1)
     top_k = asked.number("top_k", int, None, lambda value: value >= 1)
     temperature = asked.number("temperature", float, 1.0, lambda value: value >= 0 and math.isfinite(value))
@@ -149,8 +149,8 @@ def _data_words(words: list[str], problems: list[Problem]) -> CommandLine:
         return command_lines.read([])
     wrong = [one.key for one in line.overrides if one.key.partition(".")[0] not in _DATA_KEYS]
     if wrong or line.flags:
-        what = f"eval reads dataset, path, precision, split and samples, not {', '.join([*wrong, *line.flags])}"
-        problems.append(Problem(what, "command line", command="parallelrun eval --help"))
+        cause = f"eval reads dataset, path, precision, split and samples, not {', '.join([*wrong, *line.flags])}"
+        problems.append(Problem(cause, "command line", command="parallelrun eval --help"))
     return line
 
 
@@ -162,8 +162,8 @@ def _with_overrides(saved: Config, line: CommandLine) -> Config:
     composed, _ = compose.compose_once(compose.prepare(line.overrides, (), "run", line.trust))
     config = continued(composed.config, composed.given, saved) if line.overrides else saved
     if definitions.dataset(config).vocab_follows_model and "dataset" not in composed.given:
-        what = f"dataset={config.dataset.name} is random and says nothing about trained weights"
-        raise ConfigError(Problem(what, "dataset", "dataset=text path=FILE_OR_FOLDER"))
+        cause = f"dataset={config.dataset.name} is random and says nothing about trained weights"
+        raise ConfigError(Problem(cause, "dataset", "dataset=text path=FILE_OR_FOLDER"))
     return replace(config, model=saved.model, verb=definitions.EVAL, global_batch=1, local_batch=None)
 
 

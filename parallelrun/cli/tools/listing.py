@@ -24,11 +24,11 @@ def ls(words: list[str]) -> int:
     arguments = parser.parse_args(words)
     kinds = [*KINDS, TRACKERS] if arguments.kind is None else [_kind(arguments.kind)]
     special = {KEYS: _keys, TRACKERS: _trackers}
-    found = {kind: special[kind]() if kind in special else _options(kind) for kind in kinds}
+    rows_of_kind = {kind: special[kind]() if kind in special else _options(kind) for kind in kinds}
     if arguments.json:
-        print_json(found)
+        print_json(rows_of_kind)
     else:
-        _print_tables(found)
+        _print_tables(rows_of_kind)
     return EXIT_OK
 
 

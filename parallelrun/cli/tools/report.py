@@ -47,8 +47,8 @@ def save(target: Path, content: bytes, flag: str) -> None:
     try:
         write_bytes(target, content)
     except OSError as error:
-        what = f"{target} cannot be written: {error.strerror or error}"
-        raise EnvironmentProblem(Problem(what, flag, "a file in a writable folder")) from error
+        cause = f"{target} cannot be written: {error.strerror or error}"
+        raise EnvironmentProblem(Problem(cause, flag, "a file in a writable folder")) from error
 
 
 def _default(directories: list[Path], num_words: int) -> Path:

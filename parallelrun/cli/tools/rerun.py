@@ -25,8 +25,8 @@ def rerun(directory: Path, runs: Path, trust: bool, check: bool) -> int:
     before = read(directory)
     config = _config(directory, runs, trust)
     if detect(os.environ) is not None:
-        what = "rerun starts the ranks itself, and another launcher has started this process"
-        raise ConfigError(Problem(what, "command line", command=f"parallelrun recipe={directory / CONFIG}"))
+        cause = "rerun starts the ranks itself, and another launcher has started this process"
+        raise ConfigError(Problem(cause, "command line", command=f"parallelrun recipe={directory / CONFIG}"))
     for note in _changes(before):
         print_note(f"note: {note}")
     from parallelrun.launch.entry.start import start
@@ -56,11 +56,11 @@ def _config(directory: Path, runs: Path, trust: bool) -> Any:
     except (OSError, ValueError) as error:
         raise broken(directory / CONFIG, str(error)) from error
     if config.model.source is not None and not trust:
-        what = f"that run trains the module {config.model.source}, and a run directory may come from a stranger"
-        raise ConfigError(Problem(what, "model.source", command=f"parallelrun runs rerun {directory} --trust"))
+        cause = f"that run trains the module {config.model.source}, and a run directory may come from a stranger"
+        raise ConfigError(Problem(cause, "model.source", command=f"parallelrun runs rerun {directory} --trust"))
     if config.resume and not Path(config.resume).exists():
-        what = f"the run resumed from {config.resume}, which is gone"
-        raise broken(directory / CONFIG, what, "resume")
+        cause = f"the run resumed from {config.resume}, which is gone"
+        raise broken(directory / CONFIG, cause, "resume")
     return replace(config, runs=str(runs))
 
 

@@ -55,10 +55,10 @@ def _live(word: str) -> Path:
     found = find.one(word, Path("runs"))
     status = read_json(found / find.STATUS)
     if status.get("state") != "running":
-        what = f"{found} is not live: its state is {status.get('state') or 'unknown'}"
+        cause = f"{found} is not live: its state is {status.get('state') or 'unknown'}"
         resume = shlex.quote(f"resume={found}")
         again = f"parallelrun {resume} dp=... starts it again from its checkpoint, under any plan"
-        raise ConfigError(Problem(what, "reshape", command=again))
+        raise ConfigError(Problem(cause, "reshape", command=again))
     return found
 
 
@@ -96,18 +96,18 @@ def _wanted(directory: Path, saved: Config, overrides: list[str]) -> tuple[Confi
     plan = resolve(config, given=given)
     problems = []
     if plan.world != before.world:
-        what = f"this plan has {counted(plan.world, 'rank')}, and the live run has {before.world}"
+        cause = f"this plan has {counted(plan.world, 'rank')}, and the live run has {before.world}"
         other = f"stop the run, then parallelrun {shlex.join([f'resume={directory}', *overrides])}"
-        problems.append(Problem(what, "world", "degrees whose product is the same", other, kind="arithmetic"))
+        problems.append(Problem(cause, "world", "degrees whose product is the same", other, kind="arithmetic"))
     if plan.servers or before.servers:
-        what = "parameter servers have loops of their own, which cannot change their plan"
-        problems.append(Problem(what, "strategy.data.kind", kind="undefined"))
+        cause = "parameter servers have loops of their own, which cannot change their plan"
+        problems.append(Problem(cause, "strategy.data.kind", kind="undefined"))
     config = filled(config, plan)
     if not trains_alike(config, saved):
         keys = differences(config, saved, composed.given)
         changed = ", ".join(key for key in keys if key.partition(".")[0] in OF_A_TRAINING) or "the request"
-        what = f"{changed} would make it another training: only the plan of a live run changes"
-        problems.append(Problem(what, "reshape", command=USAGE, kind="contradiction"))
+        cause = f"{changed} would make it another training: only the plan of a live run changes"
+        problems.append(Problem(cause, "reshape", command=USAGE, kind="contradiction"))
     if problems:
         raise ConfigError(*problems)
     return config, plan

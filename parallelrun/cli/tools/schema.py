@@ -86,14 +86,14 @@ def _node(cls: type, prefix: str) -> dict[str, Any]:
             properties[item.name] = _described(item, _node(twin, f"{_TWINS[name]}."), name)
         else:
             properties[item.name] = _described(item, _value(hint, _key(name, item)), name)
-    found: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+    node: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
     text = (cls.__doc__ or "").partition("\n")[0]
     if text and not text.startswith(cls.__name__):  # a dataclass without a docstring has its signature there
-        found["description"] = text
+        node["description"] = text
     axis = prefix.removeprefix("strategy.").rstrip(".")
     if prefix.startswith("strategy.") and axis in SECTIONS:
-        found["allOf"] = [_only(axis, kind) for kind in _kinds(axis)]
-    return found
+        node["allOf"] = [_only(axis, kind) for kind in _kinds(axis)]
+    return node
 
 
 def _only(axis: str, kind: str) -> dict[str, Any]:
@@ -153,12 +153,12 @@ def _type(hint: Any) -> dict[str, Any]:
 
 
 def _bounds(key: Key) -> dict[str, Any]:
-    found = {"minimum": key.least, "exclusiveMinimum": key.above, "maximum": key.most, "exclusiveMaximum": key.below}
+    bounds = {"minimum": key.least, "exclusiveMinimum": key.above, "maximum": key.most, "exclusiveMaximum": key.below}
     if key.plausible and key.least != 0:  # what may be 0 may also be any plausible number
-        found["minimum"] = key.plausible[0]
+        bounds["minimum"] = key.plausible[0]
     if key.plausible:
-        found["maximum"] = key.plausible[1]
-    return {name: bound for name, bound in found.items() if bound is not None}
+        bounds["maximum"] = key.plausible[1]
+    return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 def _choices(key: Key) -> list[str]:

@@ -48,19 +48,19 @@ def _check_events(text: str, shown: str) -> None:
         documents += isinstance(event, yaml.DocumentStartEvent)
         nodes += isinstance(event, yaml.NodeEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        what = ""
+        cause = ""
         if documents > 1:
-            what = "a recipe is one document; this file holds several"
+            cause = "a recipe is one document; this file holds several"
         elif isinstance(event, yaml.AliasEvent):
-            what = "anchors and aliases are not supported; use ${key}"
+            cause = "anchors and aliases are not supported; use ${key}"
         elif isinstance(event, (yaml.CollectionStartEvent, yaml.ScalarEvent)) and event.tag:
-            what = f"tags are not supported: {event.tag}"
+            cause = f"tags are not supported: {event.tag}"
         elif nodes > NODE_LIMIT:
-            what = f"a recipe has at most {NODE_LIMIT} keys and values"
+            cause = f"a recipe has at most {NODE_LIMIT} keys and values"
         elif depth > DEPTH_LIMIT:
-            what = f"nested deeper than {DEPTH_LIMIT} levels"
-        if what:
-            raise ConfigError(Problem(what, f"{shown}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"))
+            cause = f"nested deeper than {DEPTH_LIMIT} levels"
+        if cause:
+            raise ConfigError(Problem(cause, f"{shown}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"))
 
 
 def _where(shown: str, node: yaml.Node) -> str:

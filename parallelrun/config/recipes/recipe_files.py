@@ -104,8 +104,8 @@ def at_path(text: str) -> RecipeFile:
     path = Path(text).expanduser()
     if not path.is_file():
         alternatives = [f"recipe={name}" for name in nearest(path.stem, find())]
-        what = f"recipe={text}: {'is a folder' if path.is_dir() else 'no such file'}"
-        raise ConfigError(Problem(what, str(path.absolute()), ", ".join(alternatives), "parallelrun ls recipes"))
+        cause = f"recipe={text}: {'is a folder' if path.is_dir() else 'no such file'}"
+        raise ConfigError(Problem(cause, str(path.absolute()), ", ".join(alternatives), "parallelrun ls recipes"))
     import hashlib
 
     digest = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]
@@ -149,8 +149,8 @@ def load_all(files: Mapping[str, RecipeFile], chosen: Sequence[str], trust: bool
 def family(name: str, loaded: Mapping[str, Recipe], above: tuple[str, ...] = ()) -> frozenset[str]:
     """The recipe and all that it builds on. Raises ConfigError for a cycle."""
     if name in above:
-        what = f"recipes build on each other in a cycle: {' -> '.join((*above, name))}"
-        raise ConfigError(Problem(what, "recipe"))
+        cause = f"recipes build on each other in a cycle: {' -> '.join((*above, name))}"
+        raise ConfigError(Problem(cause, "recipe"))
     return frozenset({name}).union(*(family(parent, loaded, (*above, name)) for parent in loaded[name].parents))
 
 

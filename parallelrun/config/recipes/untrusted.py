@@ -37,8 +37,8 @@ def check(config: Config, set_by_recipe: Set[str], typed: Set[str], where: str) 
     for key in WRITTEN_KEYS:
         value = _get(fields, key)
         if key in set_by_recipe - typed and value is not None and not stays_in_working_folder(str(value)):
-            what = f"{key}={value}: a recipe may not write outside the working folder"
-            problems.append(Problem(what, where, command=TRUST))
+            cause = f"{key}={value}: a recipe may not write outside the working folder"
+            problems.append(Problem(cause, where, command=TRUST))
     for name in _names_of_code(fields, ""):
         if not any(name == key or name.startswith(f"{key}.") for key in typed):
             problems.append(Problem(f"{name}: a recipe may not name code", where, command=TRUST))
@@ -64,8 +64,8 @@ def check_growth(recipes: Sequence[Mapping[str, Any]], where: str) -> list[Probl
         while left:
             node, depth = left.pop()
             if depth > CHAIN_LIMIT:
-                what = f"${{key}} leads through more than {CHAIN_LIMIT} others, or to itself; write the value"
-                return [Problem(what, where)]
+                cause = f"${{key}} leads through more than {CHAIN_LIMIT} others, or to itself; write the value"
+                return [Problem(cause, where)]
             if isinstance(node, (Mapping, list)):
                 left += [(value, depth) for value in (node.values() if isinstance(node, Mapping) else node)]
             for key in _KEY.findall(node) if isinstance(node, str) else ():
@@ -73,8 +73,8 @@ def check_growth(recipes: Sequence[Mapping[str, Any]], where: str) -> list[Probl
                 size += _EACH + max([_ELSEWHERE, *(len(str(value)) for value in values)])
                 left += [(value, depth + 1) for value in values]
             if size > EXPANSION_LIMIT:
-                what = f"the ${{key}} of this recipe expand to more than {EXPANSION_LIMIT:,} characters"
-                return [Problem(what, where)]
+                cause = f"the ${{key}} of this recipe expand to more than {EXPANSION_LIMIT:,} characters"
+                return [Problem(cause, where)]
     return []
 
 

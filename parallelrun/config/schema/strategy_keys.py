@@ -46,8 +46,8 @@ def strategy_class(axis: str, kind: str) -> type[Any]:
     for found in vars(module).values():
         if isinstance(found, type) and getattr(found, "kind", None) == kind and hasattr(found, "config_class"):
             return found
-    what = f"{module.__name__} has no strategy class with kind = {kind!r}"
-    raise ConfigError(Problem(what, f"strategy.{axis}.kind"))
+    cause = f"{module.__name__} has no strategy class with kind = {kind!r}"
+    raise ConfigError(Problem(cause, f"strategy.{axis}.kind"))
 
 
 @lru_cache(maxsize=len(SECTIONS))
@@ -133,17 +133,17 @@ def _converted(section: Any, cls: type) -> Any:
 def _section(axis: str) -> type:
     """The union of the config classes of an axis. Raises ConfigError if two declare one key differently."""
     base = SECTIONS[axis]
-    found: dict[str, tuple[type, Field[Any]]] = {item.name: (base, item) for item in fields(base)}
+    declared: dict[str, tuple[type, Field[Any]]] = {item.name: (base, item) for item in fields(base)}
     for cls in dict.fromkeys(config_class(axis, kind) for kind in kinds(axis)):
         for item in fields(cls):
-            first, known = found.setdefault(item.name, (cls, item))
+            first, known = declared.setdefault(item.name, (cls, item))
             if item.name == "kind" or item is known:
                 continue
             if _declaration(cls, item) != _declaration(first, known):
-                what = f"{first.__name__} and {cls.__name__} declare strategy.{axis}.{item.name} differently"
-                raise ConfigError(Problem(what, f"strategy.{axis}.{item.name}"))
+                cause = f"{first.__name__} and {cls.__name__} declare strategy.{axis}.{item.name} differently"
+                raise ConfigError(Problem(cause, f"strategy.{axis}.{item.name}"))
     made = []
-    for name, (cls, item) in found.items():
+    for name, (cls, item) in declared.items():
         default: Any = {"default": item.default} if item.default is not MISSING else {}
         factory: Any = {"default_factory": item.default_factory} if item.default_factory is not MISSING else {}
         own = field(**default, **factory, metadata=item.metadata)

@@ -129,12 +129,8 @@ def _prepare(
     if checkpoint and dataset:
         check_data(checkpoint.index.extra, dataset, config, checkpoint.path)
     notes += definitions.dataset(config).notes(config, plan.spec, dataset) if dataset else []
-    if config.init.weights is not None and checkpoint is None:  # the ranks would find the same problems, one by one
-        from parallelrun.checkpoint.exchange import source
-
-        if weights := source.initial_weights(replace(config, resume=None), plan.spec):
-            weights.verify()
-        notes += source.notes_on_initial(config)
+    if checkpoint is None:
+        notes += _notes_on_initial_weights(config, plan)
     for note in [*notes, *preflight.disk_shortage(config, plan, run_root or Path(config.runs))]:
         print_note(f"note: {note}")
     os.umask(0o077)
@@ -155,6 +151,17 @@ def _prepare(
     if attached is not None:
         reattach.remember(job)
     return job
+
+
+def _notes_on_initial_weights(config: Config, plan: Plan) -> list[str]:
+    """Check `init.from`, where the ranks would find the same problems one by one, and return notes on it."""
+    if config.init.weights is None:
+        return []
+    from parallelrun.checkpoint.exchange import source
+
+    if weights := source.initial_weights(replace(config, resume=None), plan.spec):
+        weights.verify()
+    return source.notes_on_initial(config)
 
 
 def _carry_trackers(checkpoint: Chosen, folder: Path, config: Config, repeats: bool) -> None:

@@ -30,10 +30,7 @@ Row = tuple[str, RenderableType]  # label and value
 
 
 def show(plan: Plan, config: Config, console: Console, results: Facts | None = None, more: Sequence[Row] = ()) -> None:
-    """Print a plan: panels on a terminal, plain lines elsewhere.
-
-    results: the plan's facts, if already computed. more: rows after those about time.
-    """
+    """Print a plan: panels on a terminal, plain lines elsewhere. more: rows after those about time."""
     results = results or facts(plan, config)
     title = f"plan: {plan.spec.name} · {plan.preset} · {degrees_text(plan.degrees)}"
     show_section(title, summary(plan, config, results, console, more), console)

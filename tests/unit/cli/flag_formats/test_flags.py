@@ -9,11 +9,10 @@ import pytest
 import yaml
 
 import parallelrun as pr
-from parallelrun.cli.flag_formats import accelerate, deepspeed, megatron, sources, torchtitan
-from parallelrun.cli.flag_formats.settings import Counterpart
+from parallelrun.cli.flag_formats import derived, sources, table
 from parallelrun.cli.flag_formats.shell import commands
 from parallelrun.cli.main import main
-from parallelrun.config.keys import known_keys
+from parallelrun.config.keys import GROUPS, known_keys
 from tests.other_runners import ACCELERATE, DEEPSPEED, PYTHON, SCRIPT, TOML, dropped, translated
 
 VALUES = {
@@ -28,11 +27,28 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_every_key_of_the_tables_is_one_of_ours():
-    for module in (megatron, torchtitan, deepspeed, accelerate):
-        keys = [rule.key for rule in module.TABLE.values() if isinstance(rule, Counterpart)]
-        assert keys and [key for key in keys if key not in known_keys()] == []
-        assert all(name.startswith("--") == (module is megatron) for name in module.TABLE)
+@pytest.mark.parametrize("name", table.FORMATS)
+def test_a_table_names_our_keys_and_functions_that_exist(name):
+    content = table.table_of(name)
+    rows = [(*row[:3], row[3] if len(row) > 3 else {}) for row in content["rows"]]
+    assert {key for _, key, _, _ in rows if key} - {*known_keys(), *GROUPS} == set()
+    assert all(name.startswith("--") == (content["runner"] == "Megatron-LM") for name, *_ in rows)
+    options = {"when", "needs", "why", "value", "call", "drop", "open", "fault", "absent"}
+    assert all(row[3].keys() <= options for row in rows)
+    names = {name for name, *_ in rows}
+    conditions = [row[3].get(kind, "") for row in rows for kind in ("when", "needs")]
+    conditions += [*content["defaults"], *content.get("stand_ins", {}), *content.get("sections", {}).values()]
+    terms = {term.strip("!").split("=")[0].split(">")[0].strip("!") for text in conditions for term in text.split()}
+    assert terms <= names and {key for entries in content["defaults"].values() for key in entries} <= names
+    dropped_names = [name for names in content["no_counterpart"].values() for name in names.split()]
+    assert len(set(dropped_names)) == len(dropped_names) and not names & set(dropped_names)
+
+
+def test_every_derived_value_is_named_in_a_table():
+    rows = [row for name in table.FORMATS for row in table.table_of(name)["rows"]]
+    named = {row[2] for row in rows if isinstance(row[2], str)} | {row[3].get("call") for row in rows if len(row) > 3}
+    functions = {name for name, value in vars(derived).items() if getattr(value, "__module__", "") == derived.__name__}
+    assert {name for name in functions if not name.startswith("_")} <= named
 
 
 def test_a_script_of_megatron(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 
@@ -196,15 +195,3 @@ def test_a_result_outside_its_range_is_a_fault(mine, started, capsys):
     said = capsys.readouterr().err
     assert "about.expected.loss: 1 to 4, but 5 was the result of runs/run-0" in said
     assert "about.expected.val_loss: the run has no val_loss" in said
-
-
-def test_the_garbage_collector_leaves_alone_what_the_first_recipe_has_imported(monkeypatch, capsys):
-    """It takes a fifth of the time of checking all recipes, and there is nothing to free."""
-    seen, check = [], gallery.check
-    monkeypatch.setattr(gallery, "check", lambda *given: seen.append(gc.isenabled()) or check(*given))
-    try:
-        assert main(["recipes", "validate", "quickstart", "pipelines"]) == 0
-        assert seen == [False, True] and gc.isenabled() and gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
-        gc.enable()
