@@ -38,7 +38,7 @@ _TOOL_TABLE = {  # tool -> (its module and function, what it does)
     "report": ("cli.tools.report:main", "write one HTML page about runs or a sweep, readable without a network"),
     "plot": ("cli.tools.plot:main",
         "draw one result against a key for a paper: --x world --y tokens_per_s --by strategy --to FILE.pdf"),
-    "slurm": ("cli.tools.slurm:main",
+    "slurm": ("cli.tools.job_file:slurm",
         "print a batch file of Slurm for a run: slurm KEY=VALUE ... nodes= gpus_per_node= time= [--submit]"),
     "k8s": ("cli.tools.job_file:k8s",
         "print a TrainJob of Kubernetes for a run: k8s KEY=VALUE ... nodes= gpus_per_node= image= claim="),

@@ -111,7 +111,6 @@ def _prepare(
     if attached is not None and (before := reattach.earlier(Path(config.runs).expanduser())) is not None:
         print(starting(plan.world, None), file=sys.stderr, flush=True)
         return reattach.continued(replace(job, config=filled(config, plan)), before)
-    name = directory.name_of(config, plan)
     only_once = attached.source if attached and not reattach.most_restarts(os.environ) else ""
     notes = preflight.check(config, plan, attached) + restarts.notes(config, only_once)
     trackers.check(config.tracker.use)
@@ -134,7 +133,7 @@ def _prepare(
     for note in [*notes, *preflight.disk_shortage(config, plan, run_root or Path(config.runs))]:
         print_note(f"note: {note}")
     os.umask(0o077)
-    folder = directory.create(Path(config.runs), name, run_root)
+    folder = directory.create(Path(config.runs), directory.name_of(config, plan), run_root)
     resumed = None
     if checkpoint:
         config, checkpoint = _held(config, plan, checkpoint, folder)
