@@ -65,8 +65,8 @@ def fill(
         problems.append(_too_large(degrees))
         degrees.sound = False
     if degrees.sound:
-        ep, filled = requested["ep"], degrees.filled
-        degrees.ep = expert_axes.degree(config, ep, degrees.dp, degrees.cp, experts, filled, problems)
+        user_ep, filled = requested["ep"], degrees.filled
+        degrees.ep = expert_axes.degree(config, user_ep, degrees.dp, degrees.cp, experts, filled, problems)
     return degrees
 
 
