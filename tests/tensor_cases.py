@@ -19,7 +19,7 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models import dropout, recompute, rounding
-from parallelrun.models.network import Network
+from parallelrun.models.network import Network, compile_blocks
 from parallelrun.planner.contract.classes import pipeline_schedule
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.model.model_spec import ModelSpec
@@ -159,11 +159,13 @@ class Proof:
     predicted: list[Collective]
 
 
-def prove_gpt(overrides: dict[str, Any], pipeline: str = "none") -> Proof:
-    """Body of a rank: one microbatch forward and backward, here and on one device."""
+def prove_gpt(overrides: dict[str, Any], pipeline: str = "none", backend: str = "") -> Proof:
+    """Body of a rank: one microbatch forward and backward, here and on one device. backend: of torch.compile."""
     config, plan = gpt_plan(overrides, pipeline)
     mesh = build_mesh(plan, torch.device("cpu"))
     alone, placed = networks(config, plan, mesh)
+    if backend:
+        compile_blocks(placed, backend)
     with CommunicationCounter(mesh) as counter:
         loss = train_once(placed, plan)
     expected = train_once(alone, plan)

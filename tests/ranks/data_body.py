@@ -17,7 +17,7 @@ from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.schedules import LossScaler
-from parallelrun.training.loop.step import evaluate, train_step
+from parallelrun.training.loop.step import measure, train_step
 from tests.plans import tiny_config
 
 Ranges = tuple[tuple[int, int], ...]
@@ -92,7 +92,7 @@ def run_with_evaluation(overrides: dict[str, Any]) -> list[float]:
     scaler = LossScaler(training.config.precision, training.plan.precision.scaled)
     losses = []
     for step in range(1, 4):
-        evaluate(training)
+        measure(training)
         losses.append(train_step(training, step, 0.1, scaler).loss)
     return losses
 

@@ -11,7 +11,7 @@ import pytest
 
 from parallelrun.models.optimizer import Optimizer
 from parallelrun.training.loop.schedules import LossScaler
-from parallelrun.training.loop.step import evaluate, train_step
+from parallelrun.training.loop.step import measure, train_step
 from tests.pool import run_ranks
 from tests.ranks.data_body import start
 
@@ -76,7 +76,7 @@ def shared_storage(overrides: dict[str, Any]) -> list[str]:
     strangers = []
     for step in (1, 2):
         train_step(training, step, 0.1, LossScaler(training.config.precision, False))
-        evaluate(training)
+        measure(training)
         training.data.begin_step()
         for local in training.parameters:
             weight = training.model_parts[0].get_parameter(local.name).detach()

@@ -15,7 +15,7 @@ from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.router_step import RoutingUpdater
 from parallelrun.training.loop.schedules import LossScaler
-from parallelrun.training.loop.step import evaluate, train_step
+from parallelrun.training.loop.step import measure, train_step
 from parallelrun.training.verify.trace import Trace, _gather
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config
@@ -51,7 +51,7 @@ def seen(overrides: dict[str, Any]) -> dict[str, Any]:
     scaler = LossScaler(config.precision, scaled=False)
     layers = []
     for step in range(1, STEPS + 1):
-        evaluate(training)  # what it routes and sends is not the step's
+        measure(training)  # what it routes and sends is not the step's
         with CommunicationCounter(training.mesh) as counter:
             train_step(training, step, config.optimizer.lr, scaler)
         layers.append(training.routing.described())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pool import run_ranks
+from tests.pool import COMPILER, run_ranks
 from tests.tensor_cases import BOUND, llama, prove_gpt
 
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 APART = {"strategy.tensor.overlap": False}
 
 
-def assert_proved(overrides, pipeline="none", bound=BOUND):
-    for proof in run_ranks(overrides["tp"], prove_gpt, overrides, pipeline):
+def assert_proved(overrides, pipeline="none", backend="", bound=BOUND):
+    timeout = 300 if backend else 60  # compilation took more than 60 seconds on a machine with ten times its load
+    imports = COMPILER if backend else ()
+    for proof in run_ranks(overrides["tp"], prove_gpt, overrides, pipeline, backend, timeout=timeout, imports=imports):
         assert proof.error < bound, proof.where
         assert proof.counted == proof.predicted
         assert proof.predicted, "nothing was sent"
