@@ -49,7 +49,10 @@ _PLUGINS = {  # the packages of Hydra's own plug-ins (https://hydra.cc/docs/plug
     "colorlog": "hydra-colorlog",
 }
 _NO_LIST = re.compile(r"Invalid value assigned: (\w+) is not a ListConfig, list or tuple\.")
-_CALL = re.compile(r"Error in call to target '([\w.]+(?:Launcher|Sweeper))'.*unexpected keyword argument '(\w+)'")
+# Hydra 1.3 names the class that it calls, Hydra 1.4 lets Python's own error pass
+_CALL = re.compile(
+    r"(\w+(?:Launcher|Sweeper))(?:'.*|\.__init__\(\) got an) unexpected keyword argument '(\w+)'", re.DOTALL
+)
 _DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)")
 
 
@@ -107,6 +110,8 @@ def translate(error: Exception) -> ParallelrunError | None:
     names = {base.__name__ for link in chain for base in type(link).__mro__}
     if "MissingConfigException" in names:
         return _missing_plugin(chain) or _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
+    if isinstance(error, TypeError) and (call := _CALL.search(str(error))) is not None:
+        return ConfigError(_plugin_key(call[1], call[2]))
     is_recursion = "RecursionError" in names and any(map(_passed_hydra, chain))
     if not is_recursion and not any(map(_is_of_hydra, chain)):
         return _raised_by_hydra(error)
@@ -192,14 +197,18 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
     return ConfigError(Problem(what, key or "configuration", example(known) if known else ""))
 
 
-def _plugin_key(path: str, wrong: str) -> Problem:
-    """The problem with a key that Hydra's launcher or sweeper `path` does not take."""
-    from importlib import import_module
+def _plugin_key(plugin: str, wrong: str) -> Problem:
+    """The problem with a key that Hydra's launcher or sweeper of the class `plugin` does not take."""
     from inspect import signature
 
-    module, _, name = path.rpartition(".")
-    legal = [key for key in signature(getattr(import_module(module), name).__init__).parameters if key != "self"]
-    section = "hydra.launcher" if name.endswith("Launcher") else "hydra.sweeper"
+    from hydra.plugins.launcher import Launcher
+    from hydra.plugins.sweeper import Sweeper
+
+    is_launcher = plugin.endswith("Launcher")
+    classes: list[type] = (Launcher if is_launcher else Sweeper).__subclasses__()
+    tried = [cls for cls in classes if cls.__name__ == plugin]  # Hydra has imported it
+    legal = [key for cls in tried for key in signature(cls.__init__).parameters if key != "self"]
+    section = "hydra.launcher" if is_launcher else "hydra.sweeper"
     cause = f"{section}.{wrong}: no such key; {section} has {', '.join(legal) or 'no keys'}"
     return Problem(cause, f"{section}.{wrong}", " or ".join(f"{section}.{key}=..." for key in nearest(wrong, legal)))
 

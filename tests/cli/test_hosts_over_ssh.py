@@ -26,7 +26,7 @@ from tests.servants import ROOT
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 TINY = ("model=gpt", "strategy=ddp", "dataset=synthetic", "model.layers=1", "model.hidden=16", "model.seq=8")
 ENDLESS = ("steps=1000000", "eval.every=0", "checkpoint.every=0")
-AGENT = "\0parallelrun.cli.ssh_agent"  # as a word of its own: ssh has it in the middle of one
+AGENT = "\0parallelrun.launch.over_ssh.ssh_agent"  # as a word of its own: ssh has it in the middle of one
 GONE_S = 10.0
 
 pytestmark = [
