@@ -207,7 +207,7 @@ def _plugin_key(plugin: str, wrong: str) -> Problem:
     is_launcher = plugin.endswith("Launcher")
     classes: list[type] = (Launcher if is_launcher else Sweeper).__subclasses__()
     tried = [cls for cls in classes if cls.__name__ == plugin]  # Hydra has imported it
-    legal = [key for cls in tried for key in signature(cls.__init__).parameters if key != "self"]
+    legal = [key for cls in tried for key in signature(cls).parameters]
     section = "hydra.launcher" if is_launcher else "hydra.sweeper"
     cause = f"{section}.{wrong}: no such key; {section} has {', '.join(legal) or 'no keys'}"
     return Problem(cause, f"{section}.{wrong}", " or ".join(f"{section}.{key}=..." for key in nearest(wrong, legal)))
