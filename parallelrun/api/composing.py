@@ -1,4 +1,4 @@
-"""Overrides to a configuration, in a process that may have a Hydra of its own. No torch."""
+"""Overrides to a configuration, in a process that may have a Hydra of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries out a plan in a process of its own, relays what it prints, and raises its errors here. No torch.
+"""Carries out a plan in a process of its own, relays what it prints, and raises its errors here.
 
 The process that calls this may be a notebook's kernel with threads, a GPU in use and a `__main__` of its own: the
 launcher and its ranks inherit none of it.

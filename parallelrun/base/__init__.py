@@ -1,0 +1,1 @@
+"""Errors, wording, records, registry, layouts and small contracts that every room uses. No module imports torch."""

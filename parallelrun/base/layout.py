@@ -1,5 +1,5 @@
 """Layout: how one logical tensor is sharded, replicated or partial on the mesh axes (OneFlow's SBP, DTensor's
-placements). Torch-free and immutable.
+placements). Immutable.
 
 Initialisation, gradient norm, counts, checkpoints, gathers, `verify` and `plan` read layouts; nothing else decides
 which part of a tensor a rank holds.

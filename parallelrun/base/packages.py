@@ -1,4 +1,4 @@
-"""Check for optional packages without importing them, before any rank starts. Torch-free."""
+"""Check for optional packages without importing them, before any rank starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The precision table, the same for every strategy and for one device. Torch-free.
+"""The precision table, the same for every strategy and for one device.
 
 Parameters are stored and updated in `stored`, and rounded to `compute` where they are used (a data strategy may keep
 them rounded and store those that it updates: `DataStrategy.weight_dtype`); activations and their communication are

@@ -1,4 +1,4 @@
-"""Writing a run's JSON files: atomically, with `schema: 1`; the hash of any file. Torch-free.
+"""Writing a run's JSON files: atomically, with `schema: 1`; the hash of any file.
 
 JSON has no non-finite numbers: they become null, and the top-level object gets `nonfinite: true`.
 """

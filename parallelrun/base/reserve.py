@@ -1,4 +1,4 @@
-"""Disk space that a run reserves for its last records, so that a full disk cannot hide how it ended. Torch-free."""
+"""Disk space that a run reserves for its last records, so that a full disk cannot hide how it ended."""
 
 from __future__ import annotations
 

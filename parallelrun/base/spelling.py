@@ -1,4 +1,4 @@
-"""How far a mistyped word is from a right one. Torch-free."""
+"""How far a mistyped word is from a right one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of a traceback that is in the user's own files. Torch-free."""
+"""The part of a traceback that is in the user's own files."""
 
 from __future__ import annotations
 

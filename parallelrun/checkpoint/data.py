@@ -1,4 +1,4 @@
-"""Compares the data of a checkpoint with those of the run that resumes from it. Torch-free."""
+"""Compares the data of a checkpoint with those of the run that resumes from it."""
 
 from __future__ import annotations
 

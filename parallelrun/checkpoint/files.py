@@ -1,4 +1,4 @@
-"""Writes files that survive a crash: safetensors in one pass with their sha256, and synced directories. Torch-free."""
+"""Writes files that survive a crash: safetensors in one pass with their sha256, and synced directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists the complete checkpoints of a run and deletes old ones. Torch-free.
+"""Lists the complete checkpoints of a run and deletes old ones.
 
 A step's directory has a hidden name until it is complete, so a visible `step_<n>` is complete unless it was damaged. A
 checkpoint that is being replaced gets a hidden name first; it still counts until the new one has its name.

@@ -1,6 +1,6 @@
 """`index.json`: the tensors of a checkpoint, the file of each part, and the sha256 of all files and of itself.
 
-Torch-free, so that a checkpoint can be checked against a model before any process is started.
+It needs no torch, so a checkpoint is checked against a model before any process is started.
 """
 
 from __future__ import annotations

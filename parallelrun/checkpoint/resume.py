@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that `resume=` means, checks it, and protects it from deletion. Torch-free."""
+"""Chooses the checkpoint that `resume=` means, checks it, and protects it from deletion."""
 
 from __future__ import annotations
 

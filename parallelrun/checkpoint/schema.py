@@ -1,4 +1,4 @@
-"""Reads `index.json` and checks every field once, before it is used. Torch-free.
+"""Reads `index.json` and checks every field once, before it is used.
 
 A checkpoint may come from a stranger, who can compute a valid sha256 for any content. An index that passes has the
 types, ranges and printable names on which the rest of the package relies.

@@ -1,4 +1,4 @@
-"""Strict JSON from other programs: parsed, and compared with the form that it must have. Torch-free.
+"""Strict JSON from other programs: parsed, and compared with the form that it must have.
 
 A form is a `Leaf`, `[form]` (a list of such values), or a dict of forms by key. A key that ends in `?` may be absent.
 `*` stands for any other key, which must be a printable name.

@@ -1,4 +1,4 @@
-"""The words of the command line (verbs, tools, flags) and the help texts. No Hydra, no torch.
+"""The words of the command line (verbs, tools, flags) and the help texts.
 
 A test plans every example, so that none of them is ever wrong.
 """

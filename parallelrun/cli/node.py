@@ -1,4 +1,4 @@
-"""This node's ranks of a job whose nodes Kubernetes or SkyPilot has started, each with the same command. No torch."""
+"""This node's ranks of a job whose nodes Kubernetes or SkyPilot has started, each with the same command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan` without a strategy, and `strategy=auto`: a search, and what is printed of it. No torch here."""
+"""`plan` without a strategy, and `strategy=auto`: a search, and what is printed of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run, plan, explain, verify, bench: compose once, resolve, and hand over. No torch here."""
+"""run, plan, explain, verify, bench: compose once, resolve, and hand over."""
 
 from __future__ import annotations
 

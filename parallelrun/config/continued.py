@@ -1,4 +1,4 @@
-"""The configuration of a run that continues another: the saved one with the user's changes. Torch-free."""
+"""The configuration of a run that continues another: the saved one with the user's changes."""
 
 from __future__ import annotations
 

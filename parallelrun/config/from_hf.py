@@ -1,4 +1,4 @@
-"""`model.from_hf`: the values of `model` that a config.json of Hugging Face transformers stands for. Torch-free.
+"""`model.from_hf`: the values of `model` that a config.json of Hugging Face transformers stands for.
 
 The registry finds the module `hugging_face` of a model, which knows the fields of its classes.
 """

@@ -1,4 +1,4 @@
-"""The keys of a configuration, read from the schema, and the names closest to a wrong one. No Hydra, no torch."""
+"""The keys of a configuration, read from the schema, and the names closest to a wrong one."""
 
 from __future__ import annotations
 

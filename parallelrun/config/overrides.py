@@ -1,7 +1,7 @@
 """Overrides `key=value`: checked before Hydra parses them, and rewritten so that Hydra parses them correctly.
 
 Hydra alone accepts `+nosuch=foo`, keeps the last of `tp=8 tp=4`, reads `compile=2` as true, and fails on a path with a
-comma or a space. No Hydra, no torch.
+comma or a space.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options of every group, read from our YAML files and from the user's folders. No Hydra, no torch.
+"""The options of every group, read from our YAML files and from the user's folders.
 
 YAML is imported late: most command lines need none of this, and it is slow to import.
 """

@@ -1,4 +1,4 @@
-"""Short names of keys that are no strategy's: `path` and `tokenizer` for dataset.*, `gpus` for world. Torch-free.
+"""Short names of keys that are no strategy's: `path` and `tokenizer` for dataset.*, `gpus` for world.
 
 A rank has one device, so the number of devices is the number of ranks, under the name of what is rented.
 """

@@ -1,4 +1,4 @@
-"""Compares two stored tensors of a Hugging Face directory, byte by byte. Torch-free."""
+"""Compares two stored tensors of a Hugging Face directory, byte by byte."""
 
 from __future__ import annotations
 

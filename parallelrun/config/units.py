@@ -1,4 +1,4 @@
-"""Refuse rates and sizes that no machine has: they are in another unit. No Hydra, no torch."""
+"""Refuse rates and sizes that no machine has: they are in another unit."""
 
 from __future__ import annotations
 

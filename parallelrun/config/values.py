@@ -1,4 +1,4 @@
-"""Refuse values that YAML or Hydra would read as something else, such as `tp=010` (read as 8). No Hydra, no torch."""
+"""Refuse values that YAML or Hydra would read as something else, such as `tp=010` (read as 8)."""
 
 from __future__ import annotations
 

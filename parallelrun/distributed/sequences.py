@@ -1,4 +1,4 @@
-"""The collectives that each rank issues in its first steps, and the first difference between ranks. Torch-free.
+"""The collectives that each rank issues in its first steps, and the first difference between ranks.
 
 gloo and NCCL match the n-th collective of a group on one rank with the n-th on the others, even if they differ. Ranks
 that issue different collectives therefore hang, crash, or silently compute wrong numbers. So each rank writes every

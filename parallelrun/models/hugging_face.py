@@ -1,4 +1,4 @@
-"""How weights and configuration of a model correspond to those of Hugging Face transformers. Torch-free.
+"""How weights and configuration of a model correspond to those of Hugging Face transformers.
 
 A model has a module `hugging_face` with `FAMILIES`, one `Family` for each class of transformers that computes the same
 function under some of the model's options. No other module knows the names and layouts of that class.

@@ -1,0 +1,1 @@
+"""The training of one rank: loop, metrics, looking for silent corruption, `verify`, and inference."""

@@ -2,7 +2,7 @@
 
 The cp ranks are `head_ranks` x the ranks of a ring (or of a gather), the former fastest. An all-to-all over the former
 gives a rank all their tokens of some heads; its queries then attend to the keys and values of the latter, which travel.
-Each strategy leaves out one of the two, or neither. Torch-free.
+Each strategy leaves out one of the two, or neither.
 """
 
 from __future__ import annotations

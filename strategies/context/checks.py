@@ -1,4 +1,4 @@
-"""Checks of a request for context parallelism. Torch-free."""
+"""Checks of a request for context parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The context strategies: what travels between the cp ranks. Torch-free."""
+"""The context strategies: what travels between the cp ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of two ranks attend to each other, as rectangles and triangles: nothing of size seq x seq. Torch-free.
+"""Which tokens of two ranks attend to each other, as rectangles and triangles: nothing of size seq x seq.
 
 A rank's tokens are spans of global positions. Causal attention of its queries to a rank's keys needs no mask: a pair of
 spans sees all, nothing, or a triangle.

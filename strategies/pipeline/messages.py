@@ -1,4 +1,4 @@
-"""A schedule's actions with the messages between them, and the bytes that a rank holds meanwhile. Torch-free.
+"""A schedule's actions with the messages between them, and the bytes that a rank holds meanwhile.
 
 The runtime executes the same lists (`runtime.py`, `evaluation.py`), so the prediction cannot drift from the run.
 """

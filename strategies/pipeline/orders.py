@@ -1,4 +1,4 @@
-"""Schedules as lists of actions: the order in which every pp rank computes. Torch-free.
+"""Schedules as lists of actions: the order in which every pp rank computes.
 
 Each function takes a pp rank, pp, the virtual stages of a rank and the number of microbatches. It returns the order of
 that rank in the schedule of the same name in torch.distributed.pipelining; a test compares the two. Action F is a

@@ -1,4 +1,4 @@
-"""The pipeline schedules: the order in which each computes, and what it allows. Torch-free."""
+"""The pipeline schedules: the order in which each computes, and what it allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of the schedules: what they send and hold, from the order of their actions. Torch-free."""
+"""The base class of the schedules: what they send and hold, from the order of their actions."""
 
 from __future__ import annotations
 

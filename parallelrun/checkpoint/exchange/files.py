@@ -1,4 +1,4 @@
-"""The safetensors files of a directory, and their checked headers. Torch-free."""
+"""The safetensors files of a directory, and their checked headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The constants of a cluster that a calibration fits, and what they predict for each measurement. Torch-free.
+"""The constants of a cluster that a calibration fits, and what they predict for each measurement.
 
 Every prediction is made by the code that predicts the step of a plan: there is no second table of formulas.
 """

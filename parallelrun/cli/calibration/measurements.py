@@ -1,4 +1,4 @@
-"""The measurements of a calibration: plain data that is written to JSON and read back. Torch-free."""
+"""The measurements of a calibration: plain data that is written to JSON and read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training steps that a calibration times: few, small, and different from each other. Torch-free."""
+"""The training steps that a calibration times: few, small, and different from each other."""
 
 from __future__ import annotations
 

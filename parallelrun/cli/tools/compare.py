@@ -1,4 +1,4 @@
-"""`parallelrun compare A B [C...]`: what differs between runs, and what came out. No torch."""
+"""`parallelrun compare A B [C...]`: what differs between runs, and what came out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallelrun import-flags`: the settings of another runner as a recipe. No torch."""
+"""`parallelrun import-flags`: the settings of another runner as a recipe."""
 
 from __future__ import annotations
 

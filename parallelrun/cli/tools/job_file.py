@@ -1,7 +1,7 @@
 """The text of a job's file for Slurm, Kubernetes or SkyPilot: `parallelrun slurm|k8s|sky KEY=VALUE ...`.
 
 The words of the run and the settings of the job are told apart, and the plan is checked before anything waits in a
-queue. Only `slurm --submit` starts anything. No torch.
+queue. Only `slurm --submit` starts anything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ls` lists the options of every group and the keys; `show` prints what a recipe composes to. No torch."""
+"""`ls` lists the options of every group and the keys; `show` prints what a recipe composes to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallelrun plot SWEEP --x world --y tokens_per_s --by strategy`: a figure for a paper. No torch."""
+"""`parallelrun plot SWEEP --x world --y tokens_per_s --by strategy`: a figure for a paper."""
 
 from __future__ import annotations
 

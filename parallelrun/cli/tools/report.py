@@ -1,4 +1,4 @@
-"""`parallelrun report RUN|SWEEP...`: one self-contained HTML page about runs, readable without a network. No torch."""
+"""`parallelrun report RUN|SWEEP...`: one self-contained HTML page about runs, readable without a network."""
 
 from __future__ import annotations
 

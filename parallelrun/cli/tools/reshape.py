@@ -1,4 +1,4 @@
-"""`parallelrun reshape RUN KEY=VALUE ...`: a live run goes on under another plan of as many ranks. No torch here."""
+"""`parallelrun reshape RUN KEY=VALUE ...`: a live run goes on under another plan of as many ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallelrun schema`: a JSON schema (draft 2020-12) of the configuration, for editors and other programs. No torch.
+"""`parallelrun schema`: a JSON schema (draft 2020-12) of the configuration, for editors and other programs.
 
 It is made from the dataclasses that check every configuration, with the strategies, models and presets that are
 installed, so that it cannot say anything else. What depends on several keys at once (degrees that divide, a batch) is

@@ -1,4 +1,4 @@
-"""`parallelrun top RUN`: watches a run: its ranks, steps, rate, memory and waiting, from its records. Torch-free."""
+"""`parallelrun top RUN`: watches a run: its ranks, steps, rate, memory and waiting, from its records."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`about:` of a recipe: what it is for, what it needs and what to expect. The run ignores it.
 
-The expected results are those of the run's summary.json. Torch-free.
+The expected results are those of the run's summary.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checks of a recipe's YAML, node by node, so that every problem is reported with file and line. No torch."""
+"""The checks of a recipe's YAML, node by node, so that every problem is reported with file and line."""
 
 from __future__ import annotations
 

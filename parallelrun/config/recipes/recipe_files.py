@@ -1,4 +1,4 @@
-"""Recipes: complete, shareable runs in YAML. How they are found, and how one from a stranger is read. No torch.
+"""Recipes: complete, shareable runs in YAML. How they are found, and how one from a stranger is read.
 
 A recipe is data: it may choose registered names and set keys of the schema, nothing else. `recipe_check` checks it
 node by node, with file and line, before Hydra sees it. Whatever could name code or reach outside the run (`_target_`,

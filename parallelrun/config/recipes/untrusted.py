@@ -1,4 +1,4 @@
-"""Limits on untrusted recipes, checked on the composed configuration. No Hydra, no torch.
+"""Limits on untrusted recipes, checked on the composed configuration.
 
 `recipe_check` reads a recipe's text. A text can hide its effect behind an interpolation, a model of another folder or
 a symbolic link. So the composed values are checked too, and the size to which a recipe's interpolations expand.

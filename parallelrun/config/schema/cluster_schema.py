@@ -1,4 +1,4 @@
-"""The configuration of the machine: the section `cluster`. Torch-free."""
+"""The configuration of the machine: the section `cluster`."""
 
 from __future__ import annotations
 

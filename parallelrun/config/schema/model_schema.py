@@ -1,4 +1,4 @@
-"""The configuration of the model and of the dataset: the sections `model` and `dataset`. Torch-free."""
+"""The configuration of the model and of the dataset: the sections `model` and `dataset`."""
 
 from __future__ import annotations
 

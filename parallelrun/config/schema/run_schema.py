@@ -1,4 +1,4 @@
-"""The configuration of a run: what Hydra composes, `config.yaml` stores and `resolve` reads. Torch-free.
+"""The configuration of a run: what Hydra composes, `config.yaml` stores and `resolve` reads.
 
 Each field states its default, its one-line help and its bounds; `parallelrun.config.keys` reads them for every check,
 for `parallelrun ls keys` and for completion. A configuration holds only what was asked for: nothing in it is computed,

@@ -1,7 +1,7 @@
 """The keys of all strategies. Each strategy declares its own: a subclass of its axis's section.
 
 The keys of built-in strategies are in one module an axis (`registry.STRATEGY_KEYS`), so that naming the keys imports no
-predictions. The strategy's class names its own as `config_class`, which is all that a plug-in needs. Torch-free.
+predictions. The strategy's class names its own as `config_class`, which is all that a plug-in needs.
 
 A composed configuration is complete: its sections have the keys of every registered strategy, plug-ins included, so
 that names and bounds are checked whatever strategy is chosen. `narrowed` keeps the keys of the chosen ones.

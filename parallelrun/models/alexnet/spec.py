@@ -1,4 +1,4 @@
-"""The architecture of AlexNet. Torch-free."""
+"""The architecture of AlexNet."""
 
 from __future__ import annotations
 

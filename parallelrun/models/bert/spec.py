@@ -1,4 +1,4 @@
-"""The blocks, layers, parameters and FLOPs of a bert. Torch-free; `network.py` builds the same parameters."""
+"""The blocks, layers, parameters and FLOPs of a bert. `network.py` builds the same parameters."""
 
 from __future__ import annotations
 

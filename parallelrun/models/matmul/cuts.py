@@ -1,4 +1,4 @@
-"""The ways to split a matrix product Y = X W over ranks, as products. Torch-free: `network` computes and prints them.
+"""The ways to split a matrix product Y = X W over ranks, as products. `network` computes and prints them.
 
 data: each rank has some rows of X and all of W (data parallelism). 1D: all of X and some columns of W, then some
 columns of X and the matching rows of W (the two halves of Megatron's tensor parallelism). 2D, 2.5D and 3D: every matrix

@@ -1,4 +1,4 @@
-"""The product X (rows x inner) by W (inner x columns) as a spec, so that its plans are checked like any. Torch-free."""
+"""The product X (rows x inner) by W (inner x columns) as a spec, so that its plans are checked like any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks, layers, parameters and FLOPs of an mlp. Torch-free; `network.py` builds the same parameters."""
+"""The blocks, layers, parameters and FLOPs of an mlp. `network.py` builds the same parameters."""
 
 from __future__ import annotations
 

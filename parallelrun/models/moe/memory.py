@@ -1,4 +1,4 @@
-"""How many rows the experts of a layer compute, and what each row keeps for backward. Torch-free.
+"""How many rows the experts of a layer compute, and what each row keeps for backward.
 
 A row is one assignment of a token to an expert that is kept. Routing groups are of whole samples: where several ranks
 share a sequence, each of them lists the assignments of all tokens and keeps those of its own. The tensor strategy

@@ -1,4 +1,4 @@
-"""The parameters of a layer with experts, and which layers have them. Torch-free; `layer.py` builds the same.
+"""The parameters of a layer with experts, and which layers have them. `layer.py` builds the same.
 
 Sources: GShard (Lepikhin et al. 2020): every second layer, two matrices an expert; Mixtral (Jiang et al. 2024): gated
 experts in every layer; DeepSeek-V3 (2024): the first layers dense, many small experts and a shared one.

@@ -1,4 +1,4 @@
-"""The architecture of a residual network. Torch-free."""
+"""The architecture of a residual network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and checks of multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3, 2024). Torch-free.
+"""Sizes and checks of multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3, 2024).
 
 Keys and values of all heads are products of one latent of each token, queries of another. Positions turn only some
 features of a query, and a key of their own, which all heads share.

@@ -1,4 +1,4 @@
-"""Sizes, checks, layer specs and FLOPs of transformer blocks. Torch-free; `modules.py` builds the same parameters."""
+"""Sizes, checks, layer specs and FLOPs of transformer blocks. `modules.py` builds the same parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The architecture of a VGG. Torch-free."""
+"""The architecture of a VGG."""
 
 from __future__ import annotations
 

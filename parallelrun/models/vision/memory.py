@@ -1,4 +1,4 @@
-"""Bytes that an image classifier's operations save for backward, and bytes of their gradients. Torch-free.
+"""Bytes that an image classifier's operations save for backward, and bytes of their gradients.
 
     convolution, norm, pooling, linear    their input
     max-pooling                           also an index of every output

@@ -1,4 +1,4 @@
-"""The operations of an image classifier as data, with the shapes that flow through them. Torch-free.
+"""The operations of an image classifier as data, with the shapes that flow through them.
 
 An architecture is a tuple of blocks of operations. Shapes are of one sample: (channels, height, width), or (features,)
 after `FlattenOp`.

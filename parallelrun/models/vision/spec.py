@@ -1,4 +1,4 @@
-"""Image classifiers: from an architecture to its ModelSpec. Torch-free."""
+"""Image classifiers: from an architecture to its ModelSpec."""
 
 from __future__ import annotations
 

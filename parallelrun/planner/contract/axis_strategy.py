@@ -1,4 +1,4 @@
-"""The base class of the strategies of all axes. Torch-free."""
+"""The base class of the strategies of all axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classes of strategies by axis and kind, from the registry. Torch-free."""
+"""The classes of strategies by axis and kind, from the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders of tokens: which positions of a sequence each of several ranks holds. Pure functions, torch-free.
+"""Orders of tokens: which positions of a sequence each of several ranks holds. Pure functions.
 
 Under a causal mask a query at position p attends to p + 1 keys, so ranks with late positions have more work.
 `contiguous` gives a rank one piece; `zigzag` (Llama 3) cuts 2 x size chunks and gives rank i chunks i and

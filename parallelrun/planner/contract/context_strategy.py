@@ -1,4 +1,4 @@
-"""The base class of context-parallel strategies: ranks that share a sequence. Torch-free."""
+"""The base class of context-parallel strategies: ranks that share a sequence."""
 
 from __future__ import annotations
 

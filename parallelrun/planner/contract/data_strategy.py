@@ -1,6 +1,6 @@
 """The base class of data-parallel strategies: their resolved settings, and the traffic and memory they predict.
 
-A strategy is a frozen subclass of `DataStrategy` in `strategies/data/<kind>/plan.py`. Torch-free.
+A strategy is a frozen subclass of `DataStrategy` in `strategies/data/<kind>/plan.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base class of expert dispatchers. Torch-free."""
+"""The base class of expert dispatchers."""
 
 from __future__ import annotations
 

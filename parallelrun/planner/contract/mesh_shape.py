@@ -1,4 +1,4 @@
-"""MeshShape: arithmetic on ranks, axes and coordinates. Torch-free; `parallelrun.distributed.mesh` creates process
+"""MeshShape: arithmetic on ranks, axes and coordinates. `parallelrun.distributed.mesh` creates process
 groups.
 """
 

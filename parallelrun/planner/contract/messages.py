@@ -1,4 +1,4 @@
-"""The messages of each strategy's algorithm as plain data, for `parallelrun explain`. Torch-free.
+"""The messages of each strategy's algorithm as plain data, for `parallelrun explain`.
 
 A strategy's `explain(plan)` returns an Explanation for the group of rank 0; other groups do the same with their own
 tensors. A test checks that the sums of all messages equal the predicted calls and bytes.

@@ -1,4 +1,4 @@
-"""The parameters that a rank holds and updates, by one-device name, each with its layout. Torch-free."""
+"""The parameters that a rank holds and updates, by one-device name, each with its layout."""
 
 from __future__ import annotations
 

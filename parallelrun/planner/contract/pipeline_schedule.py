@@ -1,4 +1,4 @@
-"""The base class of pipeline schedules. Torch-free."""
+"""The base class of pipeline schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Plan: the immutable result of `resolve`. Torch-free.
+"""The Plan: the immutable result of `resolve`.
 
 A Plan depends only on the config and the world. Every rank derives the same one from the frozen `config.yaml`, so it is
 not sent between processes.

@@ -1,4 +1,4 @@
-"""The input of the checks that strategies run before the plan exists. Torch-free."""
+"""The input of the checks that strategies run before the plan exists."""
 
 from __future__ import annotations
 

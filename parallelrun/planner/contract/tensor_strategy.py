@@ -1,4 +1,4 @@
-"""The base class of tensor-parallel strategies: how layers are split over the tp ranks of a replica. Torch-free."""
+"""The base class of tensor-parallel strategies: how layers are split over the tp ranks of a replica."""
 
 from __future__ import annotations
 

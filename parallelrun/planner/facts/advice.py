@@ -1,4 +1,4 @@
-"""Warnings about a plan, each with a change that avoids it and has been planned to check that. Torch-free."""
+"""Warnings about a plan, each with a change that avoids it and has been planned to check that."""
 
 from __future__ import annotations
 

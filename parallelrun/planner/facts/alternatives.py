@@ -1,7 +1,7 @@
 """Plans that differ from the user's in the strategy of one axis, resolved and predicted like every other plan.
 
 `detail=data_axis` compares the data strategies on several numbers of nodes, `detail=layouts` the tensor layouts. A node
-is a rank of the data axis or a server. Samples per worker are those of the user's plan. Torch-free.
+is a rank of the data axis or a server. Samples per worker are those of the user's plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicted cost of the checks for silent data corruption, and the faults that they do not cover. Torch-free."""
+"""Predicted cost of the checks for silent data corruption, and the faults that they do not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as plain data: `plan --json` prints it, plan.json stores it and `report.plans.plan` draws it. Torch-free."""
+"""A plan as plain data: `plan --json` prints it, plan.json stores it and `report.plans.plan` draws it."""
 
 from __future__ import annotations
 

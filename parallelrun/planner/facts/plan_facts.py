@@ -1,4 +1,4 @@
-"""Everything that is computed about a plan, and the figures of it that a sweep compares. Torch-free."""
+"""Everything that is computed about a plan, and the figures of it that a sweep compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of one block in its backward pass, from what each of its layers needs. Torch-free."""
+"""The bytes of one block in its backward pass, from what each of its layers needs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """GPU memory beside the tensors of a step: the CUDA context, communicators and the allocator's unused blocks.
 
 Nothing of it can be counted on CPU, so it is computed from constants of the cluster, which are 0 where ranks run on
-CPUs. Torch-free.
+CPUs.
 """
 
 from __future__ import annotations

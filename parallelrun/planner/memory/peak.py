@@ -1,4 +1,4 @@
-"""The peak memory of a worker in a step, from a walk through its schedule's backward passes. Torch-free.
+"""The peak memory of a worker in a step, from a walk through its schedule's backward passes.
 
 Memory is highest in backward: a stage's backward pass begins with the activations of all its microbatches in flight,
 and adds gradients of activations and weights block by block. Forward needs less than the backward pass that follows it,

@@ -1,4 +1,4 @@
-"""The base classes of models and datasets, and the look-up of an instance by name. Torch-free.
+"""The base classes of models and datasets, and the look-up of an instance by name.
 
 A model is a package with `spec.py`, which holds `MODEL`, an instance of a subclass of `ModelDefinition`, and
 `network.py`, which holds `build(config, spec, precision)` and needs torch. A dataset is a module that holds `DATASET`,

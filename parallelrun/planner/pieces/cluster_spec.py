@@ -1,4 +1,4 @@
-"""TensorFlow's cluster notation: `cluster.ps=[host:port,...] cluster.worker=[host:port,...]`. Torch-free.
+"""TensorFlow's cluster notation: `cluster.ps=[host:port,...] cluster.worker=[host:port,...]`.
 
 One task is one rank. Workers come first, in the order given (a chief is worker 0), then servers: TensorFlow's
 `worker 1` is rank 1, and its `ps 0` is the first rank after the workers.

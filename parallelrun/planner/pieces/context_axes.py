@@ -1,4 +1,4 @@
-"""The mesh dims of dp x cp, which the data strategy, ep and cp cut at different places. Torch-free.
+"""The mesh dims of dp x cp, which the data strategy, ep and cp cut at different places.
 
 Every axis is a range of the index along dp x cp: cp the fastest, dp the rest; HSDP shards over an inner part of both,
 and ep takes the innermost ranks. Mesh dims are what lies between two neighbouring cuts.

@@ -1,4 +1,4 @@
-"""The ep axis: its degree, which divides dp, and the mesh dims that dp is then flattened from. Torch-free.
+"""The ep axis: its degree, which divides dp, and the mesh dims that dp is then flattened from.
 
 The experts of a layer are sharded over ep ranks, which are also data replicas: ep adds no ranks. Each expert is
 replicated over `expert_dp`, the ranks of dp that have the same ep rank; every other parameter is replicated over dp

@@ -1,4 +1,4 @@
-"""The ranks that share a host of the cluster, and the communication rate of a group of ranks. Torch-free."""
+"""The ranks that share a host of the cluster, and the communication rate of a group of ranks."""
 
 from __future__ import annotations
 

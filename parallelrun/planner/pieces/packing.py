@@ -1,4 +1,4 @@
-"""Packed documents in a plan: which models read them, and what is known of their lengths. Torch-free."""
+"""Packed documents in a plan: which models read them, and what is known of their lengths."""
 
 from __future__ import annotations
 

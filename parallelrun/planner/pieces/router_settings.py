@@ -1,4 +1,4 @@
-"""Router settings: values from presets, checks, and the traffic of routing statistics. Torch-free.
+"""Router settings: values from presets, checks, and the traffic of routing statistics.
 
 Routing is part of the model (`model.router`): a routing group is a fixed number of consecutive samples of the global
 batch, so every microbatch must contain complete groups. The expert dispatcher moves the tokens.

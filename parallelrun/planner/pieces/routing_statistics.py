@@ -1,4 +1,4 @@
-"""Routing statistics of a layer with experts: one fp64 vector, summed over ranks and microbatches. Torch-free.
+"""Routing statistics of a layer with experts: one fp64 vector, summed over ranks and microbatches.
 
 The vector is [load per expert, kept per expert, SCALARS...]. `load` counts the assignments of the router, before
 capacity and random refusal; `kept` counts those that were dispatched.

@@ -1,4 +1,4 @@
-"""Sample sets for BatchNorm statistics, defined by global sample index, so that no plan changes the model. Torch-free.
+"""Sample sets for BatchNorm statistics, defined by global sample index, so that no plan changes the model.
 
 `model.norm_samples` = G: sets of G consecutive samples; null: the global batch; `local`: the micro-batch of this plan,
 stored as a number, so that the single-device reference has the same sets.

@@ -1,4 +1,4 @@
-"""The cost of a plan on a cluster: whether it fits, its FLOPs and its time. Torch-free."""
+"""The cost of a plan on a cluster: whether it fits, its FLOPs and its time."""
 
 from __future__ import annotations
 

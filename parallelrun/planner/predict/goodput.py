@@ -1,4 +1,4 @@
-"""How much of its time a training makes progress, although devices fail: checkpoints, restarts, repairs. Torch-free.
+"""How much of its time a training makes progress, although devices fail: checkpoints, restarts, repairs.
 
 A failure of any device ends the training. It restarts with a spare node in the place of the one that failed, reads the
 last checkpoint and repeats the work since then. `simulate` follows a long training from failure to failure; `young_s`

@@ -1,4 +1,4 @@
-"""Limits of a plan's step time: the seconds that a step would save if one resource cost nothing. Torch-free.
+"""Limits of a plan's step time: the seconds that a step would save if one resource cost nothing.
 
 Each limit is found by predicting the same plan again on a cluster without it, so that hidden communication counts as
 little as it does in the prediction.

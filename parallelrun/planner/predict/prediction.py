@@ -1,4 +1,4 @@
-"""Predicted collectives and memory of a plan, in closed form. Torch-free.
+"""Predicted collectives and memory of a plan, in closed form.
 
 Ranks with copies or even shards of the same tensors cost the same, and so do pp ranks with equal blocks. Each class of
 ranks is computed once, so 16,384 ranks take no longer than 16 (a test compares with every rank).

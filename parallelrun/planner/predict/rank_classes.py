@@ -1,4 +1,4 @@
-"""Classes of ranks that send the same, so that each is predicted once, however many ranks there are. Torch-free."""
+"""Classes of ranks that send the same, so that each is predicted once, however many ranks there are."""
 
 from __future__ import annotations
 

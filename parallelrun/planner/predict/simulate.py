@@ -1,4 +1,4 @@
-"""Event simulation of a pipeline schedule: the begin and end of every action, and each pp rank's idle time. Torch-free.
+"""Event simulation of a pipeline schedule: the begin and end of every action, and each pp rank's idle time.
 
 The schedule gives the order of actions, and the model's FLOPs give their times. Messages take no time, so the bubble is
 that of the schedule alone.

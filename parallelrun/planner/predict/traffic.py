@@ -1,4 +1,4 @@
-"""Predicted traffic of a plan by axis, operation and purpose. Torch-free."""
+"""Predicted traffic of a plan by axis, operation and purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps from chosen degrees and strategies to a Plan: request, batch, stages and mesh. Torch-free."""
+"""The steps from chosen degrees and strategies to a Plan: request, batch, stages and mesh."""
 
 from __future__ import annotations
 

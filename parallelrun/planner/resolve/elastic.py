@@ -1,4 +1,4 @@
-"""`elastic=true`: the plan with which a run goes on when ranks are gone. dp shrinks first. Torch-free.
+"""`elastic=true`: the plan with which a run goes on when ranks are gone. dp shrinks first.
 
 The global batch stays, by more microbatches, so that the order of samples and the loss are those of the first plan.
 """

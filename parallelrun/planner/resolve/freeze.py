@@ -1,4 +1,4 @@
-"""The frozen configuration of a run: its `config.yaml`, from which every rank starts. No Hydra, no torch."""
+"""The frozen configuration of a run: its `config.yaml`, from which every rank starts."""
 
 from __future__ import annotations
 

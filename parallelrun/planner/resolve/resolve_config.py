@@ -1,4 +1,4 @@
-"""Resolve a config and a world into a frozen Plan, or report every violation at once. Torch-free."""
+"""Resolve a config and a world into a frozen Plan, or report every violation at once."""
 
 from __future__ import annotations
 

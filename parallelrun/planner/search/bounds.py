@@ -1,4 +1,4 @@
-"""Lower bounds of a candidate's time and memory, by which a search leaves out most candidates. Torch-free.
+"""Lower bounds of a candidate's time and memory, by which a search leaves out most candidates.
 
 They come from the same predictions as a plan's own figures: of blocks alone, without what depends on the whole plan.
 """

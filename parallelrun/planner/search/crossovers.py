@@ -1,6 +1,6 @@
 """Where another plan would win: at which link rates, batch and tokens per microbatch the answer of a search changes.
 
-A search at other values finds the winner there, and bisection finds the value from which it wins. Torch-free.
+A search at other values finds the winner there, and bisection finds the value from which it wins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many devices to rent: the fastest plan on clusters of several sizes, its days and its price. Torch-free."""
+"""How many devices to rent: the fastest plan on clusters of several sizes, its days and its price."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`search`: the fastest plans of everything that the user has left open. Torch-free.
+"""`search`: the fastest plans of everything that the user has left open.
 
 Best first: candidates wait in the order of a lower bound of their time, and the first is bounded more closely, then
 priced, until those in front have been priced and fit. What is behind them cannot be faster.

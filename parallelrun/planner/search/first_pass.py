@@ -1,4 +1,4 @@
-"""A look at all candidates of a space, by lower bounds of blocks alone. Torch-free."""
+"""A look at all candidates of a space, by lower bounds of blocks alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the plans that fit a search keeps: the fastest, and what is shown beside them. Torch-free."""
+"""Which of the plans that fit a search keeps: the fastest, and what is shown beside them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The legal candidates of a space, in groups whose members differ in micro-batch, recomputation and data strategy.
 
 The strategies' own checks decide, as in `resolve`; each is asked once for all candidates on which its answer depends
-alike. Torch-free.
+alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Why a search has found no plan: the rule that removed most candidates, and the smallest changes that leave one.
 
-Every change that is suggested has been searched with. Torch-free.
+Every change that is suggested has been searched with.
 """
 
 from __future__ import annotations

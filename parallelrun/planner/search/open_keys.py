@@ -1,4 +1,4 @@
-"""`strategy=auto`, and `plan` without a strategy: whether a search chooses the plan, and what it chose. Torch-free.
+"""`strategy=auto`, and `plan` without a strategy: whether a search chooses the plan, and what it chose.
 
 A search compares plans by the predicted time of a step, so the cluster must give the rates of its devices and links.
 """

@@ -1,4 +1,4 @@
-"""The searches that a command asks for: of the plan to run or show, and of the rank of a named plan. Torch-free.
+"""The searches that a command asks for: of the plan to run or show, and of the rank of a named plan.
 
 `parallelrun.planner.search.open_keys` says whether one is asked for; a plan without it imports nothing of this module.
 """

@@ -1,4 +1,4 @@
-"""The result of a search. Torch-free."""
+"""The result of a search."""
 
 from __future__ import annotations
 

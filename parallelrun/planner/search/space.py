@@ -1,4 +1,4 @@
-"""The candidates of a search: every combination of degrees and settings that the user has left open. Torch-free.
+"""The candidates of a search: every combination of degrees and settings that the user has left open.
 
 What a strategy has to choose from is said by its class (`layout_choices`, `choices`).
 """

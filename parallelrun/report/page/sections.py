@@ -1,4 +1,4 @@
-"""The sections of a report, as HTML. Every text that comes from a file is escaped. Torch-free."""
+"""The sections of a report, as HTML. Every text that comes from a file is escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan explain=true`: the waterfall of a step, what limits it, and where another plan would win. Torch-free."""
+"""`plan explain=true`: the waterfall of a step, what limits it, and where another plan would win."""
 
 from __future__ import annotations
 

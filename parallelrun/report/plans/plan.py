@@ -1,4 +1,4 @@
-"""`parallelrun plan` on screen: a summary of at most 40 lines, then the sections that `detail` asks for. Torch-free."""
+"""`parallelrun plan` on screen: a summary of at most 40 lines, then the sections that `detail` asks for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The sections of `parallelrun plan` that `detail=ranks|stages|schedule|traffic|data_axis|layouts` asks for.
-Torch-free."""
+"""The sections of `parallelrun plan` that `detail=ranks|stages|schedule|traffic|data_axis|layouts` asks for."""
 
 from __future__ import annotations
 

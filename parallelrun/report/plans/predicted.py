@@ -1,4 +1,4 @@
-"""The predicted time of a step beside the measured one, from summary.json and bench.json. Torch-free."""
+"""The predicted time of a step beside the measured one, from summary.json and bench.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a search, on screen and as JSON: the best plans side by side, and the reasons. Torch-free."""
+"""The result of a search, on screen and as JSON: the best plans side by side, and the reasons."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The parts of a predicted step as a waterfall: bars of one plan, columns of several, and why one beats another.
 
-Figures add up as they are printed: what rounding takes from one part, another gets (largest remainders). Torch-free.
+Figures add up as they are printed: what rounding takes from one part, another gets (largest remainders).
 """
 
 from __future__ import annotations

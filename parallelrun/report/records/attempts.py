@@ -1,4 +1,4 @@
-"""The attempts of a run that was restarted: `attempts.json`, and what each attempt left in `attempts/<n>/`. Torch-free.
+"""The attempts of a run that was restarted: `attempts.json`, and what each attempt left in `attempts/<n>/`.
 
 A restarted run keeps its directory. `metrics.jsonl` then has every step once: rows after the checkpoint from which the
 next attempt resumed are moved to the directory of the attempt that wrote them.

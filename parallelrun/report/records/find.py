@@ -1,4 +1,4 @@
-"""Finds run directories: all of a `runs` folder, and those that a user names. Torch-free.
+"""Finds run directories: all of a `runs` folder, and those that a user names.
 
 A run is `<runs>/<name>/<time>-<random>`, a point of a sweep `<runs>/sweep-<time>-<random>/<number>-<preset>-<degrees>`.
 """

@@ -1,4 +1,4 @@
-"""The state of a live run: status.json, the last row of metrics.jsonl and its events. Torch-free."""
+"""The state of a live run: status.json, the last row of metrics.jsonl and its events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of runs: the name of each on screens, pages and axes, and how its numbers are written. Torch-free."""
+"""The metrics of runs: the name of each on screens, pages and axes, and how its numbers are written."""
 
 from __future__ import annotations
 

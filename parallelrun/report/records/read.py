@@ -1,4 +1,4 @@
-"""Reads one run directory into plain data, and names the file and key of whatever is broken. Torch-free.
+"""Reads one run directory into plain data, and names the file and key of whatever is broken.
 
 A run that has failed or still trains lacks files: what is missing is empty, what exists must be right.
 """

@@ -1,4 +1,4 @@
-"""Changes of a live run's plan: the request of `parallelrun reshape`, and `reshapes.json`, the answers. Torch-free."""
+"""Changes of a live run's plan: the request of `parallelrun reshape`, and `reshapes.json`, the answers."""
 
 from __future__ import annotations
 

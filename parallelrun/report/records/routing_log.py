@@ -1,4 +1,4 @@
-"""Writes routing.jsonl, the statistics of layers with experts, and their means for other files. Torch-free."""
+"""Writes routing.jsonl, the statistics of layers with experts, and their means for other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row per run directory for tables and cleaning up: state, step, results. Reads two small files. Torch-free."""
+"""One row per run directory for tables and cleaning up: state, step, results. Reads two small files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares runs: what differs in what was asked for, and what came out. Pure functions of records, torch-free.
+"""Compares runs: what differs in what was asked for, and what came out. Pure functions of records.
 
 Runs that differ only in the seed are replicates: they share a column, with mean and standard deviation.
 """

@@ -1,6 +1,6 @@
 """The load of every expert over the steps of a run, as a heat map: on the terminal, and as routing.svg.
 
-Both are drawn from routing.jsonl, which is read line by line: of a long run only the map's cells are kept. Torch-free.
+Both are drawn from routing.jsonl, which is read line by line: of a long run only the map's cells are kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A comparison of runs as tables on the screen, as Markdown, and as a JSON document. Torch-free."""
+"""A comparison of runs as tables on the screen, as Markdown, and as a JSON document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of `parallelrun runs`: all runs, one run, and what gc would remove. Torch-free."""
+"""The tables of `parallelrun runs`: all runs, one run, and what gc would remove."""
 
 from __future__ import annotations
 

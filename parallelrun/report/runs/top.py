@@ -1,4 +1,4 @@
-"""The screen of `parallelrun top`: what the run is at, a line for each rank, and what has happened. Torch-free."""
+"""The screen of `parallelrun top`: what the run is at, a line for each rank, and what has happened."""
 
 from __future__ import annotations
 

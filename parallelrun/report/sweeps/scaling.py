@@ -1,4 +1,4 @@
-"""Scaling over ranks in a sweep, compared with ideal scaling. Torch-free.
+"""Scaling over ranks in a sweep, compared with ideal scaling.
 
 Points whose overrides differ only in world and degrees form a group. Strong scaling keeps the global batch; weak
 scaling keeps the batch of each data replica (`local_batch`). Under ideal scaling, every rank processes as many

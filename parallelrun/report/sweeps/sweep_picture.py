@@ -1,7 +1,7 @@
 """The picture of a sweep: losses and top-1 accuracy of every point against time and against bytes sent.
 
 It is drawn from the files of the run directories, so it can be drawn again at any time; `comparison.csv` has its
-numbers. Torch-free.
+numbers.
 """
 
 from __future__ import annotations

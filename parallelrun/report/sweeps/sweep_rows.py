@@ -1,4 +1,4 @@
-"""The rows of a sweep: the files of its directory (`results.jsonl`, filled by `cli.sweeps.sweep`). Torch-free."""
+"""The rows of a sweep: the files of its directory (`results.jsonl`, filled by `cli.sweeps.sweep`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of a sweep, and its results.csv. Torch-free."""
+"""The table of a sweep, and its results.csv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiment trackers: the interface that each implements, and what a tracker is told about a run. Torch-free.
+"""Experiment trackers: the interface that each implements, and what a tracker is told about a run.
 
 A tracker is a module that holds `TRACKER`, a subclass of `Tracker`. A package outside this repository adds its own
 through the entry points `parallelrun.report.trackers`. It runs in a process of its own (`report.trackers.follow`),

@@ -2,7 +2,7 @@
 
 It reads the rows of metrics.jsonl as they are written and gives them to the tracker, so that no call can delay or end
 the training: the queue is a file. The end of its standard input means the end of the run, also if the launcher dies;
-then it has `tracker.timeout_s` seconds to finish. It warns on its standard error, at most once. Torch-free.
+then it has `tracker.timeout_s` seconds to finish. It warns on its standard error, at most once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts the processes that follow a run for its trackers, and ends them after it. Torch-free."""
+"""Starts the processes that follow a run for its trackers, and ends them after it."""
 
 from __future__ import annotations
 

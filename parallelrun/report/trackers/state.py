@@ -1,7 +1,7 @@
 """The saved state of each tracker (`trackers/<name>.json`), by which a resumed run continues the same record.
 
 The run that continues another one also writes into the first one's file: whichever of them is resumed next, it finds
-the last step that the tracker has. Torch-free.
+the last step that the tracker has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names the rank whose bits are wrong, from what every rank has seen. Torch-free.
+"""Names the rank whose bits are wrong, from what every rank has seen.
 
 In the order of certainty: a rank's weights changed while nobody wrote to them; a rank gave other bits to a collective
 than before, although no rank before it had; one replica differs from most others.

@@ -1,4 +1,4 @@
-"""The learning rate and the fp16 loss scale of each step. Torch-free."""
+"""The learning rate and the fp16 loss scale of each step."""
 
 from __future__ import annotations
 

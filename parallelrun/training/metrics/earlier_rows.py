@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl that earlier attempts or earlier plans of a run have written. Torch-free."""
+"""Rows of metrics.jsonl that earlier attempts or earlier plans of a run have written."""
 
 from __future__ import annotations
 

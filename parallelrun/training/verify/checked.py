@@ -1,4 +1,4 @@
-"""What `verify` runs in the place of a plan, and the memory that it needs in addition. No torch."""
+"""What `verify` runs in the place of a plan, and the memory that it needs in addition."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Predictions for strategies that reduce gradients in buckets: their contents, the memory that waits, the final sums.
 
-Torch-free. The buckets themselves are those of `DataStrategy.buckets`.
+The buckets themselves are those of `DataStrategy.buckets`.
 """
 
 from __future__ import annotations

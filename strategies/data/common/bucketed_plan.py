@@ -1,6 +1,6 @@
 """The base class of strategies with complete copies, whose gradients are all-reduced in buckets during backward.
 
-Gradients of experts that are distributed over ep are summed over `expert_dp`, in buckets of their own. Torch-free.
+Gradients of experts that are distributed over ep are summed over `expert_dp`, in buckets of their own.
 """
 
 from __future__ import annotations

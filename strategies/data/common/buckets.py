@@ -1,4 +1,4 @@
-"""How parameters are put into buckets and cut into shards. Plans predict with it, and runtimes follow it. Torch-free.
+"""How parameters are put into buckets and cut into shards. Plans predict with it, and runtimes follow it.
 
 Gradients become ready from the last layer to the first, so buckets are filled in reverse order of the parameters. The
 first bucket is small, so that the exchange starts early (PyTorch DDP, Li et al. 2020, section 3.2).

@@ -1,4 +1,4 @@
-"""The base class of strategies whose replicas train independently and synchronise every few steps. Torch-free.
+"""The base class of strategies whose replicas train independently and synchronise every few steps.
 
 Between two synchronisations replicas exchange only the few control numbers of a step, so gradient traffic is divided by
 `sync_every`. `collectives` lists a step that synchronises; the mean over steps is the SYNC rows over `sync_every`.

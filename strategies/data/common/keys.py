@@ -1,4 +1,4 @@
-"""The keys of `strategy.data`: first those that several strategies read, then the class of each kind. Torch-free."""
+"""The keys of `strategy.data`: first those that several strategies read, then the class of each kind."""
 
 from __future__ import annotations
 

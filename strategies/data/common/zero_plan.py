@@ -6,7 +6,7 @@ they are sent.
 
 In mixed precision a rank keeps weights that every use rounds in the compute dtype, and its own chunk in the stored one,
 which the optimizer updates (Megatron-LM's distributed optimizer). So weights and their all-gather take half the bytes,
-and no microbatch rounds them; the numbers are the same. Torch-free.
+and no microbatch rounds them; the numbers are the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The requests that fsdp refuses. Torch-free."""
+"""The requests that fsdp refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings, layouts and FSDP units of a rank, which the prediction and the runtime of fsdp share. Torch-free.
+"""The settings, layouts and FSDP units of a rank, which the prediction and the runtime of fsdp share.
 
 A unit is a group of parameters that are gathered and reduced together. The plan predicts from the units, and the
 runtime wraps them. Experts that are distributed over ep have copies on fewer ranks than the rest of their block, so

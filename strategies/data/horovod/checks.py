@@ -1,4 +1,4 @@
-"""The settings that Horovod refuses too, and the completion of process sets. Torch-free."""
+"""The settings that Horovod refuses too, and the completion of process sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange of Adasum as a table: vector halving, distance doubling. Torch-free.
+"""The exchange of Adasum as a table: vector halving, distance doubling.
 
 At level k a rank and the rank whose number differs in bit k hold the same part of two vectors. Each gives the other one
 half of it and combines the half that it keeps. For that, the 2^(k+1) ranks that hold parts of the same two vectors sum

@@ -1,4 +1,4 @@
-"""Horovod's resolved settings and its process sets, which the runtime reads. Torch-free; predictions are in plan.py."""
+"""Horovod's resolved settings and its process sets, which the runtime reads. Predictions are in plan.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`apply_log.jsonl`: every update of every server, in the order in which that server applied it. Torch-free.
+"""`apply_log.jsonl`: every update of every server, in the order in which that server applied it.
 
 A run can be replayed from it in one process, bit for bit (`reference.py`): each row names the worker and step of every
 push, and the version of this server's weights with which the gradient was computed. Each server appends its own rows.

@@ -1,4 +1,4 @@
-"""The torch-free half of a parameter server: its settings, what it refuses, and its predicted traffic and memory.
+"""The plan of a parameter server: its settings, what it refuses, and its predicted traffic and memory.
 
 The servers are the last ranks and outside the mesh: dp counts the workers.
 """

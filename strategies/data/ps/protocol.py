@@ -1,4 +1,4 @@
-"""The messages between workers and servers. Torch-free.
+"""The messages between workers and servers.
 
 In each step a worker sends every server a header (`control`) and the gradient of that server's shards (`push`). Each
 server answers with a header (`control`) and its weights (`pull`). Gradients and weights are flat, in the order of

@@ -1,4 +1,4 @@
-"""The rows of each parameter that each server owns. Torch-free; every rank derives the same answer from the plan.
+"""The rows of each parameter that each server owns. Every rank derives the same answer from the plan.
 
 Placing whole tensors round-robin leaves servers unbalanced (tensorflow#45291). Large tensors are therefore cut, as by
 TensorFlow's MinSizePartitioner, and each piece goes to the least loaded server, largest first (Graham 1969).

@@ -1,4 +1,4 @@
-"""When workers may go on: the clock table of stale synchronous parallel, and barriers. Pure, torch-free, no threads."""
+"""When workers may go on: the clock table of stale synchronous parallel, and barriers. Pure, without threads."""
 
 from __future__ import annotations
 

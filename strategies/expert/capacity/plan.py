@@ -1,4 +1,4 @@
-"""Prediction of the capacity dispatcher: equal all-to-alls of all capacity slots. Torch-free."""
+"""Prediction of the capacity dispatcher: equal all-to-alls of all capacity slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base of the expert dispatchers' plans: checks, mesh dims, traffic and memory in closed form. Torch-free.
+"""Base of the expert dispatchers' plans: checks, mesh dims, traffic and memory in closed form.
 
 Per microbatch and layer with experts, a row is `hidden` numbers of the compute dtype. One level of the all-to-all (two
 on two levels) brings rows from source to destination. Rows cross it four times, as many as there are on that side:

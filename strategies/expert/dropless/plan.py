@@ -1,4 +1,4 @@
-"""Prediction of the dropless dispatcher: uneven all-to-alls of the kept rows, after their counts. Torch-free."""
+"""Prediction of the dropless dispatcher: uneven all-to-alls of the kept rows, after their counts."""
 
 from __future__ import annotations
 

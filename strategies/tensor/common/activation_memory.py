@@ -1,4 +1,4 @@
-"""Bytes that norms, attention and activations save for backward, on a rank's rows and features. Torch-free."""
+"""Bytes that norms, attention and activations save for backward, on a rank's rows and features."""
 
 from __future__ import annotations
 

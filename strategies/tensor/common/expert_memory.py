@@ -1,4 +1,4 @@
-"""Bytes that one microbatch of a layer with experts saves for backward, every expert being on its own rank. Torch-free.
+"""Bytes that one microbatch of a layer with experts saves for backward, every expert being on its own rank.
 
 T tokens choose among E experts, which gives n rows. a: bytes of the accurate dtype, in which routing computes.
 

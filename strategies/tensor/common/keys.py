@@ -1,4 +1,4 @@
-"""The keys of `strategy.tensor` by kind. Torch-free."""
+"""The keys of `strategy.tensor` by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that latent attention's layers save for backward, and bytes of gradients that wait meanwhile. Torch-free.
+"""Bytes that latent attention's layers save for backward, and bytes of gradients that wait meanwhile.
 
 Forward runs the latents, then the queries, then keys and values, then the product; backward the other way round. r and
 l: rows of the whole sequence and of a rank's slice; H: heads of a rank; f: features of a query or key of a head.

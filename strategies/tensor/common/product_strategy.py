@@ -1,4 +1,4 @@
-"""The base class of the built-in tensor strategies, with what layers save for backward and need in it. Torch-free.
+"""The base class of the built-in tensor strategies, with what layers save for backward and need in it.
 
 One formula for every way of multiplying: a `Product` says how operands are split, gathered and scattered. Saved tensors
 are counted per storage, as autograd keeps them: once, however many nodes save them. r and f are a rank's rows and

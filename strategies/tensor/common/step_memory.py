@@ -1,4 +1,4 @@
-"""The bytes of a block that describes its backward pass operation by operation (`BlockBackward`). Torch-free."""
+"""The bytes of a block that describes its backward pass operation by operation (`BlockBackward`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traffic of a tensor strategy's layers in closed form; each layer multiplies as its `Product` says. Torch-free.
+"""Traffic of a tensor strategy's layers in closed form; each layer multiplies as its `Product` says.
 
 Per microbatch, all that the products of a block move (`parallelrun.planner.model.product.transfers`):
 operands and their gradients in the compute dtype, gradients of weights in the dtype in which gradients are reduced. In

@@ -1,4 +1,4 @@
-"""Checks of a request for a grid tensor strategy; each problem names the nearest legal values. Torch-free.
+"""Checks of a request for a grid tensor strategy; each problem names the nearest legal values.
 
 Ranks that form no grid (`shape`), layer roles, sizes and samples that do not divide, and settings that exclude each
 other.

@@ -1,4 +1,4 @@
-"""Choose how each pair of layers multiplies: the form that moves the fewest bytes among those that divide. Torch-free.
+"""Choose how each pair of layers multiplies: the form that moves the fewest bytes among those that divide.
 
 A pair is the column layers of a block and the row layer that reads them (`model_spec.Pair`). Between the two an
 activation may be split otherwise than between blocks, so both forms are chosen together.

@@ -1,4 +1,4 @@
-"""Prediction of the grid tensor strategies: axes, forms, layouts and checks. Torch-free.
+"""Prediction of the grid tensor strategies: axes, forms, layouts and checks.
 
 The runtime and the predictions read the same products.
 """

@@ -1,6 +1,6 @@
 """How tp ranks form a grid or a cube: the degrees of its axes, and the rule that is broken where they form none.
 
-The last axis varies fastest, so that a row of the grid is made of neighbouring ranks. Torch-free.
+The last axis varies fastest, so that a row of the grid is made of neighbouring ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prediction of Megatron's tensor strategy: layouts, products and checks. Torch-free."""
+"""Prediction of Megatron's tensor strategy: layouts, products and checks."""
 
 from __future__ import annotations
 

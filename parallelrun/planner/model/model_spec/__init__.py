@@ -1,4 +1,4 @@
-"""A model as torch-free data. `plan` uses it, and a test checks that the model's module matches it.
+"""A model as data. `plan` uses it, and a test checks that the model's module matches it.
 
 A spec lists, in order, the blocks (pipeline stages are cut between them), their layers with a layer role, and each
 layer's logical parameters by one-device name.

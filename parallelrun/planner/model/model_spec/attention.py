@@ -1,4 +1,4 @@
-"""Sizes of attention that follow from more than hidden and heads, as torch-free data."""
+"""Sizes of attention that follow from more than hidden and heads."""
 
 from __future__ import annotations
 

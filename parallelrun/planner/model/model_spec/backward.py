@@ -1,4 +1,4 @@
-"""The backward pass of a block that describes it operation by operation. Torch-free."""
+"""The backward pass of a block that describes it operation by operation."""
 
 from __future__ import annotations
 

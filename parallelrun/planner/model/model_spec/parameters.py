@@ -1,4 +1,4 @@
-"""The logical parameters of a model, and how they are initialised. Torch-free."""
+"""The logical parameters of a model, and how they are initialised."""
 
 from __future__ import annotations
 

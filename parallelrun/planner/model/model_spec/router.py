@@ -1,4 +1,4 @@
-"""How layers with experts route, as torch-free data."""
+"""How layers with experts route."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How one distributed product Y = X W^T is computed over named axes: what each rank holds, and what is sent.
 
-Torch-free data, the one source for the runtime of the grid tensor strategies, for predicted traffic, for the comparison
+The one source for the runtime of the grid tensor strategies, for predicted traffic, for the comparison
 that `plan` prints, for the `matmul` lesson and for the pictures in docs/tensor_parallel.md. M are the rows of X (tokens
 of a microbatch; only complete samples are split), K its features, N the features of Y. W is stored as (out, in), which
 is (N, K).

@@ -1,4 +1,4 @@
-"""Ranks that share the cores of their host: training on CPUs. Torch-free.
+"""Ranks that share the cores of their host: training on CPUs.
 
 A rank that has several cores to itself computes with as many threads. Where a host has more ranks than cores, a rank
 works a part of the time: while all of them have work, each gets its share of the cores, and the time of a step is the

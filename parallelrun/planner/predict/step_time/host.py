@@ -1,4 +1,4 @@
-"""The number of operations that torch issues for a block on a CPU, where their number adds to the time. Torch-free.
+"""The number of operations that torch issues for a block on a CPU, where their number adds to the time.
 
 Counted with a dispatch mode (views included) as the difference of two depths of each model, on torch 2.13: 132 for a
 layer of gpt, 231 of llama, with latent attention 87 more, 32 of an mlp. A layer with experts has 295, which take 1.8

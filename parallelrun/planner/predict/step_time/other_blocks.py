@@ -1,4 +1,4 @@
-"""Seconds of the blocks of models that are no transformers: mlp and image classifiers. Torch-free."""
+"""Seconds of the blocks of models that are no transformers: mlp and image classifiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exposed time of a communication: the part that no computation hides. Torch-free.
+"""Exposed time of a communication: the part that no computation hides.
 
 A communication that runs beside a computation takes multiprocessors and memory bandwidth from it: the computation is
 slowed down by a part of what it hides.

@@ -1,4 +1,4 @@
-"""Seconds that workers and parameter servers spend on gradients and weights in a step. Torch-free.
+"""Seconds that workers and parameter servers spend on gradients and weights in a step.
 
 Everything comes from the predicted messages of workers and servers. A server takes in as many bytes as it sends out:
 gradients and weights of the same shards. Messages go through the memory of the hosts, not over the links of GPUs.

@@ -1,4 +1,4 @@
-"""Cache of partial times that several plans of one search share, keyed by the settings they depend on. Torch-free."""
+"""Cache of partial times that several plans of one search share, keyed by the settings they depend on."""
 
 from __future__ import annotations
 

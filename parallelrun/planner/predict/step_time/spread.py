@@ -1,4 +1,4 @@
-"""Between which bounds measurements lie. Torch-free."""
+"""Between which bounds measurements lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of a software stack that change the step time on the same devices. Torch-free."""
+"""Properties of a software stack that change the step time on the same devices."""
 
 from __future__ import annotations
 

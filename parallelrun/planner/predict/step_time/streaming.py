@@ -1,4 +1,4 @@
-"""Seconds of the kernels of a transformer's blocks that move bytes and compute next to nothing. Torch-free.
+"""Seconds of the kernels of a transformer's blocks that move bytes and compute next to nothing.
 
 Bytes are counted from what torch's kernels read and write, each tensor once per kernel, for 16-bit activations; a test
 counts them in this program's own blocks.

@@ -1,4 +1,4 @@
-"""The base class of all-reduce algorithms, and the counts of their messages. Torch-free."""
+"""The base class of all-reduce algorithms, and the counts of their messages."""
 
 from __future__ import annotations
 

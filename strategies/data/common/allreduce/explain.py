@@ -1,4 +1,4 @@
-"""The rounds of an algorithm in words: which blocks are sent, and whose gradients they contain. Torch-free."""
+"""The rounds of an algorithm in words: which blocks are sent, and whose gradients they contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The members of a group that send the same, by arrays with a number for each of them. Torch-free.
+"""The members of a group that send the same, by arrays with a number for each of them.
 
 numpy is imported on call: most plans need none of this.
 """

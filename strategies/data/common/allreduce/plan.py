@@ -1,4 +1,4 @@
-"""The base class of strategies that all-reduce by an algorithm of this project or of the backend. Torch-free."""
+"""The base class of strategies that all-reduce by an algorithm of this project or of the backend."""
 
 from __future__ import annotations
 

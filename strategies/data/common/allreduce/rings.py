@@ -1,4 +1,4 @@
-"""The ring, and the hierarchical all-reduce that is made of rings. Torch-free.
+"""The ring, and the hierarchical all-reduce that is made of rings.
 
 Their messages are counted in closed form, because lists of thousands of rounds for thousands of ranks are long.
 """

@@ -1,4 +1,4 @@
-"""The rounds of an all-reduce by messages between ranks, and those of the ring. Torch-free.
+"""The rounds of an all-reduce by messages between ranks, and those of the ring.
 
 In every round a rank sends at most one message and receives at most one; it may send once it has received the messages
 of all earlier rounds. `runtime` carries the rounds out; `algorithms` has the other algorithms and counts messages.

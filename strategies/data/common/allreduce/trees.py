@@ -1,4 +1,4 @@
-"""The all-reduce algorithms of 2 log2(n) rounds: halving-doubling and the binomial tree. Torch-free."""
+"""The all-reduce algorithms of 2 log2(n) rounds: halving-doubling and the binomial tree."""
 
 from __future__ import annotations
 

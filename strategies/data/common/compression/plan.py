@@ -1,4 +1,4 @@
-"""Gradient compression: gradients are sent as they are, as fp16, or as two low-rank factors. Torch-free.
+"""Gradient compression: gradients are sent as they are, as fp16, or as two low-rank factors.
 
 The strategies that all-reduce gradients in buckets (ddp, ring, horovod) have a Compression: they predict one all-reduce
 per `SummedMessage`, and their runtime sends a bucket through the `sender` of the module that `registry` names.
