@@ -247,11 +247,11 @@ def write_plot(plan: Plan, config: Config, point: int | None = None) -> list[Pat
     """
     if config.plot is None:
         return []
+    from parallelrun.base.packages import require
     from parallelrun.planner.facts import alternatives
-    from parallelrun.report import chart
     from parallelrun.report.plans import alternatives as report
 
-    chart.require(f"plot={config.plot}")
+    require("matplotlib", f"plot={config.plot}", "plot", extra="plots")
     compared = alternatives.data_axis(plan, config)
     if compared is None:
         cause = f"plot={config.plot} draws the cost of combining gradients, and one rank has none to combine"

@@ -38,8 +38,8 @@ from parallelrun.launch.host.environment import Attached, detect
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.freeze import identity
 from parallelrun.report import chart
-from parallelrun.report.sweeps import scaling, sweep_rows
 from parallelrun.report.sweeps import sweep_picture as comparison
+from parallelrun.report.sweeps import sweep_rows
 from parallelrun.report.sweeps import sweep_table as report
 
 _STOPPING = (EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PREEMPTED)
@@ -81,7 +81,7 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
         elif rows:
             report.write_csv(directory)
             report.show(directory)
-            for path in (*comparison.write(directory), *scaling.write(directory)):
+            for path in comparison.write(directory):
                 print(f"{path.stem}: {path}", flush=True)
             if not chart.available():
                 print("note: pictures need matplotlib: pip install 'parallelrun[plots]'", flush=True)

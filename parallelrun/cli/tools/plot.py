@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.base.packages import require
 from parallelrun.base.wording import counted, print_note
 from parallelrun.cli.tools.compare import RUNS_HELP
 from parallelrun.cli.tools.report import save
@@ -17,7 +18,6 @@ from parallelrun.report.records.series import series
 
 def main(words: list[str]) -> int:
     """Write the figure and print its path. Raises ConfigError (2), EnvironmentProblem (3), ParallelrunError (4)."""
-    from parallelrun.report import chart
     from parallelrun.report.sweeps import plot
 
     arguments = _parser().parse_args(words)
@@ -27,7 +27,7 @@ def main(words: list[str]) -> int:
         legal = " or ".join(str(target.with_suffix(f".{one}")) for one in plot.FORMS)
         raise ConfigError(Problem(f"--to {target}: a figure is one of {', '.join(plot.FORMS)}", "--to", legal))
     if form != "csv":
-        chart.require(f"--to {target}")
+        require("matplotlib", f"--to {target}", "plot", extra="plots")
     by = [key for text in arguments.by for key in text.split(",") if key]
     directories = list(dict.fromkeys(find.resolve(arguments.run, Path(arguments.runs).expanduser())))
     runs = [read(directory) for directory in directories]

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallelrun.base.packages import require
 from parallelrun.planner.contract.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text
@@ -83,7 +84,7 @@ def document(explanations: tuple[Explanation, ...]) -> dict[str, Any]:
 
 def write(explanations: tuple[Explanation, ...], name: str) -> list[Path]:
     """Write a picture per strategy: NAME-data.svg, NAME-tensor.svg, ... Raises EnvironmentProblem."""
-    chart.require(f"plot={name}")
+    require("matplotlib", f"plot={name}", "plot", extra="plots")
     return chart.write(name, {Path(f"{name}-{one.axis}.svg").expanduser(): picture(one) for one in explanations})
 
 

@@ -22,7 +22,7 @@ from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_conso
 
 BARS = "▁▂▃▄▅▆▇█"
 FILES = (
-    "config.yaml", "plan.json", "metrics.jsonl", "routing.jsonl", "routing.svg", "comm.json", "schedule.json",
+    "config.yaml", "plan.json", "metrics.jsonl", "routing.jsonl", "comm.json", "schedule.json",
     "summary.json", "servers.json", "logs",
 )  # fmt: skip
 PARTS = ("compute_s", "comm_exposed_s", "data_s")  # of a step's time

@@ -20,7 +20,6 @@ from parallelrun.planner.predict import prediction
 from parallelrun.report.progress import ProgressLine
 from parallelrun.report.records import attempts, reshapes
 from parallelrun.report.records.routing_log import RoutingLog
-from parallelrun.report.runs import expert_load as routing_report
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.step_record import StepRecord, timed
 from parallelrun.training.metrics import attention_work, summary
@@ -186,8 +185,6 @@ class Recorder:
                 self._routing.flush()
 
             reserve.insist(self._directory, reserve.RECORDS, write)
-            with contextlib.suppress(OSError):  # a chart of routing.jsonl
-                routing_report.write(self._directory)
         self._progress.close()
 
     def close(self) -> None:
