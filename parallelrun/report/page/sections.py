@@ -15,7 +15,7 @@ from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine
 from parallelrun.report.records.find import CONFIG
 from parallelrun.report.records.metrics import METRICS, label_of
-from parallelrun.report.records.read import RunRecord, broken, read_object
+from parallelrun.report.records.read import RunRecord, expecting, read_object
 from parallelrun.report.records.run_differences import Column, RunComparison, spread_of
 from parallelrun.report.runs import run_comparison as tables
 from parallelrun.report.runs.expert_load import heat_colour
@@ -150,7 +150,7 @@ def _traffic(run: RunRecord) -> dict[tuple[str, str, str], tuple[int, int, int, 
     """(axis, operation, purpose) -> calls, payload, predicted payload and wire bytes of all ranks."""
     path = run.directory / "comm.json"
     traffic: dict[tuple[str, str, str], tuple[int, int, int, int]] = {}
-    try:
+    with expecting(path, "rows"):
         for row in read_object(path).get("rows") or []:
             if row["operation"] == "recv":  # its bytes are counted at the sender
                 continue
@@ -158,8 +158,6 @@ def _traffic(run: RunRecord) -> dict[tuple[str, str, str], tuple[int, int, int, 
             new = (row["calls"], row["payload_bytes"], row["predicted_payload_bytes"], row["wire_bytes"])
             old = traffic.get(key, (0, 0, 0, 0))
             traffic[key] = (old[0] + new[0], old[1] + new[1], old[2] + new[2], old[3] + new[3])
-    except (KeyError, TypeError) as error:
-        raise broken(path, f"a row is incomplete: {error}", "rows") from error
     return traffic
 
 
@@ -168,10 +166,8 @@ def experts(columns: Sequence[Column]) -> str:
     parts = []
     for column in columns:
         path = column.runs[0].directory
-        try:
+        with expecting(path / "routing.jsonl"):
             maps = read_maps(path, columns=60)
-        except (KeyError, TypeError, ValueError) as error:
-            raise broken(path / "routing.jsonl", f"a row is incomplete: {error}") from error
         if maps is None:
             continue
         drawn = [charts.heat_map(layer.layer, [["" if cell is None else heat_colour(cell) for cell in row]
@@ -192,12 +188,10 @@ def memory(columns: Sequence[Column]) -> str:
         positions = run.plan.get("memory.per_position")
         if not isinstance(positions, list) or not positions:
             continue
-        try:
+        with expecting(run.directory / "plan.json", "memory.per_position"):
             heaviest = max(positions, key=lambda position: position["total"])
             bars.append((column.name, [float(heaviest.get(kind, 0)) for kind in kinds]))
             predicted = float(heaviest["total"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise broken(run.directory / "plan.json", f"incomplete: {error}", "memory.per_position") from error
         measured = run.number("peak_memory_bytes")
         rows.append([column.name, bytes_text(predicted), bytes_text(measured) if measured is not None else "-"])
     if not bars:

@@ -15,7 +15,7 @@ from parallelrun.planner.search.crossovers import Flip
 from parallelrun.planner.search.result import Found
 from parallelrun.report.figures import digits, seconds_text
 from parallelrun.report.plans import waterfall
-from parallelrun.report.screen import FRAME, WIDEST, labelled, show_section
+from parallelrun.report.screen import FRAME, WIDEST, labelled, show_section, under_one_label
 
 BESIDE_BARS = 46  # columns of the figures beside the bars
 LINKS = {"cluster.inter_gb_s": "links between hosts", "cluster.intra_gb_s": "links inside a host"}
@@ -43,26 +43,22 @@ def show(
     M/h is the tokens of a microbatch by the model's width: the rows of a product by its columns.
     """
     width = max(20, min(console.width, WIDEST) - FRAME - BESIDE_BARS)
-    texts = flip_texts(*flips, best) if flips else []
-    found_flips = [("crossovers" if not index else "", Text(text)) for index, text in enumerate(texts)]
-    rows = [*limit_rows(time, limits), ("memory", Text(_memory(*memory))), *found_flips]
+    crossovers = under_one_label("crossovers", flip_texts(*flips, best) if flips else [])
+    rows = [*limit_rows(time, limits), ("memory", Text(_memory(*memory))), *crossovers]
     show_section("why: the parts of a step", Group(waterfall.bars(time, width), Text(), labelled(rows)), console)
 
 
 def limit_rows(time: StepTime, limits: Sequence[Limit]) -> list[tuple[str, RenderableType]]:
     """The first of them binds."""
     if not limits:
-        return [
-            ("limit", Text("computation at the device's own rate; everything else costs less than 0.5 % of a step"))
-        ]
+        text = "computation at the device's own rate; everything else costs less than 0.5 % of a step"
+        return [("limit", Text(text))]
     texts = []
     for limit in limits:
         condition = FREE.get(limit.name, f"without {limit.name}")
         saved = f"{seconds_text(limit.saved_s)} ({limit.saved_s / time.step_s:.0%})"
         texts.append(f"{condition} a step would be {saved} shorter")
-    return [
-        ("limits" if not index else "", Text(text, "bold" if not index else "")) for index, text in enumerate(texts)
-    ]
+    return [("limits", Text(texts[0], "bold")), *under_one_label("", texts[1:])]
 
 
 def _memory(heaviest: int, cluster: ClusterConfig) -> str:
@@ -75,11 +71,10 @@ def _memory(heaviest: int, cluster: ClusterConfig) -> str:
 def flip_texts(flips: Sequence[Flip], all_done: bool, best: Found | None) -> list[str]:
     """A sentence for each flip. best: of a search; None: they are about a plan that is named."""
     if best is None:
-        rows = [f"this plan is faster than the fastest {_where(one)}" for one in flips]
+        rows = [f"this plan is faster than the fastest {_where(flip)}" for flip in flips]
         rows = rows or [f"this plan is not faster than the fastest {TRIED}"]
     else:
-        own = set(best.overrides)
-        rows = [f"another plan wins {_where(one)}: {_difference(one, own)}" for one in flips]
+        rows = [f"another plan wins {_where(flip)}: {_difference(flip, best)}" for flip in flips]
         if not flips and all_done:
             rows = ["the same plan is fastest at any link rate, batch and tokens per microbatch that was tried"]
     if not all_done:
@@ -87,10 +82,10 @@ def flip_texts(flips: Sequence[Flip], all_done: bool, best: Found | None) -> lis
     return rows
 
 
-def _difference(flip: Flip, own: set[str]) -> str:
+def _difference(flip: Flip, best: Found) -> str:
     """Return the winner's overrides that differ from the best plan's."""
     assert flip.winner is not None
-    return " ".join(text for text in flip.winner.overrides if text not in own)
+    return " ".join(text for text in flip.winner.overrides if text not in best.overrides)
 
 
 def _where(flip: Flip) -> str:

@@ -5,9 +5,10 @@ A run that has failed or still trains lacks files: what is missing is empty, wha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,15 @@ def read(directory: Path) -> RunRecord:
 def broken(path: Path, what: str, key: str = "") -> ParallelrunError:
     """Return the error (exit 4) for a file that a run cannot have written."""
     return ParallelrunError(Problem(f"{path}: {what}", f"{path}{f':{key}' if key else ''}"), exit_code=EXIT_MISMATCH)
+
+
+@contextlib.contextmanager
+def expecting(path: Path, key: str = "") -> Iterator[None]:
+    """Raise the error of `broken` if the block does not find in a file's content what a run writes."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise broken(path, f"incomplete: {error!r}", key) from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def run(training: Training, context: WorkerContext) -> int:
         document["cpu_s"] = statistics.median(sum(step) for step in zip(*(rank["cpu"] for rank in everyone)))
         document["peak_memory_bytes"] = max(rank["peak_bytes"] for rank in everyone)
         write_json(context.directory / "bench.json", document)
-        report.show(document, context.console_owner)
+        if context.console_owner:
+            report.show(document)
     return EXIT_OK
 
 

@@ -85,6 +85,7 @@ def conclude(document: dict[str, Any], training: Training, context: WorkerContex
     """Write and show rank 0's verify.json; return the exit code that follows from it, on every rank. Collective."""
     if context.rank == 0:
         write_json(context.directory / "verify.json", document)
-        report.show(document, context.console_owner)
+        if context.console_owner:
+            report.show(document)
     passed = gather_json({"passed": document.get("passed")}, training.mesh)[0]["passed"]
     return EXIT_OK if passed else EXIT_MISMATCH
