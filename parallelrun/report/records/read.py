@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from parallelrun.base.errors import EXIT_MISMATCH, ConfigError, ParallelrunError, Problem
 from parallelrun.report.records.find import CONFIG, MANIFEST, STATUS, is_run
@@ -41,7 +41,12 @@ class RunRecord:
     def number(self, key: str) -> float | None:
         """Return a result if it is a number, else None."""
         value = self.results.get(key)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        return float(value) if is_number(value) else None
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a number: True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def read(directory: Path) -> RunRecord:

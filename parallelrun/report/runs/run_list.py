@@ -13,7 +13,7 @@ from parallelrun.base.wording import counted
 from parallelrun.report.figures import bytes_text
 from parallelrun.report.records import attempts
 from parallelrun.report.records.metrics import METRICS, metric_text
-from parallelrun.report.records.read import RunRecord
+from parallelrun.report.records.read import RunRecord, is_number
 from parallelrun.report.records.rows import STYLES, RunRow
 from parallelrun.report.screen import labelled, print_command
 
@@ -100,4 +100,4 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
 
 def _figure(key: str, results: dict[str, Any]) -> str:
     value = results.get(key, results.get(_OF_BENCH.get(key, "")))
-    return metric_text(key, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+    return metric_text(key, value) if is_number(value) else ""
