@@ -118,18 +118,18 @@ def scale(
 
     axis = axes.xaxis if name == "x" else axes.yaxis
     set_scale = axes.set_xscale if name == "x" else axes.set_yscale
-    data: Any = [one.get_xdata() if name == "x" else one.get_ydata() for one in axes.lines]
+    data: Any = [line.get_xdata() if name == "x" else line.get_ydata() for line in axes.lines]
     values = [float(value) for series in data for value in series]
     positive = [value for value in values if value > 0]
     if log and positive:
-        least, most = min(positive), max(positive)
-        if least < max(values) and any(value <= 0 for value in values):
-            set_scale("symlog", base=base, linthresh=least)
+        lowest, highest = min(positive), max(positive)
+        if lowest < max(values) and any(value <= 0 for value in values):
+            set_scale("symlog", base=base, linthresh=lowest)
             axes.set(**{f"{name}lim": (0, None)})
         else:
             set_scale("log", base=base)
-            axis.set_major_locator(MaxNLocator(5) if most / least < 5 else LogLocator(base, numticks=7))
-            if base == 10 and 5 <= most / least < 1000:
+            axis.set_major_locator(MaxNLocator(5) if highest / lowest < 5 else LogLocator(base, numticks=7))
+            if base == 10 and 5 <= highest / lowest < 1000:
                 axis.set_major_locator(LogLocator(10, subs=(1, 2, 5), numticks=9))
         axis.set_minor_locator(NullLocator())
     elif from_zero:

@@ -11,7 +11,6 @@ import pytest
 from parallelrun.base.errors import ParallelrunError
 from parallelrun.base.records import append_jsonl, write_json
 from parallelrun.cli.main import main
-from parallelrun.report.figures import thinned
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine, GanttCell
 from parallelrun.report.page.document import page
@@ -187,10 +186,7 @@ def test_the_points_of_a_sweep_are_named_by_what_was_swept(tmp_path):
 
 
 def test_many_runs_are_compared_in_three_columns(tmp_path):
-    runs = [
-        read(full_run(tmp_path / f"{number}", config={"dp": 2 + number % 2, "steps": number}))
-        for number in (4, 5, 6, 7, 8)
-    ]
+    runs = [read(full_run(tmp_path / f"{n}", config={"dp": 2 + n % 2, "steps": n})) for n in (4, 5, 6, 7, 8)]
     assert "<td>dp</td><td>2</td><td>A C E</td></tr><tr><td></td><td>3</td><td>B D</td>" in page(runs, "many")
 
 
@@ -217,25 +213,9 @@ def test_the_predicted_memory_is_that_of_the_largest_rank(tmp_path):
     assert "weights 40 B</title>" in page([read(directory)], "memory")
 
 
-def test_many_points_are_drawn_as_means_of_neighbours():
-    assert thinned([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0), (3.0, 9.0), (4.0, 4.0)], 3) == [
-        (0.5, 2.0),
-        (2.5, 7.0),
-        (4.0, 4.0),
-    ]
-
-
 def coordinates(figure: str, tag: str = "polyline") -> list[list[tuple[float, float]]]:
     found = re.findall(rf'<{tag} [^>]*points="([^"]*)"', figure)
     return [[tuple(map(float, pair.split(","))) for pair in one.split()] for one in found]
-
-
-def test_a_line_goes_from_corner_to_corner():
-    ((start, end),) = coordinates(charts.line_chart("loss", [ChartLine("a", 0, [(0.0, 1.0), (10.0, 2.0)])]))
-    assert start == (charts._LEFT, charts.HEIGHT - charts._BOTTOM) and end == (
-        charts.WIDTH - charts._RIGHT,
-        charts._TOP,
-    )
 
 
 def test_wide_numbers_get_a_logarithmic_axis_and_others_an_even_one():
@@ -317,15 +297,11 @@ def test_lines_that_differ_by_more_than_rounding_are_drawn_apart():
 
 def test_bars_are_as_long_as_their_values():
     figure = charts.stacked_bars("t", [("a", [1.0, 3.0]), ("b", [2.0, 0.0])], ["x", "y"], str)
-    widths = [float(width) for width in re.findall(r'class="bar[^>]*? width="([\d.]+)"', figure)]
+    bars = re.findall(r'class="bar f\d" x="([\d.]+)" y="\d+" width="([\d.]+)"', figure)
+    starts, widths = zip(*((float(start), float(width)) for start, width in bars))
+    assert starts[1] == pytest.approx(starts[0] + widths[0], abs=0.2)  # where the part before it ends
     assert widths[1] == pytest.approx(3 * widths[0], rel=1e-3) and widths[2] == pytest.approx(2 * widths[0], rel=1e-3)
     assert len(widths) == 3 and charts.stacked_bars("t", [("a", [0.0])], ["x"], str) == ""
-
-
-def test_a_part_of_a_bar_begins_where_the_one_before_it_ends():
-    figure = charts.stacked_bars("t", [("a", [3.0, 1.0])], ["x", "y"], str)
-    (first, width), (second, _) = re.findall(r'class="bar f\d" x="([\d.]+)" y="\d+" width="([\d.]+)"', figure)
-    assert float(second) == pytest.approx(float(first) + float(width), abs=0.2)
 
 
 def test_a_gantt_chart_has_a_cell_for_every_action():

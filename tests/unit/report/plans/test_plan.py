@@ -27,19 +27,9 @@ from tests.unit.config.test_presets import composed
 
 ROOT = Path(__file__).parents[4]
 LARGE = {
-    "model.layers": 96,
-    "model.hidden": 12288,
-    "model.heads": 96,
-    "model.seq": 2048,
-    "model.vocab": 50257,
-    "tp": 8,
-    "pp": 64,
-    "dp": 6,
-    "global_batch": None,
-    "device": "cuda",
-    "cluster.gpus_per_node": 8,
-    "cluster.memory_gb": 80.0,
-}
+    "model.layers": 96, "model.hidden": 12288, "model.heads": 96, "model.seq": 2048, "model.vocab": 50257, "tp": 8,
+    "pp": 64, "dp": 6, "global_batch": None, "device": "cuda", "cluster.gpus_per_node": 8, "cluster.memory_gb": 80.0,
+}  # fmt: skip
 
 
 PRESETS = (
@@ -161,12 +151,8 @@ def test_details_are_shown_when_asked_for():
         "traffic": "collectives of a step", "layouts": "tensor layouts side by side",
     }  # fmt: skip
     every = {"dp": 2, "tp": 4, "pp": 2, "model.heads": 4}
-    for detail, sections in (
-        ("", ()),
-        ("ranks", ("ranks",)),
-        ("stages,traffic", ("stages", "traffic")),
-        ("all", parts),
-    ):
+    several = ("stages,traffic", ("stages", "traffic"))
+    for detail, sections in (("", ()), ("ranks", ("ranks",)), several, ("all", parts)):
         text = shown({**every, "detail": detail or None})
         assert {name for name, title in parts.items() if title in text} == set(sections)
 
