@@ -52,7 +52,7 @@ def _live(word: str) -> Path:
     """Return the directory of a run that trains now. Raises ConfigError."""
     if "=" in word:
         raise ConfigError(Problem(f"{word} is no run: its directory comes first", "reshape", command=USAGE))
-    found = find.one(word, Path("runs"))
+    found = find.single_run(word, Path("runs"))
     status = read_json(found / find.STATUS)
     if status.get("state") != "running":
         cause = f"{found} is not live: its state is {status.get('state') or 'unknown'}"

@@ -111,7 +111,7 @@ def _show(arguments: argparse.Namespace, runs: Path) -> int:
     from parallelrun.report.runs import run_list as report
     from parallelrun.report.screen import open_console
 
-    directory = find.one(arguments.run, runs)
+    directory = find.single_run(arguments.run, runs)
     run, row = read(directory), read_row(directory)
     if arguments.json:
         print_json({**report.document(row), "manifest": run.manifest, "config": run.config, "results": run.results})
@@ -127,7 +127,7 @@ def _show(arguments: argparse.Namespace, runs: Path) -> int:
 def _rerun(arguments: argparse.Namespace, runs: Path) -> int:
     from parallelrun.cli.tools import rerun
 
-    return rerun.rerun(find.one(arguments.run, runs), runs, arguments.trust, arguments.check)
+    return rerun.rerun(find.single_run(arguments.run, runs), runs, arguments.trust, arguments.check)
 
 
 def _gc(arguments: argparse.Namespace, runs: Path) -> int:

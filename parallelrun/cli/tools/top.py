@@ -27,7 +27,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print once, as without a terminal")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     arguments = parser.parse_args(words)
-    directory = find.one(arguments.run, Path(arguments.runs).expanduser())
+    directory = find.single_run(arguments.run, Path(arguments.runs).expanduser())
     from parallelrun.report.records.live import read_live
 
     if arguments.json:

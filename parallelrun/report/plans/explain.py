@@ -25,7 +25,7 @@ LANE, STEP = 2.1, 0.28  # inches from rank to rank, and from event to event
 
 def text(explanations: tuple[Explanation, ...]) -> str:
     """Return the screen: for each strategy its algorithm, then its rounds."""
-    return "\n\n".join("\n".join(_explained(one)) for one in explanations)
+    return "\n\n".join("\n".join(_explained(explanation)) for explanation in explanations)
 
 
 def _explained(explanation: Explanation) -> list[str]:
@@ -46,7 +46,7 @@ def _explained(explanation: Explanation) -> list[str]:
 
 
 def _rounds(exchange: ExplainedExchange) -> list[str]:
-    lines = [line for one in exchange.rounds for line in _round(one)]
+    lines = [line for step in exchange.rounds for line in _round(step)]
     if len(lines) <= MOST_LINES:
         return lines
     return [*lines[:MOST_LINES], f"    ... and {len(lines) - MOST_LINES} more lines; --json has all of them"]
@@ -79,13 +79,14 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 def document(explanations: tuple[Explanation, ...]) -> dict[str, Any]:
     """Return the same as one JSON document."""
-    return {"explanations": [asdict(one) for one in explanations]}
+    return {"explanations": [asdict(explanation) for explanation in explanations]}
 
 
 def write(explanations: tuple[Explanation, ...], name: str) -> list[Path]:
     """Write a picture per strategy: NAME-data.svg, NAME-tensor.svg, ... Raises EnvironmentProblem."""
     require("matplotlib", f"plot={name}", "plot", extra="plots")
-    return chart.write(name, {Path(f"{name}-{one.axis}.svg").expanduser(): picture(one) for one in explanations})
+    pictures = {Path(f"{name}-{each.axis}.svg").expanduser(): picture(each) for each in explanations}
+    return chart.write(name, pictures)
 
 
 def picture(explanation: Explanation) -> str:

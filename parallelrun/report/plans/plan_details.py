@@ -100,7 +100,7 @@ def _stages(plan: Plan, results: Facts) -> Group:
             f"{pp_rank}{' *' if marked else ''}",
             "; ".join(_block_range(stage["blocks"]) for stage in mine),
             count_text(sum(stage["parameters"] for stage in mine)),
-            *(digits(one / size) for one in (*memory.parts.values(), memory.total)),
+            *(digits(num_bytes / size) for num_bytes in (*memory.parts.values(), memory.total)),
             style="bold" if marked else None,
         )
     notes = [f"weights to total: {unit} on the heaviest rank of this pp rank; *: the heaviest of all"]

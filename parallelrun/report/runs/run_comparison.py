@@ -79,8 +79,8 @@ def document(comparison: RunComparison, failed: Sequence[str]) -> dict[str, Any]
 
     return {
         "columns": [
-            {"label": one.label, "state": [run.state for run in one.runs], "seeds": one.seeds,
-             "directories": [run.directory for run in one.runs]} for one in comparison.columns
+            {"label": column.label, "state": [run.state for run in column.runs], "seeds": column.seeds,
+             "directories": [run.directory for run in column.runs]} for column in comparison.columns
         ],
         **{name: {row.key: values(row) for row in getattr(comparison, name)} for name, _ in SECTIONS},
         "measures": {
