@@ -171,7 +171,7 @@ def write_table(rows: Path) -> None:
     by_fault: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in map(json.loads, rows.read_text().splitlines()):
         if row["acted"]:
-            by_fault[f"{KINDS[row['kind']]}, {PLACES[row['place']]}"].append(row)
+            by_fault[KINDS[row["kind"]]].append(row)
     by_fault["all"] = [row for found in by_fault.values() for row in found]
     lines = ["| planted | cases | found in time | rank named | ended right |", "| --- | --- | --- | --- | --- |"]
     for fault, cases in sorted(by_fault.items(), key=lambda item: (item[0] == "all", item[0])):
