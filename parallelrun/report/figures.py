@@ -103,3 +103,12 @@ def seconds_text(seconds: float, significant: int = 3) -> str:
 def degrees_text(degrees: Mapping[str, int]) -> str:
     """The axes that have more than one rank: `tp=2 pp=2`, or `one rank`."""
     return " ".join(f"{axis}={size}" for axis, size in degrees.items() if size > 1) or "one rank"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`0 1 2 3`, or `0 to 63` where many are consecutive, or the first few: `0 8 16 .. 504 (64 ranks)`."""
+    if len(ranks) <= 8:
+        return " ".join(map(str, ranks))
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]} to {ranks[-1]}"
+    return f"{ranks[0]} {ranks[1]} {ranks[2]} .. {ranks[-1]} ({len(ranks)} ranks)"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun.base.packages import require
 from parallelrun.planner.contract.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
 from parallelrun.report import chart
-from parallelrun.report.figures import bytes_text
+from parallelrun.report.figures import bytes_text, ranks_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def text(explanations: tuple[Explanation, ...]) -> str:
 
 def _explained(explanation: Explanation) -> list[str]:
     groups = f"; {explanation.num_groups} groups of ranks do the same" if explanation.num_groups > 1 else ""
-    lines = [f"{explanation.axis} axis: {explanation.kind}, ranks {_ranks(explanation.ranks)}{groups}"]
+    lines = [f"{explanation.axis} axis: {explanation.kind}, ranks {ranks_text(explanation.ranks)}{groups}"]
     lines += textwrap.wrap(
         f"{explanation.text} ({explanation.source})" if explanation.source else explanation.text,
         WIDTH,
@@ -60,21 +60,12 @@ def _round(step: ExplainedRound) -> list[str]:
         lines.append(f"      {message.source:>{senders}} -> {message.target:<{senders}}  {message.what}, {size}")
     for call in step.calls:
         size = bytes_text(call.payload_bytes)
-        lines.append(f"      {_operation(call)} over ranks {_ranks(call.ranks)}: {call.what}, {size}")
+        lines.append(f"      {_operation(call)} over ranks {ranks_text(call.ranks)}: {call.what}, {size}")
     return lines
 
 
 def _operation(call: Call) -> str:
     return f"{call.calls} x {call.operation}" if call.calls > 1 else call.operation
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    """`0 1 2 3`, or `0 to 63` where many are consecutive, or the first few."""
-    if len(ranks) <= 8:
-        return " ".join(map(str, ranks))
-    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]} to {ranks[-1]}"
-    return f"{ranks[0]} {ranks[1]} {ranks[2]} ... {ranks[-1]} ({len(ranks)} ranks)"
 
 
 def document(explanations: tuple[Explanation, ...]) -> dict[str, Any]:

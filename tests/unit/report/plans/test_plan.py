@@ -17,9 +17,8 @@ from rich.console import Console
 from parallelrun.planner.facts.document import document
 from parallelrun.planner.facts.plan_facts import facts
 from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.report.figures import bytes_text, count_text, flops_text, seconds_text
+from parallelrun.report.figures import bytes_text, count_text, flops_text, ranks_text, seconds_text
 from parallelrun.report.plans.plan import show
-from parallelrun.report.plans.plan_details import ranks_text
 from parallelrun.report.screen import open_console
 from tests.matrix import FULL
 from tests.plans import tiny_config
@@ -252,7 +251,8 @@ print(time.process_time() - begin)
         (seconds_text(0.9997), "1 s"),
         (seconds_text(1130), "1130 s"),
         (ranks_text([0, 8, 16]), "0 8 16"),
-        (ranks_text(list(range(0, 512, 8))), "0 8 16 .. 504"),
+        (ranks_text(list(range(0, 512, 8))), "0 8 16 .. 504 (64 ranks)"),
+        (ranks_text([*range(64)]), "0 to 63"),
     ],
 )
 def test_numbers_for_people(text, expected):
