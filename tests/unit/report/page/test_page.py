@@ -52,7 +52,8 @@ def full_run(directory, **options):
     times = {"compute_s": 0.3, "comm_exposed_s": 0.1, "bubble_s": 0.05, "data_s": 0.01, "device": "cpu"}
     write_run(directory, **{**times, **options})
     rows = [{"axis": axis, "operation": "all_reduce", "purpose": "gradients", "calls": 1, "payload_bytes": 2**20,
-             "predicted_payload_bytes": 2**20, "wire_bytes": 2**21} for axis in ("dp", "tp")]  # fmt: skip
+             "predicted_calls": 1, "predicted_payload_bytes": 2**20, "wire_bytes": 2**21}
+            for axis in ("dp", "tp")]  # fmt: skip
     write_json(directory / "comm.json", {"rows": [*rows, {"operation": "recv"}]})
     parts = {"weights": 10, "gradients": 10, "optimizer": 20, "activations": 5, "temporary": 1, "total": 46}
     write_json(directory / "plan.json", {"memory": {"per_position": [parts]}})
@@ -102,7 +103,7 @@ def test_texts_from_files_are_escaped(tmp_path):
     write_json(directory / "manifest.json", {"argv": [evil], "hosts": [evil]})
     write_json(directory / "status.json", {"state": evil})
     rows = [{"axis": evil, "operation": evil, "purpose": evil, "calls": 1, "payload_bytes": 1,
-             "predicted_payload_bytes": 2, "wire_bytes": 1}]  # fmt: skip
+             "predicted_calls": 1, "predicted_payload_bytes": 2, "wire_bytes": 1}]  # fmt: skip
     write_json(directory / "comm.json", {"rows": rows})
     other = read(full_run(tmp_path / "b"))
     text = page([read(directory), other], evil)
@@ -192,18 +193,20 @@ def test_many_runs_are_compared_in_three_columns(tmp_path):
 
 def test_the_traffic_of_all_ranks_is_added_and_compared(tmp_path):
     directory = full_run(tmp_path / "a" / "1")
-    row = {"operation": "send", "calls": 2, "payload_bytes": 2**20, "wire_bytes": 2**20}
-    purposes = (("activations", 2**20), ("activations", 2**20), ("gradients", 2**10))
-    rows = [{**row, "axis": "pp", "purpose": purpose, "predicted_payload_bytes": predicted}
-            for purpose, predicted in purposes]  # fmt: skip
+    row = {"operation": "send", "calls": 2, "predicted_calls": 2, "payload_bytes": 2**20, "wire_bytes": 2**20}
+    purposes = (("activations", 2**20, None), ("activations", 2**20, None), ("gradients", 2**10, None),
+                ("experts", 2**10, 2**21))  # fmt: skip
+    rows = [{**row, "axis": "pp", "purpose": purpose, "predicted_payload_bytes": predicted,
+             "predicted_most_bytes": most} for purpose, predicted, most in purposes]  # fmt: skip
     write_json(directory / "comm.json", {"rows": [*rows, {**rows[0], "operation": "recv", "payload_bytes": 0}]})
     text = page([read(directory)], "traffic")
     lines = [re.findall("<td[^>]*>([^<]*)</td>", line) for line in re.findall("<tr><td>pp</td>.*?</tr>", text)]
     assert lines == [
         ["pp", "send", "activations", "4", "2 MiB", "2 MiB", "2 MiB", "yes"],
+        ["pp", "send", "experts", "2", "1 MiB", "1 KiB", "1 MiB", "yes"],  # within its bound
         ["pp", "send", "gradients", "2", "1 MiB", "1 KiB", "1 MiB", "no"],
     ]
-    assert "pp 3 MiB</title>" in text
+    assert "pp 4 MiB</title>" in text
 
 
 def test_the_predicted_memory_is_that_of_the_largest_rank(tmp_path):

@@ -22,40 +22,22 @@ def flip(key: str, now: float, value: float, winner: Found | None = OTHER, **bou
     return Flip(key, now, value, winner, hidden=4096, tokens=8192, **bounds)
 
 
-@pytest.mark.parametrize(
-    ("one", "text"),
-    [
-        (
-            flip(SEQ, 8192, 1900),
-            "another plan wins below 1,900 tokens per microbatch (now 8,192), M/h below 0.464: dp=4 tp=4",
-        ),
-        (
-            flip(SEQ, 8192, 16384),
-            "another plan wins above 16,384 tokens per microbatch (now 8,192), M/h above 4: dp=4 tp=4",
-        ),
-        (flip("global_batch", 64, 32), "another plan wins below 32 samples a step (now 64): dp=4 tp=4"),
-        (
-            flip(BETWEEN, 50, 40),
-            "another plan wins where links between hosts are slower than 40 GB/s (now 50): dp=4 tp=4",
-        ),
-        (
-            flip(INSIDE, 50, 400),
-            "another plan wins where links inside a host are faster than 400 GB/s (now 50): dp=4 tp=4",
-        ),
-        (
-            flip(BETWEEN, 50, 40, least=6144),
-            "another plan wins where M/h exceeds 1.5 "
-            "and links between hosts are slower than 40 GB/s (now 2 and 50): dp=4 tp=4",
-        ),
-        (
-            flip(INSIDE, 50, 40, most=12288),
-            "another plan wins where M/h is below 3 "
-            "and links inside a host are slower than 40 GB/s (now 2 and 50): dp=4 tp=4",
-        ),
-    ],
-)
-def test_a_flip_of_a_search(one, text):
-    assert flip_texts([one], True, BEST) == [text]
+FLIPS = [
+    (flip(SEQ, 8192, 1900), "below 1,900 tokens per microbatch (now 8,192), M/h below 0.464"),
+    (flip(SEQ, 8192, 16384), "above 16,384 tokens per microbatch (now 8,192), M/h above 4"),
+    (flip("global_batch", 64, 32), "below 32 samples a step (now 64)"),
+    (flip(BETWEEN, 50, 40), "where links between hosts are slower than 40 GB/s (now 50)"),
+    (flip(INSIDE, 50, 400), "where links inside a host are faster than 400 GB/s (now 50)"),
+    (flip(BETWEEN, 50, 40, least=6144),
+     "where M/h exceeds 1.5 and links between hosts are slower than 40 GB/s (now 2 and 50)"),
+    (flip(INSIDE, 50, 40, most=12288),
+     "where M/h is below 3 and links inside a host are slower than 40 GB/s (now 2 and 50)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "condition"), FLIPS)
+def test_a_flip_of_a_search(one, condition):
+    assert flip_texts([one], True, BEST) == [f"another plan wins {condition}: dp=4 tp=4"]
 
 
 def test_a_flip_of_a_plan_that_is_named():
