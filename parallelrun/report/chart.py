@@ -64,11 +64,11 @@ def figure(width: float, height: float, title: str) -> Figure:
     return drawn
 
 
-def panels(title: str, names: Sequence[str], columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its axes, one for each of the names, in rows of `columns`."""
+def panels(title: str, names: Sequence[str]) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its axes, one for each of the names, in rows of two."""
     import matplotlib
 
-    columns = min(columns, len(names))
+    columns = min(2, len(names))
     rows = -(-len(names) // columns)
     drawn = figure(columns * WIDTH, rows * HEIGHT, title)
     with matplotlib.rc_context(SETTINGS):

@@ -27,7 +27,7 @@ def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]
         if row.get("state") in FINISHED and row.get(RATE) and row.get("world"):
             key = tuple(text for text in row.get("overrides", ()) if text.partition("=")[0] not in _SHAPING)
             groups[key].append(row)
-    shares = {}
+    shares: dict[int, tuple[str, float]] = {}
     for group in groups.values():
         smallest = min(row["world"] for row in group)
         if any(row["world"] > smallest for row in group):
