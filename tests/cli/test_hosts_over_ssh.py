@@ -88,13 +88,12 @@ class Run:
         return [int(entry.name) for entry in entries if word in read(entry / "cmdline")]
 
     def agents(self) -> list[int]:
-        """The agents of its hosts; their ranks are forks of them."""
-        found = self.pids(AGENT)
-        return [pid for pid in found if _parent(pid) not in found]
+        """The agents of its hosts."""
+        return self.pids(AGENT)
 
-    def ranks(self, agent: int) -> list[int]:
-        """The ranks of one of its agents."""
-        return [pid for pid in self.pids(AGENT) if _parent(pid) == agent]
+    def ranks(self, *agents: int) -> list[int]:
+        """The ranks of these agents."""
+        return [pid for pid in self.pids() if _parent(pid) in agents]
 
     @property
     def stdout(self) -> str:
@@ -172,7 +171,7 @@ def test_ctrl_c_ends_the_ranks_on_all_hosts_and_all_listen_on_loopback_until_the
     run = runs["ctrl-c"]
     run.trains()
     assert len(run.agents()) == 2
-    assert listening_addresses(run.pids(AGENT)) == {"0100007F"}
+    assert listening_addresses(run.ranks(*run.agents())) == {"0100007F"}
     run.process.send_signal(signal.SIGINT)
     assert run.ended() == (130, []), run.stderr
     assert "Traceback" not in run.stdout + run.stderr

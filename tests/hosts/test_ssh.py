@@ -78,24 +78,19 @@ def train(network: Network, folder: Path, hosts: str, steps: int = ENDLESS, rest
     return job
 
 
-def agents(network: Network, name: str) -> list[int]:
-    """The agent of a host and its ranks, which are its children."""
-    return [pid for pid in network.processes(name) if b"ssh_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def agent(network: Network, name: str) -> int:
+    """The agent of a host."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in network.processes(name)}
+    return next(pid for pid, words in lines.items() if b"parallelrun.launch.over_ssh.ssh_agent" in words)
+
+
+def ranks(network: Network, name: str) -> list[int]:
+    """The ranks of a host, in their order: the children of its agent."""
+    return sorted(pid for pid in network.processes(name) if parent(pid) == agent(network, name))
 
 
 def parent(pid: int) -> int:
     return int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
-
-
-def agent(network: Network, name: str) -> int:
-    found = agents(network, name)
-    return next(pid for pid in found if parent(pid) not in found)
-
-
-def ranks(network: Network, name: str) -> list[int]:
-    """The ranks of a host, in their order."""
-    first = agent(network, name)
-    return sorted(pid for pid in agents(network, name) if parent(pid) == first)
 
 
 def nothing_left(network: Network) -> None:

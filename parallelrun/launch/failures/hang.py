@@ -36,7 +36,7 @@ def find(job: Job, heartbeats: HeartbeatFile, alive: Mapping[int, int]) -> Failu
     prefix, suffix = f"hangs: no progress for {limit:g} s", "stacks of all ranks are in the logs"
     if stalled is not None:
         return Failure(stalled.missing[0].rank, f"{prefix}; {stalled.reason}; {suffix}", EXIT_HANG, stall=stalled)
-    guilty, why = stall.suspects(positions, {rank: heartbeats.read(rank).step for rank in alive})
+    guilty, why = stall.suspects(positions)
     others = f" (with {', '.join(f'rank {r}' for r in guilty[1:4])})" if len(guilty) > 1 else ""
     why = why or "no rank stands out: compare the stacks in logs/"
     return Failure((guilty or silent)[0], f"{prefix}; {why}{others}; {suffix}", EXIT_HANG)

@@ -87,7 +87,12 @@ def test_a_proof_is_of_no_use_to_who_has_heard_it(address):
 
 def test_a_client_that_breaks_the_rules_is_dropped_alone(address):
     good = TokenStore([address], "token", 10.0, "rules/")
-    for message in (b"\xff\xff\xff\xff", store_server.packed(["nothing"]), store_server.packed([]), b"\0\0\0\5\0\0\0\9x"):
+    for message in (
+        b"\xff\xff\xff\xff",
+        store_server.packed(["nothing"]),
+        store_server.packed([]),
+        b"\0\0\0\5\0\0\0\9x",
+    ):
         bad = TokenStore([address], "token", 10.0)
         bad._socket.sendall(message)
         bad._socket.settimeout(10)

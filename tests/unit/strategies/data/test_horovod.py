@@ -16,7 +16,7 @@ from parallelrun.planner.predict.traffic import traffic_of
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.allreduce.rounds import halvings
 from parallelrun.strategies.data.horovod import adasum, halving
-from parallelrun.strategies.data.horovod.stalls import StallWatch, SubmissionProgress, find_stalls
+from parallelrun.strategies.data.horovod.stalls import StallWatch, SubmissionProgress, stall_warning
 from tests.plans import tiny_config, tiny_plan
 
 HOROVOD = {"strategy.data.kind": "horovod"}
@@ -178,59 +178,35 @@ def test_ssh_flags_are_checked_before_anything_starts(words, told):
 # -- stalls
 
 
-NAMES = (("head.weight",), ("embedding.weight",))
+HEAD, EMBEDDING = ("head.weight",), ("embedding.weight",)
 
 
-def progress(step, submitted, done, waits=None, missing=()):
-    tensors = tuple(missing) if waits is None else NAMES[done]
-    return SubmissionProgress(step, 4 * (step - 1) + submitted, done, waits, tensors)
+def progress(step, submitted, waits_s=0.0, tensors=()):
+    return SubmissionProgress(step, 4 * (step - 1) + submitted, waits_s, tensors)
 
 
-def test_a_stall_names_the_missing_rank_and_its_tensors():
-    said = {0: progress(3, 2, 1, 61.0), 1: progress(3, 1, 0, None, ["embedding.weight"])}
-    (stall,) = find_stalls([(0, 1)], said, 60.0)
-    assert stall.missing == ((1, ("embedding.weight",)),) and stall.waiting == (0,)
-    assert "rank 1: embedding.weight" in stall.text() and "61 s" in stall.text() and "step 3" in stall.text()
-
-
-def test_a_rank_is_missing_where_its_last_sums_wait_for_it_too():
-    said = {0: progress(3, 4, 1, 61.0), 1: progress(3, 2, 0, None, ["embedding.weight"])}
-    (stall,) = find_stalls([(0, 1)], said, 60.0)
-    assert stall.missing == ((1, ("embedding.weight",)),) and stall.exchange == 1
-
-
-def test_a_rank_that_never_began_is_missing_with_what_it_is_waited_for():
-    (stall,) = find_stalls([(0, 1)], {0: progress(1, 2, 0, 70.0)}, 60.0)
-    assert stall.missing == ((1, ("head.weight",)),)
-
-
-def test_a_rank_that_is_a_step_behind_is_missing_with_what_it_is_waited_for():
-    said = {0: progress(3, 2, 0, 70.0), 1: progress(2, 1, 0, None, ["embedding.weight"])}
-    (stall,) = find_stalls([(0, 1)], said, 60.0)
-    assert stall.missing == ((1, ("head.weight",)),)
-
-
-def test_nobody_is_missing_while_all_wait_or_nobody_waits_long():
-    slow = {0: progress(3, 2, 1, 61.0), 1: progress(3, 2, 1, 61.0)}
-    assert find_stalls([(0, 1)], slow, 60.0) == []
-    fine = {0: progress(3, 2, 1, 59.0), 1: progress(2, 1, 0)}
-    assert find_stalls([(0, 1)], fine, 60.0) == []
+@pytest.mark.parametrize(
+    ("reports", "told"),
+    [
+        ({0: progress(3, 2, 61.0, HEAD), 1: progress(3, 1, 0.0, EMBEDDING)}, EMBEDDING),
+        ({0: progress(3, 4, 61.0, HEAD), 1: progress(3, 2, 0.0, EMBEDDING)}, EMBEDDING),  # the last sums need it too
+        ({0: progress(1, 2, 61.0, HEAD)}, HEAD),  # it has not begun
+        ({0: progress(3, 2, 61.0, HEAD), 1: progress(2, 1, 0.0, EMBEDDING)}, HEAD),  # it is a step behind
+        ({0: progress(3, 2, 61.0, HEAD), 1: progress(3, 2, 61.0, HEAD)}, None),
+        ({0: progress(3, 2, 59.0, HEAD), 1: progress(2, 1)}, None),
+    ],
+)
+def test_a_stall_names_the_missing_rank_and_its_tensors(reports, told):
+    warning = stall_warning((0, 1), reports, 60.0)
+    assert (f"  rank 1: {told[0]}" in warning and "61 s" in warning) if told else warning == ""
+    assert stall_warning((2, 3), reports, 60.0) == ""
 
 
 def test_a_rank_reports_the_exchanges_of_all_its_steps():
     """So that one that is a step behind has submitted fewer, wherever it is in its step."""
-    done, waiting = (
-        SimpleNamespace(is_submitted=True, is_done=is_done, waits_s=waits_s, names=("w",))
-        for is_done, waits_s in ((True, None), (False, 2.0))
-    )
+    done, waiting = (SimpleNamespace(is_submitted=True, waits_s=waits_s, names=("w",)) for waits_s in (0.0, 2.0))
     watch = SimpleNamespace(step=3, _exchanges=[done, waiting], _buckets=[])
-    assert StallWatch._progress(watch) == SubmissionProgress(3, 6, 1, 2.0, ("w",))
-
-
-def test_only_the_group_that_waits_is_told_of():
-    said = {0: progress(3, 2, 1, 61.0), 1: progress(3, 1, 1), 2: progress(3, 2, 1, 1.0), 3: progress(2, 0, 0)}
-    (stall,) = find_stalls([(0, 1), (2, 3)], said, 60.0)
-    assert [rank for rank, _ in stall.missing] == [1]
+    assert StallWatch._progress(watch) == SubmissionProgress(3, 6, 2.0, ("w",))
 
 
 # -- process sets
