@@ -80,7 +80,7 @@ def test_ranks_with_other_code_are_refused_and_named(tmp_path):
     ranks = run_attached(tmp_path, world=3, overrides={"dp": 1, "tp": 1, "pp": 3}, **{"foreign code": 2})
     assert codes(ranks) == [3, 3, 3]
     assert re.search(
-        r"code differs between ranks: rank 0 on \S+ \w+ \(version .*\); rank 2 on \S+ ffffffffffff \(version",
+        r"code of rank 2 on \S+ differs from rank 0's: ffffffffffff, version .* \(rank 0: \w+, version",
         ranks[0].stderr,
     )
     assert ranks[0].status["exit_code"] == 3
