@@ -67,9 +67,6 @@ def misbehave(how: str) -> None:
         raise SystemExit(0)
     if how == "sleep":
         time.sleep(1000)
-    if how == "spin":
-        while True:
-            pass
     if how == "elsewhere":  # another collective, in the group of this rank and its neighbour
         dist.all_gather(list(torch.zeros(2, 3).unbind()), torch.zeros(3), group=GROUPS[dist.get_rank() // 2])
     if how == "ignore signals":

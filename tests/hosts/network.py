@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.cli.launcher import read, wait_for
+from tests.namespaces import processes_beside
 
 SUBNET = "10.77.0"
 
@@ -119,13 +120,7 @@ class Network:
 
     def processes(self, name: str) -> list[int]:
         """All processes of a host."""
-        own = os.readlink(f"/proc/{self._keepers[name].pid}/ns/uts")
-        found = []
-        for path in Path("/proc").glob("[0-9]*/ns/uts"):
-            with contextlib.suppress(OSError):
-                if os.readlink(path) == own:
-                    found.append(int(path.parts[2]))
-        return found
+        return processes_beside(self._keepers[name].pid)
 
     def clear(self) -> None:
         """Kill what still runs on the hosts, but for sshd."""

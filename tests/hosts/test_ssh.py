@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from parallelrun.launch.failures.guard import RANKS_GONE
 from parallelrun.report.records import attempts
 from tests.checkpoints import read_whole, same
 from tests.cli.launcher import read, survivors, wait_for
+from tests.cli.test_launch_supervisor import listening_addresses
 from tests.hosts.jobs import Job, environ
 from tests.hosts.network import Network, missing
 from tests.hosts.test_launchers import TINY
@@ -111,13 +113,30 @@ def check_failed(job: Job, network: Network, blamed: set[int], host: str) -> Non
 
 
 def test_uneven_hosts_have_the_ranks_in_their_order(own, tmp_path, expected):
-    job = train(own, tmp_path, "worker-1:1,worker-2:3", STEPS)
+    """A folder's name reaches the remote shell: it must not be read by it."""
+    folder = tmp_path / "it's; touch pwned $(touch pwned)"
+    folder.mkdir()
+    job = train(own, folder, "worker-2:1,worker-1:3", STEPS)
     rows = job.status["ranks"]
-    assert [(row["rank"], row["host"]) for row in rows] == [(0, "worker-1"), *((n, "worker-2") for n in (1, 2, 3))]
+    assert [(row["rank"], row["host"]) for row in rows] == [(0, "worker-2"), *((n, "worker-1") for n in (1, 2, 3))]
+    assert listening_addresses(ranks(own, "worker-2")) == {"02004D0A"}, "10.77.0.2, as /proc/net/tcp writes it"
     assert job.wait() == [0], job.output
-    assert "starting rank 0 on worker-1, ranks 1 to 3 on worker-2" in job.output
+    assert "starting rank 0 on worker-2, ranks 1 to 3 on worker-1" in job.output
+    assert re.search(rf"^\[worker-2\] step {STEPS}/{STEPS} .*tokens/s$", job.output, re.MULTILINE)
     assert losses(job.run) == losses(expected)
+    assert not list(tmp_path.rglob("pwned"))
     nothing_left(own)
+
+
+def test_every_host_that_cannot_be_reached_or_has_no_such_python_is_named(own, tmp_path):
+    words = ["-H", "worker-2:1,nosuch.invalid:1", "--ssh-config", str(own.serve_ssh()), "steps=1"]
+    program = "import sys; sys.executable = '/no such/python'; from parallelrun.cli import main as program"
+    command = [sys.executable, "-c", f"{program}; sys.exit(program.main({words}))"]
+    job = Job(tmp_path, [own.popen("worker-1", *command, output=tmp_path / "output", env=environ())])
+    assert job.wait() == [3], job.output
+    assert re.search("worker-2 cannot start parallelrun: .*/no such/python", job.output), job.output
+    assert "nosuch.invalid cannot be reached by ssh: ssh: Could not resolve hostname" in job.output
+    assert f"ssh -F {own.folder}/ssh_config nosuch.invalid" in job.output and "parallelrun doctor" in job.output
 
 
 @pytest.mark.parametrize("rank", [0, 1, pytest.param(2, marks=LONG), pytest.param(3, marks=LONG)])
