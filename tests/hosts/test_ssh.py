@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from tests.checkpoints import read_whole, same
 from tests.cli.launcher import read, survivors, wait_for
 from tests.cli.test_launch_supervisor import listening_addresses
 from tests.hosts.jobs import Job, environ
-from tests.hosts.network import Network, missing
+from tests.hosts.network import Network, network_of
 from tests.hosts.test_launchers import TINY
 from tests.matrix import FULL
 
@@ -40,15 +38,8 @@ BOTH = "worker-1:2,worker-2:2"
 @pytest.fixture
 def own() -> Iterator[Network]:
     """Two hosts."""
-    if (reason := missing()) or shutil.which("sshd", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None:
-        pytest.skip(reason or "no sshd here (openssh-server)")
-    found = Network(Path(tempfile.mkdtemp(prefix="parallelrun-hosts-")))
-    try:
-        found.start()
-        yield found
-    finally:
-        found.stop()
-        shutil.rmtree(found.folder, ignore_errors=True)
+    with network_of("worker-1", "worker-2") as network:
+        yield network
 
 
 @pytest.fixture(scope="module")

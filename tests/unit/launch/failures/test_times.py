@@ -25,28 +25,9 @@ from parallelrun.launch.ranks.supervisor import Supervisor
 from parallelrun.launch.store import rendezvous, stores
 from parallelrun.launch.store.rendezvous import Member
 from tests.plans import tiny_config, tiny_plan
+from tests.unit.launch.clock import Clock
 
 TIMEOUT_S = 7.0
-
-
-class Clock:
-    """Stands in for the `time` module of the code under test."""
-
-    def __init__(self):
-        self.now = 1000.0
-        self.slept: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    time = monotonic
-
-    def monotonic_ns(self) -> int:
-        return round(self.now * 1e9)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
 
 
 @pytest.fixture

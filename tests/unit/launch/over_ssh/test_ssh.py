@@ -19,20 +19,10 @@ from parallelrun.launch.host.environment import for_other_hosts
 from parallelrun.launch.over_ssh import host_ranks, hosts, ssh, ssh_connection
 from parallelrun.launch.over_ssh.ssh import SshAttempt
 from tests.plans import tiny_config
+from tests.unit.launch.clock import Clock
 
 TWO = hosts.read("2", "a:1,b:1")
 SSH = hosts.SshOptions()
-
-
-class Clock:
-    """Time that passes while the launcher sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.monotonic = self.time = lambda: self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Agent:
