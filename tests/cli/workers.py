@@ -151,7 +151,7 @@ def on_a_full_disk(config: Config, plan: Plan, context: WorkerContext) -> int:
 
     reserve.release = release
     if wanted == "never":
-        failure.write = lambda *_: open("/dev/full", "w", buffering=1).write("no room\n")  # noqa: SIM115
+        failure.write_failure = lambda *_: open("/dev/full", "w", buffering=1).write("no room\n")  # noqa: SIM115
         os.dup2(os.open("/dev/full", os.O_WRONLY), 2)  # the log
     return worker.run(config, plan, replace(context, heartbeat=beat))
 

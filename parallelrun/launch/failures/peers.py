@@ -60,7 +60,9 @@ class Peers:
 
     def lost(self) -> tuple[tuple[int, str], ...]:
         """The ranks of this host that have exited or stopped without a message, and which of both."""
-        silent = [rank for rank in sorted(self.visible - {self.rank}) if failure.read(self.folder, rank) is None]
+        silent = [
+            rank for rank in sorted(self.visible - {self.rank}) if failure.read_failure(self.folder, rank) is None
+        ]
         exited = [(rank, _DIED) for rank in silent if self.has_exited(rank)]
         return (*exited, *((rank, _STOPPED) for rank in silent if is_stopped(self.members[rank].pid)))
 
@@ -91,7 +93,7 @@ class Peers:
     def _reports(self, own: Failure) -> tuple[dict[int, Failure], list[int], dict[int, str]]:
         """Return the failures that ranks have written, the ranks that have written none, and what ranks on the hosts of
         these have seen of them."""
-        written = {m.rank: report for m in self.members if (report := failure.read(self.folder, m.rank))}
+        written = {m.rank: report for m in self.members if (report := failure.read_failure(self.folder, m.rank))}
         written[own.rank] = own
         silent = [m.rank for m in self.members if m.rank not in written]
         seen = dict([*self.lost(), *(pair for report in written.values() for pair in report.lost)])
@@ -148,7 +150,7 @@ class Peers:
         """Return whether rank 0, whose process has not been seen to exit, is stopped or has written nothing."""
         if LEADER in self.visible:
             return is_stopped(self.members[LEADER].pid)
-        return failure.read(self.folder, LEADER) is None
+        return failure.read_failure(self.folder, LEADER) is None
 
     def is_first_to_report(self) -> bool:
         """Return whether no other rank has taken this task; a lower rank has a head start to take it."""
@@ -196,7 +198,7 @@ class Peers:
     def _is_lowest_remaining(self) -> bool:
         """Return whether no rank between rank 0 and this one remains. Those on other hosts remain until they write."""
         return all(
-            self.has_exited(other) if other in self.visible else failure.read(self.folder, other) is None
+            self.has_exited(other) if other in self.visible else failure.read_failure(self.folder, other) is None
             for other in range(LEADER + 1, self.rank)
         )
 

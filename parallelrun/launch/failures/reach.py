@@ -89,7 +89,7 @@ def hang_up() -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def told(
+def find_loss(
     lost_host: Callable[[], Failure | None], parent: int | None, heartbeats: HeartbeatFile, rank: int
 ) -> Failure | None:
     """Return the loss of a host or of this rank's launcher, where this rank has come to; None if nothing is lost.

@@ -172,7 +172,7 @@ def _tf_config(environ: Mapping[str, str]) -> Attached | None:
     from parallelrun.launch.host import tf_config
     from parallelrun.planner.pieces import cluster_spec
 
-    spec, rank = tf_config.read(environ)
+    spec, rank = tf_config.read_cluster(environ)
     if spec is None or rank is None or spec.world == 1:
         return None
     addresses = [address for _, _, address in spec.tasks]

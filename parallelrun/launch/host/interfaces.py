@@ -28,7 +28,7 @@ def address_towards(host: str) -> str:
     return ""
 
 
-def chosen(environ: Mapping[str, str], host: str) -> dict[str, str]:
+def socket_variables(environ: Mapping[str, str], host: str) -> dict[str, str]:
     """Return the variables that make gloo and NCCL use the interface towards `host`, except those that are set.
 
     Left alone, gloo binds to what the host's own name resolves to, which is often 127.0.1.1, and NCCL takes the first

@@ -140,7 +140,7 @@ def path_of(directory: Path, rank: int) -> Path:
     return directory / "logs" / f"position_rank_{rank}.json"
 
 
-def read(directory: Path, rank: int) -> Position | None:
+def read_position(directory: Path, rank: int) -> Position | None:
     """Return the position that a rank has written; None if it has written none."""
     try:
         return from_json(json.loads(path_of(directory, rank).read_text()))

@@ -69,7 +69,7 @@ class HostRanks:
         return f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank} to {last}"
 
 
-def read(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> tuple[HostRanks, ...]:
+def place_ranks(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> tuple[HostRanks, ...]:
     """Return the ranks of `-np ranks -H hosts`, () if none is given. Raises ConfigError with horovodrun's message.
 
     Without -np all slots are used; without hosts all ranks run on this one. Hosts that get no rank come last.

@@ -101,7 +101,7 @@ def test_a_rank_that_waits_is_ended_by_its_watchdog_and_the_lost_host_is_the_cau
     done = SimpleNamespace(looks=0, wait=wait)
     monkeypatch.setattr(watchdog.os, "_exit", exit_)
     lost = Failure(2, "worker-2 does not answer", 6, host="worker-2")
-    look = partial(reach.told, lambda: lost if done.looks > 2 else None, None, heartbeats, 1)
+    look = partial(reach.find_loss, lambda: lost if done.looks > 2 else None, None, heartbeats, 1)
     watchdog.Watchdog(heartbeats, 1, 60.0, io.StringIO(), told.append, None, look, told.append, done).watch()
     (cause,) = told
     assert codes == [6] and (cause.rank, cause.host, cause.step) == (2, "worker-2", 12)
@@ -110,9 +110,9 @@ def test_a_rank_that_waits_is_ended_by_its_watchdog_and_the_lost_host_is_the_cau
 def test_a_rank_whose_launcher_is_gone_tells_it():
     heartbeats = HeartbeatFile(1, first_rank=3)
     heartbeats.beat(3, 12, "forward")
-    assert reach.told(lambda: None, None, heartbeats, 3) is None
-    assert reach.told(lambda: None, os.getppid(), heartbeats, 3) is None
-    found = reach.told(lambda: None, 1_000_000_000, heartbeats, 3)
+    assert reach.find_loss(lambda: None, None, heartbeats, 3) is None
+    assert reach.find_loss(lambda: None, os.getppid(), heartbeats, 3) is None
+    found = reach.find_loss(lambda: None, 1_000_000_000, heartbeats, 3)
     assert found is not None and (found.rank, found.exit_code, found.step) == (3, 6, 12)
     assert found.what == reach.LAUNCHER_LOST
 

@@ -21,7 +21,7 @@ from parallelrun.launch.over_ssh.ssh import SshAttempt
 from tests.plans import tiny_config
 from tests.unit.launch.clock import Clock
 
-TWO = hosts.read("2", "a:1,b:1")
+TWO = hosts.place_ranks("2", "a:1,b:1")
 SSH = hosts.SshOptions()
 
 
@@ -91,7 +91,7 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
 
 def test_every_host_starts_its_own_ranks_of_one_world(agents, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    SshAttempt(hosts.read("5", "a:3,b:2"), SSH, []).start(["steps=1"], {"MORE": "x"})
+    SshAttempt(hosts.place_ranks("5", "a:3,b:2"), SSH, []).start(["steps=1"], {"MORE": "x"})
     first, second = (json.loads(agent.sent[0][0]) for agent in agents.values())
     assert [(one["words"], one["first_rank"], one["num_ranks"]) for one in (first, second)] == [
         (["steps=1"], 0, 3),

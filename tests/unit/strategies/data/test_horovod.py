@@ -118,13 +118,13 @@ def test_the_kept_parts_of_all_members_make_up_the_vector(size, numel):
 
 
 def places(ranks, listed):
-    return [(one.name, one.first_rank, one.num_ranks) for one in hosts.read(ranks, listed)]
+    return [(one.name, one.first_rank, one.num_ranks) for one in hosts.place_ranks(ranks, listed)]
 
 
 def test_slots_are_filled_in_the_order_given_and_the_tail_stays_idle():
     assert places("5", "b:4,a:4") == [("b", 0, 4), ("a", 4, 1)]
     assert places("4", "b:4,a:4") == [("b", 0, 4), ("a", 4, 0)]
-    assert not hosts.has_others(hosts.read("1", "localhost:1,a:4"))  # a spare host has no ranks yet
+    assert not hosts.has_others(hosts.place_ranks("1", "localhost:1,a:4"))  # a spare host has no ranks yet
     assert places("8", "b:4,a:4") == [("b", 0, 4), ("a", 4, 4)]
 
 
@@ -137,18 +137,18 @@ def test_all_slots_without_a_number_and_this_host_without_hosts():
 
 def test_more_ranks_than_slots_is_refused_in_horovodruns_words():
     with pytest.raises(ConfigError, match=re.escape("Requested more processes (9) than there are available slots (8)")):
-        hosts.read("9", "a:4,b:4")
+        hosts.place_ranks("9", "a:4,b:4")
 
 
 @pytest.mark.parametrize("listed", ["a:", "a:x", "a:0", "a:4,", ":4", "a b:2", "a;rm:2"])
 def test_a_host_is_a_name_with_a_number(listed):
     with pytest.raises(ConfigError, match="not a host with slots"):
-        hosts.read("1", listed)
+        hosts.place_ranks("1", listed)
 
 
 def test_all_hosts_that_are_wrong_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        hosts.read("4", "a:0,b:2,c:x")
+        hosts.place_ranks("4", "a:0,b:2,c:x")
     assert [problem.what.split("'")[1] for problem in caught.value.problems] == ["a:0", "c:x"]
 
 
@@ -283,18 +283,18 @@ def test_plan_can_show_it(settings):
 def test_hosts_of_a_file_in_the_ways_of_horovod_openmpi_and_deepspeed(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# our machines\nworker-1 slots=2\nworker-2:3  # new\n\nworker-3 slots=1 max_slots=4\n")
-    found = [(one.name, one.first_rank, one.num_ranks) for one in hosts.read(None, None, str(file))]
+    found = [(one.name, one.first_rank, one.num_ranks) for one in hosts.place_ranks(None, None, str(file))]
     assert found == [("worker-1", 0, 2), ("worker-2", 2, 3), ("worker-3", 5, 1)]
     file.write_text("worker-1 slots=two\nworker-2 gpus=8\n")
     with pytest.raises(ConfigError) as caught:
-        hosts.read("2", None, str(file))
+        hosts.place_ranks("2", None, str(file))
     assert [problem.what.partition(": ")[0] for problem in caught.value.problems] == [
         f"{file}, line 1",
         f"{file}, line 2",
     ]
     for given in ((None, "a:2", str(file)), (None, None, str(tmp_path / "none")), (None, None, "/dev/null")):
         with pytest.raises(ConfigError):
-            hosts.read(*given)
+            hosts.place_ranks(*given)
 
 
 @pytest.mark.parametrize(
