@@ -189,7 +189,7 @@ def _host_ranks(valued: dict[str, str], multirun: bool, problems: list[Problem])
     """The hosts and ranks of horovodrun's -np, -H and --hostfile, or () with the mistakes appended to `problems`."""
     given = [valued.pop(name, None) for name in _HOSTS]
     try:
-        found = host_list.read(*given)
+        found = host_list.place_ranks(*given)
     except ConfigError as error:
         problems += error.problems
         return ()

@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     for name in ("port", "identity-file", "config"):
         parser.add_argument(f"--ssh-{name}", dest=name.replace("-", "_"), help="as for a run")
     given = parser.parse_args(list(words))
-    found = host_list.read(None, given.hosts, given.hostfile)
+    found = host_list.place_ranks(None, given.hosts, given.hostfile)
     ssh = SshOptions(given.port, given.identity_file, given.config)
     problems = ssh.problems()
     if len(found) < 2:
@@ -65,7 +65,7 @@ def _measure(attached: Attached) -> int:
 
     store = stores.connect(attached)
     if attached.master_port:
-        os.environ.update(interfaces.chosen(os.environ, attached.master_addr))
+        os.environ.update(interfaces.socket_variables(os.environ, attached.master_addr))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", attached.local_rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     backend = "nccl" if on_gpu else "gloo"

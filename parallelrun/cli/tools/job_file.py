@@ -24,8 +24,8 @@ from parallelrun.config.keys import GROUPS, known_keys
 from parallelrun.config.schema.model_schema import DatasetConfig
 from parallelrun.config.schema.run_schema import Config, PrecisionConfig
 from parallelrun.launch.host.directory import name_of
+from parallelrun.launch.job_files.job_file import JobFile
 from parallelrun.launch.job_files.kubernetes import KubernetesJob
-from parallelrun.launch.job_files.nodes import JobFile
 from parallelrun.launch.job_files.skypilot import SkyPilotJob
 from parallelrun.launch.job_files.slurm import SlurmJob
 from parallelrun.planner.contract.plan import Plan

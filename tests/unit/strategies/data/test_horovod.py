@@ -16,7 +16,7 @@ from parallelrun.planner.predict.traffic import traffic_of
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.allreduce.rounds import halvings
 from parallelrun.strategies.data.horovod import adasum, halving
-from parallelrun.strategies.data.horovod.stalls import StallWatch, SubmissionProgress, find_stalls
+from parallelrun.strategies.data.horovod.stalls import StallWatch, SubmissionProgress, stall_warning
 from tests.plans import tiny_config, tiny_plan
 
 HOROVOD = {"strategy.data.kind": "horovod"}
@@ -118,13 +118,13 @@ def test_the_kept_parts_of_all_members_make_up_the_vector(size, numel):
 
 
 def places(ranks, listed):
-    return [(one.name, one.first_rank, one.num_ranks) for one in hosts.read(ranks, listed)]
+    return [(one.name, one.first_rank, one.num_ranks) for one in hosts.place_ranks(ranks, listed)]
 
 
 def test_slots_are_filled_in_the_order_given_and_the_tail_stays_idle():
     assert places("5", "b:4,a:4") == [("b", 0, 4), ("a", 4, 1)]
     assert places("4", "b:4,a:4") == [("b", 0, 4), ("a", 4, 0)]
-    assert not hosts.has_others(hosts.read("1", "localhost:1,a:4"))  # a spare host has no ranks yet
+    assert not hosts.has_others(hosts.place_ranks("1", "localhost:1,a:4"))  # a spare host has no ranks yet
     assert places("8", "b:4,a:4") == [("b", 0, 4), ("a", 4, 4)]
 
 
@@ -137,18 +137,18 @@ def test_all_slots_without_a_number_and_this_host_without_hosts():
 
 def test_more_ranks_than_slots_is_refused_in_horovodruns_words():
     with pytest.raises(ConfigError, match=re.escape("Requested more processes (9) than there are available slots (8)")):
-        hosts.read("9", "a:4,b:4")
+        hosts.place_ranks("9", "a:4,b:4")
 
 
 @pytest.mark.parametrize("listed", ["a:", "a:x", "a:0", "a:4,", ":4", "a b:2", "a;rm:2"])
 def test_a_host_is_a_name_with_a_number(listed):
     with pytest.raises(ConfigError, match="not a host with slots"):
-        hosts.read("1", listed)
+        hosts.place_ranks("1", listed)
 
 
 def test_all_hosts_that_are_wrong_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        hosts.read("4", "a:0,b:2,c:x")
+        hosts.place_ranks("4", "a:0,b:2,c:x")
     assert [problem.what.split("'")[1] for problem in caught.value.problems] == ["a:0", "c:x"]
 
 
@@ -178,59 +178,35 @@ def test_ssh_flags_are_checked_before_anything_starts(words, told):
 # -- stalls
 
 
-NAMES = (("head.weight",), ("embedding.weight",))
+HEAD, EMBEDDING = ("head.weight",), ("embedding.weight",)
 
 
-def progress(step, submitted, done, waits=None, missing=()):
-    tensors = tuple(missing) if waits is None else NAMES[done]
-    return SubmissionProgress(step, 4 * (step - 1) + submitted, done, waits, tensors)
+def progress(step, submitted, waits_s=0.0, tensors=()):
+    return SubmissionProgress(step, 4 * (step - 1) + submitted, waits_s, tensors)
 
 
-def test_a_stall_names_the_missing_rank_and_its_tensors():
-    said = {0: progress(3, 2, 1, 61.0), 1: progress(3, 1, 0, None, ["embedding.weight"])}
-    (stall,) = find_stalls([(0, 1)], said, 60.0)
-    assert stall.missing == ((1, ("embedding.weight",)),) and stall.waiting == (0,)
-    assert "rank 1: embedding.weight" in stall.text() and "61 s" in stall.text() and "step 3" in stall.text()
-
-
-def test_a_rank_is_missing_where_its_last_sums_wait_for_it_too():
-    said = {0: progress(3, 4, 1, 61.0), 1: progress(3, 2, 0, None, ["embedding.weight"])}
-    (stall,) = find_stalls([(0, 1)], said, 60.0)
-    assert stall.missing == ((1, ("embedding.weight",)),) and stall.exchange == 1
-
-
-def test_a_rank_that_never_began_is_missing_with_what_it_is_waited_for():
-    (stall,) = find_stalls([(0, 1)], {0: progress(1, 2, 0, 70.0)}, 60.0)
-    assert stall.missing == ((1, ("head.weight",)),)
-
-
-def test_a_rank_that_is_a_step_behind_is_missing_with_what_it_is_waited_for():
-    said = {0: progress(3, 2, 0, 70.0), 1: progress(2, 1, 0, None, ["embedding.weight"])}
-    (stall,) = find_stalls([(0, 1)], said, 60.0)
-    assert stall.missing == ((1, ("head.weight",)),)
-
-
-def test_nobody_is_missing_while_all_wait_or_nobody_waits_long():
-    slow = {0: progress(3, 2, 1, 61.0), 1: progress(3, 2, 1, 61.0)}
-    assert find_stalls([(0, 1)], slow, 60.0) == []
-    fine = {0: progress(3, 2, 1, 59.0), 1: progress(2, 1, 0)}
-    assert find_stalls([(0, 1)], fine, 60.0) == []
+@pytest.mark.parametrize(
+    ("reports", "told"),
+    [
+        ({0: progress(3, 2, 61.0, HEAD), 1: progress(3, 1, 0.0, EMBEDDING)}, EMBEDDING),
+        ({0: progress(3, 4, 61.0, HEAD), 1: progress(3, 2, 0.0, EMBEDDING)}, EMBEDDING),  # the last sums need it too
+        ({0: progress(1, 2, 61.0, HEAD)}, HEAD),  # it has not begun
+        ({0: progress(3, 2, 61.0, HEAD), 1: progress(2, 1, 0.0, EMBEDDING)}, HEAD),  # it is a step behind
+        ({0: progress(3, 2, 61.0, HEAD), 1: progress(3, 2, 61.0, HEAD)}, None),
+        ({0: progress(3, 2, 59.0, HEAD), 1: progress(2, 1)}, None),
+    ],
+)
+def test_a_stall_names_the_missing_rank_and_its_tensors(reports, told):
+    warning = stall_warning((0, 1), reports, 60.0)
+    assert (f"  rank 1: {told[0]}" in warning and "61 s" in warning) if told else warning == ""
+    assert stall_warning((2, 3), reports, 60.0) == ""
 
 
 def test_a_rank_reports_the_exchanges_of_all_its_steps():
     """So that one that is a step behind has submitted fewer, wherever it is in its step."""
-    done, waiting = (
-        SimpleNamespace(is_submitted=True, is_done=is_done, waits_s=waits_s, names=("w",))
-        for is_done, waits_s in ((True, None), (False, 2.0))
-    )
+    done, waiting = (SimpleNamespace(is_submitted=True, waits_s=waits_s, names=("w",)) for waits_s in (0.0, 2.0))
     watch = SimpleNamespace(step=3, _exchanges=[done, waiting], _buckets=[])
-    assert StallWatch._progress(watch) == SubmissionProgress(3, 6, 1, 2.0, ("w",))
-
-
-def test_only_the_group_that_waits_is_told_of():
-    said = {0: progress(3, 2, 1, 61.0), 1: progress(3, 1, 1), 2: progress(3, 2, 1, 1.0), 3: progress(2, 0, 0)}
-    (stall,) = find_stalls([(0, 1), (2, 3)], said, 60.0)
-    assert [rank for rank, _ in stall.missing] == [1]
+    assert StallWatch._progress(watch) == SubmissionProgress(3, 6, 2.0, ("w",))
 
 
 # -- process sets
@@ -307,18 +283,18 @@ def test_plan_can_show_it(settings):
 def test_hosts_of_a_file_in_the_ways_of_horovod_openmpi_and_deepspeed(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# our machines\nworker-1 slots=2\nworker-2:3  # new\n\nworker-3 slots=1 max_slots=4\n")
-    found = [(one.name, one.first_rank, one.num_ranks) for one in hosts.read(None, None, str(file))]
+    found = [(one.name, one.first_rank, one.num_ranks) for one in hosts.place_ranks(None, None, str(file))]
     assert found == [("worker-1", 0, 2), ("worker-2", 2, 3), ("worker-3", 5, 1)]
     file.write_text("worker-1 slots=two\nworker-2 gpus=8\n")
     with pytest.raises(ConfigError) as caught:
-        hosts.read("2", None, str(file))
+        hosts.place_ranks("2", None, str(file))
     assert [problem.what.partition(": ")[0] for problem in caught.value.problems] == [
         f"{file}, line 1",
         f"{file}, line 2",
     ]
     for given in ((None, "a:2", str(file)), (None, None, str(tmp_path / "none")), (None, None, "/dev/null")):
         with pytest.raises(ConfigError):
-            hosts.read(*given)
+            hosts.place_ranks(*given)
 
 
 @pytest.mark.parametrize(
