@@ -7,9 +7,12 @@ the one-device names, which any other plan can load. The same number of replicas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,20 +21,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.checkpoint import together
-from parallelrun.checkpoint.explain import explained
+from parallelrun.base.errors import CheckpointError, Problem
+from parallelrun.checkpoint.find import keep_last, refuse_pickle, step_name
 from parallelrun.checkpoint.index import (
     Index,
+    StoredTensor,
     check_model,
     describe_plan,
     kept_key,
     replica_key,
     reshard_note,
     state_key,
+    stored_tensors,
+    verify_file,
     weight_key,
 )
-from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
-from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from parallelrun.checkpoint.schema import check_header, read_index
+from parallelrun.checkpoint.storage import (
+    LocalPart,
+    create_aside,
+    file_of_rank,
+    fill_parts,
+    publish,
+    write_part_file,
+)
+from parallelrun.checkpoint.together import Ranks
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.optimizer import Optimizer
@@ -40,6 +54,7 @@ from parallelrun.planner.contract.plan import Plan
 
 PURPOSE = "checkpoint"
 AsPart = Callable[[str, Tensor, LocalParameter], LocalPart]  # (key, tensor, parameter) -> this rank's box
+StateOf = tuple[LocalParameter, dict[str, Tensor]]  # a parameter and its optimizer state
 
 
 def parts_of(
@@ -70,29 +85,84 @@ def write_parts(
     parts: Sequence[LocalPart],
     extra: Mapping[str, Any],
     plan: Plan,
-    rank: int,
-    alone: bool,
+    *,
+    keep: int = 0,
     group: dist.ProcessGroup | None = None,
+    alone: bool = False,
 ) -> Path:
-    """Write one rank's parts of `directory/step_<step>`. Collective over the group unless `alone`.
+    """Write one rank's parts of `directory/step_<step>`, then delete all but the newest `keep` checkpoints.
 
-    rank: of this process in the group. For what it raises, see `checkpoint.explain`.
+    Collective over the group unless `alone`. A crash or an error at any moment leaves older checkpoints unchanged. All
+    hosts must share the file system. keep < 1: all. For what it raises, see `Ranks.agree`.
     """
-    writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
-    planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
-    action = f"the checkpoint of step {step} could not be written to {writer.directory}"
+    target = Path(os.path.abspath(directory)) / step_name(step)
+    ranks = Ranks(f"the checkpoint of step {step} could not be written to {target.parent}", True, group, alone)
+    written = [part for part in parts if part.tensor.numel()]
+    tensors: dict[str, StoredTensor] = {}  # on rank 0: of all ranks
+    aside: Path | None = None  # likewise
+
+    def create(described: Sequence[Any]) -> str:
+        nonlocal aside
+        tensors.update(stored_tensors(described, [file_of_rank(rank) for rank in range(ranks.size)]))
+        check_complete(tensors, plan)
+        aside = create_aside(target)
+        return aside.name
+
+    def write() -> tuple[int, str] | None:
+        path = target.with_name(folder) / file_of_rank(ranks.rank)
+        return write_part_file(path, written) if written else None
+
+    def complete(results: Sequence[Any]) -> None:
+        assert aside is not None
+        files = {file_of_rank(rank): (size[0], size[1]) for rank, size in enumerate(results) if size}
+        publish(Index(step, plan.optimizer, describe_plan(plan), extra, tensors, files), aside, target)
+
     try:
-        with explained(action, rank, saving=True):
-            together.save(writer, planner, group, alone)
+        folder = ranks.agree(lambda: [part.described for part in written], create)
+        ranks.agree(write, complete)
     finally:
-        writer.discard()
-    return writer.target
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+    keep_last(target.parent, keep, ranks.rank)
+    return target
 
 
-def read_parts(reader: SafetensorsReader, planner: PartLoadPlanner, rank: int, alone: bool) -> None:
-    """Fill the planner's parts. Collective over the world unless `alone`. Raises: see `checkpoint.explain`."""
-    with explained(f"{reader.path} could not be loaded", rank, saving=False):
-        together.load(reader, planner, alone)
+def check_complete(tensors: Mapping[str, StoredTensor], plan: Plan) -> None:
+    """Assert that all weights are written, and each element of a tensor once."""
+    absent = [name for name in plan.spec.parameters if weight_key(name) not in tensors]
+    assert not absent, f"{len(absent)} weights are not written by any rank: {absent[0]} is the first"
+    for key, tensor in tensors.items():
+        written, begins = sum(part.numel for part in tensor.parts), {part.offsets for part in tensor.parts}
+        is_right = written == prod(tensor.shape) and len(begins) == len(tensor.parts)
+        assert is_right, f"the ranks' parts of {key} hold {written} elements of {list(tensor.shape)}"
+
+
+def read_checked(path: Path, plan: Plan, ranks: Ranks, wants: Callable[[Index], list[LocalPart]]) -> Index:
+    """Fill the parts that each rank wants of a checkpoint, and return its index.
+
+    Each file is verified by one rank before any rank reads a tensor. For what it raises, see `Ranks.agree`.
+    """
+    index: Index
+    parts: list[LocalPart] = []
+
+    def verify() -> str:
+        nonlocal index
+        refuse_pickle(path)
+        index = read_index(path)
+        check_model(index, plan, path)
+        parts.extend(wants(index))
+        for name in sorted(index.files)[ranks.rank :: ranks.size]:
+            verify_file(index, path, name)
+            check_header(index, path, name)
+        return index.digest
+
+    def compare(digests: Sequence[str]) -> None:
+        if len(set(digests)) > 1:
+            raise CheckpointError(Problem(f"ranks see different checkpoints under {path}", where="resume"))
+
+    ranks.agree(verify, compare)
+    ranks.agree(lambda: fill_parts(index, path, parts))
+    return index
 
 
 def load(
@@ -109,22 +179,21 @@ def load(
     of `kept` that are not in the checkpoint stay unchanged. If it is damaged (size, sha256), incomplete, pickle, or of
     another model or optimizer, all ranks raise CheckpointError before any weight is changed.
     """
-    reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks)
-    states: list[tuple[LocalParameter, dict[str, Tensor]]] = []
+    path = Path(os.path.abspath(path))
+    states: list[StateOf] = []
 
-    def wanted() -> Iterator[LocalPart]:
-        """Yield the parts that this rank needs, once the index has been read."""
-        check_model(reader.index, plan, reader.path)
-        parts, state_of_parameters = parts_wanted(reader.index, parameters, plan, mesh, kept)
+    def wants(index: Index) -> list[LocalPart]:
+        parts, state_of_parameters = parts_wanted(index, parameters, plan, mesh, kept)
         states.extend(state_of_parameters)
-        yield from parts
+        return parts
 
-    read_parts(reader, PartLoadPlanner(wanted()), mesh.rank, alone=mesh.shape.num_ranks == 1)
+    ranks = Ranks(f"{path} could not be loaded", saving=False, alone=mesh.shape.num_ranks == 1)
+    index = read_checked(path, plan, ranks, wants)
     for parameter, state in states:
         optimizer.load_state(parameter.name, state)
-    if mesh.rank == 0 and (note := reshard_note(reader.index, plan)):
+    if mesh.rank == 0 and (note := reshard_note(index, plan)):
         print(note, flush=True)
-    return dict(reader.index.extra)
+    return dict(index.extra)
 
 
 def parts_wanted(
@@ -133,7 +202,7 @@ def parts_wanted(
     plan: Plan,
     mesh: Mesh,
     kept: Mapping[str, Sequence[LocalParameter]],
-) -> tuple[list[LocalPart], list[tuple[LocalParameter, dict[str, Tensor]]]]:
+) -> tuple[list[LocalPart], list[StateOf]]:
     """Return the parts that this rank fills from what `index` describes, and the new state of each parameter that has
     one, whose tensors some of the parts are."""
     group, as_part = mesh.group("dp"), partial(_part, mesh=mesh)

@@ -18,12 +18,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from parallelrun.base.errors import CheckpointError, EnvironmentProblem, SaveFailed
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.background import BackgroundWriter
-from parallelrun.checkpoint.find import complete_steps, keep_last
+from parallelrun.checkpoint.find import complete_steps
 from parallelrun.planner.contract.plan import WORLD
 from tests import checkpoints
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
@@ -64,8 +63,7 @@ def save(folder, step, plan, mesh, keep=2, beside=False):
             parameter.tensor.data.fill_(torch.nan)
         writer.collect()
         return
-    checkpoints.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh)
-    keep_last(folder, keep, mesh.rank)
+    checkpoints.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh, keep)
 
 
 def points(names, most_writes=8):
@@ -211,7 +209,7 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_costs_nothing(tmp_path, run_
     assert complete(tmp_path, plan) == [1, 3]
 
 
-def save_wrapped(folder, how):
+def save_wrapped(folder):
     """Rank 1's disk is full, which a library tells in an exception of its own."""
     plan, mesh = build({**SMALL, "dp": 2, "strategy.data.kind": "zero1"})
     save(folder, 1, plan, mesh)
@@ -219,7 +217,7 @@ def save_wrapped(folder, how):
     def full(*arguments):
         error = RuntimeError("the file could not be written")
         cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank_00001.safetensors")
-        raise error from cause if how == "from" else CheckpointException("write", {1: (cause, None)})
+        raise error from cause
 
     try:
         with mock.patch("parallelrun.checkpoint.storage.write_safetensors", full) if mesh.rank else nullcontext():
@@ -229,11 +227,10 @@ def save_wrapped(folder, how):
     return None
 
 
-@pytest.mark.parametrize("how", ["from", "torch"])
-def test_a_full_disk_inside_another_exception_is_a_failed_save_on_all_ranks(tmp_path, run_ranks, how):
-    for rank, (code, text, is_of_another) in enumerate(run_ranks(2, save_wrapped, tmp_path, how)):
+def test_a_full_disk_inside_another_exception_is_a_failed_save_on_all_ranks(tmp_path, run_ranks):
+    for rank, (code, text, is_of_another) in enumerate(run_ranks(2, save_wrapped, tmp_path)):
         assert code == 3 and "step 2 could not be written" in text and is_of_another == (rank == 0)
-        assert ("the file could not be written" if rank else "No space left on device") in text
+        assert "rank 1: RuntimeError: the file could not be written" in text
     assert sorted(os.listdir(tmp_path)) == ["step_1"]
 
 
@@ -332,6 +329,18 @@ def load_wrong(path, overrides):
         store.load(path, parameters, optimizer, plan, mesh)
     except CheckpointError as error:
         return str(error), all(torch.isnan(p.tensor).all() for p in parameters)
+
+
+def load_own(folder):
+    return load_wrong(Path(folder) / str(dist.get_rank()) / "step_1", {"dp": 2})
+
+
+def test_ranks_that_see_different_checkpoints_load_none(tmp_path, run_ranks):
+    """As on hosts that do not share the file system."""
+    for rank, changes in enumerate(({}, {"dp": 2, "strategy.data.kind": "zero1"})):
+        run_ranks(rank + 1, save_good, tmp_path / str(rank), changes)
+    for text, untouched in run_ranks(2, load_own, tmp_path):
+        assert "ranks see different checkpoints under" in text and untouched
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_PREEMPTED, CheckpointError
 from parallelrun.checkpoint import store
-from parallelrun.checkpoint.planners import LocalPart
+from parallelrun.checkpoint.storage import LocalPart
 from parallelrun.config.schema.run_schema import PrecisionConfig
 from parallelrun.distributed.mesh import build_mesh
 from parallelrun.training.loop import checkpointing

@@ -132,17 +132,16 @@ def answers_without_an_update(over):
     train_step(training, 1, 1e-3, LossScaler(training.config.precision, scaled=False))
     forward_backward(training, 2)
     finish_gradients(training)
-    found = [probe.answers([number])[0][0] for number in (0, 1)]
+    differ = [bool(probe.answers([number])[0]) for number in (0, 1)]
     training.close()
-    return found
+    return differ
 
 
 @pytest.mark.parametrize("plan", [*PLANS] if FULL else ["adasum"])
 def test_a_skipped_update_leaves_known_answers_as_they_were(run_ranks, plan):
     """Adasum combines updates, and would take the exchange of the weights for one."""
     over = {**BASE, **PLANS[plan]}
-    for found in run_ranks(tiny_plan(over).world, answers_without_an_update, over):
-        assert found == [([], []), ([], [])]
+    assert run_ranks(tiny_plan(over).world, answers_without_an_update, over) == [[False, False]] * tiny_plan(over).world
 
 
 def check_costs(over):

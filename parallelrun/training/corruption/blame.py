@@ -17,31 +17,38 @@ _SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Observations of one rank since the last check.
+class Difference:
+    """How a pass on one rank differs from an earlier one over the same samples and weights.
 
-    at_rest: (step, tensor) of weights that changed between two updates. lanes, given, results: of a pass whose bits
-    are not what they were: the lanes of its contributions, the numbers of those that differ, the gradients and the loss
-    that differ. replicas: of tensors that differ between replicas, (its replicas, digest) by name.
+    lanes: of all its contributions to other ranks; given: the numbers of those that differ; results: the gradients and
+    the loss that differ.
+    """
+
+    lanes: Sequence[Lane] = ()
+    given: Sequence[int] = ()
+    results: Sequence[str] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.given or self.results)
+
+
+@dataclass(frozen=True)
+class Evidence(Difference):
+    """Observations of one rank since the last check, with the difference of a pass if there is one.
+
+    at_rest: (step, tensor) of weights that changed between two updates. replicas: of tensors that differ between
+    replicas, (its replicas, digest) by name.
     """
 
     host: str = ""
     at_rest: Sequence[tuple[int, str]] = ()
-    lanes: Sequence[Lane] = ()
-    given: Sequence[int] = ()
-    results: Sequence[str] = ()
     replicas: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
-    def document(self) -> dict[str, Any]:
-        """Return the evidence, JSON-ready."""
-        return {**vars(self), "lanes": [list(lane) for lane in self.lanes], "replicas": dict(self.replicas)}
-
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Evidence:
-        lanes = tuple(Lane(axis, tuple(ranks), messages) for axis, ranks, messages in document["lanes"])
-        at_rest = tuple((step, name) for step, name in document["at_rest"])
-        replicas = {name: (key, value) for name, (key, value) in document["replicas"].items()}
-        return cls(**{**document, "lanes": lanes, "at_rest": at_rest, "replicas": replicas})
+    def from_json(cls, document: Mapping[str, Any]) -> Evidence:
+        """Return the evidence whose fields another rank has sent as JSON."""
+        lanes = [Lane(axis, tuple(ranks), messages) for axis, ranks, messages in document["lanes"]]
+        return cls(**{**document, "lanes": lanes})
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,13 @@ class Verdict:
 
 
 def verdict(evidence: Sequence[Evidence]) -> Verdict:
-    """Return the ranks that are wrong. found: evidence by rank; at least one rank has some."""
+    """Return the ranks that are wrong. evidence: by rank; at least one rank has some."""
     changed = {rank: own.at_rest for rank, own in enumerate(evidence) if own.at_rest}
     if changed:
         step, _ = min(seen for own in changed.values() for seen in own)
         names = _list(name for own in changed.values() for _, name in own)
         return Verdict(tuple(changed), f"memory: {names} changed before the update of step {step}")
-    if any(own.given or own.results for own in evidence):
+    if any(evidence):
         ranks = origins(evidence)
         names = _list(name for rank in ranks for name in evidence[rank].results) or "what it gives to other ranks"
         cause = f"computation: the same samples and weights gave other bits ({names})"
@@ -91,7 +98,7 @@ def origins(evidence: Sequence[Evidence]) -> tuple[int, ...]:
         numbers.append(own)
     guilty = []
     for rank, seen in enumerate(evidence):
-        if not (seen.given or seen.results):
+        if not seen:
             continue
         first = min(seen.given, default=len(seen.lanes))
         received = zip(seen.lanes[:first], numbers[rank])

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
-from torch import Tensor
 
 from parallelrun.distributed.comm.counter import Contributions
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.distributed.sequences import Lane
+from parallelrun.training.corruption.blame import Difference
 from parallelrun.training.corruption.digests import digest_of_all, digests
 from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.step import finish_gradients, forward_backward
 
 
 @dataclass(frozen=True)
 class PassBits:
-    """lanes: of each contribution, in order; given: a digest of each contribution; results: of each of `names`."""
+    """given: lane and digest of each contribution to other ranks, in order; results: digests by name."""
 
-    lanes: tuple[Lane, ...]
-    given: Tensor
-    names: tuple[str, ...]
-    results: Tensor
+    given: list[tuple[Lane, int]]
+    results: dict[str, int]
 
-    def differing(self, other: PassBits) -> tuple[list[int], list[str]]:
-        """Return the numbers of the contributions and the names of the results whose bits are not those of `other`.
-
-        The first contribution that only one of them has differs, and all after it.
-        """
-        common = min(len(self.lanes), len(other.lanes))
-        same = [
-            lane == theirs and equal
-            for lane, theirs, equal in zip(
-                self.lanes, other.lanes, (self.given[:common] == other.given[:common]).tolist()
-            )
-        ]
-        numbers = [number for number, is_same in enumerate(same) if not is_same]
-        if len(self.lanes) != len(other.lanes):
-            numbers += range(common, max(len(self.lanes), len(other.lanes)))
-        same_results = (self.results == other.results).tolist()
-        return numbers, [name for name, is_same in zip(self.names, same_results) if not is_same]
+    def compared(self, expected: PassBits) -> Difference:
+        """Return how this pass differs. A contribution that only one of the two has differs, too."""
+        pairs = enumerate(zip_longest(self.given, expected.given))
+        return Difference(
+            lanes=[lane for lane, _ in self.given],
+            given=[number for number, (ours, theirs) in pairs if ours != theirs],
+            results=[name for name, digest in self.results.items() if digest != expected.results.get(name)],
+        )
 
 
 class PassRecorder(Contributions):
@@ -52,10 +43,22 @@ class PassRecorder(Contributions):
     def bits(self, training: Training) -> PassBits:
         """Return the bits of the pass, in host memory."""
         sent = [measured.to(training.mesh.device) for _, measured in self.found]  # that of no tensors is on the CPU
-        gradients = [(f"the gradient of {p.name}", p.tensor.grad) for p in training.parameters]
-        results = {name: gradient for name, gradient in gradients if gradient is not None}
+        values = torch.stack(sent).tolist() if sent else []
+        tensors = {f"the gradient of {p.name}": p.tensor.grad for p in training.parameters}
+        results = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if training.runner.loss_sum is not None:
             results["the loss"] = training.runner.loss_sum
-        stacked = torch.stack(sent) if sent else torch.zeros(0, dtype=torch.int64)
-        lanes = tuple(lane for lane, _ in self.found)
-        return PassBits(lanes, stacked.cpu(), tuple(results), digests([*results.values()]).cpu())
+        own = digests([*results.values()]).tolist()
+        return PassBits([(lane, value) for (lane, _), value in zip(self.found, values)], dict(zip(results, own)))
+
+
+def bits_of_pass(training: Training, step: int, loss_scale: float) -> PassBits:
+    """Compute the gradients of a step, and forget them. Return the bits of the pass. Collective."""
+    with PassRecorder(training.mesh) as recorder:
+        forward_backward(training, step, loss_scale)
+        finish_gradients(training)
+    bits = recorder.bits(training)
+    training.statistics.finish_step(False)
+    training.routing.finish_step(False)
+    training.data.drop_step()
+    return bits

@@ -13,9 +13,9 @@ from parallelrun.base.errors import EXIT_ENVIRONMENT, SaveFailed
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.data import check_data, data_changes
-from parallelrun.checkpoint.find import FOLDER, keep_last
-from parallelrun.checkpoint.planners import LocalPart
+from parallelrun.checkpoint.find import FOLDER
 from parallelrun.checkpoint.resume import check_global_batch, keeps_last_state, resolve_resume
+from parallelrun.checkpoint.storage import LocalPart
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import WORLD
 from parallelrun.training.loop.build import Training
@@ -192,10 +192,9 @@ def _next_save(config: Config, step: int) -> str:
 
 def save(training: Training, scaler: LossScaler, step: int, run_directory: Path) -> None:
     """Write `checkpoints/step_<n>` of the run and delete the ones beyond `checkpoint.keep`. Raises SaveFailed."""
-    directory, mesh = run_directory / FOLDER, training.mesh
-    extra, alone = _extra(training, scaler, step), mesh.shape.num_ranks == 1
-    store.write_parts(directory, step, _parts(training), extra, training.plan, mesh.rank, alone)
-    keep_last(directory, training.config.checkpoint.keep, mesh.rank)
+    keep, alone = training.config.checkpoint.keep, training.mesh.shape.num_ranks == 1
+    extra = _extra(training, scaler, step)
+    store.write_parts(run_directory / FOLDER, step, _parts(training), extra, training.plan, keep=keep, alone=alone)
 
 
 def _parts(training: Training) -> list[LocalPart]:
