@@ -42,7 +42,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Any) -> memoryview:
     """The elements of a tensor in C order, as a file holds them."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

@@ -56,13 +56,14 @@ class Ranks:
         """Return as JSON what the other ranks raise for an exception of this rank."""
         if isinstance(cause, (KeyboardInterrupt, SystemExit)):
             return {"ends": cause.code if isinstance(cause, SystemExit) and isinstance(cause.code, int) else None}
-        text = f"{self._action}: rank {self.rank}: {_words(cause)}"
+        disk = _disk_error(cause)
+        text = f"{self._action}: rank {self.rank}: {_words(disk or cause)}"
         error: ParallelrunError = PeerFailed(Problem(text))
         if isinstance(cause, ParallelrunError):
             error = cause
-        elif _is_disk_error(cause) and self._saving:
+        elif disk and self._saving:
             error = SaveFailed(Problem(f"{text}; earlier checkpoints are untouched", where="runs"))
-        elif not self._saving and (_is_disk_error(cause) or isinstance(cause, SafetensorError)):
+        elif not self._saving and (disk or isinstance(cause, SafetensorError)):
             error = CheckpointError(Problem(text, where="resume"))
         problems = [vars(problem) for problem in error.problems]
         return {"error": type(error).__name__, "problems": problems, "exit_code": error.exit_code}
@@ -75,9 +76,9 @@ class Ranks:
         if cause is not None and (isinstance(cause, ParallelrunError) or failed["error"] == PeerFailed.__name__):
             raise cause
         kind = vars(errors).get(failed["error"])
-        known = isinstance(kind, type) and issubclass(kind, ParallelrunError)
+        error_class = kind if isinstance(kind, type) and issubclass(kind, ParallelrunError) else ParallelrunError
         problems = [Problem(**problem) for problem in failed["problems"]]
-        error = (kind if known else ParallelrunError)(*problems, exit_code=failed["exit_code"])
+        error = error_class(*problems, exit_code=failed["exit_code"])
         error.of_another_rank = cause is None
         raise error from cause
 
@@ -129,7 +130,8 @@ def _words(cause: BaseException) -> str:
     return f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
 
 
-def _is_disk_error(cause: BaseException) -> bool:
-    """Return whether an operation on a file has failed; of a full disk also if another exception wraps it."""
-    is_of_file = isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError)
-    return is_of_file or full_disk(cause) is not None
+def _disk_error(cause: BaseException) -> OSError | None:
+    """Return the failed operation on a file that `cause` is; of a full disk also if another exception wraps it."""
+    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError):
+        return cause
+    return full_disk(cause)

@@ -7,7 +7,7 @@ import torch
 
 from parallelrun.base.errors import EXIT_CORRUPTION, CorruptionError
 from parallelrun.distributed.comm.counter import CommunicationCounter
-from parallelrun.planner.facts.corruption_cost import EACH_CHECK, checks
+from parallelrun.planner.facts.corruption_cost import checks
 from parallelrun.planner.predict.prediction import group_size, wire_bytes
 from parallelrun.training.corruption.probe import Probe
 from parallelrun.training.corruption.replicas import Replicas
@@ -132,7 +132,7 @@ def answers_without_an_update(over):
     train_step(training, 1, 1e-3, LossScaler(training.config.precision, scaled=False))
     forward_backward(training, 2)
     finish_gradients(training)
-    differ = [bool(probe.answers([number])[0]) for number in (0, 1)]
+    differ = [bool(probe.answer(number)) for number in (0, 1)]
     training.close()
     return differ
 
@@ -153,7 +153,7 @@ def check_costs(over):
     copies, probe = Snapshot(training, scaler), Probe(training)
     copies.take(1)
     with CommunicationCounter(training.mesh) as counter:
-        probe.answers(range(EACH_CHECK))
+        probe.answer(0)
     sent = sum(wire_bytes(row, group_size(plan, row.axis)) for row in counter.rows() if row.purpose != "control")
     kept = [tensor for tensor in copies._copies.values() if tensor.dim()]  # without the counts of steps
     training.close()

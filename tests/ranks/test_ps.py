@@ -19,7 +19,7 @@ from parallelrun.training.loop.build import build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.verify.checked import checked_config
-from parallelrun.training.verify.single_device import single_device as single_device
+from parallelrun.training.verify.checked import single_device as single_device
 from tests import checkpoints
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
 

@@ -20,7 +20,7 @@ from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
-from parallelrun.training.metrics.medians import mean_times, median_times
+from parallelrun.training.metrics.step_records import mean_times, median_times
 from parallelrun.training.metrics.timing import StepClock, StepTimes
 from tests.plans import tiny_config
 from tests.pool import run_ranks

@@ -53,15 +53,11 @@ class Evidence(Difference):
 
 @dataclass(frozen=True)
 class Verdict:
-    """ranks: those whose bits are wrong; empty if the evidence does not say which of `among`. what: what was seen.
-
-    in_computing: whether the same pass gave other bits.
-    """
+    """ranks: those whose bits are wrong; empty if the evidence does not say which of `among`. what: what was seen."""
 
     ranks: tuple[int, ...]
     what: str
     among: tuple[int, ...] = ()
-    in_computing: bool = False
 
 
 def verdict(evidence: Sequence[Evidence]) -> Verdict:
@@ -74,8 +70,7 @@ def verdict(evidence: Sequence[Evidence]) -> Verdict:
     if any(evidence):
         ranks = origins(evidence)
         names = _list(name for rank in ranks for name in evidence[rank].results) or "what it gives to other ranks"
-        cause = f"computation: the same samples and weights gave other bits ({names})"
-        return Verdict(ranks, cause, in_computing=True)
+        return Verdict(ranks, f"computation: the same samples and weights gave other bits ({names})")
     return _minority(evidence)
 
 
@@ -85,26 +80,27 @@ def origins(evidence: Sequence[Evidence]) -> tuple[int, ...]:
     The n-th contribution to a lane belongs together on all its members. A rank that differs is a victim if, before it
     first did, another member of a lane gave it something that differs.
     """
-    numbers: list[list[int]] = []  # by rank: which call of its lane each contribution is
-    differs: set[tuple[Lane, int, int]] = set()  # (lane, call, rank)
-    for rank, seen in enumerate(evidence):
-        counts: Counter[Lane] = Counter()
-        own, wrong = [], set(seen.given)
-        for index, lane in enumerate(seen.lanes):
-            own.append(counts[lane])
-            counts[lane] += 1
-            if index in wrong:
-                differs.add((lane, own[-1], rank))
-        numbers.append(own)
+    calls = [_numbered(seen.lanes) for seen in evidence]
+    differs = {
+        (*calls[rank][i], rank) for rank, seen in enumerate(evidence) for i in seen.given if i < len(calls[rank])
+    }
     guilty = []
     for rank, seen in enumerate(evidence):
-        if not seen:
-            continue
-        first = min(seen.given, default=len(seen.lanes))
-        received = zip(seen.lanes[:first], numbers[rank])
-        if not any((lane, call, other) in differs for lane, call in received for other in lane.ranks if other != rank):
+        received = calls[rank][: min(seen.given, default=None)]
+        others = ((lane, number, other) for lane, number in received for other in lane.ranks if other != rank)
+        if seen and differs.isdisjoint(others):
             guilty.append(rank)
     return tuple(guilty)
+
+
+def _numbered(lanes: Sequence[Lane]) -> list[tuple[Lane, int]]:
+    """Return each lane with the number of its occurrence."""
+    counts: Counter[Lane] = Counter()
+    numbered = []
+    for lane in lanes:
+        numbered.append((lane, counts[lane]))
+        counts[lane] += 1
+    return numbered
 
 
 def _minority(evidence: Sequence[Evidence]) -> Verdict:
@@ -117,9 +113,7 @@ def _minority(evidence: Sequence[Evidence]) -> Verdict:
     unknown: set[int] = set()
     names = []
     for (name, _), by_rank in sorted(groups.items()):
-        (common, count), *others = Counter(by_rank.values()).most_common()
-        if not others:
-            continue
+        (common, count), *_ = Counter(by_rank.values()).most_common()
         names.append(name)
         if count > len(by_rank) - count:
             odd |= {rank for rank, digest in by_rank.items() if digest != common}

@@ -1,28 +1,81 @@
-"""A known answer: a small batch with fixed weights, whose bits every later pass on the same devices must repeat.
+"""The bits of a forward and backward pass on one rank, and a known answer: a pass whose bits must repeat.
 
-A device that computes wrong numbers repeats its mistake when it repeats a step. So the probe is compared with itself at
-the start of the run: a defect that begins later changes its bits, on one rank of any plan. Forward, backward and the
-sums of gradients are those of a step, through the same modules and groups.
+A device that computes wrong numbers repeats its mistake when it repeats a step. So a small batch with fixed weights is
+compared with itself at the start of the run: a defect that begins later changes its bits, on one rank of any plan.
+Forward, backward and the sums of gradients are those of a step, through the same modules and groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 
+from parallelrun.distributed.comm.counter import Contributions
+from parallelrun.distributed.mesh import Mesh
+from parallelrun.distributed.sequences import Lane
 from parallelrun.planner.facts.corruption_cost import smallest_batch
 from parallelrun.training.corruption.blame import Difference
-from parallelrun.training.corruption.record import PassBits, bits_of_pass
+from parallelrun.training.corruption.digests import digest_of_all, digests
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.pipeline_runner import build_runner
 from parallelrun.training.loop.reader import Reader
+from parallelrun.training.loop.step import finish_gradients, forward_backward
 
 # Factors of the loss, one for each batch: a bit that a number of one pass happens to have, another sign or exponent
 # likely has not, so that a stuck bit is seen.
 SCALES = (1.0, -(2.0**-5), 2.0**5, -1.0, 2.0**-3, -(2.0**3), 2.0**-7, -(2.0**7))
 NUM_BATCHES = len(SCALES)
+
+
+@dataclass(frozen=True)
+class PassBits:
+    """given: lane and digest of each contribution to other ranks, in order; results: digests by name."""
+
+    given: list[tuple[Lane, int]]
+    results: dict[str, int]
+
+    def compared(self, expected: PassBits) -> Difference:
+        """Return how this pass differs. A contribution that only one of the two has differs, too."""
+        pairs = enumerate(zip_longest(self.given, expected.given))
+        return Difference(
+            lanes=[lane for lane, _ in self.given],
+            given=[number for number, (ours, theirs) in pairs if ours != theirs],
+            results=[name for name, digest in self.results.items() if digest != expected.results.get(name)],
+        )
+
+
+class PassRecorder(Contributions):
+    """Records a pass that runs while it is entered; `bits` is called when the gradients are final."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__(mesh, torch.no_grad()(digest_of_all))
+
+    @torch.no_grad()
+    def bits(self, training: Training) -> PassBits:
+        """Return the bits of the pass, in host memory."""
+        sent = [measured.to(training.mesh.device) for _, measured in self.found]  # that of no tensors is on the CPU
+        values = torch.stack(sent).tolist() if sent else []
+        tensors = {f"the gradient of {p.name}": p.tensor.grad for p in training.parameters}
+        results = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if training.runner.loss_sum is not None:
+            results["the loss"] = training.runner.loss_sum
+        own = digests([*results.values()]).tolist()
+        return PassBits([(lane, value) for (lane, _), value in zip(self.found, values)], dict(zip(results, own)))
+
+
+def bits_of_pass(training: Training, step: int, loss_scale: float) -> PassBits:
+    """Compute the gradients of a step, and forget them. Return the bits of the pass. Collective."""
+    with PassRecorder(training.mesh) as recorder:
+        forward_backward(training, step, loss_scale)
+        finish_gradients(training)
+    bits = recorder.bits(training)
+    training.statistics.finish_step(False)
+    training.routing.finish_step(False)
+    training.data.drop_step()
+    return bits
 
 
 class Probe:
@@ -43,9 +96,9 @@ class Probe:
         _, *self._expected, again = self._run([0, *range(NUM_BATCHES), 0])
         self.repeats = not again.compared(self._expected[0])
 
-    def answers(self, numbers: Sequence[int]) -> list[Difference]:
-        """Compute the batches of these numbers again; return how each differs on this rank. Collective."""
-        return [bits.compared(self._expected[number]) for number, bits in zip(numbers, self._run(numbers))]
+    def answer(self, number: int) -> Difference:
+        """Compute a batch again; return how it differs on this rank. Collective."""
+        return self._run([number])[0].compared(self._expected[number])
 
     def _run(self, numbers: Sequence[int]) -> list[PassBits]:
         """Compute batches with the first weights; return the bits of each pass."""

@@ -1,5 +1,4 @@
-"""Compares tensors that are the same on several ranks. Layouts say which: a tensor is replicated over the mesh dims that
-do not shard it."""
+"""Compares tensors that are the same on several ranks: replicated over mesh dims that do not shard it."""
 
 from __future__ import annotations
 

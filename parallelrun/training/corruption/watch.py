@@ -20,12 +20,10 @@ from parallelrun.base.records import append_jsonl
 from parallelrun.base.wording import counted
 from parallelrun.distributed import comm
 from parallelrun.planner.contract.plan import WORLD
-from parallelrun.planner.facts.corruption_cost import EACH_CHECK
 from parallelrun.report.records.find import EVENTS
 from parallelrun.training.corruption.blame import Difference, Evidence, Verdict, verdict
 from parallelrun.training.corruption.digests import AtRest
-from parallelrun.training.corruption.probe import NUM_BATCHES, Probe
-from parallelrun.training.corruption.record import PassBits, PassRecorder, bits_of_pass
+from parallelrun.training.corruption.probe import NUM_BATCHES, PassBits, PassRecorder, Probe, bits_of_pass
 from parallelrun.training.corruption.replicas import Replicas
 from parallelrun.training.corruption.state import Snapshot, weights_at_rest
 from parallelrun.training.loop.build import Training
@@ -35,38 +33,13 @@ NOT_FINITE = "the loss or a gradient is not finite"
 
 
 class CorruptionWatch:
-    """Hooks that the training loop calls. This class checks nothing; `watch_of` returns the one that a run asks for."""
+    """Hooks that the training loop calls. They do nothing unless `sdc.every` is set. start: the last step before."""
 
-    @contextmanager
-    def around_step(self, step: int) -> Iterator[None]:
-        """Around a training step. After it nothing writes to the weights until the next update."""
-        yield
-
-    def before_update(self, training: Training) -> None:
-        """Called with the final gradients of a step."""
-
-    def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
-        """Return the step after which training continues: `step`, or an earlier one to whose state it has returned.
-
-        Called on all ranks after each step. saves: the state is about to be saved; finite: whether loss and gradients
-        are, or may overflow. Collective. Raises CorruptionError on all ranks.
-        """
-        return step
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of summary.json."""
-        return {}
-
-
-def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, start: int) -> CorruptionWatch:
-    """Return the watch of a run that begins after step `start`. Collective."""
-    return _Watch(training, scaler, context, start) if training.config.sdc.every else CorruptionWatch()
-
-
-class _Watch(CorruptionWatch):
     def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext, start: int):
         self._training, self._scaler, self._context = training, scaler, context
         self._every = training.config.sdc.every
+        if not self._every:
+            return
         self._snapshot, self._replicas = Snapshot(training, scaler), Replicas(training)
         self._snapshot.take(start)
         self._probe = Probe(training)
@@ -85,6 +58,10 @@ class _Watch(CorruptionWatch):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
+        """Around a training step. After it nothing writes to the weights until the next update."""
+        if not self._every:
+            yield
+            return
         self._step, self._first = step, None
         if self._training.config.sdc.recompute and step % self._every == 0 and self._repeats:
             for _ in range(2 if self._is_cold else 1):  # the first pass of a pipeline sends more messages
@@ -96,13 +73,21 @@ class _Watch(CorruptionWatch):
         self._replicas.after_step(step)
 
     def before_update(self, training: Training) -> None:
+        """Called with the final gradients of a step."""
+        if not self._every:
+            return
         self._changed += [(self._step, name) for name in self._at_rest.changed()]
         if self._first is not None and self._recorder is not None:
             self._in_step = self._recorder.bits(training).compared(self._first)
 
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
-        is_last = step == self._training.config.steps
-        if finite and step % self._every and not saves and not is_last:
+        """Return the step after which training continues: `step`, or an earlier one to whose state it has returned.
+
+        Called on all ranks after each step. saves: the state is about to be saved; finite: whether loss and gradients
+        are, or may overflow. Collective. Raises CorruptionError on all ranks.
+        """
+        is_due = saves or not finite or step == self._training.config.steps
+        if not self._every or not (is_due or step % self._every == 0):
             return step
         self._num_checks += 1
         evidence = self._evidence(step)
@@ -115,34 +100,35 @@ class _Watch(CorruptionWatch):
         return self._undo(step, judged, evidence, finite)
 
     def facts(self) -> dict[str, Any]:
-        return {"sdc_checks": self._num_checks, "sdc_found": self._num_found}
+        """Return the fields of summary.json."""
+        return {"sdc_checks": self._num_checks, "sdc_found": self._num_found} if self._every else {}
 
     def _evidence(self, step: int) -> list[Evidence]:
         """Return what each rank has seen since the last check, nothing if none has seen anything. Collective."""
         self._changed += [(step, name) for name in self._at_rest.changed()]
         replicas = self._replicas.differing()
-        first = EACH_CHECK * self._num_checks % NUM_BATCHES
-        answers = self._probe.answers(range(first, first + EACH_CHECK)) if self._repeats else []
-        seen = self._on_any_rank([bool(each) for each in (self._changed, replicas, self._in_step, *answers)])
+        answer = self._probe.answer(self._num_checks % NUM_BATCHES) if self._repeats else Difference()
+        seen = self._on_any_rank([bool(each) for each in (self._changed, replicas, self._in_step, answer)])
         if not any(seen):
             return []
-        _, in_doubt, in_step, *in_answers = seen
-        difference = self._in_step
-        if any(in_answers) and not in_step:
-            difference = answers[in_answers.index(True)]
-        elif in_doubt and not in_step:
-            difference = self._wrong_answer()
+        _, in_doubt, in_step, in_answer = seen
+        difference = self._in_step if in_step else answer
+        if in_doubt and not (in_step or in_answer):
+            _, difference = self._wrong_answer()
         own = Evidence(**vars(difference), host=socket.gethostname(), at_rest=self._changed, replicas=replicas)
         self._changed, self._in_step = [], Difference()
         return [Evidence.from_json(document) for document in comm.gather_json(vars(own), self._training.mesh)]
 
-    def _wrong_answer(self) -> Difference:
-        """Compute all known answers again, up to the first one that is wrong anywhere; return it. Collective."""
+    def _wrong_answer(self) -> tuple[bool, Difference]:
+        """Compute all known answers again, up to the first one that is wrong on any rank. Collective.
+
+        Return whether there is one, and how it differs on this rank.
+        """
         for number in range(NUM_BATCHES) if self._repeats else ():
-            (answer,) = self._probe.answers([number])
+            answer = self._probe.answer(number)
             if any(self._on_any_rank([bool(answer)])):
-                return answer
-        return Difference()
+                return True, answer
+        return False, Difference()
 
     def _on_any_rank(self, seen: Sequence[bool]) -> list[bool]:
         """Return which of several things any rank has seen. Collective."""
@@ -156,7 +142,7 @@ class _Watch(CorruptionWatch):
         before, self._undone = self._undone, step
         if before == step and not finite and not judged.ranks:
             return step  # the repetition is not finite either: a matter of numerics
-        if before or self._is_lasting(judged):
+        if before or (judged.ranks and self._wrong_answer()[0]):
             raise self._broken(step, judged, evidence)
         back = self._snapshot.restore()
         self._at_rest.begin()
@@ -164,15 +150,9 @@ class _Watch(CorruptionWatch):
         self._report(step, judged, evidence, back)
         return back
 
-    def _is_lasting(self, judged: Verdict) -> bool:
-        """Return whether the known answer is still wrong, when a fault was found in computing. Collective."""
-        is_of_rank = bool(judged.ranks) and judged.in_computing
-        return is_of_rank and any(self._on_any_rank([bool(self._wrong_answer())]))
-
     def _broken(self, step: int, judged: Verdict, evidence: list[Evidence]) -> CorruptionError:
         """Return the error that ends the run. The rank that is wrong raises it as the cause, the others as victims."""
-        ranks = judged.ranks or judged.among
-        who = self._who(ranks, evidence)
+        ranks, who = judged.ranks or judged.among, _who(judged, evidence)
         self._report(step, judged, evidence, None)
         message = f"step {step}: silent data corruption again on {who}: {judged.what}"
         hosts = ", ".join(sorted({evidence[rank].host for rank in ranks}))
@@ -181,30 +161,23 @@ class _Watch(CorruptionWatch):
         error.of_another_rank = bool(ranks) and self._training.mesh.rank != ranks[0]
         return error
 
-    def _who(self, ranks: tuple[int, ...], evidence: list[Evidence]) -> str:
-        named = ", ".join(f"rank {rank} ({evidence[rank].host})" for rank in ranks)
-        return named or "an unknown rank"
-
     def _report(self, step: int, judged: Verdict, evidence: list[Evidence], back: int | None) -> None:
         """Tell the user and write to events.jsonl, on rank 0. back: the step to which training returns, if it does."""
         self._num_found += 1
-        who = self._who(judged.ranks, evidence)
-        if not judged.ranks and judged.among:
-            who = f"one of {self._who(judged.among, evidence)}"
         undone = f"; {counted(step - back, 'step')} since step {back} undone and repeated" if back is not None else ""
+        who = _who(judged, evidence)
         self._say(f"warning: step {step}: silent data corruption on {who}: {judged.what}{undone}")
         if self._context.rank == 0:
-            row = {
-                "event": "silent_data_corruption",
-                "step": step,
-                "ranks": judged.ranks,
-                "among": judged.among,
-                "hosts": [evidence[rank].host for rank in judged.ranks],
-                "what": judged.what,
-                "undone_to": back,
-            }
+            hosts = [evidence[rank].host for rank in judged.ranks]
+            row = {"event": "silent_data_corruption", "step": step, **vars(judged), "hosts": hosts, "undone_to": back}
             append_jsonl(self._context.directory / EVENTS, row)
 
     def _say(self, text: str) -> None:
         if self._context.console_owner:
             print(text, flush=True)
+
+
+def _who(judged: Verdict, evidence: list[Evidence]) -> str:
+    """Return the ranks that are wrong, or those of which one is, in words."""
+    named = ", ".join(f"rank {rank} ({evidence[rank].host})" for rank in judged.ranks or judged.among)
+    return f"one of {named}" if judged.among and not judged.ranks else named or "an unknown rank"

@@ -25,14 +25,14 @@ MAX_FAILED_SAVES = 2  # in a row, then the training stops: it would be lost
 
 
 class Checkpoints:
-    """The checkpoints of one run. All ranks make the same decisions.
+    """The checkpoints of one run. All ranks make the same decisions. scaler: whose state is saved.
 
     A periodic save is written beside training (`checkpoint.asynchronous`), at most one at a time. The last save, and
     that of a run that is asked to stop, wait for the disk.
     """
 
     def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext):
-        self._training, self._scaler, self._context = training, scaler, context
+        self._training, self.scaler, self._context = training, scaler, context
         self._resumed: dict[str, Any] = {}  # `extra` of the checkpoint from which this run resumed
         self._failed_steps: list[int] = []
         self._failed_in_a_row = 0
@@ -51,7 +51,7 @@ class Checkpoints:
 
     def resume(self) -> int:
         """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
-        self._resumed = load(self._training, self._scaler)
+        self._resumed = load(self._training, self.scaler)
         self._start = int(self._resumed["step"]) if self._resumed else 0
         return self._start
 
@@ -84,7 +84,7 @@ class Checkpoints:
             return
         if self._beside and not is_last:
             directory = self._context.directory / FOLDER
-            extra = _extra(self._training, self._scaler, step)
+            extra = _extra(self._training, self.scaler, step)
             self._beside.start(_parts(self._training), directory, step, extra, config.checkpoint.keep)
             self._pending_step = step
         else:
@@ -109,7 +109,7 @@ class Checkpoints:
         """Save while training waits."""
         began = time.perf_counter()
         try:
-            save(self._training, self._scaler, step, self._context.directory)
+            save(self._training, self.scaler, step, self._context.directory)
         except SaveFailed as error:
             if self._failed(step, error) or is_last:
                 raise

@@ -12,7 +12,7 @@ import pytest
 import parallelrun
 from parallelrun.base.errors import CheckpointError
 from parallelrun.base.records import sha256_of
-from parallelrun.checkpoint.exchange.imported import write_checkpoint
+from parallelrun.checkpoint.exchange.export import write_checkpoint
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights
 from parallelrun.checkpoint.index import Index
 from parallelrun.cli.main import main
