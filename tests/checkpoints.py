@@ -135,5 +135,5 @@ def written(path: Path, plan: Plan, **extra: object) -> Path:
 
 def save(folder, step, parameters, optimizer, extra, plan, mesh, keep=0):
     """Write `folder/step_<step>` with the parts of all ranks. Collective. keep: see `store.write_parts`."""
-    parts = store.parts_of(parameters, optimizer, plan, mesh, {})
+    parts = store.parts_of(store.TrainingState(parameters, optimizer, plan, mesh))
     return store.write_parts(folder, step, parts, extra, plan, keep=keep, alone=mesh.shape.num_ranks == 1)

@@ -6,7 +6,7 @@ ranks compute the same list of pieces, and exchange them by all-to-all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,12 +16,10 @@ from torch import Tensor
 
 from parallelrun.checkpoint.index import Box, Index, describe_plan, stored_tensors
 from parallelrun.checkpoint.storage import LocalPart
-from parallelrun.checkpoint.store import parts_wanted
+from parallelrun.checkpoint.store import TrainingState, parts_wanted
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group, Mesh
-from parallelrun.models.optimizer import Optimizer
-from parallelrun.planner.contract.parameters import LocalParameter
-from parallelrun.planner.contract.plan import WORLD, Plan
+from parallelrun.planner.contract.plan import WORLD
 
 PURPOSE = "reshape"
 ROUND_BYTES = 2**28  # that all ranks together exchange at once: it bounds the buffers
@@ -39,32 +37,25 @@ class Piece:
     box: Box
 
 
-def move(
-    parts: Sequence[LocalPart],
-    kinds: Sequence[str],
-    parameters: Sequence[LocalParameter],
-    optimizer: Optimizer,
-    plan: Plan,
-    mesh: Mesh,
-    kept: Mapping[str, Sequence[LocalParameter]],
-) -> int:
-    """Fill the parameters and the optimizer's state of the new `plan`; return the bytes that all ranks have exchanged.
+def move(parts: Sequence[LocalPart], kinds: Sequence[str], state: TrainingState) -> int:
+    """Fill the state of the new plan; return the bytes that all ranks have exchanged.
 
     parts: what this rank holds under the old plan (`store.parts_of`); the ranks' parts together have every element
-    once. kinds: of the old strategy's additional tensors (`kept`). The other arguments belong to the new plan.
-    Collective over the world, which both plans share. The caller must then call `DataRuntime.finish_update`.
+    once. kinds: of the old strategy's additional tensors (`kept`). Collective over the world, which both plans share.
+    The caller must then call `DataRuntime.finish_update`.
     """
+    mesh, plan = state.mesh, state.plan
     local = comm.gather_json([part.described for part in parts], mesh)
     tensors = stored_tensors(local, [str(rank) for rank in range(len(local))])  # the ranks are its files
     index = Index(0, plan.optimizer, describe_plan(plan), {"kept": list(kinds)}, tensors, {})
-    wanted, states = parts_wanted(index, parameters, plan, mesh, kept)
+    wanted, states = parts_wanted(index, state)
     needed = comm.gather_json([part.described for part in wanted], mesh)
     num_bytes = 0
     for dtype, pieces in _rounds(_pieces(local, needed), index):
         _exchange(pieces, dtype, parts, wanted, mesh)
         num_bytes += sum(piece.box.numel for piece in pieces if piece.source != piece.target) * dtype.itemsize
-    for parameter, state in states:
-        optimizer.load_state(parameter.name, state)
+    for parameter, values in states:
+        state.optimizer.load_state(parameter.name, values)
     return num_bytes
 
 

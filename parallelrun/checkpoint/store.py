@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -57,24 +57,29 @@ AsPart = Callable[[str, Tensor, LocalParameter], LocalPart]  # (key, tensor, par
 StateOf = tuple[LocalParameter, dict[str, Tensor]]  # a parameter and its optimizer state
 
 
-def parts_of(
-    parameters: Sequence[LocalParameter],
-    optimizer: Optimizer,
-    plan: Plan,
-    mesh: Mesh,
-    kept: Mapping[str, Sequence[LocalParameter]],
-) -> list[LocalPart]:
+@dataclass(frozen=True)
+class TrainingState:
+    """What one rank saves and loads under its plan. kept: additional tensors of the data strategy, by kind."""
+
+    parameters: Sequence[LocalParameter]
+    optimizer: Optimizer
+    plan: Plan
+    mesh: Mesh
+    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})
+
+
+def parts_of(state: TrainingState) -> list[LocalPart]:
     """Return the parts that this rank writes: views of its weights, state and `kept`, and means over replicas.
 
     Collective over dp if replicas differ.
     """
+    mesh, apart = state.mesh, replicas_differ(state.plan)
     as_part = partial(_part, mesh=mesh)
-    apart = replicas_differ(plan)
-    owned = _owned(parameters, mesh, {**mesh.coordinate, "dp": 0} if apart else mesh.coordinate)
-    parts = [part for p in owned for part in parts_to_save(p, optimizer, as_part)]
+    owned = _owned(state.parameters, mesh, {**mesh.coordinate, "dp": 0} if apart else mesh.coordinate)
+    parts = [part for p in owned for part in parts_to_save(p, state.optimizer, as_part)]
     if apart:
         parts = replica_parts_and_mean(parts, mesh)
-    for kind, others in kept.items():
+    for kind, others in state.kept.items():
         parts += [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in _owned(others, mesh, mesh.coordinate)]
     return parts
 
@@ -165,57 +170,44 @@ def read_checked(path: Path, plan: Plan, ranks: Ranks, wants: Callable[[Index], 
     return index
 
 
-def load(
-    path: Path,
-    parameters: Sequence[LocalParameter],
-    optimizer: Optimizer,
-    plan: Plan,
-    mesh: Mesh,
-    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Fill the parameters and the optimizer's state from a checkpoint saved under any plan; return its `extra`.
+def load(path: Path, state: TrainingState) -> dict[str, Any]:
+    """Fill the state from a checkpoint saved under any plan; return its `extra`.
 
     Collective. The caller must then call `DataRuntime.finish_update`. Each rank reads only the ranges it holds; tensors
     of `kept` that are not in the checkpoint stay unchanged. If it is damaged (size, sha256), incomplete, pickle, or of
     another model or optimizer, all ranks raise CheckpointError before any weight is changed.
     """
-    path = Path(os.path.abspath(path))
-    states: list[StateOf] = []
+    path, mesh = Path(os.path.abspath(path)), state.mesh
+    loaded: list[StateOf] = []
 
     def wants(index: Index) -> list[LocalPart]:
-        parts, state_of_parameters = parts_wanted(index, parameters, plan, mesh, kept)
-        states.extend(state_of_parameters)
+        parts, state_of_parameters = parts_wanted(index, state)
+        loaded.extend(state_of_parameters)
         return parts
 
     ranks = Ranks(f"{path} could not be loaded", saving=False, alone=mesh.shape.num_ranks == 1)
-    index = read_checked(path, plan, ranks, wants)
-    for parameter, state in states:
-        optimizer.load_state(parameter.name, state)
-    if mesh.rank == 0 and (note := reshard_note(index, plan)):
+    index = read_checked(path, state.plan, ranks, wants)
+    for parameter, values in loaded:
+        state.optimizer.load_state(parameter.name, values)
+    if mesh.rank == 0 and (note := reshard_note(index, state.plan)):
         print(note, flush=True)
     return dict(index.extra)
 
 
-def parts_wanted(
-    index: Index,
-    parameters: Sequence[LocalParameter],
-    plan: Plan,
-    mesh: Mesh,
-    kept: Mapping[str, Sequence[LocalParameter]],
-) -> tuple[list[LocalPart], list[StateOf]]:
+def parts_wanted(index: Index, state: TrainingState) -> tuple[list[LocalPart], list[StateOf]]:
     """Return the parts that this rank fills from what `index` describes, and the new state of each parameter that has
     one, whose tensors some of the parts are."""
-    group, as_part = mesh.group("dp"), partial(_part, mesh=mesh)
+    group, as_part = state.mesh.group("dp"), partial(_part, mesh=state.mesh)
     wanted, states = [], []
-    for parameter in parameters:
-        parts, state = parts_to_load(parameter, index, as_part)
-        if state:
-            states.append((parameter, state))
+    for parameter in state.parameters:
+        parts, values = parts_to_load(parameter, index, as_part)
+        if values:
+            states.append((parameter, values))
         for part in parts:
             own = replica_key(group.index, group.size, part.key)
-            use_own = replicas_differ(plan) and own in index.tensors  # else the mean over replicas
+            use_own = replicas_differ(state.plan) and own in index.tensors  # else the mean over replicas
             wanted.append(replace(part, key=own) if use_own else part)
-    for kind, others in kept.items():
+    for kind, others in state.kept.items():
         parts = [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in others]
         wanted += [part for part in parts if part.key in index.tensors]
     return wanted, states

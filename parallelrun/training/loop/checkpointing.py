@@ -15,7 +15,6 @@ from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.data import check_data, data_changes
 from parallelrun.checkpoint.find import FOLDER
 from parallelrun.checkpoint.resume import check_global_batch, keeps_last_state, resolve_resume
-from parallelrun.checkpoint.storage import LocalPart
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import WORLD
 from parallelrun.training.loop.build import Training
@@ -74,7 +73,7 @@ class Checkpoints:
         config = self._training.config
         is_due, is_last = due(config, step, stopping), stopping or step >= config.steps
         if self._beside and step == self._start + 1 and config.checkpoint.every > 1 and not is_last:
-            self._beside.prepare(_parts(self._training))
+            self._beside.prepare(store.parts_of(self._training.state))
         if not is_due and not is_last:
             return
         began = time.perf_counter()
@@ -85,7 +84,7 @@ class Checkpoints:
         if self._beside and not is_last:
             directory = self._context.directory / FOLDER
             extra = _extra(self._training, self.scaler, step)
-            self._beside.start(_parts(self._training), directory, step, extra, config.checkpoint.keep)
+            self._beside.start(store.parts_of(self._training.state), directory, step, extra, config.checkpoint.keep)
             self._pending_step = step
         else:
             self._write(step, is_last)
@@ -194,11 +193,9 @@ def save(training: Training, scaler: LossScaler, step: int, run_directory: Path)
     """Write `checkpoints/step_<n>` of the run and delete the ones beyond `checkpoint.keep`. Raises SaveFailed."""
     keep, alone = training.config.checkpoint.keep, training.mesh.shape.num_ranks == 1
     extra = _extra(training, scaler, step)
-    store.write_parts(run_directory / FOLDER, step, _parts(training), extra, training.plan, keep=keep, alone=alone)
-
-
-def _parts(training: Training) -> list[LocalPart]:
-    return store.parts_of(training.held, training.optimizer, training.plan, training.mesh, training.data.kept)
+    store.write_parts(
+        run_directory / FOLDER, step, store.parts_of(training.state), extra, training.plan, keep=keep, alone=alone
+    )
 
 
 def _extra(training: Training, scaler: LossScaler, step: int) -> dict[str, Any]:
@@ -221,7 +218,7 @@ def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
     if not config.resume:
         return {}
     path = resolve_resume(config.resume, config.runs)
-    extra = store.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept)
+    extra = store.load(path, training.state)
     training.data.finish_update()  # zero1: gather the loaded shards into the weights
     training.data.after_load(extra.get("kept", ()))
     check_global_batch(extra, plan, path)

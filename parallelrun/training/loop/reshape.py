@@ -87,10 +87,10 @@ def reshaped(before: Training, change: NextPlan, context: WorkerContext) -> Trai
 
 def moved(before: Training, config: Config, plan: Plan) -> tuple[Training, int]:
     """Return the training of a plan with the state of `before`, and the bytes that moved between ranks. Collective."""
-    parts = store.parts_of(before.held, before.optimizer, before.plan, before.mesh, before.data.kept)
+    parts = store.parts_of(before.state)
     after = build(config, plan, before.mesh.device)
     kinds = sorted(before.data.kept)
-    num_bytes = move(parts, kinds, after.held, after.optimizer, plan, after.mesh, after.data.kept)
+    num_bytes = move(parts, kinds, after.state)
     after.data.finish_update()
     after.data.after_load(kinds)
     return after, num_bytes
