@@ -92,7 +92,7 @@ def _safetensors(source: StoredModel, out: Path, dtype: torch.dtype | None, shar
 
 
 def _torch(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    state = {one.key: _converted(one.make(), dtype) for one in _stored(source, _own_pieces(source), {})}
+    state = {tensor.key: _converted(tensor.make(), dtype) for tensor in _stored(source, _own_pieces(source), {})}
     with (out / TORCH_FILE).open("xb") as stream:
         try:
             torch.save(state, stream)

@@ -20,16 +20,16 @@ _SHOWN = 3  # names in a message
 class Difference:
     """How a pass on one rank differs from an earlier one over the same samples and weights.
 
-    lanes: of all its contributions to other ranks; given: the numbers of those that differ; results: the gradients and
+    lanes: of all its contributions to other ranks; sent: the numbers of those that differ; results: the gradients and
     the loss that differ.
     """
 
     lanes: Sequence[Lane] = ()
-    given: Sequence[int] = ()
+    sent: Sequence[int] = ()
     results: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.given or self.results)
+        return bool(self.sent or self.results)
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,10 @@ def origins(evidence: Sequence[Evidence]) -> tuple[int, ...]:
     first did, another member of a lane gave it something that differs.
     """
     calls = [_numbered(seen.lanes) for seen in evidence]
-    differs = {
-        (*calls[rank][i], rank) for rank, seen in enumerate(evidence) for i in seen.given if i < len(calls[rank])
-    }
+    differs = {(*calls[rank][i], rank) for rank, seen in enumerate(evidence) for i in seen.sent if i < len(calls[rank])}
     guilty = []
     for rank, seen in enumerate(evidence):
-        received = calls[rank][: min(seen.given, default=None)]
+        received = calls[rank][: min(seen.sent, default=None)]
         others = ((lane, number, other) for lane, number in received for other in lane.ranks if other != rank)
         if seen and differs.isdisjoint(others):
             guilty.append(rank)

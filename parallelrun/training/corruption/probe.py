@@ -32,17 +32,17 @@ NUM_BATCHES = len(SCALES)
 
 @dataclass(frozen=True)
 class PassBits:
-    """given: lane and digest of each contribution to other ranks, in order; results: digests by name."""
+    """sent: lane and digest of each contribution to other ranks, in order; results: digests by name."""
 
-    given: list[tuple[Lane, int]]
+    sent: list[tuple[Lane, int]]
     results: dict[str, int]
 
     def compared(self, expected: PassBits) -> Difference:
         """Return how this pass differs. A contribution that only one of the two has differs, too."""
-        pairs = enumerate(zip_longest(self.given, expected.given))
+        pairs = enumerate(zip_longest(self.sent, expected.sent))
         return Difference(
-            lanes=[lane for lane, _ in self.given],
-            given=[number for number, (ours, theirs) in pairs if ours != theirs],
+            lanes=[lane for lane, _ in self.sent],
+            sent=[number for number, (ours, theirs) in pairs if ours != theirs],
             results=[name for name, digest in self.results.items() if digest != expected.results.get(name)],
         )
 
@@ -56,8 +56,8 @@ class PassRecorder(Contributions):
     @torch.no_grad()
     def bits(self, training: Training) -> PassBits:
         """Return the bits of the pass, in host memory."""
-        sent = [measured.to(training.mesh.device) for _, measured in self.found]  # that of no tensors is on the CPU
-        values = torch.stack(sent).tolist() if sent else []
+        measured = [value.to(training.mesh.device) for _, value in self.found]  # that of no tensors is on the CPU
+        values = torch.stack(measured).tolist() if measured else []
         tensors = {f"the gradient of {p.name}": p.tensor.grad for p in training.parameters}
         results = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if training.runner.loss_sum is not None:

@@ -114,38 +114,37 @@ TP, DP = Lane("tp", (0, 1)), Lane("dp", (0, 2))
 FORWARD, BACK = Lane("pp", (0, 1), "activations"), Lane("pp", (1, 0), "gradients")
 
 
-def test_a_rank_that_had_received_wrong_bits_is_a_victim():
-    """Rank 1 gives wrong bits to tp; rank 0 passes them on to rank 2 over dp."""
-    found = [
-        Evidence(lanes=(TP, TP, DP), given=(1, 2), results=("w",)),
-        Evidence(lanes=(TP, TP), given=(0,), results=("w",)),
-        Evidence(lanes=(DP,), results=("w",)),
-    ]
-    assert origins(found) == (1,) and verdict(found).ranks == (1,)
+ORIGINS = {
+    # Rank 1 gives wrong bits to tp; rank 0 passes them on to rank 2 over dp.
+    "a victim of a collective": (
+        [
+            Evidence(lanes=(TP, TP, DP), sent=(1, 2), results=("w",)),
+            Evidence(lanes=(TP, TP), sent=(0,), results=("w",)),
+            Evidence(lanes=(DP,), results=("w",)),
+        ],
+        (1,),
+    ),
+    "the receiver of a message": (
+        [Evidence(lanes=(FORWARD, BACK), sent=(0,)), Evidence(lanes=(FORWARD, BACK), sent=(1,))],
+        (0,),
+    ),
+    "the first stage, of a message back": (
+        [
+            Evidence(lanes=(FORWARD, BACK, DP), sent=(2,)),
+            Evidence(lanes=(FORWARD, BACK), sent=(1,)),
+            Evidence(lanes=(DP,)),
+        ],
+        (1,),
+    ),
+    "a wrong sum of its own": ([Evidence(lanes=(TP,)), Evidence(lanes=(TP,), results=("w",))], (1,)),
+    "before the other's result": ([Evidence(lanes=(TP,), results=("w",)), Evidence(lanes=(TP,), sent=(0,))], (1,)),
+    "two by themselves": ([Evidence(results=("w",)), Evidence(results=("w",))], (0, 1)),
+}
 
 
-def test_a_wrong_message_makes_its_receiver_a_victim():
-    found = [Evidence(lanes=(FORWARD, BACK), given=(0,)), Evidence(lanes=(FORWARD, BACK), given=(1,))]
-    assert origins(found) == (0,)
-
-
-def test_a_message_back_makes_the_first_stage_the_victim():
-    found = [
-        Evidence(lanes=(FORWARD, BACK, DP), given=(2,)),
-        Evidence(lanes=(FORWARD, BACK), given=(1,)),
-        Evidence(lanes=(DP,)),
-    ]
-    assert origins(found) == (1,)
-
-
-def test_a_rank_with_a_wrong_sum_of_its_own_is_the_origin():
-    assert origins([Evidence(lanes=(TP,)), Evidence(lanes=(TP,), results=("w",))]) == (1,)
-
-
-def test_two_ranks_that_are_wrong_by_themselves_are_both_named():
-    assert origins([Evidence(lanes=(TP,), results=("w",)), Evidence(lanes=(TP,), given=(0,))]) == (1,)
-    both = [Evidence(results=("w",)), Evidence(results=("w",))]
-    assert origins(both) == (0, 1)
+@pytest.mark.parametrize("evidence, ranks", ORIGINS.values(), ids=ORIGINS)
+def test_the_rank_is_named_that_was_wrong_before_it_received_anything_wrong(evidence, ranks):
+    assert origins(evidence) == ranks and verdict(evidence).ranks == ranks
 
 
 def test_memory_that_changed_comes_before_what_it_led_to():
