@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class TrainingState:
     optimizer: Optimizer
     plan: Plan
     mesh: Mesh
-    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})
+    kept: Mapping[str, Sequence[LocalParameter]] = field(default_factory=dict)
 
 
 def parts_of(state: TrainingState) -> list[LocalPart]:
