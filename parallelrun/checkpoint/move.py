@@ -26,7 +26,7 @@ ROUND_BYTES = 2**28  # that all ranks together exchange at once: it bounds the b
 
 
 @dataclass(frozen=True)
-class Piece:
+class MovedBox:
     """A box of the tensor `key`, from part number `sent` of rank `source` to part number `filled` of rank `target`."""
 
     key: str
@@ -66,7 +66,7 @@ def _boxes(described: list[Any]) -> Iterator[tuple[str, int, Box]]:
             yield key, number, Box(tuple(offsets), tuple(sizes))
 
 
-def _pieces(local: list[list[Any]], needed: list[list[Any]]) -> list[Piece]:
+def _pieces(local: list[list[Any]], needed: list[list[Any]]) -> list[MovedBox]:
     """Return what moves, in the same order on every rank. A rank that has all of a box takes it from itself."""
     sources: dict[str, list[tuple[int, int, Box]]] = {}
     for rank, parts in enumerate(local):
@@ -76,7 +76,7 @@ def _pieces(local: list[list[Any]], needed: list[list[Any]]) -> list[Piece]:
     for target, parts in enumerate(needed):
         for key, number, wanted in _boxes(parts):
             overlaps = [
-                Piece(key, target, number, rank, sent, common)
+                MovedBox(key, target, number, rank, sent, common)
                 for rank, sent, box in sources.get(key, ())
                 if (common := box.overlap(wanted)) is not None
             ]
@@ -86,14 +86,14 @@ def _pieces(local: list[list[Any]], needed: list[list[Any]]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: (piece.key, piece.target, piece.filled))
 
 
-def _rounds(pieces: list[Piece], index: Index) -> Iterator[tuple[torch.dtype, list[Piece]]]:
+def _rounds(pieces: list[MovedBox], index: Index) -> Iterator[tuple[torch.dtype, list[MovedBox]]]:
     """Divide the pieces into rounds of one dtype and of limited size."""
-    by_dtype: dict[str, list[Piece]] = {}
+    by_dtype: dict[str, list[MovedBox]] = {}
     for piece in pieces:
         by_dtype.setdefault(index.tensors[piece.key].dtype, []).append(piece)
     for name, of_dtype in sorted(by_dtype.items()):
         dtype: torch.dtype = getattr(torch, name)
-        of_round: list[Piece] = []
+        of_round: list[MovedBox] = []
         size = 0
         for piece in of_dtype:
             if of_round and size + piece.box.numel * dtype.itemsize > ROUND_BYTES:
@@ -105,7 +105,7 @@ def _rounds(pieces: list[Piece], index: Index) -> Iterator[tuple[torch.dtype, li
 
 
 def _exchange(
-    pieces: list[Piece], dtype: torch.dtype, parts: Sequence[LocalPart], wanted: Sequence[LocalPart], mesh: Mesh
+    pieces: list[MovedBox], dtype: torch.dtype, parts: Sequence[LocalPart], wanted: Sequence[LocalPart], mesh: Mesh
 ) -> None:
     group: Group = mesh.group(WORLD)
     leaving = sorted((piece for piece in pieces if piece.source == mesh.rank), key=lambda piece: piece.target)

@@ -44,7 +44,7 @@ from parallelrun.checkpoint.storage import (
     publish,
     write_part_file,
 )
-from parallelrun.checkpoint.together import Ranks
+from parallelrun.checkpoint.together import CheckpointRanks
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.optimizer import Optimizer
@@ -97,10 +97,12 @@ def write_parts(
     """Write one rank's parts of `directory/step_<step>`, then delete all but the newest `keep` checkpoints.
 
     Collective over the group unless `alone`. A crash or an error at any moment leaves older checkpoints unchanged. All
-    hosts must share the file system. keep < 1: all. For what it raises, see `Ranks.agree`.
+    hosts must share the file system. keep < 1: all. For what it raises, see `CheckpointRanks.agree`.
     """
     target = Path(os.path.abspath(directory)) / step_name(step)
-    ranks = Ranks(f"the checkpoint of step {step} could not be written to {target.parent}", True, group, alone)
+    ranks = CheckpointRanks(
+        f"the checkpoint of step {step} could not be written to {target.parent}", True, group, alone
+    )
     written = [part for part in parts if part.tensor.numel()]
     tensors: dict[str, StoredTensor] = {}  # on rank 0: of all ranks
     aside: Path | None = None  # likewise
@@ -141,10 +143,10 @@ def check_complete(tensors: Mapping[str, StoredTensor], plan: Plan) -> None:
         assert is_right, f"the ranks' parts of {key} hold {written} elements of {list(tensor.shape)}"
 
 
-def read_checked(path: Path, plan: Plan, ranks: Ranks, wants: Callable[[Index], list[LocalPart]]) -> Index:
+def read_checked(path: Path, plan: Plan, ranks: CheckpointRanks, wants: Callable[[Index], list[LocalPart]]) -> Index:
     """Fill the parts that each rank wants of a checkpoint, and return its index.
 
-    Each file is verified by one rank before any rank reads a tensor. For what it raises, see `Ranks.agree`.
+    Each file is verified by one rank before any rank reads a tensor. For what it raises, see `CheckpointRanks.agree`.
     """
     index: Index
     parts: list[LocalPart] = []
@@ -184,7 +186,7 @@ def load(path: Path, state: TrainingState) -> dict[str, Any]:
         loaded.extend(state_of_parameters)
         return parts
 
-    ranks = Ranks(f"{path} could not be loaded", saving=False, alone=mesh.shape.num_ranks == 1)
+    ranks = CheckpointRanks(f"{path} could not be loaded", saving=False, alone=mesh.shape.num_ranks == 1)
     index = read_checked(path, state.plan, ranks, wants)
     for parameter, values in loaded:
         state.optimizer.load_state(parameter.name, values)

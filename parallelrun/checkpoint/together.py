@@ -19,7 +19,7 @@ from parallelrun.base.errors import CheckpointError, ParallelrunError, PeerFaile
 from parallelrun.distributed import torch_private
 
 
-class Ranks:
+class CheckpointRanks:
     """The ranks of a group (None: all ranks), or this process alone. Rank 0 of them decides.
 
     action: what fails if a rank fails, for messages. saving: whether they save, or load.

@@ -16,7 +16,7 @@ from parallelrun.base.errors import (
     Problem,
     SaveFailed,
 )
-from parallelrun.checkpoint.together import Ranks
+from parallelrun.checkpoint.together import CheckpointRanks
 
 FULL_DISK = OSError(errno.ENOSPC, "No space left on device", "step_3")
 TORN = CheckpointError(Problem("rank_1.safetensors is torn", "step_3", command="parallelrun resume=step_2"))
@@ -41,7 +41,7 @@ def agree(failing: int | str | None, error: BaseException | str, saving: bool = 
         return {"all": [*values]}
 
     try:
-        return Ranks("it failed", saving).agree(do, decide)
+        return CheckpointRanks("it failed", saving).agree(do, decide)
     except ParallelrunError as failed:
         return type(failed), str(failed), failed.exit_code, failed.of_another_rank
     except BaseException as failed:

@@ -22,7 +22,7 @@ from parallelrun.checkpoint.index import Index
 from parallelrun.checkpoint.resume import check_global_batch, resolve_resume
 from parallelrun.checkpoint.storage import LocalPart
 from parallelrun.checkpoint.store import StateOf, parts_to_load, parts_to_save, read_checked
-from parallelrun.checkpoint.together import Ranks
+from parallelrun.checkpoint.together import CheckpointRanks
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.models import initialise
@@ -132,7 +132,7 @@ class ShardStore:
             states.extend((parameter, state) for parameter, _, state in wanted if state)
             return [part for _, parts, _ in wanted for part in parts]
 
-        ranks = Ranks(f"{path} could not be loaded", saving=False, alone=True)
+        ranks = CheckpointRanks(f"{path} could not be loaded", saving=False, alone=True)
         extra = read_checked(path, plan, ranks, wants).extra
         for parameter, state in states:
             self.optimizer.load_state(parameter.name, state)
