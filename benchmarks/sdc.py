@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from parallelrun.base.context import WorkerContext
-from parallelrun.training.corruption.watch import watch_of
+from parallelrun.training.corruption.watch import CorruptionWatch
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
@@ -194,7 +194,7 @@ def costs(over: dict[str, Any], rounds: int) -> tuple[float, float, float]:
             heartbeat=lambda step, phase: None, stop_requested=lambda: False, save_failed=lambda step: None,
             console_owner=False,
         )  # fmt: skip
-        watch = watch_of(training, scaler, context, 0)
+        watch = CorruptionWatch(training, scaler, context, 0)
         times: dict[str, list[float]] = defaultdict(list)
         for step in range(1, rounds + 3):
             marks = [time.process_time()]

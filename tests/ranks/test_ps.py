@@ -19,7 +19,7 @@ from parallelrun.training.loop.build import build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.verify.checked import checked_config
-from parallelrun.training.verify.single_device import single_device as single_device
+from parallelrun.training.verify.checked import single_device as single_device
 from tests import checkpoints
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
 
@@ -329,7 +329,7 @@ def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
     config, plan = single_device(ps_config({**settings, "steps": 4}), ps_plan(settings))
     training = build(config, plan, torch.device("cpu"))
     path = tmp_path / "servers" / "checkpoints" / "step_2"
-    extra = store.load(path, training.held, training.optimizer, plan, training.mesh)
+    extra = store.load(path, training.state)
     saved = final_weights(tmp_path / "servers")
     assert all(torch.equal(p.tensor, saved[p.name]) for p in training.held)
     assert training.optimizer.state(training.parameters[0].name)["exp_avg"].abs().sum() > 0

@@ -68,8 +68,7 @@ def generate(words: list[str]) -> int:
     check_paths(path, "run", problems=asked.problems)
     from parallelrun.checkpoint.exchange.source import open_source
     from parallelrun.checkpoint.exchange.tokenizer import Codec
-    from parallelrun.training.inference.generate import Generator, Sampling, check_causal, check_prompt
-    from parallelrun.training.inference.text import collected
+    from parallelrun.training.inference.generate import Generator, Sampling, check_causal, check_prompt, collected
 
     source = open_source(path, "run")
     source.weights.verify()

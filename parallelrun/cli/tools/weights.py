@@ -56,7 +56,7 @@ def import_weights(words: list[str]) -> int:
     parser.add_argument("--to", required=True, metavar="OUT", help="the checkpoint to write; it must not exist")
     asked = parser.parse_args(words)
     check_paths(asked.directory, "directory", asked.to, out_key="--to")
-    from parallelrun.checkpoint.exchange.imported import write_checkpoint
+    from parallelrun.checkpoint.exchange.export import write_checkpoint
     from parallelrun.checkpoint.exchange.source import open_source
 
     source = open_source(asked.directory, "directory")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from parallelrun.base.wording import counted
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.planner.facts.corruption_cost import EACH_CHECK, checks
+from parallelrun.planner.facts.corruption_cost import checks
 from parallelrun.planner.facts.plan_facts import Facts
 from parallelrun.planner.predict import cluster_cost
 from parallelrun.planner.predict.step_time.rates import not_given
@@ -67,9 +67,8 @@ def corruption_text(plan: Plan, config: Config) -> str:
     checked = checks(plan, config)
     if checked is None:
         return ""
-    batches = counted(EACH_CHECK, "batch", "es")
     lines = [
-        f"every {counted(checked.every, 'step')} {batches} of {counted(checked.samples, 'sample')} computed again: "
+        f"every {counted(checked.every, 'step')} 1 batch of {counted(checked.samples, 'sample')} computed again: "
         f"{checked.share_of_flops:.2%} more FLOPs",
         f"besides {bytes_text(checked.host_bytes)} of host memory on a rank for copies of its state",
     ]

@@ -18,7 +18,7 @@ from parallelrun.report.records.find import CONFIG, MANIFEST, STATUS, is_run
 
 METRICS, PLAN = "metrics.jsonl", "plan.json"
 RESULTS = ("summary.json", "bench.json", "verify.json")  # of the verbs run, bench and verify
-FIRST_TIMED_STEP = 3  # as in train.step_record: steps 1 and 2 are slower
+FIRST_TIMED_STEP = 3  # as in training.metrics.step_records: steps 1 and 2 are slower
 _NUMBERS = ("loss", "val_loss", "step_time_s", "tokens_per_s", "grad_norm", "lr")  # of metrics.jsonl
 
 

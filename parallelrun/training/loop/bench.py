@@ -23,8 +23,8 @@ from parallelrun.report.runs import bench as report
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.schedules import LossScaler, learning_rate
 from parallelrun.training.loop.step import train_step
-from parallelrun.training.metrics.medians import percentile_95
 from parallelrun.training.metrics.recorder import peak_bytes
+from parallelrun.training.metrics.step_records import percentile_95
 
 
 def run(training: Training, context: WorkerContext) -> int:

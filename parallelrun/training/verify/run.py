@@ -14,10 +14,9 @@ from parallelrun.distributed.comm import gather_json
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.report.runs import verify as report
 from parallelrun.training.loop.build import Training, build
-from parallelrun.training.verify.checked import checked_config, checked_plan
+from parallelrun.training.verify.checked import checked_config, checked_plan, single_device
 from parallelrun.training.verify.measure import BOUNDS, compare
 from parallelrun.training.verify.replay import record_replay
-from parallelrun.training.verify.single_device import single_device
 from parallelrun.training.verify.trace import RecordedDecisions, Trace, decisions_are_held, record
 
 

@@ -10,7 +10,7 @@ import torch
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import SaveFailed
 from parallelrun.checkpoint.background import BackgroundWriter
-from parallelrun.checkpoint.find import FOLDER, keep_last
+from parallelrun.checkpoint.find import FOLDER
 from parallelrun.checkpoint.store import write_parts
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.mesh import Group
@@ -53,10 +53,9 @@ class ServerCheckpoints:
             self._beside.start(parts, folder, step, extra, keep)
             self._step = step
         else:
-            group = self._group
+            group, alone = self._group.process_group, self._group.size == 1
             try:
-                write_parts(folder, step, parts, extra, self._plan, group.index, group.size == 1, group.process_group)
-                keep_last(folder, keep, group.index)
+                write_parts(folder, step, parts, extra, self._plan, keep=keep, group=group, alone=alone)
             except SaveFailed:
                 self._failed(step, final)
             else:

@@ -15,8 +15,8 @@ from parallelrun.base.records import write_json
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.loop.step import Evaluation
-from parallelrun.training.loop.step_record import StepRecord
 from parallelrun.training.metrics.recorder import Recorder
+from parallelrun.training.metrics.step_records import StepRecord
 from parallelrun.training.metrics.timing import StepClock
 
 from .apply_log import AppliedUpdate, ApplyLogReader

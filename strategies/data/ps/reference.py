@@ -24,10 +24,9 @@ from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.loop.step import measure
-from parallelrun.training.verify.checked import checked_config, checked_plan
+from parallelrun.training.verify.checked import checked_config, checked_plan, single_device
 from parallelrun.training.verify.replay import weights_of
 from parallelrun.training.verify.run import conclude, judge, reference_trace
-from parallelrun.training.verify.single_device import single_device
 from parallelrun.training.verify.trace import Trace
 
 from . import apply_log

@@ -18,11 +18,11 @@ from parallelrun.base.errors import EXIT_ENVIRONMENT
 from parallelrun.base.layout import Layout
 from parallelrun.checkpoint.data import check_data
 from parallelrun.checkpoint.exchange.source import initial_weights
-from parallelrun.checkpoint.index import check_model
-from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner
+from parallelrun.checkpoint.index import Index
 from parallelrun.checkpoint.resume import check_global_batch, resolve_resume
-from parallelrun.checkpoint.storage import SafetensorsReader
-from parallelrun.checkpoint.store import parts_to_load, parts_to_save, read_parts
+from parallelrun.checkpoint.storage import LocalPart
+from parallelrun.checkpoint.store import StateOf, parts_to_load, parts_to_save, read_checked
+from parallelrun.checkpoint.together import CheckpointRanks
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.models import initialise
@@ -125,14 +125,17 @@ class ShardStore:
         if not config.resume:
             return dict.fromkeys(workers, 0)
         path = resolve_resume(config.resume, config.runs)
-        reader = SafetensorsReader(path)
-        check_model(reader.index, plan, path)
-        to_load = {parameter.name: parts_to_load(parameter, reader.index, self._as_part) for parameter in self._held}
-        read_parts(reader, PartLoadPlanner(part for parts, _ in to_load.values() for part in parts), 0, alone=True)
-        for name, (_, state) in to_load.items():
-            if state:
-                self.optimizer.load_state(name, state)
-        extra = dict(reader.index.extra)
+        states: list[StateOf] = []
+
+        def wants(index: Index) -> list[LocalPart]:
+            wanted = [(parameter, *parts_to_load(parameter, index, self._as_part)) for parameter in self._held]
+            states.extend((parameter, state) for parameter, _, state in wanted if state)
+            return [part for _, parts, _ in wanted for part in parts]
+
+        ranks = CheckpointRanks(f"{path} could not be loaded", saving=False, alone=True)
+        extra = read_checked(path, plan, ranks, wants).extra
+        for parameter, state in states:
+            self.optimizer.load_state(parameter.name, state)
         check_global_batch(extra, plan, path)
         check_data(extra, self._dataset, config, path, EXIT_ENVIRONMENT)
         step, clocks = int(extra["step"]), extra.get("clocks", [])

@@ -13,7 +13,7 @@ from parallelrun.planner.pieces import sample_sets
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.training.verify.single_device import single_device as single_device
+from parallelrun.training.verify.checked import single_device as single_device
 from tests.plans import tiny_config, tiny_plan
 from tests.vision import ALEXNET, RESNET
 

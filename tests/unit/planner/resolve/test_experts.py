@@ -23,7 +23,7 @@ from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.report.plans.plan import show
-from parallelrun.training.verify.single_device import single_device as single_device
+from parallelrun.training.verify.checked import single_device as single_device
 from tests.plans import pairs, tiny_config, tiny_plan
 
 ROOT = Path(__file__).parents[4]

@@ -9,7 +9,7 @@ from parallelrun.planner.contract.optimizers import with_lr_scale
 from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.schedules import learning_rate
-from parallelrun.training.verify.single_device import single_device as single_device
+from parallelrun.training.verify.checked import single_device as single_device
 from tests.plans import tiny_config, tiny_plan
 
 LINEAR = {"dp": 4, "tp": 2, "optimizer.lr_scale": "linear"}
