@@ -8,7 +8,7 @@ and nothing is changed after composition. `None` means "not given"; `resolve` th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.base.precision import TABLE
 from parallelrun.config.schema.cluster_schema import ClusterConfig
@@ -25,33 +25,34 @@ CONSISTENCIES = ("sync", "async", "ssp")
 OBJECTIVES = ("time", "cost", "gpus")
 
 
-@dataclass
-class DataStrategyConfig:
-    """Data parallelism. Each strategy adds its own keys in a subclass, its `config_class`."""
+class AxisConfig:
+    """The section `strategy.<axis>`. Each strategy adds its own keys in a subclass, its `config_class`."""
 
+    axis: ClassVar[str]
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The section of a configuration whose strategy of this axis must have this class."""
+        section = getattr(config.strategy, cls.axis)
+        assert isinstance(section, cls), f"{type(section).__name__} is no {cls.__name__}"
+        return section
+
+
+@dataclass
+class DataStrategyConfig(AxisConfig):
+    """Data parallelism."""
+
+    axis = "data"
     kind: str = key("ddp", "data-parallel strategy")
 
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """The section of a configuration whose data strategy is known to have this class."""
-        found = config.strategy.data
-        assert isinstance(found, cls), f"{type(found).__name__} is no {cls.__name__}"
-        return found
-
 
 @dataclass
-class TensorStrategyConfig:
-    """Tensor parallelism. Each strategy adds its own keys in a subclass, its `config_class`."""
+class TensorStrategyConfig(AxisConfig):
+    """Tensor parallelism."""
 
+    axis = "tensor"
     kind: str = key("megatron", "tensor-parallel strategy")
     overlap: bool = key(True, "overlap the input-gradient reduce with the weight-gradient product")
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """The section of a configuration whose tensor strategy is known to have this class."""
-        found = config.strategy.tensor
-        assert isinstance(found, cls), f"{type(found).__name__} is no {cls.__name__}"
-        return found
 
 
 @dataclass
@@ -78,17 +79,11 @@ class ExpertConfig:
 
 
 @dataclass
-class ContextConfig:
-    """Context parallelism. Each strategy adds its own keys in a subclass, its `config_class`."""
+class ContextConfig(AxisConfig):
+    """Context parallelism."""
 
+    axis = "context"
     kind: str = key("ring", "context-parallel strategy")
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """The section of a configuration whose context strategy is known to have this class."""
-        found = config.strategy.context
-        assert isinstance(found, cls), f"{type(found).__name__} is no {cls.__name__}"
-        return found
 
 
 @dataclass
