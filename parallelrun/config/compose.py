@@ -20,14 +20,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
 from parallelrun.base.errors import ConfigError, Problem
-from parallelrun.config import from_hf, hydra_settings, hydra_task, presets, short_names, source, sweeps, values
+from parallelrun.config import from_hf, hydra_settings, hydra_task, presets, short_names, sweeps, values
 from parallelrun.config.overrides import Override
 from parallelrun.config.recipes import recipe_files as recipes
 from parallelrun.config.recipes import untrusted
 from parallelrun.config.recipes.recipe_files import Recipe
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.schema.run_schema import Config, StrategyConfig
+from parallelrun.config.schema.strategy_keys import complete_class
 
+_SCHEMA = "base_schema"
 # Groups of Hydra's own that a single run without Hydra flags does not use; without them, it composes a third faster.
 _UNUSED = tuple(f"hydra/{group}=[]" for group in (
     "env", "help", "hydra_help", "hydra_logging", "job_logging", "launcher", "output", "sweeper",
@@ -65,7 +67,6 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     if problems := [problem for problem in unknown if problem]:
         raise ConfigError(*problems)
     points = sweeps.num_points(overrides)
-    source.register()
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
     words = [*flags, *(override.text for override in overrides if override.is_hydra)]
     own_files = presets.user_recipes(words)
@@ -89,7 +90,7 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     loaded = recipes.load_all(files, chosen, trust)
     nodes = {name: _node(recipe) for name, recipe in loaded.items()}
     unused: dict[str, Any] = dict.fromkeys(files if flags else ())  # Hydra's flags may list all recipes
-    _register({**unused, **nodes})
+    _register({**unused, **nodes}, argv)
     if "--hydra-help" in flags:  # it understands no overrides
         argv = list(flags)
     families = {name: recipes.family(name, loaded) for name in loaded}
@@ -104,20 +105,28 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
 
 def prepare_completion(words: Sequence[str]) -> Prepared:
     """For Hydra's shell completion: recipes have names, and none is opened."""
-    source.register()
-    _register(dict.fromkeys(recipes.find()))
+    _register(dict.fromkeys(recipes.find()), words)
     return Prepared(tuple(words), {}, {})
 
 
-def _register(nodes: Mapping[str, Any]) -> None:
-    """Make these recipes, by name, Hydra's only ones: those of an earlier composition are forgotten, and none is
-    registered twice. None: one whose contents nobody will ask for."""
-    store = ConfigStore.instance()
-    store.repo.pop("recipe", None)
+def _register(nodes: Mapping[str, Any], argv: Sequence[str]) -> None:
+    """Give Hydra the schema, the user's own clusters and these recipes by name; those of an earlier composition are
+    forgotten. None: a recipe whose contents nobody will ask for. argv: a cluster that it names must be readable."""
+    store, schema = ConfigStore.instance(), complete_class()
+    stored: Any = store.repo.get(f"{_SCHEMA}.yaml")
+    if stored is None or OmegaConf.get_type(stored.node) is not schema:
+        store.store(name=_SCHEMA, node=schema)
+    for group in ("recipe", presets.CLUSTER):
+        store.repo.pop(group, None)
     for name, node in nodes.items():
-        store.store(
-            name=name, node={} if node is None else node, group="recipe", package="_global_", provider="parallelrun"
-        )
+        store.store(name=name, node={} if node is None else node, group="recipe", package="_global_")
+    for path in presets.own_clusters().glob("*.yaml"):
+        try:
+            if presets.own_file(presets.CLUSTER, path.stem):
+                store.store(name=path.stem, node=OmegaConf.load(path), group=presets.CLUSTER)
+        except (OSError, ValueError, yaml.YAMLError):
+            if any(path.stem in word for word in argv):
+                raise
 
 
 def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:
@@ -214,7 +223,7 @@ def _with_choices_of_model(config: Config, given: Set[str]) -> Config:
 def _preset_has_router() -> bool:
     """Whether the file of the chosen model, ours or of a folder of the user's, sets the router."""
     runtime = HydraConfig.get().runtime
-    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    folders = [Path(place.path) for place in runtime.config_sources if place.schema == "file"]
     files = [folder / "model" / f"{runtime.choices.get('model')}.yaml" for folder in (presets.folder(), *folders)]
     file = next((file for file in files if file.is_file()), None)
     return file is not None and "router" in yaml.safe_load(file.read_text(encoding="utf-8"))
