@@ -210,8 +210,8 @@ def of_verb(verb: str) -> str:
     lines += ["Keys and values:", *_table(_KEYS_OF[verb], 20), "", "Examples:"]
     own = [word for word in VERBS if word != "run"]
     for command, text in EXAMPLES:
-        chosen = next((word for word in own if f" {word} " in command), "run")
-        if chosen == verb:
+        of_command = next((word for word in own if f" {word} " in command), "run")
+        if of_command == verb:
             lines.append(f"  {command}\n      {text}")
     lines += ["", *textwrap.wrap(_MORE, _columns(), break_on_hyphens=False)]
     return "\n".join(lines)

@@ -83,9 +83,9 @@ def rows() -> list[dict[str, Any]]:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    found = rows()
+    recipes = rows()
     if arguments.json:
-        print_json({"recipes": found})
+        print_json({"recipes": recipes})
         return EXIT_OK
     from rich.table import Table
 
@@ -100,7 +100,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         ("purpose", True),
     ):
         table.add_column(title, no_wrap=not fold, overflow="fold")
-    for row in found:
+    for row in recipes:
         table.add_row(row["name"], *cells(row["about"] or {}), row["error"] or row["description"])
     open_console().print(table)
     return EXIT_OK
@@ -159,15 +159,16 @@ def _validate(arguments: argparse.Namespace) -> int:
     return EXIT_CONFIG if wrong else EXIT_OK
 
 
-def _tell(found: Checked) -> None:
-    count = len(found.problems)
-    results = ", ".join(f"{name} {value:,.4g}" for name, value in found.results.items())
+def _tell(checked: Checked) -> None:
+    count = len(checked.problems)
+    results = ", ".join(f"{name} {value:,.4g}" for name, value in checked.results.items())
     said = f"{count} fault{'s' if count > 1 else ''}" if count else "valid"
-    print("; ".join(part for part in (f"{found.file.shown}: {said}", results, found.note) if part), flush=True)
+    print("; ".join(part for part in (f"{checked.file.shown}: {said}", results, checked.note) if part), flush=True)
 
 
-def _document(found: Checked) -> dict[str, Any]:
-    return {"file": found.file.shown, "problems": list(found.problems), "results": found.results, "note": found.note}
+def _document(checked: Checked) -> dict[str, Any]:
+    file, problems = checked.file.shown, list(checked.problems)
+    return {"file": file, "problems": problems, "results": checked.results, "note": checked.note}
 
 
 def check(file: RecipeFile, trust: bool = False) -> Checked:
@@ -176,10 +177,10 @@ def check(file: RecipeFile, trust: bool = False) -> Checked:
         about = recipe_files.load(file, trust).about
         composed, plan = _planned(file, trust)
     except Exception as error:
-        known = errors.translate(error)
-        if known is None:
+        translated = errors.translate(error)
+        if translated is None:
             raise
-        return Checked(file, tuple(_in_file(file, problem) for problem in known.problems), {})
+        return Checked(file, tuple(_in_file(file, problem) for problem in translated.problems), {})
     return _compared(file, about, composed, plan)
 
 

@@ -72,13 +72,13 @@ def _keys() -> list[dict[str, str]]:
     return rows
 
 
-def _print_tables(found: dict[str, list[dict[str, str]]]) -> None:
+def _print_tables(rows_of_kind: dict[str, list[dict[str, str]]]) -> None:
     from rich.table import Table
 
     from parallelrun.report.screen import open_console
 
     console = open_console()
-    for kind, rows in found.items():
+    for kind, rows in rows_of_kind.items():
         table = Table(title=kind, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
         names = ("name", "values" if kind == KEYS else "source", "description")
         for name in names:

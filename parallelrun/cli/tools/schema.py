@@ -55,11 +55,11 @@ def schema(kind: str | None = None, flags: Iterable[str] = ()) -> dict[str, Any]
     """
     folder = tuple(flags)
     if kind in (None, RECIPE):
-        whole = _node(complete_class(), "")
-        whole["properties"] |= {"defaults": _defaults(folder, kind == RECIPE), about.KEY: _node(about.About, "about.")}
+        node = _node(complete_class(), "")
+        node["properties"] |= {"defaults": _defaults(folder, kind == RECIPE), about.KEY: _node(about.About, "about.")}
         if kind is None:
-            whole["properties"]["hydra"] = {"type": "object", "description": "Hydra's own settings; in no recipe"}
-        return _document(f"parallelrun: {'a recipe' if kind else 'a configuration'}", whole)
+            node["properties"]["hydra"] = {"type": "object", "description": "Hydra's own settings; in no recipe"}
+        return _document(f"parallelrun: {'a recipe' if kind else 'a configuration'}", node)
     node = _node(_section(kind), f"{kind}.")
     node["properties"]["defaults"] = {"type": "array", "description": "Hydra's defaults: options to build on"}
     return _document(f"parallelrun: an option of the group {kind}", node)
@@ -128,15 +128,15 @@ def _value(hint: Any, key: Key) -> dict[str, Any]:
     """The schema of a value: its type with the key's bounds or choices, null where it is allowed, or ${another.key}."""
     alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     optional = type(None) in alternatives or hint is typing.Any
-    wanted = next(one for one in alternatives if one is not type(None))
+    wanted = next(part for part in alternatives if part is not type(None))
     of = typing.get_origin(wanted) or wanted
     node: dict[str, Any]
     if wanted is typing.Any:
         node = {"type": ["number", "string", "object"], **_bounds(key), "additionalProperties": _bounds(key)}
     elif of in (list, dict):
         inner = typing.get_args(wanted)
-        one = {**_type(inner[-1]), **_bounds(key)} if inner else {}
-        node = {"type": "array", "items": one} if of is list else {"type": "object", "additionalProperties": one}
+        item = {**_type(inner[-1]), **_bounds(key)} if inner else {}
+        node = {"type": "array", "items": item} if of is list else {"type": "object", "additionalProperties": item}
     else:
         node = {**_type(wanted), **_bounds(key)}
     choices = _choices(key)
@@ -175,14 +175,14 @@ def _choices(key: Key) -> list[str]:
 
 def _defaults(flags: tuple[str, ...], is_recipe: bool) -> dict[str, Any]:
     """The schema of Hydra's defaults list: `override /model: gpt` with the options of the group, or a parent."""
-    chosen: dict[str, Any] = {}
+    patterns: dict[str, Any] = {}
     for group in GROUPS:
         options = sorted({*presets.options(group), *presets.user_options(flags, group)})
         written = "/?recipe" if group == RECIPE else f"override +/?{group}"
-        chosen[f"^{written}$"] = {"enum": options}
+        patterns[f"^{written}$"] = {"enum": options}
     if not is_recipe:
-        chosen |= {r"^(override +)?/?hydra/.+$": {"type": ["string", "null"]}}
-        chosen |= {f"^(optional +)?/?{group}$": {} for group in presets.user_groups(flags)}
-    entry = {"type": "object", "patternProperties": chosen, "additionalProperties": False}
+        patterns |= {r"^(override +)?/?hydra/.+$": {"type": ["string", "null"]}}
+        patterns |= {f"^(optional +)?/?{group}$": {} for group in presets.user_groups(flags)}
+    entry = {"type": "object", "patternProperties": patterns, "additionalProperties": False}
     text = "the options of the groups, as `- override /model: gpt`, and other recipes to build on, by name"
     return {"type": "array", "items": {"anyOf": [{"type": "string"}, entry]}, "description": text}
