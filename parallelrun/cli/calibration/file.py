@@ -100,16 +100,9 @@ def provenance(measured: Measurements, calibration: Calibration, more: Sequence[
     lines += [f"Added: {step.source}" for step in more]
     lines += [f"Not measured: {part}" for part in measured.skipped]
     if not measured.exchanges:
-        lines.append(
-            f"No collectives were measured: intra_gb_s={cluster_link(calibration):g} is a guess, and link_efficiency, "
-            "collective_us and hop_us have their defaults."
-        )
+        lines.append(f"No collectives were measured: intra_gb_s={calibration.cluster.intra_gb_s:g} is a guess, and "
+                     "link_efficiency, collective_us and hop_us have their defaults.")  # fmt: skip
     return lines
-
-
-def cluster_link(found: Calibration) -> float:
-    """GB/s of a rank's link inside the host."""
-    return found.cluster.intra_gb_s or 0.0
 
 
 def rounded(value: object) -> object:

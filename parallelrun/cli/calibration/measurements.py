@@ -103,6 +103,5 @@ def load(path: Path) -> Measurements:
         return Measurements(**{**saved, "skipped": tuple(values["skipped"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = f"{path} does not hold the measurements of a calibration: {type(error).__name__}: {error}"
-        raise EnvironmentProblem(
-            Problem(cause, "cluster", command="parallelrun calibrate, to measure again")
-        ) from error
+        command = "parallelrun calibrate, to measure again"
+        raise EnvironmentProblem(Problem(cause, "cluster", command=command)) from error

@@ -14,7 +14,7 @@ from parallelrun.cli.calibration import devices
 from parallelrun.cli.calibration.devices import PURPOSE, Clock
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed import comm, torch_private
-from parallelrun.distributed.mesh import Mesh, build_mesh
+from parallelrun.distributed.mesh import build_mesh
 from parallelrun.launch.ranks import worker
 from parallelrun.planner.contract.plan import Plan
 
@@ -48,14 +48,9 @@ def measure(config: Config, plan: Plan, context: WorkerContext) -> int:
         measured["device"] = properties.name
         measured["multiprocessors"] = properties.multi_processor_count
         measured["memory_bytes"] = properties.total_memory
-    measured["backend"] = backend(mesh)
+    measured["backend"] = comm.backend_of(mesh) or ""
     write_json(context.directory / f"measured_{context.rank}.json", measured)
     return EXIT_OK
-
-
-def backend(mesh: Mesh) -> str:
-    """Return the name of the collectives' backend; empty for one rank."""
-    return comm.backend_of(mesh) or ""
 
 
 def steps(config: Config, plan: Plan, context: WorkerContext) -> int:

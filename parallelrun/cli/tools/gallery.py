@@ -87,22 +87,14 @@ def _ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"recipes": recipes})
         return EXIT_OK
-    from rich.table import Table
+    from parallelrun.report.screen import open_console, table
 
-    from parallelrun.report.screen import open_console
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title, fold in (
-        ("name", False),
-        ("devices", False),
-        ("minutes", False),
-        ("expected", False),
-        ("purpose", True),
-    ):
-        table.add_column(title, no_wrap=not fold, overflow="fold")
+    drawn = table("name", "devices", "minutes", "expected", "purpose", rule=False, padding=(0, 2, 0, 0))
+    for column in drawn.columns[:-1]:
+        column.no_wrap = True
     for row in recipes:
-        table.add_row(row["name"], *cells(row["about"] or {}), row["error"] or row["description"])
-    open_console().print(table)
+        drawn.add_row(row["name"], *cells(row["about"] or {}), row["error"] or row["description"])
+    open_console().print(drawn)
     return EXIT_OK
 
 
@@ -167,8 +159,7 @@ def _tell(checked: Checked) -> None:
 
 
 def _document(checked: Checked) -> dict[str, Any]:
-    file, problems = checked.file.shown, list(checked.problems)
-    return {"file": file, "problems": problems, "results": checked.results, "note": checked.note}
+    return {**asdict(checked), "file": checked.file.shown}
 
 
 def check(file: RecipeFile, trust: bool = False) -> Checked:
@@ -206,12 +197,14 @@ def _compared(file: RecipeFile, about: About | None, composed: Composed, plan: P
     """Compare a recipe's own statements with its plan: devices, memory fit and, where predicted, the rate."""
     from parallelrun.config.recipes.about import KEY
     from parallelrun.planner.facts.plan_facts import facts, figures
+    from parallelrun.planner.model import definitions
 
     if about is None:
         cause = f"{KEY}: is missing; it says purpose, devices, minutes, expected results and source"
         return Checked(file, (Problem(cause, file.shown, command="parallelrun recipes cp quickstart"),), {})
     planned = figures(plan, composed.config.cluster, facts(plan, composed.config))
-    faults = [(key, f"{key}: is missing") for key in about.missing(trains=_trains(composed))]
+    trains = not definitions.model(composed.config).is_lesson
+    faults = [(key, f"{key}: is missing") for key in about.missing(trains)]
     if about.devices is not None and about.devices != plan.world:
         faults.append((f"{KEY}.devices", f"{KEY}.devices: {about.devices}, but the plan has {plan.world} ranks"))
     if planned["fits"] == "no":
@@ -237,12 +230,6 @@ def _outside(limits: dict[str, list[float]], results: dict[str, float], how: str
         for key, value in results.items()
         if key in limits and not limits[key][0] <= value <= limits[key][1]
     ]
-
-
-def _trains(composed: Composed) -> bool:
-    from parallelrun.planner.model import definitions
-
-    return not definitions.model(composed.config).is_lesson
 
 
 def run(file: RecipeFile, trust: bool, runs: str) -> Checked:
