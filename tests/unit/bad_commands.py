@@ -102,7 +102,7 @@ layer=4
 model.hiden=32
 lr=0.1
 epochs=3
-gpus=4
+steps=-3
 recipes=quickstart
 stratgy=ddp
 checkpoint=10
@@ -134,7 +134,7 @@ model.vocab=10
 model.name=gtp
 model.roles=[1] => model.roles
 model.roles=x
-model.blocks=x
+optimizer.clip=-1
 model.stages=3
 model.dataset=nosuch
 model=module
