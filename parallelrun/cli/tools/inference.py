@@ -53,7 +53,7 @@ _OF_GENERATE = keys_of(
     Key("tp", "int", False, least=1),
 )
 _DEFAULTS = {"max_tokens": 100, "temperature": 1.0, "top_k": None, "seed": 0, "tokens": None, "tp": 1}
-_OF_EVAL = keys_of(Key("split", "str", False, choices=SPLITS), Key("samples", "int", True, least=1))
+_OF_EVAL = keys_of(Key("split", "str", False, choices=tuple(SPLITS)), Key("samples", "int", True, least=1))
 _DATA_KEYS = ("dataset", "precision", "path", "tokenizer")
 
 
