@@ -53,6 +53,8 @@ PROSE = (
     r"heads by unflatten.*",
     "every module of forward",
     "in order",
+    r"\$\{oc\.env:.*",
+    "with a default value",
 )
 
 _WORDS = """
@@ -290,7 +292,7 @@ strategy=tp2d tp=4 strategy.tensor.sequence_parallel=true
 strategy=tp2d tp=4 strategy.tensor.form=best
 -m model=gtp,gpt => model=gtp
 -m tp=1,two => two
--m hydra.sweeper.nosuch=1 tp=1,2 => nosuch
+optimizer.warmup=-1
 hydra.nosuch=1
 --config-dir /nonexistent => /nonexistent
 -cn nosuch => nosuch
