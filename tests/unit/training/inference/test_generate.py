@@ -111,7 +111,7 @@ def test_the_command_prints_the_text_and_json(bytes_model, capsys):
     "words, said",
     [
         (["tokens=[1,999]"], "token id 999 is outside the vocabulary of 256"),
-        (["tokens=[1,x]"], "not a list of token ids"),
+        (["tokens=[1,x]"], "not a list of whole numbers"),
         (["tokens=[1]", "temperature=-1"], "temperature=-1: not a number in its range"),
         (["tokens=[1]", "top_k=0"], "top_k=0: not a whole number in its range"),
         (["tokens=[1]", "max_tokens=many"], "max_tokens=many: not a whole number in its range"),
