@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parallelrun.distributed import torch_private
@@ -17,7 +18,7 @@ from parallelrun.training.loop.reader import Batch
 from parallelrun.training.metrics.clocks import clock_of
 from parallelrun.training.metrics.schedule_actions import ActionClock
 
-from .evaluation import ForwardPass, total
+from .evaluation import ForwardPass
 from .schedule import Schedule
 from .stage import ScheduledStage, Sends
 
@@ -46,7 +47,7 @@ class AccumulationRunner(PipelineRunner):
             loss = self._part.loss(self._part(samples.inputs, samples.sample_ids, samples.documents), samples.targets)
             losses.append(loss.detach())
             loss.backward(loss.new_full((), scale))
-        return total(losses, batch.sample_ids.device)
+        return _total(losses, batch.sample_ids.device)
 
     def evaluate(self, batch: Batch) -> Tensor:
         return self._forward.totals(batch)
@@ -99,13 +100,20 @@ class ScheduleRunner(PipelineRunner):
         self._actions.begin_step()
         self._schedule.step(*inputs, target=target, return_outputs=False)
         self._sends.finish()
-        return total(last.losses, batch.sample_ids.device)
+        return _total(last.losses, batch.sample_ids.device)
 
     def evaluate(self, batch: Batch) -> Tensor:
         return self._forward.totals(batch)
 
     def last_actions(self) -> dict[str, Any]:
         return self._actions.record()
+
+
+def _total(losses: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the microbatches' summed losses (fp64 scalar); 0 without losses."""
+    if not losses:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(losses).sum(dtype=torch.float64)
 
 
 def _loss_of_output(loss: Tensor, _: Tensor) -> Tensor:

@@ -17,11 +17,16 @@ from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.metrics.schedule_actions import ActionClock
 
-from .evaluation import compute_dtype
 from .messages import SENDS_IN_FLIGHT
 from .schedule import boundary_shape
 
 PURPOSES = {"F": "activations", "B": "gradients"}
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    """Return the dtype of activations and of their gradients."""
+    dtype: torch.dtype = getattr(torch, plan.precision.compute)
+    return dtype
 
 
 def input_example(plan: Plan, stage: int) -> Tensor:
