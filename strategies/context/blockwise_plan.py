@@ -18,11 +18,11 @@ from parallelrun.planner.contract.context_order import ORDERS, Imbalance, Spans,
 from parallelrun.planner.contract.context_strategy import ContextStrategy
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.messages import (
-    ExplainedExchange,
     ExplainedMessage,
     ExplainedRound,
     Explanation,
     calls_of,
+    explanation_by_block,
     ranks_over,
 )
 from parallelrun.planner.contract.plan import Collective, Plan, once
@@ -202,16 +202,12 @@ class BlockwiseContext(ContextStrategy):
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the messages of the attention of rank 0's stages."""
-        ranks, exchanges = ranks_over(plan, AXIS), []
-        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
-            for name in stage.blocks:
-                rows = self.collectives((plan.spec.block(name),), plan)
-                rounds = [self._explained(row, ranks, plan) for row in rows if row.operation != "recv"]
-                exchanges += [ExplainedExchange(name, tuple(rounds))] if rounds else []
-        text, source = self.explained
-        groups = plan.mesh.num_ranks // len(ranks)
-        axis = self.axes(plan)[0]
-        return Explanation("context", self.kind, text, source, ranks, groups, axis, tuple(exchanges))
+
+        def rounds_of(block: BlockSpec, ranks: tuple[int, ...]) -> list[ExplainedRound]:
+            rows = self.collectives((block,), plan)
+            return [self._explained(row, ranks, plan) for row in rows if row.operation != "recv"]
+
+        return explanation_by_block("context", self.kind, self.explained, plan, self.axes(plan)[0], rounds_of)
 
     def _explained(self, row: Collective, ranks: tuple[int, ...], plan: Plan) -> ExplainedRound:
         if row.operation != "send":

@@ -19,7 +19,8 @@ from parallelrun.planner.contract.context_order import Spans
 
 from .blocks import DroppedPart
 from .heads import to_heads, to_sequence
-from .product import AttentionCall, BlockwiseAttention, Transport
+from .product import AttentionCall, BlockwiseAttention
+from .transports import Transport
 
 CALLS_KEPT = 64  # whose work is remembered
 

@@ -20,7 +20,7 @@ from math import prod
 from typing import ClassVar
 
 from parallelrun.base.precision import BYTES
-from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
+from parallelrun.planner.contract.messages import ExplainedRound, Explanation, calls_of, explanation_by_block
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.tensor_strategy import (
     BACKWARD,
@@ -97,16 +97,15 @@ class ProductTraffic(TensorStrategy):
 
     def explain(self, plan: Plan) -> Explanation:
         """The collectives of the blocks of rank 0."""
-        ranks, exchanges = ranks_over(plan, AXIS), []
-        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
-            for name in stage.blocks:
-                messages = self.traffic(plan.spec.block(name), plan)
-                rounds = tuple(
-                    ExplainedRound(message.title, calls=calls_of([message.row], plan, ranks)[0]) for message in messages
-                )
-                exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
-        groups = plan.mesh.num_ranks // len(ranks)
-        return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
+
+        def rounds_of(block: BlockSpec, ranks: tuple[int, ...]) -> list[ExplainedRound]:
+            return [
+                ExplainedRound(message.title, calls=calls_of([message.row], plan, ranks)[0])
+                for message in self.traffic(block, plan)
+            ]
+
+        about = self.explanation, self.source
+        return explanation_by_block("tensor", self.kind, about, plan, AXIS, rounds_of, plan.batch.microbatches)
 
     def rounded_again_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Only of weights that a product reads as they are stored: gathered ones are counted as operands."""

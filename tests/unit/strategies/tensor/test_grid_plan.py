@@ -19,6 +19,7 @@ from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.resolve.shorthands import fold
 from parallelrun.strategies.tensor.grid import forms as grid_forms
+from parallelrun.strategies.tensor.grid import shape as grid_shape
 from parallelrun.strategies.tensor.grid.plan import GridStrategy, Tensor2D, Tensor3D, Tensor25D
 from tests.matrix import examples
 from tests.plans import pairs, tiny_config, tiny_plan
@@ -49,7 +50,7 @@ def layout_of(plan: Plan, name: str) -> Layout:
 
 
 def arrange(kind, tp, grid, depth):
-    return STRATEGIES[kind].shape.arrange(tp, grid, depth)
+    return grid_shape.arrange(kind, tp, grid, depth)
 
 
 def grid_of(plan: Plan) -> GridStrategy:
@@ -147,19 +148,19 @@ def test_a_frozen_plan_resolves_to_the_same_plan_with_its_grid_as_numbers(cell):
     ("overrides", "where", "told", "suggested"),
     [
         ({"layout": "2d", "tp": 8}, "tp", "which needs a square tp", {"tp=4", "tp=16", "grid=2x4"}),
-        ({"layout": "2d", "tp": 8, "grid": "2x3"}, "grid", "grid=2x3 = 6 ranks", {"grid=2x4"}),
+        ({"layout": "2d", "tp": 8, "grid": "2x3"}, "grid", "tp=8 with grid=2x3 (6 ranks)", {"grid=2x4"}),
         ({"layout": "2d", "tp": 8, "grid": "2by4"}, "grid", "rows x columns", {"grid=2x4"}),
-        ({"layout": "2.5d", "tp": 12}, "tp", "depth at most q", {"tp=8", "tp=16"}),
-        ({"layout": "2.5d", "tp": 16, "depth": 4}, "depth", "exceeds the grid's side of 2", {"depth=1"}),
-        ({"layout": "2.5d", "tp": 8, "depth": 3}, "depth", "is not divisible by depth=3", {"depth=2"}),
-        ({"layout": "2.5d", "tp": 8, "depth": 1}, "depth", "no square grid", {"depth=2", "grid=2x4", "tp=4", "tp=16"}),
-        ({"layout": "2.5d", "tp": 8, "depth": 2, "grid": "1x4"}, "depth", "side of 1", {"grid=2x2"}),
-        ({"layout": "2.5d", "tp": 24, "depth": 2, "grid": "2x2"}, "grid", "= 8 ranks", {"tp=8"}),
-        ({"layout": "2.5d", "tp": 16, "grid": "2x2"}, "grid", "at most 2 deep", {"tp=4", "tp=8", "grid=4x4"}),
+        ({"layout": "2.5d", "tp": 12}, "tp", "depth at most rows and columns", {"tp=8", "tp=16"}),
+        ({"layout": "2.5d", "tp": 16, "depth": 4}, "depth", "tp=16 with depth=4", {"depth=1"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 3}, "depth", "tp=8 with depth=3", {"depth=2"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 1}, "depth", "square", {"depth=2", "grid=2x4", "tp=4", "tp=16"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 2, "grid": "1x4"}, "grid", "depth=2", {"grid=2x2"}),
+        ({"layout": "2.5d", "tp": 24, "depth": 2, "grid": "2x2"}, "grid", "grid=2x2 (4 ranks) and depth=2", {"tp=8"}),
+        ({"layout": "2.5d", "tp": 16, "grid": "2x2"}, "grid", "depth at most", {"tp=4", "tp=8", "grid=4x4"}),
         ({"layout": "3d", "tp": 9}, "tp", "needs a cube of ranks", {"tp=8"}),
-        ({"layout": "2d", "tp": 1, "grid": "2x3"}, "grid", "= 6 ranks, and tp=1", {"grid=1x1"}),
+        ({"layout": "2d", "tp": 1, "grid": "2x3"}, "grid", "tp=1 with grid=2x3", {"grid=1x1"}),
         # no one key would do: see the next test
-        ({"layout": "2d", "tp": 7, "grid": "2x3", "model.hidden": 25, "model.heads": 5}, "grid", "= 6 ranks", set()),
+        ({"layout": "2d", "tp": 7, "grid": "2x3", "model.hidden": 25, "model.heads": 5}, "grid", "6 ranks", set()),
     ],
 )
 def test_a_tp_that_makes_no_grid_is_refused_with_the_nearest_that_do(overrides, where, told, suggested):
