@@ -7,6 +7,7 @@ Each strategy leaves out one of the two, or neither.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
@@ -74,7 +75,7 @@ class BlockwiseContext(ContextStrategy):
         strategy = cls.resolve(request)
         if cls.asked_order(request.config.strategy.context) is not None or strategy.head_ranks == request.cp:
             return ()
-        return (f"strategy.context.order={strategy.order} (filled: {checks.reason(request)})",)
+        return (f"strategy.context.order={strategy.order} (filled: {checks.balanced_order(request)[1]})",)
 
     @classmethod
     def mesh_dims(cls, request: Request) -> tuple[MeshDims, FlattenedDims]:
@@ -144,19 +145,15 @@ class BlockwiseContext(ContextStrategy):
         return []
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
-        totals: dict[tuple[str, str, str], tuple[int, int]] = {}
+        calls: Counter[tuple[str, str, str]] = Counter()
+        payload: Counter[tuple[str, str, str]] = Counter()
         for block in blocks:
-            rows = self._of_layer(block, plan) if attends(block) else []
-            for row in [*rows, *_of_routers(block, plan)]:
-                calls, payload = totals.get(row.key, (0, 0))
-                totals[row.key] = calls + row.calls, payload + row.payload_bytes
-        count = plan.batch.microbatches
-        return [Collective(*key, count * calls, count * payload) for key, (calls, payload) in totals.items()]
-
-    def _of_layer(self, block: BlockSpec, plan: Plan) -> list[Collective]:
-        """The messages of one microbatch of a block."""
-        forward, backward = self.traffic(block, plan)
-        return [*forward * (1 + (plan.recompute == "full" and block.is_recomputed)), *backward]
+            forward, backward = self.traffic(block, plan)
+            forwards = 1 + (plan.recompute == "full" and block.is_recomputed)
+            for row in [*forward * forwards, *backward, *_of_routers(block, plan)]:
+                calls[row.key] += plan.batch.microbatches * row.calls
+                payload[row.key] += plan.batch.microbatches * row.payload_bytes
+        return [Collective(*key, calls[key], payload[key]) for key in calls]
 
     def traffic(self, block: BlockSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
         if not attends(block):

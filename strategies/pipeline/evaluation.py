@@ -32,7 +32,10 @@ class ForwardPass:
         self._device = mesh.device
         stages = plan.stages_of(self._group.index)
         self._part_of = {stage.index: part for stage, part in zip(stages, model_parts, strict=True)}
-        self._steps = self._plan_steps()
+        schedule, pp = plan.pipeline, self._group.size
+        assert isinstance(schedule, Schedule)
+        order = schedule.forward_only(pp, schedule.virtual_stages, plan.batch.microbatches)
+        self._steps = messages.with_messages(order, schedule.pp_rank, len(plan.stages))[self._group.index]
         self._counts_right = plan.counts_right_answers
 
     @torch.no_grad()
@@ -78,12 +81,6 @@ class ForwardPass:
                     outputs[step.stage, step.microbatch] = output.contiguous()
         sends.finish()
         return total
-
-    def _plan_steps(self) -> list[messages.Step]:
-        schedule, pp = self._plan.pipeline, self._group.size
-        assert isinstance(schedule, Schedule)
-        order = schedule.forward_only(pp, schedule.virtual_stages, self._plan.batch.microbatches)
-        return messages.with_messages(order, schedule.pp_rank, len(self._plan.stages))[self._group.index]
 
     def _start(self, function: Callable[..., dist.Work | None], tensor: Tensor, **peer: int) -> dist.Work:
         with comm.label(self._group.axis, "evaluation"):

@@ -85,26 +85,28 @@ def live_bytes(
     for step in steps:
         kind, stage, _, _ = step
         if stage not in sizes:
-            taken, given = inputs.get(stage, 0), inputs.get(stage + 1, 0)
-            sizes[stage] = taken, given, max(kept.get(stage, 0), taken)
-        taken, given, saved = sizes[stage]
+            input_bytes, output_bytes = inputs.get(stage, 0), inputs.get(stage + 1, 0)
+            sizes[stage] = input_bytes, output_bytes, max(kept.get(stage, 0), input_bytes)
+        input_bytes, output_bytes, saved = sizes[stage]
         before = peak = live
         if kind == "RECV_F":
-            live += taken
+            live += input_bytes
         elif kind == "RECV_B":
-            live += given
+            live += output_bytes
         elif kind == "F":
-            live += saved - taken + given
+            live += saved - input_bytes + output_bytes
         elif kind == "B":
-            peak = max(peak, live - saved + 2 * taken)  # at its end: the input, its gradient, the output's gradient
-            live += taken - saved - given
+            peak = max(
+                peak, live - saved + 2 * input_bytes
+            )  # at its end: the input, its gradient, the output's gradient
+            live += input_bytes - saved - output_bytes
         elif kind == "I" and stage > 0:
-            peak = max(peak, live + taken)
-            live += taken - given
+            peak = max(peak, live + input_bytes)
+            live += input_bytes - output_bytes
         elif kind == "W":  # the first stage does its whole backward here, and needs the output's gradient for it
-            live -= saved + (given if stage == 0 else 0)
+            live -= saved + (output_bytes if stage == 0 else 0)
         elif kind in MESSAGES_SENT:
-            sent.append(given if kind == "SEND_F" else taken)
+            sent.append(output_bytes if kind == "SEND_F" else input_bytes)
             while len(sent) > SENDS_IN_FLIGHT:
                 live -= sent.popleft()
         if live > peak:

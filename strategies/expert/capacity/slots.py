@@ -18,24 +18,24 @@ class CapacitySlots:
     """The s slots of one chunk of T tokens, which have a assignments to experts.
 
     sources: int64 (s,), the token in a slot; T for an empty slot. weights: (s,), of the expert's output; 0 if empty.
-    taken: int64 (a,), the slot of each assignment, by token; kept: bool (a,), false for a dropped assignment, whose
+    taken: int64 (a,), the slot of each assignment, by token; is_kept: bool (a,), false for a dropped assignment, whose
     `taken` is meaningless. starts: int64 (T,), where each token's assignments begin.
     """
 
     sources: Tensor
     weights: Tensor
     taken: Tensor
-    kept: Tensor
+    is_kept: Tensor
     starts: Tensor
 
     def permute(self, x: Tensor) -> Tensor:
         """x (T, hidden) -> (s, hidden); zeros in empty slots."""
-        return apply(_FillSlots, x, self.sources, self.taken, self.kept, self.starts)
+        return apply(_FillSlots, x, self.sources, self.taken, self.is_kept, self.starts)
 
     def combine(self, rows: Tensor) -> Tensor:
         """rows (s, hidden) -> (T, hidden), a new tensor: weighted sums; 0 where nothing was kept."""
         weights = self.weights.to(rows.dtype)
-        return apply(_CombineSlots, rows, weights, self.sources, self.taken, self.kept, self.starts)
+        return apply(_CombineSlots, rows, weights, self.sources, self.taken, self.is_kept, self.starts)
 
 
 def assign_slots(routing: Routing, slots: Tensor, chunks: int) -> list[CapacitySlots]:
@@ -64,23 +64,23 @@ def assign_slots(routing: Routing, slots: Tensor, chunks: int) -> list[CapacityS
 
 class _FillSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sources: Tensor, taken: Tensor, kept: Tensor, starts: Tensor) -> Tensor:
-        ctx.save_for_backward(taken, kept, starts)
+    def forward(ctx: Any, x: Tensor, sources: Tensor, taken: Tensor, is_kept: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(taken, is_kept, starts)
         return torch.cat((x, x.new_zeros(1, x.size(1)))).index_select(0, sources)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        taken, kept, starts = ctx.saved_tensors
-        return _sums(grad.contiguous(), taken, starts, kept.to(grad.dtype)), None, None, None, None
+        taken, is_kept, starts = ctx.saved_tensors
+        return _sums(grad.contiguous(), taken, starts, is_kept.to(grad.dtype)), None, None, None, None
 
 
 class _CombineSlots(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, sources: Tensor, taken: Tensor, kept: Tensor, starts: Tensor
+        ctx: Any, rows: Tensor, weights: Tensor, sources: Tensor, taken: Tensor, is_kept: Tensor, starts: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, sources)
-        return _sums(rows, taken, starts, weights[taken] * kept)
+        return _sums(rows, taken, starts, weights[taken] * is_kept)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:

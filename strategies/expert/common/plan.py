@@ -151,11 +151,11 @@ def levels(plan: Plan) -> tuple[str, ...]:
 def kept_rows(plan: Plan) -> tuple[Rows, ...]:
     """Return the rows of `AllToAllDispatcher.rows` where only kept assignments are sent."""
     experts, ep = plan.spec.experts, plan.mesh.size("ep")
-    kept = [_kept(1, experts, plan)]
+    rows = [_kept(1, experts, plan)]
     if len(levels(plan)) > 1:
         inner = plan.mesh.size(INNER)
-        kept.append(_kept(inner, experts // inner, plan))  # of an inner group, to the ranks of one inner index
-    return (*kept, _kept(ep, experts // ep, plan))
+        rows.append(_kept(inner, experts // inner, plan))  # of an inner group, to the ranks of one inner index
+    return (*rows, _kept(ep, experts // ep, plan))
 
 
 def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:

@@ -70,13 +70,13 @@ class ProductTraffic(TensorStrategy):
             return []
         counts: Counter[tuple[str, str, str]] = Counter()
         payload: Counter[tuple[str, str, str]] = Counter()
-        known: dict[object, list[Collective]] = {}
+        rows_by_class: dict[object, list[Collective]] = {}
         for block in blocks:
             is_last, reached = block.name == plan.spec.blocks[-1].name, self.has_input_gradient(block.layers[0], plan)
             alike = plan.spec.first_alike[block.name], is_last, reached
-            if alike not in known:
-                known[alike] = [call.row for call in self.traffic(block, plan)]
-            for call in known[alike]:
+            if alike not in rows_by_class:
+                rows_by_class[alike] = [call.row for call in self.traffic(block, plan)]
+            for call in rows_by_class[alike]:
                 counts[call.key] += plan.batch.microbatches * call.calls
                 payload[call.key] += plan.batch.microbatches * call.payload_bytes
         return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]

@@ -192,8 +192,8 @@ class GridRequest:
             return []
         cut = f"{parts} parts ({format_sizes(sizes)}): only whole samples are split"
         message = f"micro_batch={batch.micro_batch} does not divide into {cut}"
-        asked = (key for key in ("micro_batch", "microbatches") if getattr(config, key) is not None)
-        where, fixes = next(asked, "global_batch"), []
+        batch_keys = (key for key in ("micro_batch", "microbatches") if getattr(config, key) is not None)
+        where, fixes = next(batch_keys, "global_batch"), []
         if where == "micro_batch":
             legal = [n for n in divisors(batch.replica_batch) if n % parts == 0] or [parts]
             fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))

@@ -121,6 +121,12 @@ class GridStrategy(ProductStrategy):
     def asked_form(cls, config: Config) -> str:
         return GridConfig.of(config).form
 
+    def resolved_config(self, config: Config, plan: Plan) -> GridConfig:
+        """Return the keys with the grid and the depth of the plan."""
+        mesh, section = plan.mesh, GridConfig.of(config)
+        values = {"grid": f"{mesh.size('row')}x{mesh.size('col')}", "depth": mesh.size("depth")}
+        return replace(section, **{key: values[key] for key in KEYS[self.layout_name]})
+
     def label(self, plan: Plan) -> str:
         """`2d 2x3`."""
         return f"{self.layout_name} {'x'.join(str(degree) for degree in self.tensor_sizes(plan).values())}"
@@ -236,9 +242,6 @@ class Tensor2D(GridStrategy):
             LayoutChoice(f"{name} summa", replace(flat, form="summa"), name, searched=False),
         ]
 
-    def resolved_config(self, config: Config, plan: Plan) -> Grid2DConfig:
-        return replace(Grid2DConfig.of(config), grid=f"{plan.mesh.size('row')}x{plan.mesh.size('col')}")
-
 
 @dataclass(frozen=True)
 class Tensor25D(Tensor2D):
@@ -263,11 +266,6 @@ class Tensor25D(Tensor2D):
             if depth > 1 and (side := isqrt(tp // depth)) >= depth and side * side == tp // depth
         ]
         return configs or [LayoutChoice("2.5d", Grid25DConfig(depth=2))]
-
-    def resolved_config(self, config: Config, plan: Plan) -> Grid25DConfig:
-        section = super().resolved_config(config, plan)
-        assert isinstance(section, Grid25DConfig)
-        return replace(section, depth=plan.mesh.size("depth"))
 
 
 @dataclass(frozen=True)

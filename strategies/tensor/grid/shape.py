@@ -82,5 +82,5 @@ def broken_rule(layout: str, tp: int, grid: Grid | None, depth: int | None) -> t
     settings = [f"grid={grid[0]}x{grid[1]} ({grid[0] * grid[1]} ranks)"] if grid else []
     settings += [f"depth={depth}"] if depth is not None else []
     where = "grid" if grid else "depth" if depth is not None else "tp"
-    given = " with ".join([f"tp={tp}", *[" and ".join(settings)] * bool(settings)])
-    return where, f"{given} does not fit layout={layout}, which needs {RULES[layout]}"
+    subject = " with ".join([f"tp={tp}", *[" and ".join(settings)] * bool(settings)])
+    return where, f"{subject} does not fit layout={layout}, which needs {RULES[layout]}"
