@@ -158,18 +158,16 @@ class BlockwiseContext(ContextStrategy):
     def traffic(self, block: BlockSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
         if not attends(block):
             return [], []
-        both: tuple[list[Collective], list[Collective]] = [], []
+        forward: list[Collective] = []
+        gradients: list[Collective] = []
         if (size := plan.mesh.size(AXIS) // self.head_ranks) > 1:
             numel = self.block_numel(plan)
-            both = (
-                self.bringing(size, numel, plan),
-                self.bringing(size, numel, plan) + self.returning(size, numel, plan),
-            )
+            forward, gradients = self.bringing(size, numel, plan), self.returning(size, numel, plan)
+        exchange = []
         if self.head_ranks > 1:
             payload = sum(self.exchanged_numel(plan)) * BYTES[plan.precision.compute]
-            exchange = Collective(self.axes(plan)[1], "all_to_all", EXCHANGED, 2, payload)
-            both = [*both[0], exchange], [*both[1], exchange]
-        return both
+            exchange = [Collective(self.axes(plan)[1], "all_to_all", EXCHANGED, 2, payload)]
+        return [*forward, *exchange], [*forward, *gradients, *exchange]
 
     def exposed_s(self, communication: float, attention: float, plan: Plan) -> float:
         return communication

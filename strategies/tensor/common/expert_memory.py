@@ -36,7 +36,8 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
         return 2 * own
     if compute != accurate or plan.tensor.sequence_parallel:
         return own
-    counted = any(layer.layer_role == "column_parallel" for layer in _behind(block))  # a shared expert reads it too
+    roles = [layer.layer_role for layer in block.layers]
+    counted = "column_parallel" in roles[roles.index("router") :]  # a shared expert reads it too
     return 0 if counted or recomputed(block, plan) else own
 
 
@@ -110,9 +111,3 @@ def _weights(layer: LayerSpec, plan: Plan) -> int:
     product, and keeps none)."""
     ends = len(layer.parameters) * plan.spec.experts // plan.mesh.size("ep") * OFFSET
     return ends if plan.precision.compute != "float64" else 0
-
-
-def _behind(block: BlockSpec) -> tuple[LayerSpec, ...]:
-    """The router and the layers behind it."""
-    roles = [layer.layer_role for layer in block.layers]
-    return block.layers[roles.index("router") :]

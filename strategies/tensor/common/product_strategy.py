@@ -31,7 +31,6 @@ from parallelrun.planner.contract.parameters import block_dtypes, element_bytes
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import MEASURED, SAMPLE_SET_ROLE, BlockSpec, LayerSpec
-from parallelrun.planner.model.model_spec.backward import BackwardStep
 from parallelrun.planner.model.product import ActivationLayout, Product, degree, num_panels, transfers
 
 from . import expert_memory, latent_memory, step_memory
@@ -105,7 +104,13 @@ class ProductStrategy(ProductTraffic):
     def _layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         if block.backward is not None:
             layers = {layer.name: layer for layer in block.layers}
-            return tuple(self._step_backward(step, layers.get(step.layer), plan) for step in block.backward.steps)
+            weights = {
+                layer.name: _weight_gradients(layer, self.product_of(layer, plan), plan) for layer in block.layers
+            }
+            return tuple(
+                step_memory.step_backward(step, layers.get(step.layer), weights.get(step.layer, 0), plan)
+                for step in block.backward.steps
+            )
         if _says_itself(block, plan):
             elements = (block.saved_elements or 0) * plan.batch.micro_batch
             stated = LayerBackward(kept=round(elements * BYTES[plan.precision.compute]))
@@ -154,10 +159,6 @@ class ProductStrategy(ProductTraffic):
             waiting -= self._beside(layer, block, plan)
         passing = plan.context.passing_bytes(plan) if plan.context and attends(layer) else 0
         return replace(first, kept=saved - behind), LayerBackward(behind, waiting + mixed, of_product or reads, passing)
-
-    def _step_backward(self, step: BackwardStep, layer: LayerSpec | None, plan: Plan) -> LayerBackward:
-        weights = _weight_gradients(layer, self.product_of(layer, plan), plan) if layer else 0
-        return step_memory.step_backward(step, layer, weights, plan)
 
     def _beside(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
         """Bytes of the gradients of latent attention that wait while a layer of it runs backward."""

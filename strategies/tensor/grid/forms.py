@@ -6,7 +6,7 @@ activation may be split otherwise than between blocks, so both forms are chosen 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product as combinations
 from math import gcd, lcm
@@ -15,13 +15,6 @@ from parallelrun.planner.model.model_spec import LayerSpec, ModelSpec, Pair, Par
 from parallelrun.planner.model.product import ActivationLayout, Product, Sizes, degree, num_panels, transfers
 from parallelrun.planner.model.product import forms as products
 
-MAKE: dict[str, Callable[[ActivationLayout], Product]] = {
-    "stationary_y": products.stationary_y,
-    "stationary_x": products.stationary_x,
-    "stationary_w": products.stationary_w,
-    "summa": products.summa,
-    "cube": products.cube,
-}
 KEPT = ("stationary_y", "stationary_x")  # forms that keep the layout of their input
 
 Key = tuple[int, int, int, int]
@@ -50,10 +43,16 @@ def key_of(pair: Pair) -> Key:
     return (*first, row.in_features, row.out_features) if row else (*first, 0, 0)
 
 
+def make_product(form: str, outside: ActivationLayout) -> Product:
+    """Return the product of a form (`products`), whose input has the layout `outside`."""
+    product: Product = getattr(products, form)(outside)
+    return product
+
+
 def pair_products(forms: Forms, outside: ActivationLayout) -> tuple[Product, Product]:
     """(product of the column layers, of the row layer); for the half that is missing, that of the other."""
-    first = MAKE[forms[0] or forms[1]](outside)
-    return first, MAKE[forms[1]](first.y if forms[0] else outside) if forms[1] else first
+    first = make_product(forms[0] or forms[1], outside)
+    return first, make_product(forms[1], first.y if forms[0] else outside) if forms[1] else first
 
 
 def candidates(pair: Pair, form: str) -> Iterator[Forms]:

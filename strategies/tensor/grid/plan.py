@@ -26,7 +26,7 @@ from ..common.keys import Grid2DConfig, Grid25DConfig, GridConfig
 from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from .checks import GridRequest
-from .forms import MAKE, boundary_layout, key_of, pair_products
+from .forms import boundary_layout, key_of, make_product, pair_products
 from .shape import KEYS, cube_root
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def head(cls, boundary: ActivationLayout) -> Product:
         """Return the product of hidden states -> logits, split over the vocabulary."""
-        return MAKE[cls.only_form or "stationary_y"](boundary)
+        return make_product(cls.only_form or "stationary_y", boundary)
 
     @classmethod
     def table(cls, boundary: ActivationLayout) -> Product:
