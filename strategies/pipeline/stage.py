@@ -204,6 +204,7 @@ class ScheduledStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
+        assert gradient is not None, "only activations are received"
         return self._post("SEND_B", bwd_chunk_id, gradient, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

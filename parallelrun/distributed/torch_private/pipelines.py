@@ -57,7 +57,7 @@ def make_schedule(
 ) -> PipelineScheduleMulti:
     """Return a schedule that runs these (kind, stage, microbatch) of each rank, messages included.
 
-    Of the public schedules, each inserts the messages itself, in an order that has no public access. torch's averaging
+    Each public schedule inserts the messages itself, in an order that has no public access. torch's averaging
     of gradients is off.
     """
     from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
@@ -65,13 +65,15 @@ def make_schedule(
     schedule = _PipelineScheduleRuntime(
         list(stages), n_microbatches=num_microbatches, loss_fn=loss_of_output, scale_grads=False
     )
-    schedule.pipeline_order_with_comms = {
+    unchecked: Any = schedule
+    unchecked.pipeline_order_with_comms = {
         rank: [_Action(stage, _ComputationType.from_str(kind), microbatch) for kind, stage, microbatch in order]
         for rank, order in enumerate(steps)
     }
     ranks = {stage: rank for rank, order in enumerate(steps) for kind, stage, _ in order if kind == "F"}
-    for owner in (schedule, *stages):
-        owner.stage_index_to_group_rank = ranks
+    unchecked.stage_index_to_group_rank = ranks
+    for stage in stages:
+        stage.stage_index_to_group_rank = ranks
     return schedule
 
 

@@ -23,7 +23,7 @@ from parallelrun.models.moe.memory import num_kept, num_slots, router_of, row_by
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
 from parallelrun.planner.contract.messages import ExplainedRound, Explanation, calls_of, explanation_by_block
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec
 
@@ -136,10 +136,6 @@ class AllToAllDispatcher(ExpertDispatcher):
 
         sizes, source = self.explained
         return explanation_by_block("expert", self.kind, (f"{EXPLAINED} {sizes}", source), plan, AXIS, rounds_of)
-
-    def equivalence(self, plan: Plan) -> Equivalence:
-        """Routing belongs to the model, so function and gradients are the same as on one device."""
-        return Equivalence("exact")
 
 
 def levels(plan: Plan) -> tuple[str, ...]:

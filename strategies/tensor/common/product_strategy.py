@@ -104,9 +104,7 @@ class ProductStrategy(ProductTraffic):
     def _layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         if block.backward is not None:
             layers = {layer.name: layer for layer in block.layers}
-            weights = {
-                layer.name: _weight_gradients(layer, self.product_of(layer, plan), plan) for layer in block.layers
-            }
+            weights = {name: _weight_gradients(x, self.product_of(x, plan), plan) for name, x in layers.items()}
             return tuple(
                 step_memory.step_backward(step, layers.get(step.layer), weights.get(step.layer, 0), plan)
                 for step in block.backward.steps

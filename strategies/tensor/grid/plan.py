@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isqrt, prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
@@ -124,7 +124,7 @@ class GridStrategy(ProductStrategy):
     def resolved_config(self, config: Config, plan: Plan) -> GridConfig:
         """Return the keys with the grid and the depth of the plan."""
         mesh, section = plan.mesh, GridConfig.of(config)
-        values = {"grid": f"{mesh.size('row')}x{mesh.size('col')}", "depth": mesh.size("depth")}
+        values: dict[str, Any] = {"grid": f"{mesh.size('row')}x{mesh.size('col')}", "depth": mesh.size("depth")}
         return replace(section, **{key: values[key] for key in KEYS[self.layout_name]})
 
     def label(self, plan: Plan) -> str:
