@@ -15,7 +15,7 @@ from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts
 from parallelrun.models.moe.routing import Routing
 from parallelrun.planner.contract.classes import expert_dispatcher
-from parallelrun.strategies.expert.capacity import slots
+from parallelrun.strategies.expert.capacity import runtime as capacity
 from parallelrun.strategies.expert.capacity.runtime import CapacityTokenDispatcher
 from parallelrun.strategies.expert.common.all_to_all import AllToAll
 from parallelrun.strategies.expert.common.dispatcher import TokenDispatcher
@@ -193,7 +193,7 @@ def with_fault(fault: str, case: Case) -> tuple[dict[str, Tensor], int]:
     elif fault == "expert order":  # rows are packed for one level
         ExpertGroups.send_order = lambda self, device: torch.arange(EXPERTS, device=device)
     elif fault == "gradient of the row alone":  # as if every row that comes back had weight 1 in backward
-        spreads = (rows._CombineRows, slots._CombineSlots)
+        spreads = (rows._CombineRows, capacity._CombineSlots)
         for node in spreads:
             backward = node.backward
             node.backward = staticmethod(
