@@ -73,10 +73,14 @@ class Merged:
     """The attention over the blocks so far, in at least fp32. A query that has not seen a key has the log-sum-exp -inf
     and the result 0."""
 
-    def __init__(self, query: Tensor):
-        """query: (batch, heads, tokens, head_dim)."""
-        self.out = torch.zeros_like(query, dtype=accurate_dtype(query.dtype))
-        self.lse = self.out.new_full(query.shape[:3], float("-inf"))
+    def __init__(self, out: Tensor, lse: Tensor):
+        self.out, self.lse = cast(out, accurate_dtype(out.dtype)), lse
+
+    @classmethod
+    def nothing(cls, query: Tensor) -> Merged:
+        """Return the state of queries (batch, heads, tokens, head_dim) before the first key."""
+        lse = query.new_full(query.shape[:3], float("-inf"), dtype=accurate_dtype(query.dtype))
+        return cls(torch.zeros_like(query), lse)
 
     def add(self, out: Tensor, lse: Tensor, rows: slice, samples: slice = slice(None)) -> None:
         """Merge a block's result for the queries `rows` of `samples`."""

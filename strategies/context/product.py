@@ -58,14 +58,18 @@ class BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         own = torch.stack((key, value))
-        merged = Merged(query)
+        merged = None if call.documents is None else Merged.nothing(query)
         for source, (keys, values) in call.transport.blocks(own):
             dropped, pairs = call.dropout(source), 0
             for tile in call.tiles(source):
                 out, lse = attend_to_block(query, keys, values, tile, dropped)
-                merged.add(out, lse, tile.query, tile.samples)
+                if merged is None:  # the first result is not copied
+                    merged = Merged(out, lse)
+                else:
+                    merged.add(out, lse, tile.query, tile.samples)
                 pairs += tile.work * out.size(0)
             call.work.append(pairs)
+        assert merged is not None, "a rank attends to itself"
         result = merged.out.to(query.dtype)
         if query.untyped_storage().nbytes() > query.nbytes:  # of the exchanged heads: it would keep keys and values
             query = query.clone()

@@ -34,13 +34,15 @@ def by_blocks(query, key, value, grad, order, causal, dropped=None):
     own = [positions(spans_of(order, rank)) for rank in range(RANKS)]
     output, gradients = torch.zeros_like(query), [torch.zeros_like(one) for one in (query, key, value)]
     for rank in range(RANKS):
-        parts, merged = [], Merged(query[:, :, own[rank]])
+        parts, merged = [], None
         for source in [rank, *(other for other in range(RANKS) if other != rank)]:
             keys, values = key[:, :, own[source]], value[:, :, own[source]]
             part = dropped and dropped(own[rank], own[source])
             for tile in tiles(spans_of(order, rank), spans_of(order, source), causal):
                 out, lse = attend_to_block(query[:, :, own[rank]], keys, values, tile, part)
-                merged.add(out, lse, tile.query)
+                merged = merged or Merged(out, lse)
+                if parts:
+                    merged.add(out, lse, tile.query)
                 parts.append((source, keys, values, tile, part))
         mine = merged.out.to(query.dtype)
         output[:, :, own[rank]] = mine
@@ -95,8 +97,7 @@ def test_half_precision_is_merged_in_fp32(dtype):
     query, key, value, _ = (drawn(4, dtype, seed) for seed in range(4))
     (tile,) = tiles((Span(0, 1, SEQ),), (Span(0, 1, SEQ),), False)
     out, lse = attend_to_block(query, key, value, tile)
-    merged = Merged(query)
-    merged.add(out, lse, tile.query)
+    merged = Merged(out, lse.clone())
     for _ in range(50):
         merged.add(out * torch.tensor(1.001, dtype=dtype), lse, tile.query)
     assert merged.out.dtype == merged.lse.dtype == torch.float32
