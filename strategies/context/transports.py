@@ -63,14 +63,15 @@ def _start_shift(block: Tensor, group: Group, purpose: str) -> Callable[[], Tens
     """Send a block to the next rank of the ring; the result waits for that of the previous one."""
     if group.size == 1:
         return lambda: block
-    arriving, sent = torch.empty_like(block), [block]
+    arriving = torch.empty_like(block)
     following, previous = (group.index + 1) % group.size, (group.index - 1) % group.size
-    works = comm.exchange([(block, following)], [(arriving, previous)], group, purpose)
+    in_transit = [(block, list(comm.exchange([(block, following)], [(arriving, previous)], group, purpose)))]
 
     def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        sent.clear()
+        for _, works in in_transit:
+            for work in works:
+                work.wait()
+        in_transit.clear()  # with what was sent
         return arriving
 
     return finish
