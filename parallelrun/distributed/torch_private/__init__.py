@@ -36,8 +36,8 @@ from parallelrun.distributed.torch_private.observers import (
 )
 from parallelrun.distributed.torch_private.pipelines import (
     greet_others_only,
+    make_schedule,
     receive_on_demand,
-    set_messages,
     start_messages,
     trust_metadata,
 )
