@@ -84,9 +84,9 @@ def average_too_rarely(training: Training) -> None:
 def sum_for_mean(training: Training) -> None:
     average = training.data.average
 
-    def wrong(tensors: list[Tensor]) -> None:
-        average(tensors)
-        for tensor in tensors:
+    def wrong() -> None:
+        average()
+        for tensor in training.data._weights:
             tensor.mul_(2)
 
     training.data.average = wrong
@@ -148,9 +148,9 @@ def ascend(training: Training) -> None:
     """The movement with the wrong sign."""
     average = training.data.average
 
-    def wrong(tensors: list[Tensor]) -> None:
-        average(tensors)
-        for tensor in tensors:
+    def wrong() -> None:
+        average()
+        for tensor in training.data._weights:
             tensor.neg_()
 
     training.data.average = wrong

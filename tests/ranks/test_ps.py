@@ -172,10 +172,10 @@ def test_async_applies_every_push_on_arrival_and_its_log_replays_the_run(tmp_pat
     assert sum(servers["staleness"].values()) == 24 == servers["updates"]
     assert_same(final_weights(tmp_path), by_plain_arithmetic(tmp_path, settings), 1e-12)
     replay = LogReplay(ps_config(settings), ps_plan(settings), torch.device("cpu"))
-    replay.run(apply_log.read(tmp_path))
+    replay.run(apply_log.read_log(tmp_path))
     final = final_weights(tmp_path)
     assert all(torch.equal(value, final[name]) for name, value in replay.weights().items())
-    complete = apply_log.read(tmp_path)
+    complete = apply_log.read_log(tmp_path)
     with pytest.raises(VerificationError, match="update 7 of server 0 follows update 5"):
         LogReplay(ps_config(settings), ps_plan(settings), torch.device("cpu")).run(complete[:5] + complete[6:])
     lines = metrics(tmp_path)

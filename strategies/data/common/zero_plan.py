@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.planner.pieces.expert_axes import replica_axis
@@ -29,9 +28,6 @@ from parallelrun.planner.predict.prediction import merge
 from .bucket_prediction import RankBuckets, buckets_of, check_shardable, final_collectives
 from .buckets import ROUNDED_ROLES, Shape, is_summed, partition, reduce_bytes, shard_dim, shard_layout
 from .keys import BucketKeys
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class ZeRO(DataStrategy):
         return check_shardable(request, cls.kind, frozen_too=False)
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> ZeRO:
         return cls(bucket_bytes=BucketKeys.of(request.config).bucket_bytes)
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
@@ -102,9 +98,6 @@ class ZeRO(DataStrategy):
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         return ExchangeForm(gathers_rounded=self._rounds(plan))
-
-    def equivalence(self, plan: Plan) -> Equivalence:
-        return Equivalence("exact")
 
 
 def received_bytes(number: int, buckets: RankBuckets, plan: Plan) -> int:

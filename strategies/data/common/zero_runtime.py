@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
@@ -19,13 +19,13 @@ from parallelrun.base.layout import chunk_range
 from parallelrun.distributed import comm
 from parallelrun.distributed.comm import Waitable
 from parallelrun.distributed.mesh import Group, Mesh
-from parallelrun.planner.contract.data_strategy import Bucket
-from parallelrun.planner.contract.parameters import HeldParameter, LocalParameter
+from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
-from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, trained
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients
 
 from .buckets import shard_dim
+from .flat import bucket_pairs
 from .reducer import GradientBucket, Reducer
 
 
@@ -104,7 +104,7 @@ class Chunks:
 
     def __init__(self, weights: Sequence[ChunkedWeight], group: Group):
         self.weights, self.group = list(weights), group
-        self._starts = [0, *accumulate(one.numel for one in weights)]
+        self._starts = [0, *accumulate(chunk.numel for chunk in weights)]
         self.gradients = weights[0].mine.new_zeros(self._starts[-1])
         self.shards = self._own_parts(self.gradients)
 
@@ -179,24 +179,25 @@ class ZeRORuntime(DataRuntime):
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
-        pairs = trained(pairs)
-        held, weights = [one for one, _ in pairs], [weight for _, weight in pairs]
-        filled = plan.data.buckets(held, [tuple(weight.shape) for weight in weights], plan)
+        buckets, unique = bucket_pairs(pairs, plan)
         self.pending = PendingExchanges(self.max_pending)
-        self._chunks = [self._cut(one, pairs) for one in filled]
+        self._chunks = [self._cut(own, mesh.group(axis)) for axis, own in buckets]
         self._buckets = [self.bucket(chunks) for chunks in self._chunks]
-        self._reducers = [Reducer(own, plan) for own in self.orders(filled, held)]
-        mine = {id(one.weight): one.mine for chunks in self._chunks for one in chunks.weights}
-        self._unique = [weight for weight in weights if id(weight) not in mine]
-        self.parameters = [self._local_parameter(one, mine.get(id(weight), weight)) for one, weight in pairs]
-        self.flat_gradients = by_axis((one.axis, chunks.gradients) for one, chunks in zip(filled, self._chunks))
+        self._reducers = [Reducer(own, plan) for own in self.orders([own[0][0].stage for _, own in buckets])]
+        mine = {id(chunk.weight): chunk.mine for chunks in self._chunks for chunk in chunks.weights}
+        self._unique = [weight for _, weight in unique]
+        self.parameters = [
+            replace(p, tensor=mine.get(id(p.tensor), p.tensor), layout=plan.data.state_layout(p.spec, p.layout, plan))
+            for p in self.parameters
+        ]
+        self.flat_gradients = by_axis((axis, chunks.gradients) for (axis, _), chunks in zip(buckets, self._chunks))
 
     @abstractmethod
     def bucket(self, chunks: Chunks) -> GradientBucket:
         """Return the bucket that reduces the gradients of some chunks."""
 
-    def orders(self, filled: Sequence[Bucket], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
-        """The buckets in groups, each of which is launched in its order."""
+    def orders(self, stages: Sequence[int]) -> Iterable[list[GradientBucket]]:
+        """The buckets in groups, each of which is launched in its order. stages: of each bucket."""
         return [self._buckets]
 
     def begin_step(self) -> None:
@@ -210,8 +211,8 @@ class ZeRORuntime(DataRuntime):
         for reducer in self._reducers:
             reducer.finish()
         for chunks in self._chunks:
-            for one, gradient in zip(chunks.weights, chunks.shards):
-                one.mine.grad = gradient
+            for chunk, gradient in zip(chunks.weights, chunks.shards):
+                chunk.mine.grad = gradient
         complete_gradients(self._unique)
 
     @torch.no_grad()
@@ -221,10 +222,5 @@ class ZeRORuntime(DataRuntime):
             self.pending.start(chunks.gather)
         self.pending.wait()
 
-    def _cut(self, bucket: Bucket, pairs: Sequence[Pair]) -> Chunks:
-        group = self._mesh.group(bucket.axis)
-        return Chunks([cut(*pairs[index], group, self._plan) for index in bucket.indices], group)
-
-    def _local_parameter(self, held: HeldParameter, mine: Tensor) -> LocalParameter:
-        layout = self._plan.data.state_layout(held.spec, held.layout, self._plan)
-        return LocalParameter(held.name, mine, held.spec, layout, held.shared)
+    def _cut(self, pairs: Sequence[Pair], group: Group) -> Chunks:
+        return Chunks([cut(*pair, group, self._plan) for pair in pairs], group)

@@ -30,11 +30,6 @@ class DiLoCo(IndependentReplicas):
 
     kind = "diloco"
     config_class = DiLoCoConfig
-    description = (
-        "Replicas train by themselves for `sync_every` steps; then one all-reduce a bucket averages how far they have "
-        "moved, and an outer SGD with Nesterov momentum follows that average.",
-        "Douillard et al. 2023",
-    )
     kept_states = 2  # the shared weights, and the outer momentum
     default_sync_every = 10  # the paper uses 500; with 10, a run of 60 steps on a laptop has six rounds
 

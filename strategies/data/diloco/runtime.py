@@ -35,7 +35,7 @@ class DiLoCoRuntime(IndependentRuntime):
         """Take the outer step; every replica continues from the new shared weights."""
         for weight, shared in zip(self._weights, self._shared):
             torch.sub(shared, weight, out=weight)  # the storage of the weights carries the movement
-        self.average(self._weights)
+        self.average()
         outer = self._outer
         for movement, shared, momentum in zip(self._weights, self._shared, self._momentum):
             momentum.mul_(outer.outer_momentum).add_(movement)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
@@ -18,7 +17,7 @@ from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.classes import splits_backward
 from parallelrun.planner.contract.data_strategy import ExchangeForm
 from parallelrun.planner.contract.parameters import distinct_parameters
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.memory.peak import gradient_bytes
 from parallelrun.planner.model.model_spec import ParameterSpec
@@ -28,10 +27,7 @@ from ..common.bucket_prediction import buckets_of, check_shardable, final_collec
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
 from ..common.keys import FSDPConfig
 from . import checks
-from .units import Unit, UnitSharding, is_whole
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .units import Unit, UnitSharding, is_unsharded
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
@@ -41,11 +37,6 @@ class FSDP(UnitSharding):
     """The checks and predictions of fsdp."""
 
     kind = "fsdp"
-    description = (
-        "Each rank holds a shard of every block's weights. An all-gather collects a block's weights just before it "
-        "computes, forward and backward; a reduce-scatter sums its gradients and leaves each rank its shard.",
-        "Zhao et al. 2023",
-    )
     config_class = FSDPConfig
     takes_experts = True
     takes_context = True
@@ -58,7 +49,7 @@ class FSDP(UnitSharding):
         return [*check_shardable(request, cls.kind), *checks.check(request)]
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> FSDP:
         data = FSDPConfig.of(request.config)
         reshard, reduce_each = data.reshard_after_forward, data.reduce_each_microbatch
         return cls(
@@ -198,7 +189,7 @@ class FSDP(UnitSharding):
             if plan.mesh.size("dp_replicate") > 1:
                 shard = reduced // plan.mesh.size(unit.axis)
                 rows.append(Collective("dp_replicate", "all_reduce", ENGINE, count, count * shard))
-        if not any(is_whole(held, plan) for held, _ in distinct_parameters(plan, pp_rank)):
+        if not any(is_unsharded(held, plan) for held, _ in distinct_parameters(plan, pp_rank)):
             return merge(rows) + final
         buckets = buckets_of(pp_rank, coordinate, plan)
         for number, axis in enumerate(buckets.axes):
@@ -215,9 +206,6 @@ class FSDP(UnitSharding):
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         once, again = not self.reduce_each_microbatch, self.reshard_after_forward
         return ExchangeForm(scatters_once=once, gathers_again=again, gathers_rounded=True)
-
-    def equivalence(self, plan: Plan) -> Equivalence:
-        return Equivalence("exact")
 
 
 def _gathered_at(index: int, let_go: Sequence[int]) -> tuple[int, int]:

@@ -25,7 +25,8 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, match, trained
 
 from ..common.buckets import shard_dim
-from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_whole, shard_axis
+from ..common.flat import bucket_pairs, flat_views
+from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_unsharded, shard_axis
 
 torch_private.import_compiler()  # or DTensor would, in each rank instead of once before they are forked
 torch_private.detach_shards_at_once()
@@ -65,8 +66,8 @@ class FSDPRuntime(DataRuntime):
         self.frozen = [parameter for parameter in local if parameter.spec.frozen]
         both = zip(self.parameters, trained(pairs))
         self._sharded = [(parameter, weight) for parameter, (_, weight) in both if parameter.tensor is not weight]
-        self._whole = WholeGradients(trained(pairs), plan, mesh)
-        self.flat_gradients = by_axis((group.axis, flat) for group, flat in self._whole.flat)
+        self._unsharded = UnshardedGradients(pairs, plan, mesh)
+        self.flat_gradients = by_axis((group.axis, flat) for group, flat in self._unsharded.flat)
         self._num_backwards = dict.fromkeys(parts, 0)
         self._is_last: dict[object, bool] = {}  # what each root has been told
         self._left_gathered = False
@@ -84,14 +85,14 @@ class FSDPRuntime(DataRuntime):
         self._left_gathered = False
         for parameter, sharded in self._sharded:
             parameter.tensor.grad = sharded.grad = None
-        self._whole.begin()
+        self._unsharded.begin()
         self._num_backwards = dict.fromkeys(self._num_backwards, 0)
         for root in self._roots:
             self._set_last(root, self._always_last)
 
     def launch_gradients(self) -> None:
         """Start the sums of the parameters that are in no unit."""
-        self._whole.launch()
+        self._unsharded.launch()
 
     def finish_gradients(self) -> None:
         """Reduce the remaining gradients, and give the optimizer the gradients of the shards."""
@@ -103,7 +104,7 @@ class FSDPRuntime(DataRuntime):
             for parameter, sharded in self._sharded:
                 parameter.tensor.grad = None if sharded.grad is None else _local(sharded.grad)
             complete_gradients([parameter.tensor for parameter, _ in self._sharded])
-        self._whole.finish()
+        self._unsharded.finish()
 
     def _before_forward(self, part: nn.Module, _: object) -> None:
         """Gather a weight of two stages."""
@@ -136,26 +137,23 @@ class FSDPRuntime(DataRuntime):
         root.set_reshard_after_backward(last or self._strategy.reshard_after_forward)
 
 
-class WholeGradients:
-    """Sums the gradients of parameters that are in no unit (`is_whole`), which FSDP2 ignores, over their copies.
+class UnshardedGradients:
+    """Sums the gradients of parameters that are in no unit (`is_unsharded`), which FSDP2 ignores, over their copies.
 
     Backward accumulates them in flat buffers, of which they are views. flat: the buffers, each with its group.
     """
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
-        buckets = plan.data.buckets([held for held, _ in pairs], [tuple(weight.shape) for _, weight in pairs], plan)
+        buckets, rest = bucket_pairs(pairs, plan)
         self.flat = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         self._works: list[Waitable | None] = []
-        for bucket in buckets:
-            weights = [pairs[index][1] for index in bucket.indices]
+        for axis, own in buckets:
+            weights = [weight for _, weight in own]
             flat = weights[0].new_zeros(sum(weight.numel() for weight in weights))
-            self.flat.append((mesh.group(bucket.axis), flat))
-            parts = flat.split([weight.numel() for weight in weights])
-            self._views += [(weight, part.view(weight.shape)) for weight, part in zip(weights, parts)]
-        summed = {index for bucket in buckets for index in bucket.indices}
-        whole = [index for index, (held, _) in enumerate(pairs) if is_whole(held, plan)]
-        self._unique = [pairs[index][1] for index in whole if index not in summed]  # has no copies at all
+            self.flat.append((mesh.group(axis), flat))
+            self._views += zip(weights, flat_views(flat, [weight.shape for weight in weights]))
+        self._unique = [weight for parameter, weight in rest if is_unsharded(parameter, plan)]  # have no copies at all
 
     def begin(self) -> None:
         """Clear the gradients."""
@@ -188,8 +186,8 @@ class UnitWrapper:
         copies = (REPLICATE,) if mesh.group(REPLICATE).size > 1 else ()  # HSDP: dim 0 of a mesh
         axes = dict.fromkeys([shard_axis(plan), *(unit.axis for unit in self._units)])
         self._meshes = {axis: mesh.device_mesh(*copies, axis) for axis in axes}
-        whole = [held for held in held_parameters(plan, pp_rank) if is_whole(held, plan)]
-        self._ignored = {self._parts[held.stage].get_parameter(held.name) for held in whole}
+        unsharded = [parameter for parameter in held_parameters(plan, pp_rank) if is_unsharded(parameter, plan)]
+        self._ignored = {self._parts[parameter.stage].get_parameter(parameter.name) for parameter in unsharded}
 
     def wrap(self) -> None:
         """Wrap shared weights, then every stage's blocks, then the stages."""
@@ -228,14 +226,14 @@ class UnitWrapper:
         FSDP lets no two roots share a unit, so each is wrapped apart, in a module of the layers that hold it, which is
         never called: the runtime gathers and reduces it.
         """
-        for held in unit.parameters:
-            part = self._parts[held.stage]
-            weight = part.get_parameter(held.name)
+        for parameter in unit.parameters:
+            part = self._parts[parameter.stage]
+            weight = part.get_parameter(parameter.name)
             modules = [module for part in self._parts.values() for module in part.modules()]
             holder = nn.Sequential(*(m for m in modules if any(p is weight for p in m.parameters(recurse=False))))
             self._wrap(holder, unit)
             setattr(part, HOLDERS, [*getattr(part, HOLDERS, []), holder])
-            self._ignored.add(part.get_parameter(held.name))
+            self._ignored.add(part.get_parameter(parameter.name))
 
     def _wrap(self, module: nn.Module, unit: Unit, others: AbstractSet[nn.Parameter] = frozenset()) -> FSDPModule:
         """Wrap one unit. others: parameters of the module that are not in it.

@@ -86,7 +86,7 @@ class UnitSharding(DataStrategy):
         return shard_layout(parameter, tensor_layout, shard_axis(plan, tensor_layout), plan)
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
-        return partition(trained, shapes, plan, only=[i for i, held in enumerate(trained) if is_whole(held, plan)])
+        return partition(trained, shapes, plan, only=[i for i, held in enumerate(trained) if is_unsharded(held, plan)])
 
     def units(self, plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
         """The FSDP units of a pp rank, by stage, in forward order; a stage's root and shared weight come last."""
@@ -112,7 +112,7 @@ def shard_axis(plan: Plan, layout: Layout | None = None) -> str:
     return plan.data_axis if is_whole else inner
 
 
-def is_whole(held: HeldParameter, plan: Plan) -> bool:
+def is_unsharded(held: HeldParameter, plan: Plan) -> bool:
     """Whether a parameter is in no unit because it has no copies to shard over."""
     return plan.mesh.size(shard_axis(plan, held.layout)) == 1
 
@@ -122,7 +122,7 @@ def _units(
 ) -> list[tuple[Unit, int]]:
     """distinct: parameters of the first of equal blocks, whose units are then counted."""
     every = held_parameters(plan, pp_rank) if distinct is None else distinct
-    held = [parameter for parameter in every if not is_whole(parameter, plan)]
+    held = [parameter for parameter in every if not is_unsharded(parameter, plan)]
     by_block: dict[str, list[HeldParameter]] = {}
     for parameter in held:
         by_block.setdefault(parameter.block, []).append(parameter)

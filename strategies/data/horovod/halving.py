@@ -18,20 +18,22 @@ NUM_DOTS = 3  # a.b, |a|^2, |b|^2 of every tensor
 DOT_BYTES = 8  # fp64
 
 
-def rows(vectors: Sequence[tuple[int, int]], size: int, index: int, element_bytes: int, axis: str) -> list[Collective]:
+def message_rows(
+    vectors: Sequence[tuple[int, int]], size: int, index: int, element_bytes: int, axis: str
+) -> list[Collective]:
     """Return the messages of member `index` that combine vectors, each (its elements, the tensors in it)."""
     levels, calls, payload = size.bit_length() - 1, 0, 0
     for numel, num_tensors in vectors:
         swaps = levels * (levels + 1) // 2  # of dot products: k + 1 at level k
         calls += 2 * levels + swaps
-        payload += elements(numel, size, index) * element_bytes + swaps * NUM_DOTS * DOT_BYTES * num_tensors
+        payload += sent_elements(numel, size, index) * element_bytes + swaps * NUM_DOTS * DOT_BYTES * num_tensors
     return [
         Collective(axis, "send", "parameters", calls, payload),
         Collective(axis, "recv", "parameters", calls, 0),
     ]
 
 
-def elements(numel: int, size: int, index: Number) -> Number:
+def sent_elements(numel: int, size: int, index: Number) -> Number:
     """Elements that member `index` (or each of an array) sends: at each level one half of a part while halving, the
     other one while gathering."""
     return sum(halved(numel, level, index) for level in range(size.bit_length() - 1))

@@ -20,6 +20,7 @@ from parallelrun.distributed import comm, torch_private
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Collective, Plan
 
+from ..common.flat import flat_views, flatten, unflatten
 from .plan import sharding
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .shards import Shard
@@ -37,22 +38,6 @@ def publish_facts(rank: int, facts: dict[str, Any]) -> None:
 def collect_facts(rank: int) -> dict[str, Any]:
     """Wait for the facts that a rank publishes."""
     return cast("dict[str, Any]", json.loads(torch_private.default_store().get(_FACTS.format(rank=rank))))
-
-
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat tensor of all elements."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def unflatten(flat: Tensor, into: Sequence[Tensor]) -> None:
-    """Copy a flat tensor back into the tensors that it was made of."""
-    for tensor, part in zip(into, flat.split([tensor.numel() for tensor in into])):
-        tensor.copy_(part.view_as(tensor))
-
-
-def shard_views(flat: Tensor, shards: Sequence[Shard]) -> list[Tensor]:
-    """Views of a flat buffer, one per shard, in the shape of its rows."""
-    return [part.view(shard.shape) for shard, part in zip(shards, flat.split([shard.numel for shard in shards]))]
 
 
 class PeerLost(RuntimeError):
@@ -116,8 +101,8 @@ class Channel:
 class WorkerConnection:
     """A server's end of the connection to one worker: the channel, one buffer per direction, and what it measures.
 
-    num_exchanges: pushes that were answered. messages: of the counted exchange. blocked_s: seconds for which answers
-    were held back.
+    num_exchanges: pushes that were answered. messages: of the counted exchange. blocked_s: seconds for which the worker
+    waited for answers to its pushes.
     """
 
     def __init__(self, worker: int, weights: Tensor):
@@ -162,7 +147,7 @@ class ShardBuffers:
         return values
 
     def _views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        return [view for flat, shards in zip(flats, self._by_server) for view in shard_views(flat, shards)]
+        return [v for flat, own in zip(flats, self._by_server) for v in flat_views(flat, (s.shape for s in own))]
 
     def _gradient(self, name: str) -> Tensor:
         gradient = self._parameters[name].grad
@@ -177,7 +162,7 @@ def _rows(tensor: Tensor, shard: Shard) -> Tensor:
 class ServerClient:
     """A worker's connections to all servers: pushes go to every server at once, pulls fill the module's weights.
 
-    versions: of each server's weights, as last pulled. torn_reads: pulls in which the servers' versions differed.
+    versions: of each server's weights, as last pulled.
     """
 
     def __init__(self, plan: Plan, parameters: Sequence[LocalParameter], frozen: Sequence[LocalParameter]):
@@ -185,7 +170,6 @@ class ServerClient:
         self._frozen = [parameter.tensor.detach() for parameter in frozen]
         self._channels = [Channel(plan.num_workers + server) for server in range(plan.servers)]
         self.versions = [0] * plan.servers
-        self.torn_reads = 0
 
     def read(self) -> ServerReply:
         """Pull the current weights; return the first server's reply."""
@@ -243,7 +227,6 @@ class ServerClient:
     def _pull(self, requests: Sequence[WorkerRequest], pushes: Sequence[Tensor]) -> ServerReply:
         replies = self._exchange(self._channels, requests, pushes, self.buffers.pulls)
         self.versions = [reply.version for reply in replies]
-        self.torn_reads += len(set(self.versions)) > 1
         self.buffers.unpack()
         return replies[0]
 

@@ -6,7 +6,6 @@ The servers are the last ranks and outside the mesh: dp counts the workers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES, TABLE
@@ -21,9 +20,6 @@ from parallelrun.planner.predict.prediction import INT64_BYTES
 from ..common.keys import ParameterServerConfig
 from .protocol import AXIS, CONTROL, NORM_BYTES, PULL, PUSH, REPLY_BYTES, REQUEST_BYTES
 from .shards import Sharding, assign, cut
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
 DEFAULT_STALENESS = 2
@@ -98,7 +94,7 @@ class ParameterServer(DataStrategy):
         return problems or [problem for check in checks for problem in check(request)]
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> ParameterServer:
         data = ParameterServerConfig.of(request.config)
         return cls(
             servers=request.servers,

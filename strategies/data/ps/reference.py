@@ -30,8 +30,7 @@ from parallelrun.training.verify.run import conclude, judge, reference_trace
 from parallelrun.training.verify.single_device import single_device
 from parallelrun.training.verify.trace import Trace
 
-from . import apply_log
-from .apply_log import AppliedUpdate, LogRow, Push
+from .apply_log import AppliedUpdate, LogRow, Push, read_log
 from .connections import ShardBuffers
 from .plan import ParameterServer
 from .store import ShardStore
@@ -78,7 +77,7 @@ def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
     worker.end(clock)
     if worker.is_chief:
         trace.final = weights_of(training)
-        rows = [r for r in apply_log.read(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
+        rows = [r for r in read_log(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
         trace.losses, trace.grad_norms = [row.loss for row in rows], [row.norm for row in rows]
         trace.gradients = [_with_frozen(worker.client.read_gradient(row.version), training) for row in rows]
     if in_step:
@@ -93,7 +92,7 @@ def _replay(config: Config, plan: Plan, context: WorkerContext) -> Trace:
     """Return the trace of a replay of this run's apply log."""
     replay = LogReplay(config, plan, context.device)
     trace = Trace(initial=weights_of(replay.training))
-    replay.run(apply_log.read(context.directory))
+    replay.run(read_log(context.directory))
     training = replay.load_final()
     trace.losses, trace.grad_norms = replay.losses, replay.norms
     trace.gradients = [_with_frozen(gradients, training) for gradients in replay.gradients()]

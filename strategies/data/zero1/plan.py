@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.plan import Plan
 
 from ..common.bucket_prediction import buckets_of
@@ -18,17 +17,9 @@ class ZeRO1(ZeRO):
     """Weights and gradients are complete on every rank of dp."""
 
     kind = "zero1"
+    is_searched = True
     saves_memory = True
     config_class = ZeRO1Config
-    description = (
-        "Each rank owns a part of every tensor's optimizer state. A reduce-scatter gives it the summed gradients of "
-        "its part, it updates that part, and an all-gather gives every rank the new weights.",
-        "Rajbhandari et al. 2020",
-    )
-
-    @classmethod
-    def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
-        return [ZeRO1Config()]
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Each bucket's padding and its sum, of which this rank keeps its part."""

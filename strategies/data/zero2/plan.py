@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallelrun.base.layout import Layout
-from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.model_spec import ParameterSpec
 
@@ -25,17 +24,8 @@ class ZeRO2(ZeRO):
     """Weights are complete on every rank of dp; gradients, optimizer state and the update are sharded."""
 
     kind = "zero2"
+    is_searched = True
     config_class = ZeRO2Config
-    description = (
-        "Each rank owns a part of every tensor's gradient and optimizer state. In every backward pass a reduce-scatter "
-        "gives it the summed gradients of its part; it updates that part, and an all-gather gives every rank the new "
-        "weights.",
-        "Rajbhandari et al. 2020",
-    )
-
-    @classmethod
-    def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
-        return [ZeRO2Config()]
 
     def num_exchanges(self, plan: Plan) -> int:
         return 1 if plan.pipeline.splits_backward else plan.batch.microbatches

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from parallelrun.distributed import torch_private
-from parallelrun.planner.contract.data_strategy import Bucket
-from parallelrun.planner.contract.parameters import HeldParameter
 
 from ..common.buckets import MAX_PENDING
 from ..common.reducer import GradientBucket
@@ -55,9 +53,9 @@ class TransientBucket(GradientBucket):
         buffer = self._chunks.new_buffer()
         pairs = [
             pair
-            for one, regions in zip(self._chunks.weights, self._chunks.regions(buffer))
-            if one.weight.grad is not None
-            for pair in one.pieces(regions, one.weight.grad)
+            for chunk, regions in zip(self._chunks.weights, self._chunks.regions(buffer))
+            if chunk.weight.grad is not None
+            for pair in chunk.pieces(regions, chunk.weight.grad)
         ]
         with torch.no_grad():
             torch_private.copy_all([target for target, _ in pairs], [part for _, part in pairs])
@@ -72,11 +70,11 @@ class ZeRO2Runtime(ZeRORuntime):
     def bucket(self, chunks: Chunks) -> TransientBucket:
         return TransientBucket(chunks, self.pending)
 
-    def orders(self, filled: Sequence[Bucket], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
+    def orders(self, stages: Sequence[int]) -> Iterable[list[GradientBucket]]:
         """By stage: the passes of a rank's stages alternate in the order of the schedule, the same on all replicas."""
         by_stage: dict[int, list[GradientBucket]] = {}
-        for part, bucket in zip(filled, self._buckets):
-            by_stage.setdefault(held[part.indices[0]].stage, []).append(bucket)
+        for stage, bucket in zip(stages, self._buckets):
+            by_stage.setdefault(stage, []).append(bucket)
         return by_stage.values()
 
 

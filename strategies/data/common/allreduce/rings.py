@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.wording import divisors, either, nearest
@@ -17,9 +16,6 @@ from parallelrun.planner.contract.request import Request
 from ..keys import AlgorithmKeys
 from .algorithm import GROUP_SIZE, Algorithm, Counts, num_pieces
 from .rounds import Number, Rounds, Span, all_gather, ring, scatter_reduce, segments
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class HierarchicalAllReduce(RingAllReduce):
     name: str = field(default="hierarchical", init=False)
 
     @classmethod
-    def of(cls, request: Request) -> Self:
+    def of(cls, request: Request) -> HierarchicalAllReduce:
         group_size, per_node = AlgorithmKeys.of(request.config).group_size, request.config.cluster.gpus_per_node
         if group_size is None and per_node is not None:
             group_size = min(request.num_data_ranks, max(1, per_node // request.tp))
@@ -106,7 +102,7 @@ class HierarchicalAllReduce(RingAllReduce):
         reason = "the ranks of dp in a host" if per_node else "cluster.gpus_per_node is not set"
         return (f"group_size={cls.of(request).group_size} (filled: dp {request.num_data_ranks}, {reason})",)
 
-    def over(self, axis: str, plan: Plan) -> Self:
+    def over(self, axis: str, plan: Plan) -> HierarchicalAllReduce:
         """Inner groups are of the same ranks, or of one."""
         apart = plan.num_data_ranks // plan.mesh.size(axis)
         return replace(self, group_size=self.group_size // gcd(self.group_size, apart))

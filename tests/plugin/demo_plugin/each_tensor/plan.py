@@ -30,7 +30,6 @@ class EachTensor(DataStrategy):
 
     kind = "each_tensor"
     config_class = EachTensorConfig
-    description = ("After backward, one all-reduce per parameter sums its gradient over the replicas.", "")
 
     max_pending: int = 1
 

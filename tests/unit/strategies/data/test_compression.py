@@ -7,7 +7,7 @@ import torch
 
 from parallelrun.base.errors import ConfigError
 from parallelrun.planner.predict import prediction
-from parallelrun.strategies.data.common.compression.factors import (
+from parallelrun.strategies.data.common.compression.powersgd import (
     first_right_factor,
     next_right_factor,
     orthonormal,

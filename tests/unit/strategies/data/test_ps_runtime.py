@@ -84,19 +84,19 @@ def test_the_log_gives_back_what_was_written_and_follows_what_grows(tmp_path) ->
     reader = ApplyLogReader(tmp_path)
     assert reader.new_rows() == []
     rows = [applied(1, 0, 0, time_s=0.1), DroppedPush(1, 2, 3, 4, 5, 0.2)]
-    apply_log.append(tmp_path, rows[0])
+    apply_log.append_row(tmp_path, rows[0])
     assert reader.new_rows() == rows[:1]
-    apply_log.append(tmp_path, rows[1])
+    apply_log.append_row(tmp_path, rows[1])
     with open(tmp_path / apply_log.NAME, "a") as file:
         file.write('{"kind": "upd')  # another server is writing
     assert reader.new_rows() == rows[1:] and reader.new_rows() == []
-    assert apply_log.read(tmp_path) == rows
+    assert apply_log.read_log(tmp_path) == rows
 
 
 def test_a_non_finite_number_is_read_as_nan(tmp_path) -> None:
     push = Push(0, 1, 0, float("nan"), 8.0)
-    apply_log.append(tmp_path, AppliedUpdate(0, 1, 1, (push,), 0.1, float("nan"), float("inf"), applied=False))
-    (row,) = apply_log.read(tmp_path)
+    apply_log.append_row(tmp_path, AppliedUpdate(0, 1, 1, (push,), 0.1, float("nan"), float("inf"), applied=False))
+    (row,) = apply_log.read_log(tmp_path)
     assert row.loss != row.loss and row.norm != row.norm and row.pushes[0].loss != row.pushes[0].loss
 
 
