@@ -1,15 +1,12 @@
-"""When buckets are sent, which storage is whose, and what each rank keeps."""
+"""When buckets are sent, and which tensors share storage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
-from math import prod
 from typing import Any
 
 import pytest
 
-from parallelrun.models.optimizer import Optimizer
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import measure, train_step
 from tests.pool import run_ranks
@@ -38,7 +35,7 @@ def _noted(function: Callable, word: str, seen: list[str]) -> Callable:
     return noted
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1"])
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "ring"])
 def test_buckets_leave_during_the_last_backward_and_none_before(kind):
     for seen in run_ranks(2, events, {"dp": 2, "microbatches": 4, "strategy.data.kind": kind}):
         assert seen[:4] == ["microbatch"] * 4
@@ -99,35 +96,3 @@ def shared_storage(overrides: dict[str, Any]) -> list[str]:
 )
 def test_what_the_optimizer_updates_is_what_the_module_reads(overrides):
     assert run_ranks(2, shared_storage, overrides) == [[], []]
-
-
-def optimizer_share(overrides: dict[str, Any]) -> tuple[int, int, list[tuple[str, Any]]]:
-    """(elements of AdamW's first moment here, elements of the model, shards by name)."""
-    training = start({"optimizer.name": "adamw", **overrides})
-    train_step(training, 1, 0.01, LossScaler(training.config.precision, False))
-    optimizer: Optimizer = training.optimizer
-    sizes, place = training.plan.mesh.sizes, training.mesh.coordinate
-    mine = sum(optimizer.state(p.name)["exp_avg"].numel() for p in training.parameters)
-    shards = [(p.name, p.layout.ranges(p.spec.shape, sizes, place)) for p in training.parameters]
-    return mine, training.plan.spec.num_parameters, shards
-
-
-@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
-def test_shards_cover_every_element_exactly_once(kind):
-    results = run_ranks(3, optimizer_share, {"dp": 3, "global_batch": 12, "strategy.data.kind": kind})
-    assert sum(mine for mine, _, _ in results) == results[0][1]
-    covered: dict[str, list] = {}
-    for _, _, shards in results:
-        for name, ranges in shards:
-            covered.setdefault(name, []).append(ranges)
-    for name, ranges in covered.items():
-        rows = sorted(part[0] for part in ranges if prod(stop - start for start, stop in part))
-        assert rows[0][0] == 0, name
-        assert all(before[1] == after[0] for before, after in pairwise(rows)), name
-
-
-def test_hsdp_keeps_one_copy_per_replica():
-    overrides = {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2}
-    results = run_ranks(4, optimizer_share, overrides)
-    assert sum(mine for mine, _, _ in results) == 2 * results[0][1]
-    assert results[0][2] == results[2][2] != results[1][2]

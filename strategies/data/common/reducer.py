@@ -1,7 +1,6 @@
 """Gradients are collected in buckets during backward, and a full bucket is exchanged under the rest of backward.
 
-torch's DDP is not used: it averages by itself, and it works neither under pipeline schedules nor with separate backward
-passes for inputs and weights.
+torch's DDP is not used: it averages by itself, and works neither under pipeline schedules nor with a split backward.
 """
 
 from __future__ import annotations

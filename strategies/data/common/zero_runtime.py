@@ -33,9 +33,8 @@ from .reducer import GradientBucket, Reducer
 class ChunkedWeight:
     """One weight and its chunks along `dim`.
 
-    shape: of a chunk; along dim 0 it may be padded. mine: this rank's chunk, contiguous, as optimizers need it, in the
-    stored dtype. It shares the weight's storage where it is contiguous there (`shard_dim` 0, or one expert) and the
-    weight is not rounded, else it is a copy.
+    shape: of a chunk; along dim 0 it may be padded. mine: this rank's chunk, contiguous, in the stored dtype. It shares
+    the weight's storage where it is contiguous there (`dim` 0, or one expert) and the weight is not rounded.
     """
 
     weight: nn.Parameter
@@ -48,23 +47,18 @@ class ChunkedWeight:
         """Elements of a chunk, padding included."""
         return prod(self.shape)
 
-    def regions(self, rows: Tensor) -> Tensor:
-        """View `rows` (copies, numel), a chunk each, as (copies, *shape)."""
-        regions: Tensor = rows.unflatten(1, self.shape)
-        return regions
+    def pieces(self, regions: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(part of `regions`, part of `tensor`) pairs: the full chunks at once, then the shorter last one.
 
-    def pieces(self, regions: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(part of `regions`, part of `whole`) pairs: the full chunks at once, then the shorter last one.
-
-        whole: a tensor of the weight's shape. Padding is in no pair.
+        tensor: of the weight's shape. Padding is in no pair.
         """
         dim, size = self.dim, self.shape[self.dim]
         if size == 0:
             return []
-        full, rest = divmod(whole.shape[dim], size)
-        chunks = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
+        full, rest = divmod(tensor.shape[dim], size)
+        chunks = tensor.narrow(dim, 0, full * size).unflatten(dim, (full, size))
         out = [(regions[:full].movedim(0, dim), chunks)] if full else []
-        return [*out, (regions[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest))] if rest else out
+        return [*out, (regions[full].narrow(dim, 0, rest), tensor.narrow(dim, full * size, rest))] if rest else out
 
     def padding(self, regions: Tensor) -> list[Tensor]:
         """The parts of `regions` that no element of the weight is in."""
@@ -78,14 +72,15 @@ class ChunkedWeight:
         return row[: self.mine.numel()].view(self.mine.shape)
 
 
-def cut(held: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> ChunkedWeight:
-    """Cut a weight that has copies on the ranks of `group`, and round it if the plan keeps it so."""
-    dim = shard_dim(held.spec, held.layout, replica_axis(held.layout, plan), plan)
+def cut(parameter: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> ChunkedWeight:
+    """Cut a weight that has copies on the ranks of `group`, and round it if the plan says so."""
+    spec, layout = parameter.spec, parameter.layout
+    dim = shard_dim(spec, layout, replica_axis(layout, plan), plan)
     shape = list(weight.shape)
     shape[dim] = -(-shape[dim] // group.size)
     start, stop = chunk_range(weight.shape[dim], group.size, group.index)
     part = weight.detach().narrow(dim, start, stop - start)
-    dtype = plan.data.weight_dtype(held.spec, held.layout, plan)
+    dtype = plan.data.weight_dtype(spec, layout, plan)
     if dtype != plan.precision.stored:
         part = part.clone(memory_format=torch.contiguous_format)
         weight.data = weight.data.to(getattr(torch, dtype))
@@ -94,10 +89,10 @@ def cut(held: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> 
 
 
 class Chunks:
-    """The chunks of one bucket's weights.
+    """The chunks of one bucket's weights, which all have the same dtype.
 
-    gradients: this rank's summed row; shards: its part for each weight. buffer: for all chunks of all weights, kept
-    between exchanges, or None: each exchange has a buffer of its own. The weights all have the same dtype.
+    gradients: this rank's summed row; shards: its part for each weight. buffer: for all chunks of all weights; None:
+    each exchange has a buffer of its own.
     """
 
     buffer: Tensor | None = None
@@ -115,7 +110,7 @@ class Chunks:
     def regions(self, buffer: Tensor) -> list[Tensor]:
         """Each weight's chunks in a buffer: (copies, *shape of a chunk)."""
         rows = buffer.view(self.group.size, -1).split([chunk.numel for chunk in self.weights], dim=1)
-        return [chunk.regions(rows_of) for rows_of, chunk in zip(rows, self.weights)]
+        return [row.unflatten(1, chunk.shape) for row, chunk in zip(rows, self.weights)]
 
     def reduce(self, into: Tensor, buffer: Tensor) -> Waitable:
         """Start summing this rank's row of everyone's buffer into `into`."""
@@ -125,8 +120,8 @@ class Chunks:
 
     def gather(self) -> Callable[[], None]:
         """Start sharing this rank's updated chunks; the result waits and copies all chunks into the weights."""
-        dtype, kept = self.weights[0].weight.dtype, self.buffer
-        buffer = self.new_buffer(dtype) if kept is None else kept.view(dtype)[: kept.numel()]
+        dtype, own = self.weights[0].weight.dtype, self.buffer
+        buffer = self.new_buffer(dtype) if own is None else own.view(dtype)[: own.numel()]
         row = buffer.view(self.group.size, -1)[self.group.index]
         for part, chunk in zip(self._own_parts(row), self.weights):
             part.copy_(chunk.mine)
@@ -138,8 +133,8 @@ class Chunks:
             for chunk, regions in zip(self.weights, self.regions(buffer)):
                 for region, part in chunk.pieces(regions, chunk.weight.detach()):
                     part.copy_(region)
-            if kept is not None and kept.dtype != dtype:
-                self._clear_padding(kept)
+            if own is not None and own.dtype != dtype:
+                self._clear_padding(own)
 
         return finish
 
@@ -155,7 +150,7 @@ class Chunks:
 
 
 class PendingExchanges:
-    """Exchanges that have been started. At most `limit` are pending, so that no more of their buffers exist."""
+    """Exchanges that have been started, at most `limit` at a time, so that no more of their buffers exist."""
 
     def __init__(self, limit: int | None):
         self._limit, self._finish = limit, deque[Callable[[], None]]()

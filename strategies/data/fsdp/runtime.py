@@ -1,9 +1,8 @@
 """The runtime of fsdp: torch's FSDP2 wraps every unit; this module decides when it reduces.
 
-FSDP2 averages gradients by default, on every module separately, so summing is asked of each module. It reduces in every
-backward pass, or in the last one of each stage only (`reduce_each_microbatch=false`, which keeps unsharded gradients
-until then); HSDP sums the shards over the replicas in the last one. Under schedules that split backward, all of it
-follows the schedule.
+FSDP2 averages gradients by default, so each module is told to sum. It reduces in every backward pass, or in the last
+one of each stage (`reduce_each_microbatch=false`); HSDP sums the shards over the replicas in the last one. Under
+schedules that split backward, all of it follows the schedule.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class FSDPRuntime(DataRuntime):
         self._num_backwards = dict.fromkeys(parts, 0)
         self._is_last: dict[object, bool] = {}  # what each root has been told
         self._left_gathered = False
-        # Then every backward is a last one, and nothing need be said again: saying it walks all modules.
+        # Then every backward pass is the last one of its step, and the modules are told once.
         self._always_last = plan.mesh.size("pp") == 1 and plan.batch.microbatches == 1
         for part in parts:
             part.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -127,8 +126,8 @@ class FSDPRuntime(DataRuntime):
         output.register_hook(backward_begins)
 
     def _set_last(self, root: FSDPModule, last: bool) -> None:
-        """Tell a root whether its next backward pass is the last of the step: it then reduces all that is left
-        and frees the weights that were kept."""
+        """Tell a root whether its next backward pass is the last of the step: it then reduces all gradients that remain
+        and frees all gathered weights."""
         if self._is_last.get(root) == last:
             return
         self._is_last[root] = last
@@ -206,9 +205,9 @@ class UnitWrapper:
             module.set_force_sum_reduction_for_comms(True)
 
     def _wrap_block(self, own: list[Unit], part: nn.Module) -> list[FSDPModule]:
-        """Wrap the units of one block, the block first in what is returned.
+        """Wrap the units of one block, and return the block first.
 
-        Experts last: their unit's module holds the router too, which by then is sharded with the block, or by itself.
+        Experts are wrapped last: their module contains the router, which is in another unit.
         """
         modules = {unit.kind: part.get_submodule(unit.module) for unit in own}
         experts = {part.get_parameter(p.name) for unit in own if unit.kind == EXPERTS for p in unit.parameters}
@@ -223,7 +222,7 @@ class UnitWrapper:
     def _wrap_tied(self, unit: Unit) -> None:
         """Wrap the weights that two stages of this rank share.
 
-        FSDP lets no two roots share a unit, so each is wrapped apart, in a module of the layers that hold it, which is
+        FSDP's roots cannot share a unit, so each weight is wrapped in a module of the layers that use it, which is
         never called: the runtime gathers and reduces it.
         """
         for parameter in unit.parameters:
@@ -236,10 +235,7 @@ class UnitWrapper:
             self._ignored.add(part.get_parameter(parameter.name))
 
     def _wrap(self, module: nn.Module, unit: Unit, others: AbstractSet[nn.Parameter] = frozenset()) -> FSDPModule:
-        """Wrap one unit. others: parameters of the module that are not in it.
-
-        Inputs and outputs are not cast: the layers do it themselves, alike under every data strategy.
-        """
+        """Wrap one unit. others: parameters of the module that are not in it. Layers cast their inputs themselves."""
         plan, precision = self._plan, self._plan.precision
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, precision.compute) if unit.rounded else None,
@@ -259,7 +255,7 @@ class UnitWrapper:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of an FSDP shard, sharing its storage (outside autograd). A whole parameter stays as it is."""
+    """This rank's part of an FSDP shard, sharing its storage (outside autograd); any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -273,10 +269,10 @@ def _tie_again(holder: nn.Module) -> None:
 
 def _prefetch(root: FSDPModule, blocks: list[list[FSDPModule]]) -> None:
     """In backward, gather each block (its units, the block itself first) while the one after it computes; in forward,
-    gather its experts while what is before them computes.
+    gather its experts while the layers before them compute.
 
-    Said explicitly, because FSDP's own guess takes the block that ran before, which may be of another microbatch; what
-    has nothing to gather names itself, which does nothing.
+    FSDP's own guess takes the block that ran before, which may be of another microbatch. A module without a
+    predecessor names itself, which does nothing.
     """
     for index, (block, *inner) in enumerate(blocks):
         block.set_modules_to_backward_prefetch(blocks[index - 1] if index else [block])

@@ -33,8 +33,8 @@ class NaiveDDP(DataStrategy):
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         trained = trained_parameters(plan, pp_rank)
         calls = [
-            Collective(replica_axis(held.layout, plan), "all_reduce", "gradients", 1, reduce_bytes(plan) * prod(shape))
-            for held, shape in zip(trained, local_shapes(trained, coordinate, plan))
-            if is_summed(held, plan)
+            Collective(replica_axis(p.layout, plan), "all_reduce", "gradients", 1, reduce_bytes(plan) * prod(shape))
+            for p, shape in zip(trained, local_shapes(trained, coordinate, plan))
+            if is_summed(p, plan)
         ]
         return merge(calls) + final_collectives(pp_rank, coordinate, plan)

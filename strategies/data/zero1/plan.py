@@ -32,20 +32,18 @@ class ZeRO1(ZeRO):
         )
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """The gradients that no bucket has collected yet, all of them where buckets wait for the schedule's end; in
-        the last pass, also the receive buffers of full buckets."""
+        """The gradients that no bucket has collected; in the last pass, also the receive buffers of full buckets."""
         if plan.pipeline.splits_backward:
             return None
         buckets = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
         is_last = number == plan.batch.microbatches - 1
         return [
-            beside + (sum(received_bytes(bucket, buckets, plan) for bucket in full) if is_last else 0)
-            for beside, full in buckets.waiting(stage)
+            outside + (sum(received_bytes(bucket, buckets, plan) for bucket in full) if is_last else 0)
+            for outside, full in buckets.waiting(stage)
         ]
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The receive buffers of all buckets. Where backward is split, each comes when its bucket has just taken the
-        gradients in."""
+        """The receive buffers of all buckets. Where backward is split, each comes after its bucket's gradients."""
         buckets = buckets_of(pp_rank, coordinate, plan)
         received = [received_bytes(number, buckets, plan) for number in range(len(buckets.axes))]
         if not plan.pipeline.splits_backward:

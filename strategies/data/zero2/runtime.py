@@ -1,7 +1,4 @@
-"""The runtime of zero2: every backward pass reduces its gradients into this rank's shards and frees the others.
-
-Gradients take the memory of the shards, of two pending buckets, and of what has not yet filled a bucket.
-"""
+"""The runtime of zero2: every backward pass reduces its gradients into this rank's shards and frees the others."""
 
 from __future__ import annotations
 
@@ -31,10 +28,8 @@ class TransientBucket(GradientBucket):
         self._pending.wait()
 
     def _reduce(self, first: bool) -> Callable[[], None]:
-        """Start the sum of the weights' gradients and free them. The result waits and adds the sum to the shards.
-
-        first: in the first pass of a step the sum overwrites the shards.
-        """
+        """Start the sum of the weights' gradients and free them. The result waits and adds the sum to the shards, or,
+        in the first pass of a step, overwrites them."""
         buffer, gradients = self._collected(), self._chunks.gradients
         for weight in self.weights:
             weight.grad = None

@@ -18,8 +18,7 @@ GROUP_SIZE = "strategy.data.group_size"
 
 
 class Counts(NamedTuple):
-    """Counts of one rank (or of each in an array) in one all-reduce: messages sent, elements in them, messages
-    received."""
+    """Messages sent in one all-reduce by a rank (or each in an array), elements in them, messages received."""
 
     sends: Number
     elements: Number
@@ -47,7 +46,6 @@ class Algorithm(ABC):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        """Return the violations: settings that the algorithm does not read, or that are illegal."""
         group_size = AlgorithmKeys.of(request.config).group_size
         if group_size is None:
             return []
@@ -82,7 +80,7 @@ class Algorithm(ABC):
     def collectives(
         self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
     ) -> list[Collective]:
-        """The predicted rows of one sum of gradients over `axis`. limit: see `counts`."""
+        """The predicted rows of one sum of gradients over `axis`."""
         counts = self.counts(size, index, numel, limit)
         return [
             Collective(axis, "send", "gradients", counts.sends, counts.elements * element_bytes),
@@ -90,7 +88,7 @@ class Algorithm(ABC):
         ]
 
     def links(self, size: int, numel: int) -> dict[tuple[int, int], int]:
-        """Elements sent from one member to another: (from, to) -> how many, where there are any."""
+        """(source, target) -> the elements that one member sends to another."""
         elements: Counter[tuple[int, int]] = Counter()
         for index in range(size):
             for turn in self.rounds(size, index, numel):

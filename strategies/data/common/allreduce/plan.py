@@ -133,10 +133,13 @@ class AlgorithmAllReduce(BucketedAllReduce):
         rows, title = self.collectives(coordinate["pp"], coordinate, plan), "the collectives of one step"
         if not self.algorithm.native and len(ranks) > 1:
             messages = self.bucket_messages(coordinate["pp"], coordinate, plan)
-            text, exchanges = self.algorithm.text, [
-                self._explain_sum(f"bucket {number} of {len(messages)}", message, rank, plan)
-                for number, message in enumerate(messages, start=1)
-            ]
+            text, exchanges = (
+                self.algorithm.text,
+                [
+                    self._explain_sum(f"bucket {number} of {len(messages)}", message, rank, plan)
+                    for number, message in enumerate(messages, start=1)
+                ],
+            )
             rows, title = final_collectives(coordinate["pp"], coordinate, plan), "the final gradients"
         rounds = tuple(ExplainedRound(calls[0].what, calls=calls) for calls in calls_of(rows, plan, ranks))
         exchanges += [ExplainedExchange(title, rounds)] if rounds else []

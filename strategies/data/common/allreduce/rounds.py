@@ -78,10 +78,7 @@ def halvings(numel: int, size: int, index: int) -> tuple[Halving, ...]:
 
 
 def halved(numel: Number, times: int, index: Number) -> Number:
-    """Elements that member `index` still has after so many of its `halvings`: of two halves the lower is longer by one.
-
-    numel, index: numbers, or arrays of them.
-    """
+    """Elements that member `index` has after so many of its `halvings`; the lower half may be longer by one."""
     return (numel + 2**times - 1 - index % 2**times) // 2**times
 
 
