@@ -1,4 +1,4 @@
-"""When buckets are sent, and which tensors share storage."""
+"""When buckets are sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parallelrun.training.loop.schedules import LossScaler
-from parallelrun.training.loop.step import measure, train_step
+from parallelrun.training.loop.step import train_step
 from tests.pool import run_ranks
 from tests.ranks.data_body import start
 
@@ -48,51 +48,3 @@ def test_under_zero_bubble_buckets_wait_for_the_schedule():
     for seen in run_ranks(4, events, overrides):
         assert "launch" in seen
         assert seen.index("finish") < seen.index("launch")
-
-
-def ddp_storage() -> bool:
-    """After every step each gradient is a view into a bucket, and the buckets never move."""
-    training = start({**SMALL_BUCKETS, "dp": 2, "microbatches": 2})
-    buffers = [bucket.buffer for bucket in training.data._buckets]
-    places = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-    for step in (1, 2):
-        train_step(training, step, 0.1, LossScaler(training.config.precision, False))
-        held = [p.tensor.grad for p in training.parameters]
-        if {g.untyped_storage().data_ptr() for g in held} != places:
-            return False
-    return sum(g.numel() for g in held) == sum(buffer.numel() for buffer in buffers)
-
-
-def test_ddp_gradients_lie_in_the_buckets():
-    assert run_ranks(2, ddp_storage) == [True, True]
-
-
-def shared_storage(overrides: dict[str, Any]) -> list[str]:
-    """Parameters whose local tensor is no longer the storage the module computes from."""
-    training = start({"dp": 2, "microbatches": 2, **overrides})
-    strangers = []
-    for step in (1, 2):
-        train_step(training, step, 0.1, LossScaler(training.config.precision, False))
-        measure(training)
-        training.data.begin_step()
-        for local in training.parameters:
-            weight = training.model_parts[0].get_parameter(local.name).detach()
-            weight = weight.to_local() if hasattr(weight, "to_local") else weight
-            same = weight.untyped_storage().data_ptr() == local.tensor.untyped_storage().data_ptr()
-            if local.tensor.numel() and not same:
-                strangers.append(local.name)
-    return strangers
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"strategy.data.kind": "zero1"},
-        {"strategy.data.kind": "fsdp"},
-        {"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": False},
-        {"strategy.data.kind": "fsdp", "precision.name": "bf16"},
-    ],
-    ids=["zero1", "fsdp", "fsdp gathered", "fsdp bf16"],
-)
-def test_what_the_optimizer_updates_is_what_the_module_reads(overrides):
-    assert run_ranks(2, shared_storage, overrides) == [[], []]

@@ -211,13 +211,6 @@ def test_meeting_after_every_step_is_data_parallel_training(dp: int) -> None:
             assert found == pytest.approx(losses, rel=1e-10)
 
 
-def test_an_outer_rate_of_one_is_averaging_and_any_other_is_not() -> None:
-    (averaged, _, _), _ = after({"dp": 2, **LOCAL_SGD, "strategy.data.sync_every": 3})
-    for overrides, is_same in ((AVERAGING, True), ({**AVERAGING, "strategy.data.outer_lr": 0.7}, False)):
-        (weights, _, _), _ = after({"dp": 2, **DILOCO, "strategy.data.sync_every": 3, **overrides})
-        assert (worst(weights, averaged) <= 1e-10) == is_same
-
-
 def test_replicas_differ_between_meetings_and_are_alike_bit_for_bit_after_one() -> None:
     for strategy in (LOCAL_SGD, DILOCO):
         (one, _, _), (other, _, _) = after({"dp": 2, **strategy}, steps=3)

@@ -18,7 +18,8 @@ from parallelrun.strategies.data.ps.reference import LogReplay
 from parallelrun.training.loop.build import build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
-from parallelrun.training.verify.single_device import single_device as single_device
+from parallelrun.training.verify.replay import weights_of
+from parallelrun.training.verify.single_device import single_device
 from tests import checkpoints
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
 
@@ -144,8 +145,8 @@ def test_async_applies_every_push_on_arrival_and_its_log_replays_the_run(tmp_pat
     assert_same(final_weights(tmp_path), by_plain_arithmetic(tmp_path, settings), 1e-12)
     replay = LogReplay(ps_config(settings), ps_plan(settings), torch.device("cpu"))
     replay.run(apply_log.read_log(tmp_path))
-    final = final_weights(tmp_path)
-    assert all(torch.equal(value, final[name]) for name, value in replay.weights().items())
+    final, replayed = final_weights(tmp_path), weights_of(replay.load_final())
+    assert all(torch.equal(value, replayed[name]) for name, value in final.items())
     complete = apply_log.read_log(tmp_path)
     with pytest.raises(VerificationError, match="update 7 of server 0 follows update 5"):
         LogReplay(ps_config(settings), ps_plan(settings), torch.device("cpu")).run(complete[:5] + complete[6:])

@@ -28,7 +28,6 @@ CELLS: dict[str, dict[str, Any]] = {
     "tp and pp": {"dp": 2, "tp": 2, "pp": 2, **RING},
     "2d": {"dp": 2, "tp": 4, "strategy.tensor.kind": "2d", **RING},
     "halving-doubling of three": {"dp": 3, "global_batch": 12, **HALVING_DOUBLING},
-    "halving-doubling, tp": {"dp": 2, "tp": 2, **HALVING_DOUBLING},
     "tree of three": {"dp": 3, "global_batch": 12, **RING, "strategy.data.algorithm": "tree"},
     "hierarchical": {"dp": 4, **HIERARCHICAL},
     "native": {"dp": 2, **RING, "strategy.data.algorithm": "native"},

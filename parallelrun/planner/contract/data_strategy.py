@@ -102,7 +102,7 @@ class DataStrategy(AxisStrategy):
     @classmethod
     def described(cls) -> tuple[str, str]:
         """(what it does, the paper), for `explain`: `Idea:` and `Paper:` of the docstring of the strategy's package."""
-        package = sys.modules[cls.__module__.rpartition(".")[0]]
+        package = sys.modules.get(cls.__module__.rpartition(".")[0], sys.modules[cls.__module__])
         summary, *fields = re.split(r"^(Idea|Paper|Costs): ", package.__doc__ or "", flags=re.MULTILINE)
         texts = dict(zip(fields[::2], (" ".join(text.split()) for text in fields[1::2])))
         return texts.get("Idea", " ".join(summary.split())), texts.get("Paper", "")

@@ -1,8 +1,7 @@
-"""Point-to-point connections between workers and servers, seen from either end, and the flat buffers they carry.
+"""Point-to-point connections between workers and servers, and the flat buffers that they carry in CPU memory.
 
-gloo sets the rules: a blocking send returns when the peer receives, and a receive can neither be polled nor cancelled.
-So a server has one thread per worker that waits in a blocking receive, and workers send without waiting. Payloads are
-in CPU memory; on GPUs this leaves NCCL, which has no tags, to the workers.
+A receive of gloo can neither be polled nor cancelled. So a server has one thread per worker that waits in a blocking
+receive, and workers send without waiting. NCCL, which has no tags, is used among workers only.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Channel:
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
 
     def send(self, tensor: Tensor, purpose: str) -> None:
-        """Start to send a contiguous CPU tensor, which must not change until `flush`. Raises PeerLost."""
+        """Start to send a CPU tensor, which must not change until `flush`. Raises PeerLost."""
         assert tensor.is_contiguous() and tensor.device.type == "cpu"
         with self._guarded(), comm.label(AXIS, purpose):
             self._sent.append((dist.isend(tensor, dst=self.peer, tag=_TAGS[purpose]), tensor))
@@ -66,8 +65,7 @@ class Channel:
     def flush(self) -> list[Collective]:
         """Wait until the peer has received everything; return all messages since the last flush. Raises PeerLost.
 
-        Channels count their own messages, because a `CommunicationCounter` sees those of its own thread only. Bytes are
-        counted at the sender.
+        Channels count their own messages, because a `CommunicationCounter` sees those of its own thread only.
         """
         with self._guarded():
             for work, _ in self._sent:
@@ -86,7 +84,7 @@ class Channel:
         return into
 
     def receive_header(self, kind: type[Header]) -> Header:
-        """Wait for a header of that kind; its numbers get the types of the kind's defaults. Raises PeerLost."""
+        """Wait for a header; its numbers get the types of the kind's defaults. Raises PeerLost."""
         values = self.receive(torch.empty(len(kind._fields), dtype=torch.float64), CONTROL).tolist()
         return kind(*(type(default)(value) for default, value in zip(kind._field_defaults.values(), values)))
 
@@ -133,7 +131,8 @@ class ShardBuffers:
 
     def pack(self) -> None:
         """Copy the gradients into `pushes`."""
-        torch_private.copy_all(self._push_views, [_rows(self._gradient(shard.name), shard) for shard in self._shards])
+        gradients = {name: tensor.grad for name, tensor in self._parameters.items() if tensor.grad is not None}
+        torch_private.copy_all(self._push_views, [_rows(gradients[shard.name], shard) for shard in self._shards])
 
     def unpack(self) -> None:
         """Copy `pulls` into the weights."""
@@ -148,11 +147,6 @@ class ShardBuffers:
 
     def _views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         return [v for flat, own in zip(flats, self._by_server) for v in flat_views(flat, (s.shape for s in own))]
-
-    def _gradient(self, name: str) -> Tensor:
-        gradient = self._parameters[name].grad
-        assert gradient is not None, f"backward left no gradient for {name}"
-        return gradient
 
 
 def _rows(tensor: Tensor, shard: Shard) -> Tensor:
@@ -181,18 +175,17 @@ class ServerClient:
         return self._pull(requests, self.buffers.pushes)
 
     def wait_at_barrier(self, request: WorkerRequest, waiting: Callable[[], None]) -> int:
-        """Arrive at a barrier (Ask.SAVE or Ask.END) and wait for its release.
+        """Wait at a barrier (Ask.SAVE or Ask.END); return the step of a checkpoint that could not be written, or 0.
 
-        Return the step of a checkpoint that could not be written, this one or the one before it; 0 if there is none.
         waiting: called about once a second meanwhile.
         """
         for channel in self._channels:
             channel.send_header(request)
-        waiting_for, failed = self._channels, 0
-        while waiting_for:
-            replies = [channel.receive_header(ServerReply) for channel in waiting_for]
+        pending, failed = self._channels, 0
+        while pending:
+            replies = [channel.receive_header(ServerReply) for channel in pending]
             failed = max(failed, *(reply.clock for reply in replies if reply.ready), 0)
-            waiting_for = [channel for channel, reply in zip(waiting_for, replies) if not reply.ready]
+            pending = [channel for channel, reply in zip(pending, replies) if not reply.ready]
             waiting()
         for channel in self._channels:
             channel.flush()

@@ -105,7 +105,7 @@ class Server:
                 self._changed.notify_all()
 
     def _lose(self, worker: int, error: BaseException) -> None:
-        """Go on without a worker whose connection is lost. Raise any other error, or if the plan cannot spare it."""
+        """Continue without a worker whose connection is lost, if the plan can spare it. Raise any other error."""
         spare = self._settings.spare_workers(self._plan.num_workers)
         if not isinstance(error, PeerLost) or worker == 0 or len(self._clocks.lost) >= spare:
             raise error
@@ -162,10 +162,7 @@ class Server:
         return reply._replace(version=self._store.version, stop=float(self.stopped))
 
     def _join_update(self, worker: int, request: WorkerRequest, gradient: Tensor) -> ServerReply:
-        """Make one update per clock, of several pushes (sync, backup workers, ssp with staleness 0).
-
-        A worker pushes for the next update, since it waits for each, or, with backup workers, for an earlier one.
-        """
+        """Make one update per clock, of several pushes (sync, backup workers, ssp with staleness 0)."""
         clock, version = request.clock, self._store.version
         if clock <= version:
             self._log(DroppedPush(self._index, worker, clock, request.pulled, version))
@@ -196,7 +193,6 @@ class Server:
         return self._apply(clock, pushes, loss, norm, applied, coefficient)
 
     def _sum_over_servers(self, squares: float) -> float:
-        """All servers clip by one norm."""
         if self._group is None:
             return squares
         total = torch.tensor([squares], dtype=torch.float64)

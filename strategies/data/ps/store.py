@@ -1,7 +1,6 @@
 """The shards of one server: their weights and optimizer state, how an update changes them, and their checkpoints.
 
-The replay of an apply log uses the same class, so that equal updates give equal bits. Checkpoints hold one-device names
-and can be loaded under any plan.
+The replay of an apply log uses the same class, so that equal updates give equal bits.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .plan import ParameterServer, sharding
 
 
 class ShardStore:
-    """Weights and gradient of a server's shards, each one flat CPU buffer in the order of `plan.sharding`.
+    """Weights and gradient of a server's shards, each one flat CPU buffer in the order of `sharding`.
 
     version: number of updates so far (of synchronous updates: the step; a skipped one counts too). frozen: on server 0,
     the parameters that are not trained, for checkpoints.
@@ -95,10 +94,7 @@ class ShardStore:
         return [part for parameter in self._stored for part in parts_to_save(parameter, self.optimizer, self._as_part)]
 
     def extra(self, clocks: Mapping[int, int]) -> dict[str, Any]:
-        """Return the values that an exact resume needs beside the tensors.
-
-        clocks: of the live workers, which all wait at a barrier, so that no push is on its way.
-        """
+        """Return the values that an exact resume needs in addition to the tensors. clocks: of the live workers."""
         config, plan, step = self._config, self._plan, min(clocks.values())
         return {
             "step": step,
