@@ -14,7 +14,7 @@ from parallelrun.base.context import PendingCollective
 from parallelrun.distributed import torch_private
 
 from .exchanges import WatchedExchange
-from .settings import HorovodSettings
+from .plan import Horovod
 
 if TYPE_CHECKING:
     from parallelrun.base.context import WorkerContext
@@ -77,7 +77,7 @@ class StallWatch:
     def __init__(
         self, exchanges: Sequence[WatchedExchange], buckets: Sequence[FlatBucket], plan: Plan, context: WorkerContext
     ):
-        strategy = HorovodSettings.of(plan)
+        strategy = Horovod.of(plan)
         self._exchanges, self._buckets = exchanges, buckets
         self._rank, self._world, self._warn_s = context.rank, plan.mesh.num_ranks, strategy.stall_warn_s
         self._groups = strategy.rank_groups(plan)
