@@ -25,11 +25,8 @@ def current_wait(frame: FrameType | None) -> PendingCollective | None:
     """Return what this process waits for; None if it is nothing, or nothing that can be told. frame: the innermost one
     of its main thread. May be called in any thread."""
     for group, ranks in torch_private.process_groups():
-        if is_ours(group) and (waiting := group.awaited()) is not None:
-            missing = None if waiting.missing is None else tuple(ranks[number] for number in waiting.missing)
-            return PendingCollective(
-                str(group.group_name), ranks, waiting.operation, waiting.number, waiting.num_bytes, missing
-            )
+        if is_ours(group) and (pending := group.pending(ranks)) is not None:
+            return pending
     while frame is not None:
         code = frame.f_code
         if code.co_filename.endswith(_OF_TORCH) and code.co_name in _WAITS_FOR_ALL:
