@@ -234,8 +234,10 @@ class CollectiveChannel:
         return any(self._members[number].process is peer and self._members[number][CLOSED] for number in self._others)
 
     def outstanding(self, operation: PendingOperation) -> tuple[int, tuple[int, ...]] | None:
-        """Return the number of a collective that has not ended, from 1, and the members that have not issued it; None if
-        it is not of this group."""
+        """Return the number of a collective that has not ended, from 1, and the members that have not issued it.
+
+        None if it is not of this group.
+        """
         for collective in tuple(self._queue):
             if collective is operation:
                 index = collective.index
