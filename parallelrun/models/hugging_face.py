@@ -98,7 +98,7 @@ class Field(NamedTuple):
 
     def read(self, fields: Fields) -> Any:
         """Return our value."""
-        read = fields.take if isinstance(self.kind, type) else fields.chosen
+        read = fields.take if isinstance(self.kind, type) else fields.translate
         return read(self.theirs, self.kind, self.default)
 
     def value(self, config: Config, spec: ModelSpec) -> Any:
@@ -196,7 +196,7 @@ class Fields:
             return kind()
         return value
 
-    def chosen(self, key: str, ours: Mapping[Any, Any], default: Any) -> Any:
+    def translate(self, key: str, ours: Mapping[Any, Any], default: Any) -> Any:
         """Our name for the value of `key`."""
         value = self._left.pop(key, default)
         if isinstance(value, (dict, list)) or value not in ours:
@@ -207,7 +207,7 @@ class Fields:
 
     def expect(self, key: str, *allowed: Any) -> None:
         """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
-        self.chosen(key, dict.fromkeys(allowed), allowed[0])
+        self.translate(key, dict.fromkeys(allowed), allowed[0])
 
     def rotary(self, default_theta: float, partial: float = 1.0, yarn: bool = False) -> dict[str, Any]:
         """The values of `model.rope_*`, from fields as transformers 5 writes them or earlier versions do.

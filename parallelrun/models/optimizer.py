@@ -73,16 +73,15 @@ class Optimizer:
 
 def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the torch optimizer, fused if torch supports it on the device. Raises ConfigError."""
-    if config.name == "adamw":
-        beta1, beta2 = config.betas
-        kind = torch_private.uncompiled(torch.optim.AdamW)
-        return kind(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
-    if config.name == "sgd":
-        return torch_private.uncompiled(torch.optim.SGD)(groups, lr=config.lr, momentum=config.momentum, fused=True)
-    if config.name == "adagrad":
-        on_cpu = all(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
-        return torch_private.uncompiled(torch.optim.Adagrad)(
-            groups, lr=config.lr, eps=config.eps, fused=on_cpu or None
-        )  # torch has fused Adagrad only on CPU
-    fix = " or ".join(f"optimizer={kind}" for kind in OPTIMIZERS)
-    raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", fix))
+    on_cpu = all(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
+    options: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, {"betas": tuple(config.betas), "eps": config.eps, "fused": True}),
+        "sgd": (torch.optim.SGD, {"momentum": config.momentum, "fused": True}),
+        "adagrad": (torch.optim.Adagrad, {"eps": config.eps, "fused": on_cpu or None}),  # not fused on GPUs
+    }
+    if config.name not in options:
+        fix = " or ".join(f"optimizer={kind}" for kind in OPTIMIZERS)
+        raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", fix))
+    kind, values = options[config.name]
+    make: Any = torch_private.uncompiled(kind)
+    return make(groups, lr=config.lr, **values)  # type: ignore[no-any-return]

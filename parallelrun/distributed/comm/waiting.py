@@ -37,9 +37,9 @@ def current_wait(frame: FrameType | None) -> PendingCollective | None:
 
 def _in_call(operation: str, arguments: Any) -> PendingCollective | None:
     """Return the collective of one of torch's functions, by its arguments."""
-    asked: Any = arguments.get("group") or dist.group.WORLD
+    process_group: Any = arguments.get("group") or dist.group.WORLD
     for group, ranks in torch_private.process_groups():
-        if group is asked:
+        if group is process_group:
             values = [value for value in arguments.values() if isinstance(value, Tensor)]
             num_bytes = max((value.nbytes for value in values), default=0)
             number = torch_private.num_collectives(group)

@@ -9,7 +9,6 @@ from parallelrun.distributed.torch_private.compiler import (
     before_compiling,
     import_compiler,
     keep_compiled_buffers,
-    spare_guard_timing,
     uncompiled,
 )
 from parallelrun.distributed.torch_private.fsdp import (

@@ -78,7 +78,7 @@ class DeepseekV3(Glm4Moe):
 
     def renormalise(self, fields: Fields) -> str:
         """Return our value for whether the weights of a token's experts are normalised."""
-        return str(fields.chosen("norm_topk_prob", {True: "before", False: "none"}, True))
+        return str(fields.translate("norm_topk_prob", {True: "before", False: "none"}, True))
 
     def attention_pieces(self, config: Config, ours: str, theirs: str) -> Iterator[Piece]:
         names = {"kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "out": "o_proj"}
@@ -123,7 +123,7 @@ class DeepseekV2(DeepseekV3):
 
     def values(self, fields: Fields) -> dict[str, Any]:
         values = super().values(fields)
-        limited = fields.chosen("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
+        limited = fields.translate("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
         groups, used = fields.take("n_group", int, None) or 1, fields.take("topk_group", int, None) or 1
         values["router"] |= {"n_group": groups if limited else 1, "topk_group": used if limited else 1}
         return values

@@ -51,11 +51,12 @@ class PassRecorder(Contributions):
     @torch.no_grad()
     def bits(self, training: Training) -> PassBits:
         """Return the bits of the pass, in host memory."""
-        sent = [measured.to(training.mesh.device) for _, measured in self.found]  # that of no tensors is on the CPU
+        device = training.mesh.device  # the bits of no tensors are on the CPU
+        sent = [bits.to(device) for _, bits in self.contributions]
         gradients = [(f"the gradient of {p.name}", p.tensor.grad) for p in training.parameters]
         results = {name: gradient for name, gradient in gradients if gradient is not None}
         if training.runner.loss_sum is not None:
             results["the loss"] = training.runner.loss_sum
         stacked = torch.stack(sent) if sent else torch.zeros(0, dtype=torch.int64)
-        lanes = tuple(lane for lane, _ in self.found)
+        lanes = tuple(lane for lane, _ in self.contributions)
         return PassBits(lanes, stacked.cpu(), tuple(results), digests([*results.values()]).cpu())

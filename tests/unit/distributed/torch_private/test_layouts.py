@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -153,28 +152,6 @@ def test_groups_that_the_kernel_does_not_serve() -> None:
         assert not torch_private.has_grouped_product(other, one)
     for other, one in ((rows[:0], weights), (rows.double(), weights), (rows[:, :6], weights[..., :6])):
         assert not torch_private.has_grouped_product(other, one)
-
-
-@pytest.mark.parametrize(
-    ("operation", "plain"),
-    [
-        (torch_private.copy_all, lambda target, source: source.clone()),
-        (torch_private.add_all, lambda target, source: target + source),
-        (lambda targets, _: torch_private.multiply(targets, 3.0), lambda target, source: 3.0 * target),
-    ],
-)
-def test_operations_on_lists(operation: Callable[..., None], plain: Callable[[Tensor, Tensor], Tensor]) -> None:
-    operation([], [])
-    for seed in range(DRAWS):
-        draws = Draws(seed)
-        shapes = [(draws.size(0, 3), draws.size()) for _ in range(3)]
-        targets, sources = ([draws.tensor(*shape) for shape in shapes] for _ in range(2))
-        targets = [x.clone() if 0 in x.stride() else x for x in targets]  # nobody writes where several numbers are
-        expected = [plain(*both) for both in zip(targets, sources)]
-        norms = [x.flatten().square().sum().sqrt() for x in sources]
-        operation(targets, sources)
-        for mine, other in zip([*targets, *torch_private.norms(sources)], [*expected, *norms]):
-            _check(mine, other, seed)
 
 
 def _local(name: str, tensor: Tensor) -> LocalParameter:
