@@ -98,8 +98,9 @@ class Field(NamedTuple):
 
     def read(self, fields: Fields) -> Any:
         """Return our value."""
-        read = fields.take if isinstance(self.kind, type) else fields.translate
-        return read(self.theirs, self.kind, self.default)
+        if isinstance(self.kind, type):
+            return fields.take(self.theirs, self.kind, self.default)
+        return fields.translate(self.theirs, self.kind, self.default)
 
     def value(self, config: Config, spec: ModelSpec) -> Any:
         """Return the value in config.json."""
