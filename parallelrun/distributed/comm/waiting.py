@@ -25,7 +25,8 @@ def current_wait(frame: FrameType | None) -> PendingCollective | None:
     """Return what this process waits for; None if it is nothing, or nothing that can be told. frame: the innermost one
     of its main thread. May be called in any thread."""
     for group, ranks in torch_private.process_groups():
-        if is_ours(group) and (pending := group.pending(ranks)) is not None:
+        pending: PendingCollective | None = group.pending(ranks) if is_ours(group) else None
+        if pending is not None:
             return pending
     while frame is not None:
         code = frame.f_code

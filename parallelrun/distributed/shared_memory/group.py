@@ -66,6 +66,7 @@ class SharedMemoryGroup(NamedGroup):
     def pending(self, ranks: tuple[int, ...]) -> PendingCollective | None:
         """Return the operation for which a thread of this process waits in this group, if one does. ranks: of the
         group."""
+        number, missing = 0, ()  # type: int, tuple[int, ...]
         for operation in tuple(self._engine.awaited):
             if isinstance(operation, Message):
                 if not self._messages.holds(operation):
