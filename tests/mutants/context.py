@@ -62,7 +62,7 @@ def dropout_of_local_positions() -> None:
     right = HashDropout.forward
 
     def wrong(self: HashDropout, x: Tensor) -> Tensor:
-        self.held = ALL
+        self.local_tokens = ALL
         return right(self, x)
 
     HashDropout.forward = wrong

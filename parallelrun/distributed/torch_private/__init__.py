@@ -9,7 +9,6 @@ from parallelrun.distributed.torch_private.compiler import (
     before_compiling,
     import_compiler,
     keep_compiled_buffers,
-    spare_guard_timing,
     uncompiled,
 )
 from parallelrun.distributed.torch_private.fsdp import (
@@ -45,7 +44,6 @@ from parallelrun.distributed.torch_private.products import products_of_training,
 from parallelrun.distributed.torch_private.tensors import (
     add_all,
     copy_all,
-    fused_adamw,
     grouped_product,
     has_grouped_product,
     multiply,

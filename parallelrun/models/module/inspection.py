@@ -72,8 +72,8 @@ def read_spec(config: Config, vocab: int) -> ModelSpec:
     )
 
 
-def _undefined(what: str, fix: str = "", where: str = "model.blocks") -> ConfigError:
-    return ConfigError(Problem(what, where, fix, kind="undefined"))
+def _undefined(message: str, fix: str = "", where: str = "model.blocks") -> ConfigError:
+    return ConfigError(Problem(message, where, fix, kind="undefined"))
 
 
 def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
@@ -115,11 +115,11 @@ def _measure(
         block = module.get_submodule(name)
         with FlopCounterMode(display=False) as counter, saved_tensors(block) as saved, torch_private.fused_on_meta():
             x = _call(name or "module", block, x)
-        found = tuple(_layers(module, name, listed))
+        specs = tuple(_layers(module, name, listed))
         elements = saved.elements((batch, *block.parameters(), *block.buffers())) + saved.masks / width
         blocks.append(
             BlockSpec(
-                _full(name), MEASURED, found, float(counter.get_total_flops()), elements,
+                _full(name), MEASURED, specs, float(counter.get_total_flops()), elements,
                 saves_after_sum=saved.after_sum, convolution_flops=flops_of(counter, "conv"),
                 attention_flops=flops_of(counter, "bmm", "attention"),
             )
@@ -152,7 +152,7 @@ def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
 def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
     """The layers of one block that hold parameters or have a role, in module order. Adds the ids of their parameters to
     `listed`; a parameter that is in it already is tied."""
-    found = []
+    specs = []
     first = _first_names(module)
     for inner, part in module.get_submodule(block).named_modules():
         name = _full(".".join(filter(None, (block, inner))))
@@ -169,8 +169,8 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
             weight = next((tuple(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2), (0, 0))
             sizes = weight if role == "embedding" else weight[::-1]
             possible = tuple(other for other, kinds in source.ROLES.items() if isinstance(part, kinds))
-            found.append(LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible))
-    return found
+            specs.append(LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible))
+    return specs
 
 
 def _tied(module: nn.Module) -> tuple[tuple[str, str], ...]:

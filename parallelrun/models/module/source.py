@@ -44,7 +44,9 @@ def load(source: str | None) -> Callable[..., nn.Module]:
     function: Callable[..., nn.Module] | None = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
-        fix = " or ".join(f"model.source={path}:{one}" for one in get_close_matches(name, functions) or functions[:5])
+        fix = " or ".join(
+            f"model.source={path}:{function}" for function in get_close_matches(name, functions) or functions[:5]
+        )
         message = f"model.source={source}: {path} has no function {name!r}"
         raise ConfigError(Problem(message, "model.source", fix))
     return function
@@ -66,10 +68,10 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def _failed(what: str, error: BaseException) -> ConfigError:
+def _failed(action: str, error: BaseException) -> ConfigError:
     """The error that the user's code has raised, with its own lines in the traceback, the innermost first."""
     frames = " <- ".join(reversed(user_code.frames(error)))
-    return ConfigError(Problem(f"{what}: {user_code.reason(error)}", frames or "model.source"))
+    return ConfigError(Problem(f"{action}: {user_code.reason(error)}", frames or "model.source"))
 
 
 def build(config: Config, vocab: int) -> nn.Module:
