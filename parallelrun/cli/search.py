@@ -98,7 +98,7 @@ def _document(found: Search, context: Context, compared: tuple[list[Size], Size]
 def _explain(composed: Composed, found: Search, console: Console) -> None:
     """Print why the best plan takes its time, and where another one would win."""
     from parallelrun.planner.predict.limits import limits
-    from parallelrun.planner.search.crossovers import flips
+    from parallelrun.planner.search.crossovers import crossovers
     from parallelrun.report.plans import explain_search
 
     best, cluster = found.best[0], composed.config.cluster
@@ -106,7 +106,7 @@ def _explain(composed: Composed, found: Search, console: Console) -> None:
     config, given = chosen.with_choice(composed.config, composed.given, best)
     with elapsed.shown(_SEARCHING):
         limited = limits(resolve(config, given=given, gpus=visible_gpus()), cluster, best.time)
-        elsewhere = flips(composed.config, composed.given, found)
+        elsewhere = crossovers(composed.config, composed.given, found)
     explain_search.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
 
 
@@ -164,12 +164,12 @@ def ranked(plan: Plan, config: Config, facts: Facts) -> Ranked | None:
 
 
 def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None, console: Console) -> None:
-    """Print the parts of a step of a plan, what limits it, and where another plan would be faster, or this one.
+    """Print the parts of a step of a plan, what limits it and, if it is the fastest, where another plan would win.
 
     ranked: among all plans, where it was looked for. Raises ConfigError where its time is not predicted.
     """
     from parallelrun.planner.predict.limits import limits
-    from parallelrun.planner.search.crossovers import flips, flips_of
+    from parallelrun.planner.search.crossovers import crossovers
     from parallelrun.report.plans import explain_search
 
     if facts.time is None:
@@ -177,11 +177,10 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None
         raise ConfigError(Problem(cause, "explain", "leave explain out, or cluster=h100_dgx"))
     limited, memory = limits(plan, config.cluster, facts.time), facts.memories[facts.heaviest_pp_rank].total
     found, best, elsewhere = ranked.found if ranked else None, None, None
-    if ranked and found:
-        opened = searches.opened(plan, config)
-        best = found.best[0] if ranked.is_fastest else None
+    if ranked and found and ranked.is_fastest:
+        best = found.best[0]
         with elapsed.shown(_SEARCHING):
-            elsewhere = flips(opened, frozenset(), found) if best else (flips_of(plan, config, found, opened), True)
+            elsewhere = crossovers(searches.opened(plan, config), frozenset(), found)
     explain_search.show(facts.time, limited, elsewhere, (memory, config.cluster), best, console)
 
 

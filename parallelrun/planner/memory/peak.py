@@ -17,7 +17,7 @@ from typing import Any
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes
 from parallelrun.planner.contract.pipeline_schedule import Action
-from parallelrun.planner.contract.plan import Plan, Stage, Value, once
+from parallelrun.planner.contract.plan import Plan, Stage, Value, cached, once
 from parallelrun.planner.memory.backward_block import backward_blocks
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
@@ -49,13 +49,9 @@ def gradient_bytes(plan: Plan, parameters: Iterable[HeldParameter], coordinate: 
     )
 
 
-def first_alike_rank(plan: Plan, pp_rank: int) -> int:
-    """The first pp rank with blocks and neighbours as this one's: their ranks send and store the same."""
-    return once(plan.weights_cache, "alike", lambda: _first_alike(plan))[pp_rank]
-
-
-def _first_alike(plan: Plan) -> list[int]:
-    """By pp rank."""
+@cached("weights_cache")
+def first_alike_ranks(plan: Plan) -> list[int]:
+    """By pp rank: the first one with equal blocks and neighbours, whose ranks send and store the same."""
     last, alike, stages = len(plan.stages) - 1, plan.spec.first_alike, plan.stages
     shapes: list[tuple[object, ...]] = [()] * plan.mesh.size("pp")
     for index, stage in enumerate(stages):
@@ -80,7 +76,7 @@ class Walk:
         stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
         self._number = {index: number for number, index in enumerate(stages)}  # of a stage on this rank
         # Equal pp ranks differ only in the microbatches in flight, so everything else is computed once for them.
-        key = "peak", first_alike_rank(plan, pp_rank), within_stage(coordinate)
+        key = "peak", first_alike_ranks(plan)[pp_rank], within_stage(coordinate)
         self._shared: dict[object, Any] = once(plan.cache, key, dict)
         of_weights: dict[object, Any] = once(plan.weights_cache, key, dict)
         self._gradients = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallelrun.planner.contract.plan import Plan, once
+from parallelrun.planner.contract.plan import Plan, cached
 
 Known = dict[object, Any]
 
@@ -24,28 +24,25 @@ class _Key:
         return isinstance(other, _Key) and self._values == other._values
 
 
+@cached("cache")
 def of_blocks(plan: Plan) -> _Key:
     """Return the key of a block's time: all settings on which it depends."""
-
-    def compute() -> _Key:
-        axes = (axis for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
-        shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
-        return _Key(
-            plan.tensor, plan.expert, plan.context, *((axis, plan.mesh.size(axis)) for axis in axes),
-            plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward, plan.world, plan.servers, shared,
-            plan.data.shards_weights, plan.data.exchange_form(plan).gathers_rounded, plan.batch.microbatches > 1,
-        )  # fmt: skip
-
-    return once(plan.cache, "of blocks", compute)
+    axes = (axis for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
+    shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
+    return _Key(
+        plan.tensor, plan.expert, plan.context, *((axis, plan.mesh.size(axis)) for axis in axes),
+        plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward, plan.world, plan.servers, shared,
+        plan.data.shards_weights, plan.data.exchange_form(plan).gathers_rounded, plan.batch.microbatches > 1,
+    )  # fmt: skip
 
 
+@cached("cache")
 def of_stages(plan: Plan) -> _Key:
     """Return the key of a microbatch's time on every stage and of the messages between stages."""
-    values = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), of_blocks(plan)
-    return once(plan.cache, "of stages", lambda: _Key(*values))
+    return _Key(plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), of_blocks(plan))
 
 
+@cached("weights_cache")
 def of_weights(plan: Plan) -> _Key:
     """Return the key of the bytes of weights and optimizer state; with the microbatches, of the gradients' traffic."""
-    values = plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
-    return once(plan.weights_cache, "of weights", lambda: _Key(*values))
+    return _Key(plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers)
