@@ -31,7 +31,7 @@ def problems(overrides: Sequence[Override], words: Sequence[str], told: Sequence
 
     words: flags and overrides, which name the folders of the user's own.
     """
-    from parallelrun.planner.resolve import value_checks
+    from parallelrun.planner.resolve.resolve_config import value_violations
 
     config = completed(Config())
     given: set[str] = set()
@@ -48,7 +48,7 @@ def problems(overrides: Sequence[Override], words: Sequence[str], told: Sequence
                 _set(config, key.name, _value(key, override.value))
                 given |= {key.name, override.text.lstrip("+").partition("=")[0]}
     names = {problem.where for problem in told}
-    problems += [one for one in value_checks.violations(config, frozenset(given)) if one.kind not in _DEPENDENT]
+    problems += [one for one in value_violations(config, frozenset(given)) if one.kind not in _DEPENDENT]
     return [one for one in problems if one.where not in names and one.where in given | set(GROUPS)]
 
 

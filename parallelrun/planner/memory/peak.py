@@ -90,9 +90,9 @@ class Walk:
         }
         self._waiting = {index: self._waits(index, 0) for index in stages}
 
-    def _once(self, what: str, index: int, number: int, compute: Callable[[], Value]) -> Value:
+    def _once(self, quantity: str, index: int, number: int, compute: Callable[[], Value]) -> Value:
         """Return `compute()` for backward pass `number` of a stage, computed once for equal pp ranks."""
-        return once(self._shared, (what, self._number[index], number), compute)
+        return once(self._shared, (quantity, self._number[index], number), compute)
 
     def worst(self, has_messages: bool = True) -> Moment:
         """The moment at which the rank holds most. has_messages: False for a lower bound, without buffers of messages:
@@ -143,30 +143,31 @@ class Walk:
 
     def _apart(self, index: int) -> int:
         """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations."""
-        return sum(block.again + sum(one.reads for one in block.passes) for block in self._blocks[index])
+        return sum(block.again + sum(layer.reads for layer in block.passes) for block in self._blocks[index])
 
     def _behind(self, index: int) -> int:
         """Bytes that a stage saves behind its last layer with weights, as for the loss: freed when its I pass ends."""
-        passes = [one for block in self._blocks[index] for one in block.passes]
-        last = max((place for place, one in enumerate(passes) if one.weights), default=len(passes))
-        return sum(one.kept for one in passes[last + 1 :])
+        passes = [layer for block in self._blocks[index] for layer in block.passes]
+        last = max((place for place, layer in enumerate(passes) if layer.weights), default=len(passes))
+        return sum(layer.kept for layer in passes[last + 1 :])
 
     def _of_weights(self, index: int, kind: str, number: int) -> int:
         """Bytes of weight gradients in pass `number` of a stage before they are added up, beyond what it began with: of
         two layers, as torch holds one's until it has the next's, and of one weight as it was computed. torch takes the
         layers in forward order, and frees what each read. I: the largest stands for others."""
-        precision, found = self._plan.precision, [p for block in self._blocks[index] for p in block.passes if p.weights]
+        layers = [layer for block in self._blocks[index] for layer in block.passes if layer.weights]
         if kind == "I" or number == 0:  # the first become the sums
-            return max((one.weights for one in found), default=0)
+            return max((layer.weights for layer in layers), default=0)
 
         def compute() -> int:
+            precision = self._plan.precision
             rounded = BYTES[precision.compute] if precision.compute != precision.stored else 0
             most = before = freed = 0
-            for one in found:
-                beside = min(one.scratch, one.weights * rounded // BYTES[precision.stored])
-                most = max(most, before + one.weights + beside - freed)
-                before = one.weights
-                freed += one.kept + one.reads
+            for layer in layers:
+                beside = min(layer.scratch, layer.weights * rounded // BYTES[precision.stored])
+                most = max(most, before + layer.weights + beside - freed)
+                before = layer.weights
+                freed += layer.kept + layer.reads
             return most
 
         return self._once("weights", index, 0, compute)
@@ -194,7 +195,8 @@ class Walk:
         closing = plan.data.closing_bytes(index, number, self._coordinate, plan) if waiting is not None else []
         accumulates = number == 0 or waiting is not None
         left = [] if accumulates else self._left(index)
-        working = {id(block): block.working_bytes(accumulates) for block in {id(one): one for one in blocks}.values()}
+        distinct = {id(block): block for block in blocks}
+        working = {key: block.working_bytes(accumulates) for key, block in distinct.items()}
         freed = produced = most = 0
         for i in reversed(range(len(blocks))):
             other = waiting[i] if waiting is not None else produced
@@ -207,7 +209,7 @@ class Walk:
     def _left(self, index: int) -> list[int]:
         """Bytes, by block of a stage, of gradients that wait for the block that shares the weight: autograd adds both
         before it adds them to the sum over microbatches."""
-        plan, (stage,) = self._plan, [one for one in self._plan.stages_of(self._pp_rank) if one.index == index]
+        plan, (stage,) = self._plan, [stage for stage in self._plan.stages_of(self._pp_rank) if stage.index == index]
         numbers = dict.fromkeys(stage.blocks, 0)
         for parameter, _ in distinct_parameters(plan, self._pp_rank):
             reads = plan.spec.readers.get(parameter.spec.name)

@@ -16,7 +16,17 @@ from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.parameters import distinct_parameters, element_bytes
-from parallelrun.planner.contract.plan import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, cached, once
+from parallelrun.planner.contract.plan import (
+    CONTROL_ELEMENTS,
+    EMBEDDING,
+    SYNC,
+    WORLD,
+    Collective,
+    Memory,
+    Plan,
+    cached,
+    once,
+)
 from parallelrun.planner.memory import device_memory, peak
 from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.planner.pieces import router_settings as routing
@@ -208,13 +218,13 @@ def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memo
     tensors = {pp_rank: _memory_of(plan, pp_rank, True) for pp_rank in range(plan.mesh.size("pp"))}
     if cluster is None:
         return tensors
-    return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in tensors.items()}
+    return {pp_rank: device_memory.on_device(memory, plan, pp_rank, cluster) for pp_rank, memory in tensors.items()}
 
 
 def heaviest(plan: Plan, cluster: ClusterConfig) -> Memory:
     """The largest of `memories`: of pp ranks with equal blocks and neighbours, the first holds most microbatches."""
     tensors = {ranks[0]: _memory_of(plan, ranks[0], True) for ranks in pp_rank_classes(plan)}
-    on_device = (device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in tensors.items())
+    on_device = (device_memory.on_device(memory, plan, pp_rank, cluster) for pp_rank, memory in tensors.items())
     return max(on_device, key=lambda memory: memory.total)
 
 

@@ -76,9 +76,9 @@ def search(
 
 
 def _search(space: Space, keep: int, against: float | None, device: str, most_counted: int) -> Search:
-    found = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep, most_counted)
-    found.find(against if keep > 1 else None)
-    return found.result(against)
+    searched = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep, most_counted)
+    searched.find(against if keep > 1 else None)
+    return searched.result(against)
 
 
 @contextmanager
@@ -125,11 +125,11 @@ class _Searched:
         if self._leaves_all():
             return
         for plan, leaf, time in self._priced(against or 0.0):
-            found = self._found(plan, leaf, time)
-            if _is_fit(found, self.cluster):
-                self.fitting.add(leaf[0].shape, time.step_s, found)
+            priced = self._found(plan, leaf, time)
+            if priced.fits == "yes" or not self.cluster.memory_gb:
+                self.fitting.add(leaf[0].shape, time.step_s, priced)
             else:
-                self.unfit.append(found)
+                self.unfit.append(priced)
 
     def _leaves_all(self) -> bool:
         """Whether no plan can be priced, for a reason that does not depend on the plan."""
@@ -149,41 +149,41 @@ class _Searched:
                 heap.append((row.least_s, next(number), _Waiting(row)))
         heapq.heapify(heap)
         while heap:
-            least, _, one = heapq.heappop(heap)
+            least, _, waiting = heapq.heappop(heap)
             if not self.is_counted and (least >= against or len(self.fitting.all) >= MOST_RANKED):
                 if self.fitting.ends(least):
                     return
-                if not self.fitting.wants(one.row.shape, least):
+                if not self.fitting.wants(waiting.row.shape, least):
                     continue
-            if one.data is not None and one.time is not None:
-                yield self._plan(one.row, one.data), (one.row, one.data), one.time
+            if waiting.data is not None and waiting.time is not None:
+                yield self._plan(waiting.row, waiting.data), (waiting.row, waiting.data), waiting.time
                 continue
-            for seconds, closer in self._closer(one):
+            for seconds, closer in self._closer(waiting):
                 heapq.heappush(heap, (seconds, next(number), closer))
 
-    def _closer(self, one: _Waiting) -> list[tuple[float, _Waiting]]:
-        """Return the entries that replace `one` in the queue, with closer bounds: the candidates of a row, or the same
-        candidate with its data communication or its time."""
-        row, data = one.row, one.data
+    def _closer(self, waiting: _Waiting) -> list[tuple[float, _Waiting]]:
+        """Return the entries that replace `waiting` in the queue, with closer bounds: the candidates of a row,
+        or the same candidate with its data communication or its time."""
+        row, data = waiting.row, waiting.data
         if data is None:
-            found: list[tuple[float, _Waiting]] = []
+            entries: list[tuple[float, _Waiting]] = []
             bounds: dict[bool, float] = {}  # by whether weights are sharded: else a schedule takes equally long
             for _, data in row.datas[: row.fitting]:
                 shards = data_strategy(data.kind).shards_weights
                 if shards not in bounds:
                     bounds[shards] = least_s(self.known, self._plan(row, data), self.cluster) or 0.0
-                found.append((bounds[shards], _Waiting(row, data)))
+                entries.append((bounds[shards], _Waiting(row, data)))
             if not self.is_sifted:
                 self.heavy += [(held + row.kept, row, data) for held, data in row.datas[row.fitting :]]
-            return found
+            return entries
         plan = self._plan(row, data)
-        if not (self._is_light if one.is_bounded else self._may_fit)(row, data, plan):
+        if not (self._is_light if waiting.is_bounded else self._may_fit)(row, data, plan):
             return []
-        time = step_time_with(self.known, plan, self.cluster, least=not one.is_bounded)
+        time = step_time_with(self.known, plan, self.cluster, least=not waiting.is_bounded)
         if time is None:
             self._leave(plan, (row, data))
             return []
-        return [(time.step_s, _Waiting(row, data, True, time if one.is_bounded else None))]
+        return [(time.step_s, _Waiting(row, data, True, time if waiting.is_bounded else None))]
 
     def _may_fit(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
         least = self._least_bytes(row, plan)
@@ -228,8 +228,8 @@ class _Searched:
     def _nearest(self, best: Found | None) -> Found | None:
         """The plan that misses least of those that do not fit and are faster than the best, of MOST_NEAR."""
         limit = best.time.step_s if best and best.time else NEVER
-        near = [one for one in self.unfit if one.time and one.time.step_s < limit]
-        nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
+        faster = [unfit for unfit in self.unfit if unfit.time and unfit.time.step_s < limit]
+        nearest = min(faster, key=lambda unfit: unfit.heaviest_bytes, default=None)
         heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
         for row in self.survey.rows if self.is_sifted else ():
             for held, data in row.datas[row.fitting :]:
@@ -250,8 +250,9 @@ class _Searched:
             left -= 1
             time = step_time_with(self.known, plan, self.cluster)
             if time and time.step_s < limit:
-                found = self._found(plan, (row, data), time)
-                nearest = min((one for one in (nearest, found) if one), key=lambda one: one.heaviest_bytes)
+                candidate = self._found(plan, (row, data), time)
+                if nearest is None or candidate.heaviest_bytes < nearest.heaviest_bytes:
+                    nearest = candidate
         return nearest
 
     def result(self, against: float | None) -> Search:
@@ -267,7 +268,7 @@ class _Searched:
             removed.append(Removed(MEMORY, heavy, " ".join(nearest.overrides) if nearest else ""))
         return Search(
             space.world, space.global_batch, considered, fitting, best, nearest,
-            tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda one: -one.candidates)),
+            tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda rule: -rule.candidates)),
             self._rank(ordered, against), self.is_counted,
         )  # fmt: skip
 
@@ -275,15 +276,13 @@ class _Searched:
         """(the best rank that is possible, the worst)."""
         if against is None:
             return None
-        known = 1 + sum(one.time.step_s < against for one in ordered if one.time)
+        num_faster = 1 + sum(plan.time.step_s < against for plan in ordered if plan.time)
         if self.is_counted:
-            return known, known
+            return num_faster, num_faster
         may_be_faster = sum(row.fitting for row in self.survey.rows if row.least_s < against)
-        return known, max(known, min(1 + may_be_faster, self.survey.may_fit))  # one of those that fit, if it does
-
-
-def _is_fit(plan: Found, cluster: ClusterConfig) -> bool:
-    return plan.fits == "yes" or not cluster.memory_gb
+        return num_faster, max(
+            num_faster, min(1 + may_be_faster, self.survey.may_fit)
+        )  # one of those that fit, if it does
 
 
 def _most_bytes(cluster: ClusterConfig) -> float:

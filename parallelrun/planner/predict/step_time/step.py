@@ -211,7 +211,7 @@ def _schedule(
     lower bound."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     each = messages * pp / len(stages) / 2
-    forward, backward = [one.forward + each for one in stages], [one.backward + each for one in stages]
+    forward, backward = [stage.forward + each for stage in stages], [stage.backward + each for stage in stages]
     busy = count * (sum(forward) + sum(backward)) / pp
     if pp == 1:
         return busy, busy
@@ -268,7 +268,7 @@ def _data_rows(plan: Plan, stack: SoftwareStack) -> list[Collective]:
         return rows
     share = BYTES[plan.precision.compute] / BYTES[plan.precision.reduce] / plan.data.num_exchanges(plan)
     rounded = {row.axis: round(share * row.payload_bytes) for row in rows if row.operation == "reduce_scatter"}
-    return [replace(one, payload_bytes=rounded[one.axis]) if one.operation == "all_gather" else one for one in rows]
+    return [replace(row, payload_bytes=rounded[row.axis]) if row.operation == "all_gather" else row for row in rows]
 
 
 def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
@@ -289,5 +289,5 @@ def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
 def _exposed(plan: Plan, data: DataTime, stages: list[StageTime], stack: SoftwareStack) -> float:
     """Return the seconds of the data strategy's communication that a pp rank's computation does not hide."""
     pp = plan.mesh.size("pp")
-    forward, backward = (sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
+    forward, backward = (sum(getattr(stage, name) for stage in stages) / pp for name in ("forward", "backward"))
     return data.late + overlap.data_s(data.gathers, data.sums, forward, backward, stack, plan)

@@ -6,7 +6,6 @@ import io
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations
 from math import prod
 from pathlib import Path
 
@@ -52,10 +51,6 @@ def only(overrides: dict, **arguments):
 
 
 class TestDegrees:
-    def test_ep_divides_dp_and_adds_no_ranks(self):
-        plan = tiny_plan({**MOE, "dp": 4, "ep": 2, "tp": 2})
-        assert plan.world == 8 and plan.degrees == {"pp": 1, "dp": 4, "cp": 1, "tp": 2, "ep": 2}
-
     @pytest.mark.parametrize("own_axis", ["dp", "tp", "pp"])
     def test_ep_alone_means_as_large_a_dp(self, own_axis):
         plan = tiny_plan({**MOE, "dp": None, "ep": 4, "strategy.own_axis": own_axis})
@@ -94,11 +89,6 @@ class TestDegrees:
     def test_an_explicit_ep_beats_the_preset(self):
         assert tiny_plan(preset("gshard", dp=4, ep=2)).mesh.size("ep") == 2
         assert tiny_plan(preset("gshard", dp=4, ep=1)).expert is None
-
-    def test_other_presets_leave_experts_at_home(self):
-        plan = tiny_plan({**MOE, "dp": 4})
-        assert plan.mesh.size("ep") == 1 and plan.expert is None
-        assert plan.mesh == tiny_plan(dp=4).mesh
 
     def test_a_model_without_experts_has_nothing_to_spread(self):
         for overrides in (preset("gshard", **{"model.experts": 0}), {"dp": 2, "ep": 2}):
@@ -182,10 +172,6 @@ class TestRefused:
         found = problems({**LIMITED, f"model.router.{key}": value}, given=frozenset({f"model.router.{key}"}))
         assert f"model.router.{key}" in {problem.where for problem in found}
         assert all(problem.suggestion for problem in found)
-
-    @pytest.mark.parametrize("key", ["experts", "expert_ffn", "expert_period", "dense_layers", "shared_experts"])
-    def test_a_size_of_the_experts_that_means_nothing(self, key):
-        assert only({**MOE, f"model.{key}": -1}).where == f"model.{key}"
 
     def test_equal_parts_need_a_capacity(self):
         problem = only({**MOE, "dp": 2, "ep": 2, "strategy.expert.kind": "capacity"})
@@ -279,14 +265,6 @@ class TestRouter:
         found = problems(overrides)
         assert any(problem.where in (f"strategy.router.{key}", f"model.router.{key}") for problem in found)
 
-    @pytest.mark.parametrize(
-        ("name", "kind"),
-        [("gshard", "capacity"), ("switch", "capacity"), ("expert_choice", "capacity"), ("dropless", "dropless"),
-         ("aux_free", "dropless")],
-    )  # fmt: skip
-    def test_rows_travel_as_the_router_s_limit_says(self, name, kind):
-        assert tiny_plan(preset(name)).expert.kind == kind
-
     def test_an_unlimited_router_goes_without_a_capacity(self):
         assert tiny_plan({**MOE, "dp": 2, "ep": 2}).expert.kind == "dropless"
         assert tiny_plan({**LIMITED, "dp": 2, "ep": 2}).expert.kind == "capacity"
@@ -361,37 +339,6 @@ class TestAxes:
     def test_nothing_changes_without_ep(self):
         assert split((("dp", 4),), (), (), ()) == ((("dp", 4),), ())
 
-    @pytest.mark.parametrize(
-        "overrides",
-        [
-            {"dp": 4, "ep": 2, "tp": 2},
-            {"dp": 4, "ep": 4, "pp": 2},
-            {"dp": 2, "ep": 2},
-            {"dp": 8, "ep": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 4},
-            {"dp": 8, "ep": 2, "strategy.data.kind": "fsdp", "strategy.data.shard": 4},
-            {"dp": 8, "ep": 4, "strategy.expert.group_size": 2},
-        ],
-        ids=str,
-    )
-    def test_every_view_is_a_partition_and_coordinates_go_both_ways(self, overrides):
-        shape = tiny_plan({**MOE, **overrides}).mesh
-        everyone = list(range(shape.num_ranks))
-        axes = [*shape.mesh_dim_names, *(axis for axis, _ in shape.flattened)]
-        for axis in axes:
-            groups = list(shape.groups(axis))
-            assert sorted(rank for group in groups for rank in group) == everyone
-            assert {len(group) for group in groups} == {shape.size(axis)}
-            for rank in everyone:
-                coordinate = shape.coordinate(rank)
-                assert (
-                    shape.rank(**coordinate) == rank
-                    and shape.rank(**{a: coordinate[a] for a in ("pp", "dp", "tp")}) == rank
-                )
-                assert shape.group_of(rank, axis).index(rank) == coordinate[axis]
-        for rank in everyone:  # ep and expert_dp together are dp
-            together = {r for other in shape.group_of(rank, "ep") for r in shape.group_of(other, "expert_dp")}
-            assert together == set(shape.group_of(rank, "dp"))
-
 
 class TestLayouts:
     @pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp"])
@@ -428,17 +375,6 @@ class TestAccount:
         world = [row for row in rows if row.axis == "world"]
         elements = statistics.exchanged(2, 8)
         assert [(r.operation, r.calls, r.payload_bytes) for r in world] == [("all_reduce", 1, elements * 8)] * 4
-
-    def test_nothing_is_told_where_there_is_nothing_to_tell(self):
-        for overrides in ({"dp": 2}, MOE):
-            plan = tiny_plan(overrides)
-            assert not [row for row in prediction.collectives(plan, 0) if row.purpose == "routing"]
-
-    def test_a_rank_holds_its_experts_only(self):
-        whole, half, quarter = (tiny_plan({**MOE, "dp": 4, "ep": ep}) for ep in (1, 2, 4))
-        experts = sum(p.numel for p in whole.spec.parameters.values() if p.layer_role == "expert") * 4
-        weights = [prediction.memory(plan, 0).weights for plan in (whole, half, quarter)]
-        assert weights[0] - weights[1] == experts // 2 and weights[0] - weights[2] == experts * 3 // 4
 
 
 class TestFrozen:
@@ -520,9 +456,3 @@ for line in {LARGE!r}:
     assert done.returncode == 0, done.stderr
     seconds = [float(line) for line in done.stdout.split()]
     assert len(seconds) == len(LARGE) and max(seconds) < 4
-
-
-def test_every_pair_of_axes_composes_with_ep():
-    for one, other in combinations(("tp", "pp"), 2):
-        plan = tiny_plan({**LIMITED, "dp": 4, "ep": 2, one: 2, other: 2})
-        assert plan.world == 16

@@ -11,7 +11,6 @@ from parallelrun.base.errors import EXIT_CONFIG, ConfigError
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.facts.advice import warnings
 from parallelrun.planner.facts.plan_facts import facts
-from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import tiny_config, tiny_plan
 
@@ -122,12 +121,6 @@ def test_single_is_one_device():
     problem = only_problem({**SINGLE, "dp": 2})
     assert problem.where == "dp" and problem.kind == "contradiction"
     assert problems_of({**SINGLE}, world=4)[0].where == "world"
-
-
-def test_ep_of_a_model_without_experts_has_no_meaning():
-    problem = only_problem({"ep": 2, "dp": 2})
-    assert problem.kind == "undefined" and problem.suggestion == "model.experts=8 or model=moe_gpt"
-    assert tiny_plan(ep=1).degrees["ep"] == 1
 
 
 # Tensor sizes
@@ -381,30 +374,3 @@ def test_the_demonstrating_plan_is_shortened_for_a_model_that_cannot_be_cut():
     assert only_problem({**overrides, "strategy.own_axis": "pp"}).where == "pp", (
         "a pipeline without stages shows nothing"
     )
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"dp": None, "tp": None, "pp": None, "strategy.demo": {"tp": 2, "pp": 2}},
-        {"dp": 2, "global_batch": None, "local_batch": 6},
-        {"pp": 2, "schedule": "zbv"},
-        {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4},
-        {"dp": 6, "pp": 16, "model.layers": 16, "global_batch": None},
-        {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
-        {"strategy.name": "single"},
-    ],
-    ids=str,
-)
-def test_a_frozen_config_resolves_to_the_same_plan(overrides):
-    config = tiny_config(overrides)
-    plan = resolve(config)
-    again = resolve(load_frozen(freeze(config, plan)))
-    assert dataclasses.replace(again, filled=plan.filled) == plan
-
-
-def test_a_sweep_point_with_unread_keys_freezes_to_a_config_that_its_ranks_can_resolve():
-    config = tiny_config({"staleness": 2, "virtual_stages": 2})
-    plan = resolve(config, sweep=True)
-    again = resolve(load_frozen(freeze(config, plan)))
-    assert dataclasses.replace(again, warnings=plan.warnings, filled=plan.filled) == plan

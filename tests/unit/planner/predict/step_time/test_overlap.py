@@ -183,13 +183,6 @@ def test_communication_hides_under_those_passes_in_which_it_takes_place(words, s
     assert found == pytest.approx(200 - (200 - seconds) * first)
 
 
-def test_gradients_that_are_reduced_once_hide_under_the_last_backward_pass():
-    words = "strategy=fsdp", "strategy.data.reduce_each_microbatch=false"
-    plan = planned("model=gpt2_124m", "dp=8", "micro_batch=1", "global_batch=32", *words)
-    first = 1 - 1 / len(plan.spec.blocks)
-    assert overlap.data_s(0.0, 100.0, 1.0, 2.0, OURS, plan) == pytest.approx(100 - 0.9 * 2 * first)
-
-
 class _MovedBytes(TorchDispatchMode):
     """Counts the bytes that operations other than products and attention read and write."""
 
