@@ -1,4 +1,4 @@
-"""The peak memory of a worker in a step, from a walk through its schedule's backward passes.
+"""The peak memory of a worker in a step, from a traversal of its schedule's backward passes.
 
 Memory is highest in backward: a stage's backward pass begins with the activations of all its microbatches in flight,
 and adds gradients of activations and weights block by block. Forward needs less than the backward pass that follows it,
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -17,28 +16,11 @@ from typing import Any
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes
 from parallelrun.planner.contract.pipeline_schedule import Action
-from parallelrun.planner.contract.plan import Plan, Stage, Value, cached, once
+from parallelrun.planner.contract.plan import Memory, Plan, Stage, Value, cached, once
 from parallelrun.planner.memory.backward_block import backward_blocks
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
 INDEX_BYTES = 8  # of a token, of a target and of a sample's index
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The bytes of a rank at one moment, without weights, optimizer state and the data strategy's permanent buffers.
-
-    gradients: of stages whose backward has run. activations: saved for backward. temporary: tensors that exist only
-    during a block's backward pass, and the batch.
-    """
-
-    gradients: int
-    activations: int
-    temporary: int
-
-    @property
-    def total(self) -> int:
-        return self.gradients + self.activations + self.temporary
 
 
 def gradient_bytes(plan: Plan, parameters: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
@@ -68,8 +50,8 @@ def within_stage(coordinate: dict[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((axis, index) for axis, index in coordinate.items() if axis != "pp"))
 
 
-class Walk:
-    """A walk through one rank's step. Each stage is measured once; the actions give the microbatches in flight."""
+class ScheduleTraversal:
+    """The memory of one rank along its step. A stage is measured once; the actions give the microbatches in flight."""
 
     def __init__(self, plan: Plan, pp_rank: int, coordinate: dict[str, int]):
         self._plan, self._pp_rank, self._coordinate = plan, pp_rank, coordinate
@@ -94,16 +76,17 @@ class Walk:
         """Return `compute()` for backward pass `number` of a stage, computed once for equal pp ranks."""
         return once(self._shared, (quantity, self._number[index], number), compute)
 
-    def worst(self, has_messages: bool = True) -> Moment:
-        """The moment at which the rank holds most. has_messages: False for a lower bound, without buffers of messages:
-        the order of this rank's actions is enough for it."""
+    def peak(self, has_messages: bool) -> Memory:
+        """The memory when the rank holds most, without weights, optimizer state and the data strategy's buffers.
+
+        has_messages: False for a lower bound without buffers of messages, which needs this rank's actions alone.
+        """
         begun: Counter[int] = Counter()  # backward passes by stage
         batch, gradients = batch_bytes(self._plan, self._pp_rank), 0
         apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
         bytes_apart = {index: self._apart(index) for index in self._blocks}
         bytes_behind = {index: self._behind(index) for index in self._blocks}
-        worst: Moment | None = None
-        most = -1
+        peak = Memory(0, 0, 0, 0)
         for (kind, index, _), activations in self._live_bytes(has_messages):
             if kind == "F":
                 continue
@@ -115,9 +98,8 @@ class Walk:
                 number = begun[index]
                 beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
                 temporary = batch + apart + beyond
-                if gradients + activations + temporary > most:
-                    worst = Moment(gradients, activations, temporary)
-                    most = worst.total
+                if gradients + activations + temporary > peak.tensors:
+                    peak = Memory(0, gradients, 0, activations, temporary)
             if kind in "BW":
                 gradients += 0 if begun[index] else self._complete(index)
                 begun[index] += 1
@@ -127,8 +109,8 @@ class Walk:
                 apart -= bytes_apart[index] - bytes_behind[index]
         plan = self._plan
         last = plan.data.ending_bytes(self._pp_rank, self._coordinate, plan) if plan.num_data_ranks > 1 else 0
-        end = Moment(gradients, 0, last + batch)
-        return end if worst is None or end.total > most else worst
+        end = Memory(0, gradients, 0, 0, last + batch)
+        return end if end.tensors > peak.tensors else peak
 
     def _live_bytes(self, has_messages: bool) -> Iterable[tuple[Action, int]]:
         """The rank's actions, each with the bytes of activations, and messages, that are held when it begins."""

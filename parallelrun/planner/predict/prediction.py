@@ -125,8 +125,8 @@ def memory(plan: Plan, rank: int, has_messages: bool = True) -> Memory:
     coordinate = plan.mesh.coordinate(rank)
     pp_rank = coordinate["pp"]
     weights, gradients, states = held_bytes(plan, coordinate)
-    moment = peak.Walk(plan, pp_rank, coordinate).worst(has_messages)
-    return Memory(weights, gradients + moment.gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
+    largest = peak.ScheduleTraversal(plan, pp_rank, coordinate).peak(has_messages)
+    return Memory(weights, gradients + largest.gradients, states, largest.activations, largest.temporary, LEAVES_OUT)
 
 
 def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:

@@ -30,7 +30,7 @@ from parallelrun.planner.predict.step_time.step import StepTime, least_s, step_t
 from parallelrun.planner.resolve import rules
 from parallelrun.planner.resolve.resolve_config import spec_of
 from parallelrun.planner.search.bounds import Bounds
-from parallelrun.planner.search.first_pass import CandidateRow, Survey
+from parallelrun.planner.search.first_pass import CandidateRow, FirstPass
 from parallelrun.planner.search.fitting_plans import NEVER, Kept
 from parallelrun.planner.search.legal import Legal
 from parallelrun.planner.search.result import MEMORY, Found, Removed, Search
@@ -110,14 +110,14 @@ class _Searched:
         self.legal, self.cluster = legal, cluster
         self.known: Known = {}
         self.limit = _most_bytes(cluster)
-        self.survey = Survey(legal, Bounds(legal, cluster, self.known), self.limit)
+        self.first_pass = FirstPass(legal, Bounds(legal, cluster, self.known), self.limit)
         self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
         self._keep, self.fitting = keep, Kept(keep)
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
         self.num_unpriced: Counter[str] = Counter()
-        self.is_counted = self.survey.may_fit <= most_counted
-        self.is_sifted = self.survey.considered <= MOST_SIFTED
+        self.is_counted = self.first_pass.may_fit <= most_counted
+        self.is_sifted = self.first_pass.considered <= MOST_SIFTED
 
     def find(self, against: float | None = None) -> None:
         """Price candidates, the ones with the least bound first, until those in front are the best. against: and
@@ -133,18 +133,18 @@ class _Searched:
 
     def _leaves_all(self) -> bool:
         """Whether no plan can be priced, for a reason that does not depend on the plan."""
-        row = next((row for row in self.survey.rows if row.fitting), None)
+        row = next((row for row in self.first_pass.rows if row.fitting), None)
         if row is None or not why_unknown(plan := self._plan(row, row.datas[0][1]), self.cluster):
             return False
         self._leave(plan, (row, row.datas[0][1]))
-        self.num_unpriced[why_unknown(plan, self.cluster)] = self.survey.may_fit
+        self.num_unpriced[why_unknown(plan, self.cluster)] = self.first_pass.may_fit
         return True
 
     def _priced(self, against: float) -> Iterator[tuple[Plan, Leaf, StepTime]]:
         """The candidates that may fit and be kept, the fastest first."""
         number = count()
         heap: list[tuple[float, int, _Waiting]] = []
-        for row in self.survey.rows:
+        for row in self.first_pass.rows:
             if row.fitting:
                 heap.append((row.least_s, next(number), _Waiting(row)))
         heapq.heapify(heap)
@@ -200,7 +200,7 @@ class _Searched:
 
     def _least_bytes(self, row: CandidateRow, plan: Plan) -> int:
         """A lower bound of memory, with all that the fullest pp rank holds throughout a step."""
-        rank = plan.mesh.rank(pp=self.survey.bounds.fullest(row.group)[0])
+        rank = plan.mesh.rank(pp=self.first_pass.bounds.fullest(row.group)[0])
         return sum(prediction.held_bytes(plan, plan.mesh.coordinate(rank))) + row.kept
 
     def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
@@ -231,7 +231,7 @@ class _Searched:
         faster = [unfit for unfit in self.unfit if unfit.time and unfit.time.step_s < limit]
         nearest = min(faster, key=lambda unfit: unfit.heaviest_bytes, default=None)
         heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
-        for row in self.survey.rows if self.is_sifted else ():
+        for row in self.first_pass.rows if self.is_sifted else ():
             for held, data in row.datas[row.fitting :]:
                 heavy.append((held + row.kept, len(heavy), row, data, False))
         heapq.heapify(heavy)
@@ -257,8 +257,8 @@ class _Searched:
 
     def result(self, against: float | None) -> Search:
         ordered, best = self.fitting.all, tuple(self.fitting.chosen())
-        examples, space, considered = self.legal.examples, self.legal.space, self.survey.considered
-        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.survey.may_fit
+        examples, space, considered = self.legal.examples, self.legal.space, self.first_pass.considered
+        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.first_pass.may_fit
         removed = [
             Removed(rule, number, examples[rule].what, examples[rule].suggestion)
             for rule, number in self.legal.removed.items()
@@ -279,9 +279,9 @@ class _Searched:
         num_faster = 1 + sum(plan.time.step_s < against for plan in ordered if plan.time)
         if self.is_counted:
             return num_faster, num_faster
-        may_be_faster = sum(row.fitting for row in self.survey.rows if row.least_s < against)
+        may_be_faster = sum(row.fitting for row in self.first_pass.rows if row.least_s < against)
         return num_faster, max(
-            num_faster, min(1 + may_be_faster, self.survey.may_fit)
+            num_faster, min(1 + may_be_faster, self.first_pass.may_fit)
         )  # one of those that fit, if it does
 
 

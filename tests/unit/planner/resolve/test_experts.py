@@ -145,34 +145,6 @@ class TestRefused:
         found = resolve(tiny_config(overrides), given=frozenset({"model.router.kind"}))
         assert found.spec.router.top_k == top_k, "unless it is said, the kind fills it in"
 
-    @pytest.mark.parametrize(
-        ("key", "value"),
-        [
-            ("capacity_factor", 0.0),
-            ("capacity_factor", -1.0),
-            ("eval_capacity_factor", 0.0),
-            ("capacity_factor", float("nan")),
-            ("top_k", 0),
-            ("group_samples", 0),
-            ("min_capacity", -1),
-            ("jitter", 1.0),
-            ("jitter", -0.1),
-            ("aux_coefficient", -0.01),
-            ("z_coefficient", float("inf")),
-            ("bias_rate", -1e-3),
-            ("scaling", 0.0),
-            ("kind", "best"),
-            ("score", "relu"),
-            ("renormalise", "twice"),
-            ("drop_policy", "last"),
-            ("second_expert", "none"),
-        ],
-    )
-    def test_a_setting_of_the_router_that_means_nothing(self, key, value):
-        found = problems({**LIMITED, f"model.router.{key}": value}, given=frozenset({f"model.router.{key}"}))
-        assert f"model.router.{key}" in {problem.where for problem in found}
-        assert all(problem.suggestion for problem in found)
-
     def test_equal_parts_need_a_capacity(self):
         problem = only({**MOE, "dp": 2, "ep": 2, "strategy.expert.kind": "capacity"})
         assert problem.kind == "undefined"

@@ -143,7 +143,7 @@ def test_no_bound_exceeds_what_it_bounds(name):
     space = Space(config, given, world)
     found = engine._Searched(Legal(space, engine._spec(space), "cuda"), config.cluster, 3)
     closest = 0.0
-    for row in found.survey.rows:
+    for row in found.first_pass.rows:
         for held, data in row.datas:
             plan = found._plan(row, data)
             tensors = prediction.heaviest(plan, config.cluster).tensors
@@ -153,7 +153,7 @@ def test_no_bound_exceeds_what_it_bounds(name):
             exact = step_time(plan, config.cluster).step_s * (1 + ROUNDING)
             assert row.least_s <= least_s({}, plan, config.cluster) * (1 + ROUNDING) <= exact * (1 + 1e-9)
     assert closest > 0.4
-    assert name != NAMES[-1] or {found.survey.bounds.fullest(row.group)[0] for row in found.survey.rows} != {0}
+    assert name != NAMES[-1] or {found.first_pass.bounds.fullest(row.group)[0] for row in found.first_pass.rows} != {0}
 
 
 @pytest.mark.parametrize(("per_node", "given", "degrees"), [
