@@ -162,11 +162,8 @@ def imbalance(order: str, size: int, seq: int) -> Imbalance:
     """Return the imbalance of one sequence over `size` ranks. All steps of a ring after its first send are alike."""
     spans = [ORDERS[order].spans(size, index, seq) for index in range(size)]
     whole, total = (Span(0, 1, seq),), seq * (seq + 1) // 2
-    rank = max(
-        num_pairs(spans_of_rank, whole) if spans_of_rank[0].step == 1 else _of_stripe(spans_of_rank[0])
-        for spans_of_rank in spans
-    )
-    steps = max(num_pairs(spans_of_rank, spans_of_rank) for spans_of_rank in spans)
+    rank = max(num_pairs(own, whole) if own[0].step == 1 else _of_stripe(own[0]) for own in spans)
+    steps = max(num_pairs(own, own) for own in spans)
     if size > 1:
         steps += (size - 1) * max(num_pairs(spans[index], spans[index - 1]) for index in range(size))
     return Imbalance(rank * size / total, steps * size / total)

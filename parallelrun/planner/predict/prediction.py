@@ -141,15 +141,10 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     weights = gradients = states = 0
     sizes: dict[object, tuple[int, int, int]] = {}  # several stages of a rank have equal parameters
     for parameter, count in distinct_parameters(plan, pp_rank):
-        key = (
-            parameter.spec.shape,
-            parameter.spec.layer_role,
-            parameter.spec.heads,
-            parameter.spec.frozen,
-            parameter.layout,
-        )
+        spec, layout = parameter.spec, parameter.layout
+        key = spec.shape, spec.layer_role, spec.heads, spec.frozen, layout
         if key not in sizes:
-            sizes[key] = parameter_bytes(parameter.spec, parameter.layout, plan, coordinate)
+            sizes[key] = parameter_bytes(spec, layout, plan, coordinate)
         weight, gradient, state = sizes[key]
         weights += count * weight
         gradients += count * gradient

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import DataStrategyConfig
@@ -19,17 +20,16 @@ from parallelrun.planner.memory.backward_block import backward_block, with_round
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.pieces import context_axes, expert_axes
 from parallelrun.planner.predict import prediction
-from parallelrun.planner.predict.step_time.shared_times import Known
-from parallelrun.planner.predict.step_time.step import blocks_of, why_unknown
+from parallelrun.planner.predict.step_time.step import StepModel, why_unknown
 from parallelrun.planner.search.legal import OF_STAGES, Legal, LegalGroup, once_for, tensor_of
 
 
 class Bounds:
-    """Lower bounds of the step time of a space's candidates. known: see `step_time_with`."""
+    """Lower bounds of the step time and memory of a space's candidates."""
 
-    def __init__(self, legal: Legal, cluster: ClusterConfig, known: Known):
-        self._legal, self._cluster, self._known = legal, cluster, known
-        self._cache: Known = {}
+    def __init__(self, legal: Legal, cluster: ClusterConfig, times: StepModel):
+        self._legal, self._cluster, self._times = legal, cluster, times
+        self._cache: dict[object, Any] = {}
         alike = legal.spec.first_alike
         self._blocks = {name: legal.spec.block(name) for name in dict.fromkeys(alike.values())}
         counts = Counter(alike[block.name] for block in legal.spec.blocks)
@@ -73,7 +73,7 @@ class Bounds:
         plan = self._legal.plan(group, micro_batch, self._most, data)
         if why_unknown(plan, self._cluster):
             return 0.0, 0.0, 0.0
-        time = blocks_of(plan, self._cluster, self._known)(self._blocks[self._commonest])
+        time = self._times.block_time(plan, self._blocks[self._commonest])
         if time is None:
             return 0.0, 0.0, 0.0
         return sum(time.forward.values()), sum(time.backward.values()), sum(time.again.values())

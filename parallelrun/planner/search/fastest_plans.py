@@ -25,8 +25,7 @@ from parallelrun.planner.memory import device_memory
 from parallelrun.planner.model.model_spec import ModelSpec
 from parallelrun.planner.pieces import router_settings
 from parallelrun.planner.predict import cluster_cost, prediction
-from parallelrun.planner.predict.step_time.shared_times import Known
-from parallelrun.planner.predict.step_time.step import StepTime, least_s, step_time_with, why_unknown
+from parallelrun.planner.predict.step_time.step import StepModel, StepTime, why_unknown
 from parallelrun.planner.resolve import rules
 from parallelrun.planner.resolve.resolve_config import spec_of
 from parallelrun.planner.search.bounds import Bounds
@@ -108,9 +107,9 @@ class _Searched:
 
     def __init__(self, legal: Legal, cluster: ClusterConfig, keep: int, most_counted: int = MOST_COUNTED):
         self.legal, self.cluster = legal, cluster
-        self.known: Known = {}
+        self.times = StepModel(cluster)
         self.limit = _most_bytes(cluster)
-        self.first_pass = FirstPass(legal, Bounds(legal, cluster, self.known), self.limit)
+        self.first_pass = FirstPass(legal, Bounds(legal, cluster, self.times), self.limit)
         self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
         self._keep, self.fitting = keep, Kept(keep)
         self.unfit: list[Found] = []
@@ -171,7 +170,7 @@ class _Searched:
             for _, data in row.datas[: row.fitting]:
                 shards = data_strategy(data.kind).shards_weights
                 if shards not in bounds:
-                    bounds[shards] = least_s(self.known, self._plan(row, data), self.cluster) or 0.0
+                    bounds[shards] = self.times.least_s(self._plan(row, data)) or 0.0
                 entries.append((bounds[shards], _Waiting(row, data)))
             if not self.is_sifted:
                 self.heavy += [(held + row.kept, row, data) for held, data in row.datas[row.fitting :]]
@@ -179,7 +178,7 @@ class _Searched:
         plan = self._plan(row, data)
         if not (self._is_light if waiting.is_bounded else self._may_fit)(row, data, plan):
             return []
-        time = step_time_with(self.known, plan, self.cluster, least=not waiting.is_bounded)
+        time = self.times.step_time(plan, least=not waiting.is_bounded)
         if time is None:
             self._leave(plan, (row, data))
             return []
@@ -241,14 +240,14 @@ class _Searched:
             if row.least_s >= limit:
                 continue
             plan = self._plan(row, data)
-            least = step_time_with(self.known, plan, self.cluster, least=True)
+            least = self.times.step_time(plan, least=True)
             if least is None or least.step_s >= limit:
                 continue
             if not is_close:
                 heapq.heappush(heavy, (prediction.least_bytes(plan, NEVER), number, row, data, True))
                 continue
             left -= 1
-            time = step_time_with(self.known, plan, self.cluster)
+            time = self.times.step_time(plan)
             if time and time.step_s < limit:
                 candidate = self._found(plan, (row, data), time)
                 if nearest is None or candidate.heaviest_bytes < nearest.heaviest_bytes:

@@ -41,7 +41,7 @@ class Search:
     """All plans of a model on `world` ranks of a cluster.
 
     considered: legal plans. fitting: those that fit a device's memory, or all if the cluster gives no memory size.
-    best: the fastest that fit, and some of other shapes (`fitting_plans.Kept`), the fastest first. nearest: of the plans
+    best: the fastest that fit, and some of other shapes (`fitting_plans.Kept`), fastest first. nearest: of the plans
     that are faster than the best and do not fit, the one that needs least memory. unpriced: the first plan without a
     time, for each reason, and `num_unpriced` by reason. removed: most candidates first. rank: of a plan that takes
     `against` seconds: 1 + the number of faster plans that fit, at least and at most. global_batch: of all plans.

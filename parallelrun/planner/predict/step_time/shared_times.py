@@ -1,16 +1,12 @@
-"""Cache of partial times that several plans of one search share, keyed by the settings they depend on."""
+"""Keys of partial times that several plans of one search share: the settings on which they depend."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from parallelrun.planner.contract.plan import Plan, cached
-
-Known = dict[object, Any]
 
 
 class _Key:
-    """A key of `Known`: equal where its values are. Its hash, that of many strategies' fields, is computed once."""
+    """Equal where its values are. Its hash, that of many strategies' fields, is computed once."""
 
     __slots__ = ("_hash", "_values")
 

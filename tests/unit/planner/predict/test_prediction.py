@@ -170,16 +170,6 @@ def test_the_busiest_rank_is_that_of_the_mean_over_steps():
     assert plan.mesh.coordinate(busiest[1])["pp"] != 1 and plan.mesh.coordinate(busiest[1000])["pp"] == 1
 
 
-def test_gpipe_keeps_every_microbatch_and_1f1b_at_most_pp():
-    few, many = {"pp": 2, "global_batch": 8, "microbatches": 4}, {"pp": 2, "global_batch": 16, "microbatches": 8}
-    for schedule, more in (("gpipe", 4), ("1f1b", 0)):
-        plan = tiny_plan({**few, "schedule": schedule})
-        kept = sum(plan.tensor.saved_bytes(plan.spec.block(name), plan) for name in plan.stages[0].blocks)
-        small = prediction.memory(plan, 0).activations
-        large = prediction.memory(tiny_plan({**many, "schedule": schedule}), 0).activations
-        assert small > 2 * kept > 0 and large == small + more * kept
-
-
 def test_flops_are_sc21_s_72_form():
     plan = tiny_plan({"dp": 2, "pp": 2, "recompute": "full"})
     b, s, layers, h, v = plan.batch.global_batch, 8, 4, 16, 32

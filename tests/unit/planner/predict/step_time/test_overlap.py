@@ -146,9 +146,9 @@ def test_a_message_in_parts_uses_the_ports_of_all_tp_ranks_and_is_gathered_again
     size = 2 * 2048 * 12288  # of one microbatch of one sample, in bf16; one goes forward and one backward
     sent, gathered = size / 8 / RATES.inter_bytes_s, 7 / 8 * size / (0.9 * RATES.intra_bytes_s)
     latency = 2 * RATES.collective_s + RATES.message_s + 7 * RATES.hop_s
-    parts = step.messages_of(plan, cluster, RATES, SoftwareStack(scattered_messages=True), {})
+    parts = step.StepModel(cluster, SoftwareStack(scattered_messages=True)).messages(plan)
     assert parts == pytest.approx(2 * (sent + gathered + latency))
-    whole = step.messages_of(plan, cluster, RATES, OURS, {})
+    whole = step.StepModel(cluster).messages(plan)
     assert whole == pytest.approx(2 * (size / RATES.inter_bytes_s + RATES.collective_s + RATES.message_s))
 
 

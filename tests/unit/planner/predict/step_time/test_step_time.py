@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.foresight import rows_of, scores
 from parallelrun.planner.contract.plan import Collective
 from parallelrun.planner.predict.cluster_cost import peak_flops
 from parallelrun.planner.predict.step_time import blocks, spread, step
 from parallelrun.planner.predict.step_time.kernels import product_s
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.rates import rates_of
-from parallelrun.planner.predict.step_time.stack import OURS, SoftwareStack
+from parallelrun.planner.predict.step_time.stack import SoftwareStack
 from parallelrun.planner.predict.step_time.step import step_time, why_unknown
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
@@ -75,8 +74,8 @@ def test_parts_are_named_by_what_the_plan_does():
 def test_the_parts_are_the_time_in_which_ranks_work(name):
     """The schedule is simulated with whole stages, apart from their parts."""
     plan, cluster = planned(*PLANS[name]), composed(*PLANS[name]).config.cluster
-    rates = rates_of(cluster, plan.precision.name)
-    stages, messages = step.stages_of(plan, cluster, rates, OURS, {}), step.messages_of(plan, cluster, rates, OURS, {})
+    model = step.StepModel(cluster)
+    stages, messages = model.stages(plan), model.messages(plan)
     _, busy = step._schedule(plan, cluster, stages, messages)
     count = plan.batch.microbatches
     assert sum(step._parts_of(plan, stages).values()) + messages * count == pytest.approx(busy, rel=1e-12)
@@ -170,15 +169,3 @@ def test_recomputation_repeats_the_forward_pass_of_the_layers():
 def test_what_cannot_be_predicted_is_said(overrides, reason):
     plan, cluster = planned(*overrides), composed(*overrides).config.cluster
     assert step_time(plan, cluster) is None and reason in why_unknown(plan, cluster)
-
-
-def test_the_trainings_of_sc21_are_predicted_within_three_percent():
-    """Narayanan et al. 2021, table 1: 1.7 B to 1 T parameters on 32 to 3,072 A100."""
-    found = scores(list(rows_of("fit_sc21_table1")))
-    assert found["rows"] == 10
-    assert found["mape"] < 0.03 < found["constant_mape"] and abs(found["bias"]) < 0.02
-
-
-def test_trainings_that_were_not_fitted_are_predicted_within_twelve_percent():
-    assert scores(list(rows_of("dev_llmfoundry_a100", every=12)))["mape"] < 0.12
-    assert scores(list(rows_of("dev_vtrain_single_half", every=120)))["mape"] < 0.12
