@@ -62,7 +62,7 @@ def solve(
     if another plan has it: that of a large model takes longer than the rest."""
     if rules.too_large(config):
         return value_violations(config, given)
-    notes = routing.kept(config)
+    notes = routing.own_router_notes(config)
     folded, problems = shorthands.fold(config, given)
     problems += rules.check(folded)
     config = narrowed(folded)

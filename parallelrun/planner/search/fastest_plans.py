@@ -82,7 +82,8 @@ def _search(space: Space, keep: int, against: float | None, device: str, most_co
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without garbage collection, which would take a fifth of a search: millions of small tuples, and no cycles."""
+    """Without garbage collection, which takes a fifth of a search (of 62,000 plans 1 s of CPU time more): millions of
+    small tuples, and no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
