@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.caching import cached
 from parallelrun.planner.contract.mesh_shape import MeshShape
-from parallelrun.planner.contract.plan import Plan, cached, once
+from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.model.model_spec import ParameterSpec
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
+from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallelrun.base.precision import Precision
 from parallelrun.planner.contract.mesh_shape import MeshShape
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from parallelrun.planner.contract.tensor_strategy import TensorStrategy
 
 Value = TypeVar("Value")
-Arguments = ParamSpec("Arguments")
 # fp64 numbers that are summed over all ranks in every step (`training.loop.step`): loss sum, valid targets and stop,
 # besides
 # the squared norms of `Plan.num_norms` gradients
@@ -91,28 +90,6 @@ def once(cache: dict[object, Any], key: object, compute: Callable[[], Value]) ->
         cache[key] = compute()
     value: Value = cache[key]
     return value
-
-
-def cached(
-    cache: str,
-) -> Callable[[Callable[Concatenate[Plan, Arguments], Value]], Callable[Concatenate[Plan, Arguments], Value]]:
-    """Decorate a function of a plan, whose results are kept in one of the plan's caches, by function and arguments.
-
-    cache: the name of the cache. Arguments are hashable, and passed by position.
-    """
-
-    def decorate(
-        function: Callable[Concatenate[Plan, Arguments], Value],
-    ) -> Callable[Concatenate[Plan, Arguments], Value]:
-        name = f"{function.__module__}.{function.__qualname__}"
-
-        @wraps(function)
-        def cached_function(plan: Plan, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
-            return once(getattr(plan, cache), (name, args), lambda: function(plan, *args, **kwargs))
-
-        return cached_function
-
-    return decorate
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from math import gcd
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import EMBEDDING, WORLD, Plan, cached
+from parallelrun.planner.contract.caching import cached
+from parallelrun.planner.contract.plan import EMBEDDING, WORLD, Plan
 
 
 def ranks_per_node(cluster: ClusterConfig, world: int) -> int:

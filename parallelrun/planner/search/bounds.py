@@ -11,6 +11,7 @@ from typing import Any
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.planner.contract.caching import once_for
 from parallelrun.planner.contract.classes import data_strategy
 from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.mesh_shape import MeshShape
@@ -21,7 +22,7 @@ from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.pieces import context_axes, expert_axes
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.step_time.step import StepModel, why_unknown
-from parallelrun.planner.search.legal import OF_STAGES, Legal, LegalGroup, once_for, tensor_of
+from parallelrun.planner.search.legal import OF_STAGES, Legal, LegalGroup, tensor_of
 
 
 class Bounds:

@@ -130,13 +130,15 @@ class _Contender:
         key = config.model.seq, config.global_batch
         if key not in self._plans:
             plan, cluster = _planned(self._user_keys, self._choice, config), config.cluster
-            fits = plan is None or not cluster.memory_gb
-            self._plans[key] = plan, fits or cluster_cost.fits(prediction.heaviest(plan, cluster), cluster) == "yes"
-        plan, fits = self._plans[key]
+            has_room = plan is None or not cluster.memory_gb
+            if plan and not has_room:
+                has_room = cluster_cost.fits(prediction.heaviest(plan, cluster), cluster) == "yes"
+            self._plans[key] = plan, has_room
+        plan, has_room = self._plans[key]
         time = step_time(plan, config.cluster) if plan else None
         if time is None:
             return None
-        return time.step_s if fits else NEVER
+        return time.step_s if has_room else NEVER
 
     def beats(self, other: _Contender, config: Config) -> bool | None:
         """Return whether this plan is faster; None where one of the plans has no time."""

@@ -7,16 +7,16 @@ alike.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import cache, partial
 from itertools import product
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config, DataStrategyConfig, PipelineConfig, TensorStrategyConfig
 from parallelrun.config.schema.strategy_keys import narrowed
+from parallelrun.planner.contract.caching import once_for
 from parallelrun.planner.contract.classes import (
     StrategyClasses,
     context_strategy,
@@ -70,25 +70,8 @@ def tensor_of(group: LegalGroup) -> object:
     return group.tp, group.number, group.ep, group.cp, group.schedule.splits_backward
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 OF_STAGES = ("pp", "virtual_stages", "pipeline.kind")  # they decide which rank has which blocks
 OF_TENSOR = ("tp", "number", "schedule.splits_backward", "cp")
-
-
-def once_for(*names: str) -> Callable[[Method], Method]:
-    """Decorate a method that takes a group: its value is computed once for all groups with equal attributes `names`,
-    and kept in the object's `_cache`."""
-    attributes = attrgetter(*names)
-
-    def decorate(method: Method) -> Method:
-        @wraps(method)
-        def cached_method(self: Any, group: LegalGroup, *args: object) -> Any:
-            key = method.__name__, attributes(group), args
-            return once(self._cache, key, lambda: method(self, group, *args))
-
-        return cast(Method, cached_method)
-
-    return decorate
 
 
 Checked = tuple[list[Any], list[tuple[str, int, Problem]]]  # the legal ones; rule, number and violation of others

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from parallelrun.planner.contract.plan import Plan, cached
+from parallelrun.planner.contract.caching import cached
+from parallelrun.planner.contract.plan import Plan
 
 
 class _Key:

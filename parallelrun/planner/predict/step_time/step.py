@@ -71,8 +71,8 @@ class StepModel:
             return None
         rates, stack = setting
         stages, messages = self.stages(plan), self.messages(plan)
-        key = "data", of_weights(plan), plan.batch.microbatches
-        data = once(self._cache, key, lambda: _data(plan, self._cluster, rates, stack))
+        of_data = "data", of_weights(plan), plan.batch.microbatches
+        data = once(self._cache, of_data, lambda: _data(plan, self._cluster, rates, stack))
         if stages is None or messages is None or data is None:
             return None
         key = "schedule", least, plan.pipeline, plan.batch.microbatches, of_stages(plan)
