@@ -33,7 +33,7 @@ def problems(overrides: Sequence[Override], words: Sequence[str], reported: Sequ
 
     words: flags and overrides, which name the folders of the user's own.
     """
-    from parallelrun.planner.resolve import value_checks
+    from parallelrun.planner.resolve.resolve_config import value_violations
 
     config = completed(Config())
     user_keys: set[str] = set()
@@ -50,7 +50,7 @@ def problems(overrides: Sequence[Override], words: Sequence[str], reported: Sequ
             with suppress(ValueError, TypeError):
                 setattr(reduce(getattr, path, config), last, _value(key, override.value))
                 user_keys |= {key.name, override.text.lstrip("+").partition("=")[0]}
-    problems += [problem for problem in value_checks.violations(config, frozenset(user_keys))
+    problems += [problem for problem in value_violations(config, frozenset(user_keys))
                  if problem.kind not in _DEPENDENT]  # fmt: skip
     selected = (user_keys | set(GROUPS)) - {problem.where for problem in reported}
     return [problem for problem in problems if problem.where in selected]

@@ -98,7 +98,7 @@ def _document(search: Search, context: Context, compared: tuple[list[Size], Size
 def _explain(composed: Composed, search: Search, console: Console) -> None:
     """Print why the best plan takes its time, and where another one would win."""
     from parallelrun.planner.predict.limits import limits
-    from parallelrun.planner.search.crossovers import flips
+    from parallelrun.planner.search.crossovers import crossovers
     from parallelrun.report.plans import explain_search
 
     best, cluster = search.best[0], composed.config.cluster
@@ -106,7 +106,7 @@ def _explain(composed: Composed, search: Search, console: Console) -> None:
     config, user_keys = chosen.with_choice(composed.config, composed.given, best)
     with elapsed.shown(_SEARCHING):
         limited = limits(resolve(config, given=user_keys, gpus=visible_gpus()), cluster, best.time)
-        elsewhere = flips(composed.config, composed.given, search)
+        elsewhere = crossovers(composed.config, composed.given, search)
     explain_search.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
 
 
@@ -164,12 +164,12 @@ def ranked(plan: Plan, config: Config, facts: Facts) -> Ranked | None:
 
 
 def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None, console: Console) -> None:
-    """Print the parts of a step of a plan, what limits it, and where another plan would be faster, or this one.
+    """Print the parts of a step of a plan, what limits it and, if it is the fastest, where another plan would win.
 
     ranked: among all plans, where it was looked for. Raises ConfigError where its time is not predicted.
     """
     from parallelrun.planner.predict.limits import limits
-    from parallelrun.planner.search.crossovers import flips, flips_of
+    from parallelrun.planner.search.crossovers import crossovers
     from parallelrun.report.plans import explain_search
 
     if facts.time is None:
@@ -177,11 +177,10 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None
         raise ConfigError(Problem(cause, "explain", "leave explain out, or cluster=h100_dgx"))
     limited, memory = limits(plan, config.cluster, facts.time), facts.memories[facts.heaviest_pp_rank].total
     search, best, elsewhere = ranked.found if ranked else None, None, None
-    if ranked and search:
-        opened = searches.opened(plan, config)
-        best = search.best[0] if ranked.is_fastest else None
+    if ranked and search and ranked.is_fastest:
+        best = search.best[0]
         with elapsed.shown(_SEARCHING):
-            elsewhere = flips(opened, frozenset(), search) if best else (flips_of(plan, config, search, opened), True)
+            elsewhere = crossovers(searches.opened(plan, config), frozenset(), search)
     explain_search.show(facts.time, limited, elsewhere, (memory, config.cluster), best, console)
 
 

@@ -33,11 +33,10 @@ FlattenedDims = tuple[tuple[str, tuple[str, ...]], ...]
 class ExchangeForm:
     """How a strategy combines gradients, as far as the time and memory of a step depend on it.
 
-    compression: its kind; empty: none. scatters_once: gradients are scattered once a step, not in every backward pass.
-    gathers_again: weights are gathered twice a microbatch, not once a step. gathers_rounded: in the compute dtype.
+    scatters_once: gradients are scattered once a step, not in every backward pass. gathers_again: weights are gathered
+    twice a microbatch, not once a step. gathers_rounded: in the compute dtype.
     """
 
-    compression: str = ""
     scatters_once: bool = False
     gathers_again: bool = False
     gathers_rounded: bool = False

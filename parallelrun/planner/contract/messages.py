@@ -102,14 +102,14 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
 def rows(explanation: Explanation, rank: int) -> list[Collective]:
     """The messages and collectives of `rank` in a step, as rows that can be compared with the prediction."""
     lines = []
-    rounds = [(exchange.repeats, one) for exchange in explanation.exchanges for one in exchange.rounds]
-    for repeats, one in rounds:
-        for message in one.messages:
+    rounds = [(exchange.repeats, step) for exchange in explanation.exchanges for step in exchange.rounds]
+    for repeats, step in rounds:
+        for message in step.messages:
             calls, payload = repeats * message.calls, repeats * message.payload_bytes
             for operation, end, sent in (("send", message.source, payload), ("recv", message.target, 0)):
                 if end == rank:
                     lines.append(Collective(explanation.message_axis, operation, message.purpose, calls, sent))
-        for call in one.calls:
+        for call in step.calls:
             if rank in call.ranks:
                 calls, payload = repeats * call.calls, repeats * call.payload_bytes
                 lines.append(Collective(call.axis, call.operation, call.purpose, calls, payload))

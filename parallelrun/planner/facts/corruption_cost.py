@@ -52,13 +52,17 @@ def checks(plan: Plan, config: Config) -> Checks | None:
     sent = sum(times.get(row.purpose, 1) * row.wire_bytes for row in rows)
     weights, states, lone = max(_bytes_of(plan, ranks[0]) for ranks in pp_rank_classes(plan))
     copied = 2 * weights + states  # the state of the last check, and the first weights
-    found = Checks(every, copied, small.batch.global_batch, flops / every, sent, lone / states if states else 0.0)
-    one, step = step_time(small, config.cluster), step_time(plan, config.cluster)
-    if one is None or step is None:
-        return found
+    without_time = Checks(
+        every, copied, small.batch.global_batch, flops / every, sent, lone / states if states else 0.0
+    )
+    check_step, step = step_time(small, config.cluster), step_time(plan, config.cluster)
+    if check_step is None or step is None:
+        return without_time
     reading = 1 / (1e9 * (config.cluster.memory_gb_s or 0))
-    check_s = one.step_s + config.sdc.recompute * step.step_s + (2 * weights + states) * reading
-    return replace(found, check_s=check_s, share_of_time=(check_s / every + DIGESTED * weights * reading) / step.step_s)
+    check_s = check_step.step_s + config.sdc.recompute * step.step_s + (2 * weights + states) * reading
+    return replace(
+        without_time, check_s=check_s, share_of_time=(check_s / every + DIGESTED * weights * reading) / step.step_s
+    )
 
 
 def _bytes_of(plan: Plan, pp_rank: int) -> tuple[int, int, int]:

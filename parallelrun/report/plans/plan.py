@@ -82,7 +82,7 @@ def _rows(plan: Plan, config: Config, results: Facts, texts: list[str], most: in
         ("traffic", _traffic(results, most)),
         ("", ""),
         ("cost", Text(cost_text(plan, config, results))),
-        *([("time", Text(time_text(plan, config, results)))] if results.cost.compute_s or results.known_parts else []),
+        *([("time", Text(time_text(plan, config, results)))] if results.cost.compute_s else []),
         *([("sdc", Text(looking))] if (looking := corruption_text(plan, config)) else []),
         *(_training(results, most) if results.training or results.goodput else []),
     ]

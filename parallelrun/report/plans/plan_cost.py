@@ -44,8 +44,7 @@ def time_text(plan: Plan, config: Config, results: Facts) -> str:
     """The predicted time of a step and the parts that it consists of."""
     time = results.time
     if time is None:
-        parts = f"\nat least {_sum_text(results.known_parts)}" if results.known_parts else ""
-        return f"not predicted: {why_unknown(plan, config.cluster)}{parts}"
+        return f"not predicted: {why_unknown(plan, config.cluster)}"
     return (
         f"a step takes about {seconds_text(time.step_s)} ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}): "
         f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.0%} of the peak\n"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
-from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
+from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
@@ -76,10 +76,6 @@ class BucketedAllReduce(DataStrategy):
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The bytes that compression holds in addition to weights, gradients and optimizer state."""
         return sum(self.compression.held_bytes(parts, plan) for parts in buckets_of(pp_rank, coordinate, plan).parts)
-
-    def exchange_form(self, plan: Plan) -> ExchangeForm:
-        compression = self.compression.kind if self.compression.compresses else ""
-        return ExchangeForm(compression=compression)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return self.compression.equivalence(plan)

@@ -14,7 +14,7 @@ from parallelrun.planner.predict.simulate import stage_flops
 from parallelrun.planner.predict.step_time.blocks import ATTENTION, CONTEXT
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.rates import rates_of
-from parallelrun.planner.predict.step_time.step import blocks_of
+from parallelrun.planner.predict.step_time.step import StepModel
 from tests.plans import tiny_config, tiny_plan
 
 KIND, ORDER = "strategy.context.kind", "strategy.context.order"
@@ -33,7 +33,7 @@ def time_of(**changed: Any):
         **{key.replace("__", "."): value for key, value in changed.items()},
     }
     plan = tiny_plan(overrides)
-    found = blocks_of(plan, tiny_config(overrides).cluster, {})(plan.spec.blocks[1])
+    found = StepModel(tiny_config(overrides).cluster).block_time(plan, plan.spec.blocks[1])
     assert found is not None
     return found
 
@@ -68,13 +68,13 @@ def test_all_predicted_messages_of_a_block_take_their_time(kind, recompute):
 
 
 def test_blocks_of_other_orders_and_degrees_have_times_of_their_own():
-    """One table of known times serves a whole search."""
-    known: dict[object, Any] = {}
+    """One model of step times serves a whole search."""
     overrides = {**LONG, **CLUSTER, "device": "cuda"}
+    model = StepModel(tiny_config(overrides).cluster)
     found = set()
     for more in ({}, {"cp": 2}, {"cp": 4}, {"cp": 4, ORDER: "contiguous"}, {"cp": 4, KIND: "ulysses"}):
         plan = tiny_plan({**overrides, **more})
-        found.add(blocks_of(plan, tiny_config(overrides).cluster, known)(plan.spec.blocks[1]).forward[ATTENTION])
+        found.add(model.block_time(plan, plan.spec.blocks[1]).forward[ATTENTION])
     assert len(found) == 4  # zigzag and ulysses are both even
 
 
