@@ -18,7 +18,7 @@ from parallelrun.strategies.data.ps.reference import LogReplay
 from parallelrun.training.loop.build import build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
-from parallelrun.training.verify.checked import checked_config, single_device
+from parallelrun.training.verify.checked import single_device
 from parallelrun.training.verify.replay import weights_of
 from tests import checkpoints
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
