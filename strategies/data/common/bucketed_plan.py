@@ -79,3 +79,6 @@ class BucketedAllReduce(DataStrategy):
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return self.compression.equivalence(plan)
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        return ExchangeForm(compression=self.compression.kind if self.compression.compresses else "")
