@@ -272,8 +272,8 @@ show a b => one recipe
 show quickstart tpp=2
 show quickstart tp=x
 model=moe_gpt strategy=gshard dp=4 ep=3 => are not divisible by ep=3 | ep=2 or ep=4 | does not divide dp=4
-model=moe_gpt dp=6 ep=4 => ep=2 or dp=4 or dp=8
-model=moe_gpt strategy=dropless model.router.top_k=9 => model.router.top_k=8
+model=moe_gpt dp=6 ep=4 => ep=2 or dp=4 or dp=8 | ep=4 does not divide dp=6, whose ranks hold the experts
+model=moe_gpt strategy=dropless model.router.top_k=9 => model.router.top_k=8 | model.experts=9
 model=moe_gpt strategy=gshard model.router.capacity_factor=0 => finite number above 0
 model=moe_gpt strategy=gshard model.router.kind=best => top_k, gshard, switch, expert_choice
 model=moe_gpt strategy=gshard model.router.top_k=3

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +13,7 @@ from parallelrun.base.errors import ConfigError
 from parallelrun.config import presets
 from parallelrun.planner.contract.parameters import held_parameters, module_layout
 from parallelrun.planner.facts.document import document
-from parallelrun.planner.pieces import routing_statistics as statistics
 from parallelrun.planner.pieces.expert_axes import replica_axis, split
-from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.report.plans.plan import show
@@ -109,17 +105,6 @@ class TestRefused:
         assert problem.what == "8 experts of a layer are not divisible by ep=3; divisors: 1, 2, 4, 8"
         assert set(pairs(problem.suggestion)) >= {("ep", "1"), ("model.experts", "6"), ("model.experts", "9")}
 
-    def test_a_dp_that_ep_does_not_divide(self):
-        problem = only({**MOE, "dp": 6, "ep": 4, "global_batch": 24})
-        assert problem.what == "ep=4 does not divide dp=6, whose ranks hold the experts; divisors: 1, 2, 3, 6"
-        assert problem.suggestion == "ep=2 or dp=4 or dp=8"
-
-    def test_more_choices_than_experts(self):
-        problem = only({**MOE, "model.router.top_k": 9})
-        assert problem.kind == "arithmetic" and set(pairs(problem.suggestion)) == {
-            ("model.experts", "9"), ("model.router.top_k", "8"),
-        }  # fmt: skip
-
     @pytest.mark.parametrize(
         ("router", "suggestion"),
         [
@@ -149,24 +134,12 @@ class TestRefused:
         assert problem.kind == "undefined"
         assert problem.suggestion == "strategy.expert.kind=dropless or model.router.capacity_factor=1.25"
 
-    def test_the_fix_of_a_preset_s_router_beats_the_preset(self):
-        """It is tried as the user would type it: model.router.capacity_factor=1.25, over strategy.router."""
-        problem = only(preset("dropless", **{"strategy.expert.kind": "capacity"}))
-        assert "model.router.capacity_factor=1.25" in problem.suggestion
-
     def test_evaluation_alone_has_no_limit(self):
         problem = only({**MOE, "model.router.eval_capacity_factor": 2.0})
         assert problem.kind == "contradiction" and "model.router.capacity_factor=1.25" in problem.suggestion
 
     def test_an_expert_way_that_is_unknown(self):
         assert "capacity, dropless" in only({**MOE, "dp": 2, "ep": 2, "strategy.expert.kind": "fast"}).what
-
-    def test_ep_lies_in_the_inner_part_of_hsdp(self):
-        problem = only({**MOE, "dp": 8, "ep": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2})
-        assert problem.what.startswith("ep=4 does not divide strategy.data.shard=2, the inner part of dp=8")
-        assert set(pairs(problem.suggestion)) == {
-            ("ep", "1"), ("ep", "2"), ("strategy.data.shard", "4"), ("strategy.data.shard", "8"),
-        }  # fmt: skip
 
     def test_several_at_once(self):
         wrong = {"dp": 6, "ep": 4, "global_batch": 24, "model.router.top_k": 9, "model.router.capacity_factor": 0.0}
@@ -306,15 +279,6 @@ class TestLayouts:
             assert replica_axis(module_layout(spec, plan), plan) == "dp"
 
 
-class TestAccount:
-    def test_the_statistics_of_every_layer_go_once_around_the_world(self):
-        plan = tiny_plan({**MOE, "dp": 2, "ep": 2, "pp": 2})
-        rows = [row for rank in range(4) for row in prediction.collectives(plan, rank) if row.purpose == "routing"]
-        world = [row for row in rows if row.axis == "world"]
-        elements = statistics.exchanged(2, 8)
-        assert [(r.operation, r.calls, r.payload_bytes) for r in world] == [("all_reduce", 1, elements * 8)] * 4
-
-
 class TestFrozen:
     @pytest.mark.parametrize("name", PRESETS)
     @pytest.mark.parametrize(
@@ -365,32 +329,3 @@ class TestSeen:
         texts = document(resolve(config), config)["warnings"]
         said = "ep groups of 4 reach across hosts of 2 devices"
         assert f"{said}; strategy.expert.group_size=2 sends inside a host first" in texts
-
-
-LARGE = (
-    "model=gshard_600b dp=2048 ep=2048",
-    "model=mixtral_8x7b dp=16 ep=8 tp=4 pp=4",
-    "model=deepseek_v3 dp=128 ep=64 pp=16 strategy=aux_free",
-    "model=switch_base dp=8 ep=8 strategy=switch",
-)
-
-
-def test_the_large_models_are_planned_in_no_time_and_without_torch():
-    code = f"""
-import io, sys, time
-from rich.console import Console
-from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.report.plans.plan import show
-from tests.unit.config.test_presets import composed
-for line in {LARGE!r}:
-    found = composed(*line.split())
-    begin = time.process_time()
-    plan = resolve(found.config, given=found.given)
-    show(plan, found.config, Console(file=io.StringIO(), width=100))
-    assert "torch" not in sys.modules and plan.mesh.size("ep") > 1
-    print(time.process_time() - begin)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    seconds = [float(line) for line in done.stdout.split()]
-    assert len(seconds) == len(LARGE) and max(seconds) < 4
