@@ -108,12 +108,8 @@ def test_with_neither_degrees_nor_world_the_demonstrating_plan_is_used_and_said(
     assert "smallest plan" in plan.filled[0]
 
 
-def test_a_preset_shows_its_own_axis_beside_the_degrees_given():
-    plan = tiny_plan({"dp": None, "tp": 2, "pp": None, "strategy.demo": {"dp": 2}})
-    assert plan.degrees["dp"] == 2
-
-
-def test_degrees_without_a_world_make_the_world():
+def test_a_preset_shows_its_own_axis_beside_the_degrees_given_which_make_the_world():
+    assert tiny_plan({"dp": None, "tp": 2, "pp": None, "strategy.demo": {"dp": 2}}).degrees["dp"] == 2
     plan = tiny_plan({"dp": None, "tp": 4, "pp": 4, "strategy.demo": {"tp": 2, "pp": 2}})
     assert plan.world == 16 and plan.degrees["dp"] == 1
 
@@ -301,17 +297,6 @@ def test_row_34_a_run_name_that_could_leave_the_runs_directory(name):
     problem = only_problem({"name": name})
     assert problem.where == "name"
     assert tiny_plan(name=problem.suggestion.removeprefix("name="))
-
-
-def test_all_problems_come_at_once():
-    problems = problems_of({"dp": 3, "tp": 3, "pp": 9, "optimizer.lr": -1.0, "steps": 0, "staleness": 1})
-    wheres = {problem.where for problem in problems}
-    assert {"global_batch", "tp", "pp", "optimizer.lr", "steps", "staleness"} <= wheres
-
-
-def test_a_wrong_model_does_not_hide_wrong_degrees():
-    wheres = {problem.where for problem in problems_of({"model.layers": 0, "dp": 0, "steps": 0})}
-    assert {"model.layers", "dp", "steps"} <= wheres
 
 
 def test_the_schema_s_own_defaults_are_a_legal_plan():
