@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 # Files that the lines name, in the folder where they are typed.
 FILES = {
     "tiny.yaml": "tp: 2\n",
     "notes.txt": "abc\n",
-    "net.py": """
-import torch
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self, hidden):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
-        self.out = nn.Linear(hidden, hidden)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-
-class Net(nn.Module):
-    def __init__(self, vocab, hidden, layers):
-        super().__init__()
-        self.embed = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList([Attention(hidden) for _ in range(layers)])
-        self.head = nn.Linear(hidden, vocab)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def build(vocab, hidden, layers):
-    return Net(vocab, hidden, layers)
-
-
-def number():
-    return 3
-""",
+    "net.py": f"{(Path(__file__).parent / 'user_net.py').read_text()}\n\ndef number():\n    return 3\n",
 }
 
 # What is no command but advice for people.
@@ -272,8 +237,8 @@ show a b => one recipe
 show quickstart tpp=2
 show quickstart tp=x
 model=moe_gpt strategy=gshard dp=4 ep=3 => are not divisible by ep=3 | ep=2 or ep=4 | does not divide dp=4
-model=moe_gpt dp=6 ep=4 => ep=2 or dp=4 or dp=8
-model=moe_gpt strategy=dropless model.router.top_k=9 => model.router.top_k=8
+model=moe_gpt dp=6 ep=4 => ep=2 or dp=4 or dp=8 | ep=4 does not divide dp=6, whose ranks hold the experts
+model=moe_gpt strategy=dropless model.router.top_k=9 => model.router.top_k=8 | model.experts=9
 model=moe_gpt strategy=gshard model.router.capacity_factor=0 => finite number above 0
 model=moe_gpt strategy=gshard model.router.kind=best => top_k, gshard, switch, expert_choice
 model=moe_gpt strategy=gshard model.router.top_k=3

@@ -89,6 +89,8 @@ def said(words: str, capsys) -> str:
         ("model.layers=99999999 pp=0 seed=-1", ["model.layers", "pp=0", "seed=-1"]),
         ("profile=[0] steps=0", ["profile", "steps=0"]),
         ("gpus=0 timeout_s=nan", ["gpus=0", "timeout_s=nan"]),
+        ("model.layers=0 dp=0 steps=0", ["model.layers", "dp=0", "steps=0"]),
+        ("model=moe_gpt dp=6 ep=4 model.router.top_k=9", ["ep=4", "model.router.top_k=9"]),
     ],
 )
 def test_the_mistakes_of_all_stages_are_said_at_once(words, names, capsys):
