@@ -24,7 +24,6 @@ from parallelrun.cli.calibration.measurements import (
     TimedStep,
 )
 from parallelrun.cli.calibration.session import Session, composed, highest_rates, sample_of
-from parallelrun.cli.main import main
 from parallelrun.config import presets
 from parallelrun.planner.predict.step_time.spread import BUBBLE
 from parallelrun.planner.predict.step_time.step import step_time
@@ -211,14 +210,6 @@ def test_a_calibrated_cluster_is_found_by_every_command(tmp_path, monkeypatch):
         assert said in text, said
     assert yaml.safe_load(text)["name"] == "mine"
     assert measurements.load(file.measurements_of(path)) == measured
-
-
-def test_a_cluster_file_that_is_not_yaml_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path))
-    (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "mine.yaml").write_text("name: [")
-    assert main(["plan", "model=gpt", "strategy=single", "cluster=mine"]) == 2
-    assert "mine.yaml" in capsys.readouterr().err
 
 
 def test_names_that_cannot_be_written_are_refused(tmp_path):
