@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,10 @@ MISTAKES_AND_PLANS = [
     (["explain", "strategy=ring", "world=4"], 0),
     (["explain", "--json", "model=moe_gpt", "strategy=gshard", "dp=2", "ep=2", "tp=2", "pp=2"], 0),
     (["explain", "-m", "strategy=ring,ps", "world=4"], 2),
+    (["strategy=ddp", "dp=2", "init.from=/nosuch"], 4),
+    (["strategy=ddp", "dp=2", "model=module", "model.source=./nosuch.py:f"], 2),
+    (["strategy=ddp", "dp=2", "model=module", "model.source=nosuch.net:f"], 2),
+    *([(["strategy=ddp", "dp=2", "device=cuda"], 3)] if version("torch").endswith("+cpu") else []),  # no GPU is visible
 ]
 
 

@@ -138,7 +138,8 @@ model=resnet model.stages=3
 model.dataset=nosuch
 model=module
 model=module model.source=net.py
-model=module model.source=./nosuch.py:build
+model=module model.source=./nosuch.py:build => there is no file
+model=module model.source=nosuch.net:f => No module named 'nosuch'
 model=resnet model.stem=tiny
 model=resnet tp=2
 model=resnet model.norm_samples=7
