@@ -139,7 +139,6 @@ model.dataset=nosuch
 model=module
 model=module model.source=net.py
 model=module model.source=./nosuch.py:build => there is no file
-model=module model.source=nosuch.net:f => No module named 'nosuch'
 model=resnet model.stem=tiny
 model=resnet tp=2
 model=resnet model.norm_samples=7
@@ -311,6 +310,7 @@ strategy=gpipe pp=2 strategy.pipeline.split=[layer.1] => did you mean: strategy.
 full => did you mean: recompute=full
 num_attention_heads=4 => did you mean: model.heads=4
 recompte=some => did you mean: recompute=...
+model=module model.source=nosuch.net:f => No module named 'nosuch'
 """
 
 # What the message must have, after the arrow.
