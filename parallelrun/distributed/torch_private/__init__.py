@@ -44,6 +44,7 @@ from parallelrun.distributed.torch_private.products import products_of_training,
 from parallelrun.distributed.torch_private.tensors import (
     add_all,
     copy_all,
+    fused_adamw,
     grouped_product,
     has_grouped_product,
     multiply,
