@@ -286,12 +286,6 @@ def test_a_layer_whose_role_does_not_fit_is_named(layer, role, told):
 # Forms
 
 
-def test_the_forms_are_those_that_move_least():
-    """The reference: in an MLP the way down (4h -> h) moves M h when X stays, 4 M h when Y does."""
-    forms = dict(tiny_plan({"layout": "2d", "tp": 4, "model.seq": 1000}).tensor.forms)
-    assert forms[16, 64, 64, 16] == ("stationary_y", "stationary_x")
-
-
 @pytest.mark.parametrize("cell", ["2d 4", "2d 2x3", "2.5d 8"])
 def test_no_other_forms_that_divide_move_less(cell):
     plan = tiny_plan(CELLS[cell])
