@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -69,21 +71,6 @@ def test_a_broadcast_comes_from_and_a_reduction_goes_to_a_member_of_the_group() 
     assert [told for told, _, _ in results] == [2, 3, 2, 3]
     assert [results[rank][1] for rank in (2, 3)] == [101.0, 1010.0]
     assert results[0][2] == [Collective("dp", "broadcast", "test", 1, 12), Collective("dp", "reduce", "test", 1, 12)]
-
-
-def every_axis_sums_its_own() -> dict[str, float]:
-    mesh = mesh_of(dp=2, tp=2, pp=2)
-    sums = {}
-    for axis in ("dp", "tp", "pp", "world"):
-        tensor = torch.tensor([float(2**mesh.rank)])
-        comm.all_reduce(tensor, mesh.group(axis), "test")
-        sums[axis] = tensor.item()
-    return sums
-
-
-def test_groups_follow_the_rank_order_pp_dp_tp() -> None:
-    sums = run_ranks(8, every_axis_sums_its_own)[5]  # pp=1, dp=0, tp=1
-    assert sums == {"tp": 2**4 + 2**5, "dp": 2**5 + 2**7, "pp": 2**1 + 2**5, "world": 2**8 - 1}
 
 
 def degree_one_sends_nothing() -> list[Collective]:
@@ -206,16 +193,23 @@ def test_an_engine_of_torch_is_seen_under_its_axis() -> None:
     assert engine == [Collective("dp", "all_reduce", "engine", 1, 4 * (16 + 4))]
 
 
-def wrong_world() -> str:
+def wrong_world(overrides: dict[str, Any]) -> str:
     try:
-        mesh_of(dp=2)
+        build_mesh(tiny_plan(overrides), torch.device("cpu"))
     except ValueError as error:
         return str(error)
     return "accepted"
 
 
-def test_a_mesh_smaller_than_the_world_is_refused() -> None:
-    assert "has 2 ranks, the world has 4" in run_ranks(4, wrong_world)[0]
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"dp": 2}, "has 2 ranks, the world has 3"),
+        ({"dp": 3, "strategy.data.kind": "ps", "global_batch": 12}, "has 3 ranks beside 1 server, the world has 3"),
+    ],
+)
+def test_a_mesh_of_another_size_than_the_world_is_refused(overrides: dict[str, Any], told: str) -> None:
+    assert all(told in said for said in run_ranks(3, wrong_world, overrides))
 
 
 def exchange() -> list[dict]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.training.loop import gradients
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
@@ -64,43 +62,6 @@ def test_every_logical_element_is_counted_once_over_the_world_or_on_every_rank(c
         assert shared[0][0] == pytest.approx(shared[1][0], abs=world), "replicas do not share the work"
         assert local[0][0] == pytest.approx(local[0][1], rel=1e-14)  # the norm is squared: one rounding in fp64
         assert {share for share, _, _ in local} == {local[0][0]}, "replicas measure different norms"
-
-
-def finalise_counted(overrides: dict[str, Any]) -> tuple[dict[tuple[str, str], int], dict[str, float]]:
-    """(calls of finalise by axis and purpose, the gradients' one value after) with gradients of rank + 1 before."""
-    training = start(overrides)
-    for parameter in training.parameters:
-        parameter.tensor.grad = torch.full_like(parameter.tensor, training.mesh.rank + 1.0)
-    with CommunicationCounter(training.mesh) as counter:
-        training.gradients.finalise()
-    calls = Counter({(row.axis, row.purpose): row.calls for row in counter.rows()})
-    values = {p.name: float(p.tensor.grad.flatten()[0]) for p in training.parameters if p.tensor.numel()}
-    for p in training.parameters:
-        assert p.tensor.numel() == 0 or p.tensor.grad.unique().numel() == 1
-    return dict(calls), values
-
-
-def test_gradients_partial_over_tp_are_summed_in_one_call():
-    results = run_ranks(2, finalise_counted, {"tp": 2, "strategy.tensor.sequence_parallel": True})
-    for rank, (calls, values) in enumerate(results):
-        assert calls == {("tp", "partial"): 1}
-        assert values["layers.0.mlp_norm.weight"] == values["layers.1.mlp.down.bias"] == 3.0
-        assert values["layers.0.mlp.down.weight"] == rank + 1.0
-
-
-def test_copies_of_kv_heads_are_summed_over_those_who_hold_them():
-    results = run_ranks(4, finalise_counted, {"tp": 4, "model.kv_heads": 2})
-    for rank, (calls, values) in enumerate(results):
-        assert calls == {("tp_copy", "partial"): 1}
-        assert values["layers.0.attention.qkv.k.weight"] == (3.0 if rank < 2 else 7.0)
-        assert values["layers.0.attention.qkv.q.weight"] == rank + 1.0
-
-
-def test_tied_copies_are_summed_between_first_and_last_stage():
-    results = run_ranks(2, finalise_counted, {"pp": 2})
-    assert all(calls == {("embedding", "tied"): 1} for calls, _ in results)
-    assert results[0][1]["embedding.tokens.weight"] == results[1][1]["head.head.weight"] == 3.0
-    assert results[0][1]["embedding.position.weight"] == 1.0
 
 
 def overflow(overrides: dict[str, Any], bad_rank: int) -> tuple[bool, bool, float, bool]:

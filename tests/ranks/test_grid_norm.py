@@ -63,12 +63,6 @@ def errors(world: int, kind: str, dtype: torch.dtype, bias: bool, mean: float) -
     return {name: float((value - joined[name]).abs().max() / value.abs().max()) for name, value in expected.items()}
 
 
-@pytest.mark.parametrize("kind, bias", [("layernorm", True), ("layernorm", False), ("rmsnorm", False)])
-@pytest.mark.parametrize("world", [2, 3])
-def test_value_and_gradients_are_those_of_whole_rows(world: int, kind: str, bias: bool) -> None:
-    assert max(errors(world, kind, torch.float64, bias, mean=0.5).values()) < 1e-12
-
-
 def test_a_large_mean_costs_no_digits() -> None:
     """fp32, mean 1e4, standard deviation 0.2: E[x^2] - E[x]^2 would lose all digits of the variance. The mean itself
     rounds by 5e-4."""

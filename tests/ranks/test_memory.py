@@ -17,7 +17,7 @@ from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
 from tests import vision
 from tests.peak_bytes import PeakBytes
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import llama, tiny_config, tiny_plan
 from tests.pool import run_ranks
 from tests.unit import user_net
 
@@ -26,10 +26,7 @@ GPT: dict[str, Any] = {
     "model.layers": 4, "model.hidden": 64, "model.heads": 4, "model.seq": 64, "model.ffn": 256, "model.vocab": 128,
     "dataset.vocab": 128, "global_batch": 16, "micro_batch": 4, "optimizer.name": "adamw",
 }  # fmt: skip
-LLAMA = GPT | {
-    "model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope", "model.bias": False,
-    "model.tied_embeddings": False, "model.kv_heads": 2, "model.ffn": 192,
-}  # fmt: skip
+LLAMA = GPT | llama(model__ffn=192)
 LATENT = LLAMA | {
     "model.kv_heads": None, "model.kv_lora_rank": 24, "model.q_lora_rank": 40, "model.qk_nope_head_dim": 16,
     "model.qk_rope_head_dim": 8, "model.v_head_dim": 20,

@@ -1,4 +1,4 @@
-"""Models on several ranks train as on one device: dropout by hash, recomputation, the mlp, a user's own module."""
+"""Models on several ranks train as on one device: dropout by hash, recomputation, the mlp, bert, a user's module."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
+from tests.plans import llama
 
 
 class Frozen(dict[str, Any]):
@@ -19,18 +20,13 @@ class Frozen(dict[str, Any]):
 
 
 NET = Path(__file__).parents[1] / "unit" / "user_net.py"
-LLAMA = {
-    "model.norm": "rmsnorm",
-    "model.activation": "swiglu",
-    "model.position": "rope",
-    "model.kv_heads": 2,
-    "model.bias": False,
-    "model.tied_embeddings": False,
-}
+LLAMA = llama()
 DROPOUT = {"dropout": 0.2, "model.attention_dropout": 0.1}
 SEQUENCE_PARALLEL = {"strategy.tensor.sequence_parallel": True}
 FSDP = {"strategy.data.kind": "fsdp"}
 MLP = {"model.name": "mlp", "model.preset": "mlp"}
+BERT = {"model.name": "bert", "model.preset": "bert", "model.layers": 2, "dataset.samples": 64, "global_batch": 8}
+HEAD_BIAS = {"model.head_bias": True}
 TEXT = {"dataset.name": "pystdlib", "dataset.vocab": None, "model.vocab": None}
 MODULE = {"model.name": "module", "model.preset": "module", "model.source": f"{NET}:build", **TEXT}
 ROLES = Frozen(
@@ -87,7 +83,20 @@ CELLS: dict[str, dict[str, Any]] = {
         "strategy.tensor.sequence_parallel": False,
     },
     "module, tied, pp": {"pp": 2, **PLACED, "model.arguments": Frozen({"tied": True}), "recompute": "full"},
-}
+    # Masked targets are counted over all replicas, and both halves of a tied weight agree.
+    "bert, ddp": {**BERT, "dp": 2},
+    "bert, tp, uneven vocabulary": {
+        **BERT, "tp": 2, "model.vocab": 37, "model.label_smoothing": 0.1, "recompute": "full", **HEAD_BIAS,
+    },
+    "bert, sequence parallel": {**BERT, "tp": 2, "recompute": "full", **SEQUENCE_PARALLEL},
+    "bert, 1f1b and dp": {**BERT, "pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 2},
+    "bert, zero bubble and tp": {
+        **BERT, "tp": 2, "pp": 2, "schedule": "zero_bubble", "virtual_stages": 1, "microbatches": 2,
+        **SEQUENCE_PARALLEL, **HEAD_BIAS,
+    },
+    "bert, fsdp and tp": {**BERT, "dp": 2, "tp": 2, **FSDP, **HEAD_BIAS},
+    "bert, 2d": {**BERT, "tp": 4, "layout": "2d", **HEAD_BIAS},
+}  # fmt: skip
 if FULL:
     CELLS["module, sequence parallel, pp, zero1"] = {**CELLS["module, sequence parallel, zero1"], "pp": 2}
 

@@ -247,6 +247,19 @@ def test_a_step_takes_the_first_gradients_and_drops_the_late_worker_by_name(tmp_
     assert_same(final_weights(tmp_path), by_plain_arithmetic(tmp_path, settings), 1e-12)
 
 
+# fp16
+
+
+@pytest.mark.parametrize("overrides", [TWO_SERVERS, ASYNC], ids=["sync", "async"])
+def test_in_fp16_what_overflows_is_skipped_until_the_scale_fits(tmp_path, overrides) -> None:
+    run(tmp_path, {"precision.name": "fp16", "precision.loss_scale": 2.0**24, "steps": 14, **overrides})
+    rows = updates(tmp_path)
+    for worker in range(3):
+        mine = [row.applied for row in rows if worker in {push.worker for push in row.pushes}]
+        assert len(mine) == 14 and not any(mine[:3]) and sum(mine) >= 2
+    assert document(tmp_path, "summary.json")["state"] == "done"
+
+
 # checkpoints
 
 

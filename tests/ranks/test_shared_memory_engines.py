@@ -1,4 +1,7 @@
-"""torch's own engines (DDP, FSDP2, pipelining, DTensor, DCP, functional collectives) over both backends: equal bits."""
+"""torch's own engines (DDP, DTensor, DCP, functional collectives) over both backends: equal bits.
+
+FSDP2 and pipelining run in shared memory in every parity test, which compares them with one device.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -45,19 +46,6 @@ def ddp(_: str) -> list[Tensor]:
     return trained(DistributedDataParallel(model(), bucket_cap_mb=0.001), batch())
 
 
-def fsdp2(_: str) -> list[Tensor]:
-    sharded, mesh = model(), init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in sharded:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    return trained(fully_shard(sharded, mesh=mesh), batch())
-
-
-def hybrid_fsdp2(_: str) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return trained(fully_shard(model(), mesh=mesh), batch())
-
-
 def tensor_parallel(_: str) -> list[Tensor]:
     """Column then row parallel, with the sequence sharded outside: all-gather and reduce-scatter, functional."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -74,25 +62,6 @@ def layouts(_: str) -> list[Tensor]:
     moved = sharded.redistribute(mesh, [Shard(1)]).redistribute(mesh, [Replicate()])
     summed = (sharded @ sharded.t()).sum().full_tensor()
     return [moved.to_local(), summed]
-
-
-def pipeline(_: str, kind: type = Schedule1F1B) -> list[Tensor]:
-    rank, layers = dist.get_rank(), model()
-    part = layers[: 2 * (1 - rank) + 3 * rank] if rank == 0 else layers[2:]
-    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
-    schedule = kind(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
-    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
-    losses: list[Tensor] = []
-    for _ in range(2):
-        if rank == 0:
-            schedule.step(inputs)
-        else:
-            schedule.step(target=inputs, losses=losses)
-    return [*[p.grad for p in part.parameters()], *[one.detach() for one in losses]]
-
-
-def gpipe(folder: str) -> list[Tensor]:
-    return pipeline(folder, ScheduleGPipe)
 
 
 def checkpoint(folder: str) -> list[Tensor]:
@@ -133,13 +102,8 @@ def coalesced(_: str) -> list[Tensor]:
 
 ENGINES: dict[str, tuple[Callable[[str], list[Tensor]], int]] = {
     "DDP": (ddp, 2),
-    "FSDP2": (fsdp2, 2),
-    "FSDP2 over 3": (fsdp2, 3),
-    "hybrid FSDP2": (hybrid_fsdp2, 4),
     "tensor parallel": (tensor_parallel, 2),
     "DTensor": (layouts, 3),
-    "1F1B": (pipeline, 2),
-    "GPipe": (gpipe, 2),
     "DCP": (checkpoint, 3),
     "functional": (functional_collectives, 2),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 import threading
 import time
@@ -85,7 +84,7 @@ def test_threads_wait_at_the_same_time() -> None:
 
 
 def tagged() -> None:
-    """More messages than a ring holds, received by another tag first, from any rank, and before they are sent."""
+    """More messages than a ring holds, received by another tag first, and from any rank."""
     rank, num = dist.get_rank(), 3 * messages._SLOTS
     if rank == 0:
         works = [dist.isend(torch.full((4,), float(number)), 1, tag=1) for number in range(num)]
@@ -109,17 +108,6 @@ def tagged() -> None:
             assert int(buffer[0]) == source
             seen.append(source)
         assert sorted(seen) == [1, 2]
-    posted = [torch.zeros(3) for _ in range(3 * messages._SLOTS)]
-    if rank == 0:
-        works = [dist.irecv(one, 1) for one in posted]
-        dist.barrier()
-        for number, work in enumerate(works):
-            work.wait()
-            assert (posted[number] == number).all(), number
-    else:
-        dist.barrier()
-        for number in range(len(posted) if rank == 1 else 0):
-            dist.send(torch.full((3,), float(number)), 0)
 
 
 def test_messages_match_by_sender_and_tag_in_order() -> None:
@@ -143,26 +131,18 @@ def test_more_operations_than_the_rings_hold() -> None:
     run_ranks(3, many_at_once)
 
 
-def left_alone(how: str) -> tuple[str, float]:
-    """Rank 1 dies; how the others are told, and after how many seconds."""
+def left_by_rank_1() -> tuple[str, float]:
+    """How the others are told that rank 1 has left the group, and after how many seconds."""
     dist.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
-        if how == "leaves":
-            dist.group.WORLD.shutdown()
-            time.sleep(3)
-            return "", 0.0
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
+        dist.group.WORLD.shutdown()
+        time.sleep(3)
+        return "", 0.0
     began = time.monotonic()
     try:
-        if how == "in a message" and dist.get_rank() == 0:
-            dist.recv(torch.zeros(2), 1)
-        else:
-            dist.all_reduce(torch.ones(100_000))
+        dist.all_reduce(torch.ones(100_000))
     except RuntimeError as error:
-        if how == "leaves":
-            return str(error), time.monotonic() - began
-        raise
+        return str(error), time.monotonic() - began
     return "", 0.0
 
 
@@ -182,22 +162,8 @@ def test_receives_that_are_posted_first_match_in_order() -> None:
     run_ranks(2, posted_first)
 
 
-@pytest.mark.parametrize("how", ["in a collective", "in a message"])
-def test_a_dead_peer_is_noticed_at_once_and_the_survivors_are_victims(how: str) -> None:
-    """The pool gives survivors a second to tell; on a machine that is overloaded, not all get to run in it."""
-    for _ in range(3):
-        with pytest.raises(RanksFailed) as failed:
-            run_ranks(3, left_alone, how)
-        first, *others = failed.value.failures
-        assert first.rank == 1 and first.kind == "SIGKILL"
-        assert all("Connection closed by peer" in one.message and one.is_victim for one in others)
-        if others:
-            return
-    pytest.fail("no survivor noticed within a second")
-
-
 def test_a_peer_that_has_left_the_group_is_missed() -> None:
-    for message, seconds in run_ranks(3, left_alone, "leaves")[::2]:
+    for message, seconds in run_ranks(3, left_by_rank_1)[::2]:
         assert "Connection closed by peer" in message and seconds < 3  # when it ends; the timeout is 90
 
 

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from parallelrun.base.errors import CheckpointError
 from parallelrun.checkpoint.files import Entry, write_safetensors
-from parallelrun.checkpoint.find import open_complete
 from parallelrun.checkpoint.index import Index, stored_tensors
 from parallelrun.checkpoint.schema import read_index
 from parallelrun.checkpoint.storage import LocalPart, create_aside, fill_parts, publish, write_part_file
@@ -77,13 +75,6 @@ def test_saving_a_step_again_replaces_it_whole(tmp_path):
     path = save(tmp_path, {"matrix": torch.ones(2, 2)})
     assert load_file(path / FILE).keys() == {"matrix"}
     assert os.listdir(tmp_path) == ["step_1"]
-
-
-def test_torchs_pickle_format_is_refused(tmp_path):
-    dcp.save({"matrix": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
-    assert (tmp_path / ".metadata").exists()
-    with pytest.raises(CheckpointError, match="can run code"):
-        open_complete(tmp_path)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 15, 16, 17, 100])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -85,3 +88,27 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
     for distance in range(6):
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_norms_and_activations_that_keep_only_what_they_read_have_torchs_gradients(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, other, grad = (torch.randn(2, 5, 96, dtype=torch.float64).to(dtype) for _ in range(3))
+    weight = torch.randn(96, dtype=torch.float64).to(dtype)
+
+    def found(compute: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [one.clone().requires_grad_() for one in inputs]
+        out = compute(*leaves)
+        return out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))
+
+    norm = partial(functions.normalise, "rmsnorm", bias=None, eps=1e-5)
+    pairs: list[tuple[Any, Any, Any]] = [
+        (norm, lambda x, weight: functional.rms_norm(x, (96,), weight, 1e-5), (x, weight)),
+        (partial(functions.activate, "swiglu"), lambda gate, up: functional.silu(gate) * up, (x, other)),
+    ]
+    for ours, torchs, inputs in pairs:
+        exact = found(torchs, *(one.double() for one in inputs))
+        for one, wanted in zip(found(ours, *inputs), exact, strict=True):
+            assert one.dtype == dtype
+            bound = 1e-13 if dtype == torch.float64 else 2**-7
+            torch.testing.assert_close(one.double(), wanted, rtol=bound, atol=bound)

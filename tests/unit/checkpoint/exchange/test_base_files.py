@@ -184,17 +184,20 @@ def test_an_output_layer_with_values_of_its_own_is_not_tied(case, original, shar
     assert json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+def assert_transformers_computes_the_same(folder: Path, kind: str) -> None:
+    source, theirs = open_source(folder, "directory"), getattr(import_module("transformers"), kind)
+    with torch.no_grad():
+        ours = network_of(source.config, source.spec, source.weights)(tokens())
+        wanted = theirs.from_pretrained(folder).eval()(tokens()).logits
+    assert (ours - wanted).abs().max() < 1e-5 * max(1.0, float(wanted.abs().max()))
+
+
 @needs("transformers")
 @pytest.mark.parametrize("case, original, sharded", TIED.values(), ids=TIED)
 def test_transformers_computes_the_same_from_an_untied_output_layer(case, original, sharded, tmp_path):
-    transformers = import_module("transformers")
     export(make(case), tmp_path / "out", "hf", None, 10**9)
     untie(tmp_path / "out", "lm_head.weight", original, sharded)
-    source = open_source(tmp_path / "out", "directory")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        ours, wanted = network_of(source.config, source.spec, source.weights)(tokens()), theirs(tokens()).logits
-    assert (ours - wanted).abs().max() < 1e-5 * max(1.0, float(wanted.abs().max()))
+    assert_transformers_computes_the_same(tmp_path / "out", "AutoModelForCausalLM")
 
 
 def test_an_equal_copy_stays_tied(tmp_path, capsys):
@@ -277,15 +280,9 @@ def test_published_names_of_a_bert_are_read_and_what_is_not_read_is_named(tmp_pa
 
 @needs("transformers")
 def test_transformers_computes_the_same_from_published_names(tmp_path):
-    transformers = import_module("transformers")
-    source = make("BertForMaskedLM, exact GELU, vocabulary bias")
-    export(source, tmp_path / "out", "hf", None, 10**9)
+    export(make("BertForMaskedLM, exact GELU, vocabulary bias"), tmp_path / "out", "hf", None, 10**9)
     published(tmp_path / "out")
-    back = open_source(tmp_path / "out", "directory")
-    theirs = transformers.BertForMaskedLM.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        ours, wanted = network_of(back.config, back.spec, back.weights)(tokens()), theirs(tokens()).logits
-    assert (ours - wanted).abs().max() < 1e-5 * max(1.0, float(wanted.abs().max()))
+    assert_transformers_computes_the_same(tmp_path / "out", "BertForMaskedLM")
 
 
 def test_a_bare_bert_may_have_both_old_names_and_no_prefix():

@@ -256,32 +256,6 @@ def test_experts_leave_slots_empty_rather_than_take_padding() -> None:
     assert found.statistics.isfinite().all()
 
 
-def test_hand_made_logits_drop_whom_they_must() -> None:
-    """Four tokens, two places: all want expert 0 first; 1, 2, 1, 2 are their second choices."""
-    logits = torch.tensor([[3.0, 2.0, 0.0], [3.0, 0.0, 2.0], [3.0, 2.0, 0.0], [3.0, 0.0, 2.0]], dtype=F64).unsqueeze(0)
-    share = 1 / (1 + exp(1.0))  # of the second expert, of the two: kept with probability 0.54
-    uniform = torch.tensor([[0.5, 0.9, 0.5, 0.5]])
-    spec = replace(GSHARD, capacity_factor=0.75)
-    routing = route(logits, spec, training=True, uniform=uniform)
-    assert routing.capacity == 2
-    first, second = (pytest.approx(1 - share), 0), (pytest.approx(share), 0)
-    # token 1 is refused by its draw, yet its place with expert 2 is gone: token 3 gets the next one
-    assert reached(routing) == [{0: first, 1: second}, {0: (first[0], 1)}, {1: (second[0], 1)}, {2: (second[0], 1)}]
-    found = named(routing)
-    assert [found[key] for key in ("tokens", "groups", "first_dropped", "second_dropped", "overflow")] == [
-        4,
-        1,
-        2,
-        1,
-        0,
-    ]
-    assert routing.statistics[:6].tolist() == [4, 2, 2, 2, 2, 1]
-    full = replace(spec, second_expert="all", capacity_factor=0.25)
-    crowded = route(logits, full, training=True)
-    assert reached(crowded) == [{0: first, 1: second}, {2: second}, {}, {}]
-    assert named(crowded)["overflow"] == 2  # nothing left: the residual carries them
-
-
 def test_evaluation_draws_nothing_and_has_its_own_capacity() -> None:
     logits, uniform = drawn(2, 12, 4)
     spec = replace(GSHARD, capacity_factor=0.5, eval_capacity_factor=1.0, aux_coefficient=0.1, z_coefficient=0.1)
@@ -303,27 +277,6 @@ def test_one_expert_keeps_its_probability_so_that_the_router_learns(spec: Router
     torch.testing.assert_close(routing.weights, logits.detach().softmax(-1).amax(-1).flatten())
     (gradient,) = torch.autograd.grad(routing.weights.sum(), logits)
     assert (gradient.abs().amax(-1) > 1e-3).all()
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("renormalise", ["none", "before"])
-def test_a_selection_bias_changes_who_is_chosen_and_no_weight(score: str, renormalise: str) -> None:
-    logits, _ = drawn(1, 16, 4)
-    logits.requires_grad_()
-    spec = replace(DROPLESS, score=score, renormalise=renormalise, scaling=2.0)
-    bias = torch.tensor([5.0, -5.0, 0.0, 5.0], requires_grad=True)
-    routing = route(logits, spec, training=True, selection_bias=bias)
-    assert set(routing.experts.tolist()) == {0, 3}
-    scores = logits.detach().softmax(-1) if score == "softmax" else logits.detach().sigmoid()
-    chosen = scores.view(16, 4)[:, [0, 3]]
-    expected = 2 * (chosen if renormalise == "none" else chosen / chosen.sum(1, keepdim=True))
-    torch.testing.assert_close(dense(routing)[:, [0, 3]], expected)
-    routing.weights.square().sum().backward()
-    assert bias.grad is None and logits.grad is not None
-    without = route(logits, spec, training=True)
-    alike = route(logits, spec, training=True, selection_bias=torch.full((4,), 0.25))
-    assert torch.equal(without.weights, alike.weights) and torch.equal(without.experts, alike.experts)
-    assert not torch.equal(without.experts, routing.experts)
 
 
 @pytest.mark.parametrize("kind", KINDS)

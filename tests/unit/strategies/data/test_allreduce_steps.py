@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,26 +90,6 @@ def test_closed_forms_count_the_rounds_and_the_longest_message_that_is_added(cas
             sum(one.send.numel for one in rounds if one.send),
             sum(num_messages(one.receive) for one in rounds),
         )
-
-
-@given(cases())
-def test_links_add_up_to_what_ranks_send(case):
-    algorithm, size, numel = case
-    links = algorithm.links(size, numel)
-    for index in range(size):
-        sent = sum(elements for (source, _), elements in links.items() if source == index)
-        assert sent == algorithm.counts(size, index, numel).elements
-
-
-@pytest.mark.parametrize(("size", "group_size"), [(4, 2), (8, 4), (8, 2), (6, 3)])
-def test_hierarchical_sends_only_one_part_of_a_group_between_hosts(size, group_size):
-    """A rank sends 2(N/g - 1)/(N/g) of its g-th of the tensor outside its group, against a ring's last rank: all."""
-    numel, hosts = 2400, size // group_size
-    outside: Counter[int] = Counter()
-    for (source, target), elements in HierarchicalAllReduce(group_size).links(size, numel).items():
-        if source // group_size != target // group_size:
-            outside[source] += elements
-    assert outside == {index: 2 * (hosts - 1) * numel // group_size // hosts for index in range(size)}
 
 
 def test_one_inner_group_or_groups_of_one_are_a_ring():

@@ -12,7 +12,7 @@ from parallelrun.base.errors import ConfigError
 from parallelrun.cli import argv
 from parallelrun.launch.over_ssh import hosts
 from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.strategies.data.horovod import adasum, halving
+from parallelrun.strategies.data.horovod import adasum
 from parallelrun.strategies.data.horovod.stalls import StallWatch, SubmissionProgress, stall_warning
 from tests.plans import tiny_config, tiny_plan
 
@@ -184,16 +184,3 @@ def test_hosts_of_a_file_in_the_ways_of_horovod_openmpi_and_deepspeed(tmp_path):
     for given in ((None, "a:2", str(file)), (None, None, str(tmp_path / "none")), (None, None, "/dev/null")):
         with pytest.raises(ConfigError):
             hosts.place_ranks(*given)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "size", "sent", "stored", "expected"),
-    [
-        ([16] * 32, 2, 4, 4, 2048 + 1024 + 2 * 8 * 16),  # two products of the largest tensor in fp64
-        ([16] * 32, 4, 4, 4, 2048 + 1024 + 512),  # more: the quarter of the next partner
-        ([64] * 4, 2, 8, 8, 2048 + 1024 + 3 * 8 * 64),  # of fp64 itself a third term
-        ([16] * 32, 2, 2, 4, 1024 + 2048),  # the update in the stored dtype
-    ],
-)
-def test_what_combining_an_update_of_adasum_takes(lengths, size, sent, stored, expected):
-    assert halving.update_bytes(lengths, size, 0, sent, stored) == expected

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from parallelrun.launch.failures import failure
 from parallelrun.launch.host import directory
 from parallelrun.planner.facts.document import document, server_rows
-from parallelrun.planner.predict.traffic import traffic_of
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.ps.plan import sharding
 from parallelrun.strategies.data.ps.shards import Shard, assign, num_rows
@@ -143,13 +142,6 @@ class TestShards:
 
 
 class TestPrediction:
-    def test_one_server_is_the_busiest_rank(self):
-        found = plan()
-        busiest, rows = traffic_of(found)
-        assert busiest == 3
-        (pull,) = [row for row in rows if row.purpose == "pull" and row.operation == "send"]
-        assert pull.wire_bytes == 3 * 4 * found.spec.num_parameters
-
     def test_the_document_has_every_rank_and_every_server(self):
         found = plan(servers=2)
         written = document(found, tiny_config({**PS, "dp": 3}))

@@ -6,7 +6,7 @@ import pytest
 
 from parallelrun.planner.facts.document import link_rows
 from parallelrun.planner.predict import prediction
-from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, NativeAllReduce
+from parallelrun.strategies.data.common.allreduce.algorithm import NativeAllReduce
 from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
 from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling
 from tests.plans import tiny_plan
@@ -40,21 +40,6 @@ def test_inner_groups_are_what_shares_a_host(overrides, size, told):
     assert [text for text in plan.filled if "group_size" in text] == (
         [f"group_size={size} (filled: dp {plan.mesh.size('dp')}, {told})"] if told else []
     )
-
-
-def test_the_busiest_member_sends_what_the_papers_say():
-    """Patarasuk and Yuan 2009; Thakur et al. 2005: above a power of two, two more messages of all the numbers."""
-    numel = 4800
-
-    def busiest(algorithm: Algorithm, size: int) -> int:
-        return max(algorithm.counts(size, index, numel).elements for index in range(size))
-
-    for size in (2, 3, 4, 6, 8):
-        power = 2 ** (size.bit_length() - 1)
-        assert busiest(RingAllReduce(), size) == pytest.approx(2 * (size - 1) / size * numel)
-        assert busiest(HalvingDoubling(), size) == pytest.approx((2 * (power - 1) / power + (power < size)) * numel)
-    grouped = 2 * (4 - 1) / 4 + 2 * (3 - 1) / 3 / 4
-    assert busiest(HierarchicalAllReduce(4), 12) == pytest.approx(grouped * numel)
 
 
 @pytest.mark.parametrize(

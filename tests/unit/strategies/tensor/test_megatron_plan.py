@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelrun.base.errors import ConfigError
-from parallelrun.planner.contract.plan import Collective
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.strategies.tensor.megatron.plan import Megatron1D
@@ -125,15 +124,6 @@ def test_a_rank_holds_the_kv_head_that_its_query_heads_attend_with(tp, kv_heads)
         (start, stop), _ = plan.tensor.layout(k, plan).ranges(k.shape, plan.mesh.sizes, coordinate)
         attended = {row // head_dim // group for row in range(first, last)}
         assert attended == {row // head_dim for row in range(start, stop)}
-
-
-def test_a_layer_sums_activations_twice_forward_and_twice_backward():
-    """SC21: a layer all-reduces b s h four times a microbatch, which is 8 b s h (t - 1) / t on the wire."""
-    plan = tiny_plan(tp=2, micro_batch=2, precision__name="bf16")
-    layer = plan.spec.block("layers.1")
-    (row,) = plan.tensor.collectives((layer,), plan)
-    bsh = 2 * plan.spec.seq * plan.spec.hidden
-    assert row == Collective("tp", "all_reduce", "activations", 4 * 4, 4 * 4 * bsh * 2)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
