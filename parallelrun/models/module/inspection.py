@@ -1,7 +1,8 @@
-"""The spec of a user's module, read off the module on the meta device, and the checks of the model contract."""
+"""The spec of a user's module, read off the module by running it once, and the checks of the model contract."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -22,15 +23,40 @@ from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
 OWN = Initialiser("own")
+RUN_PARAMETERS = 300_000_000  # larger modules are not built to run one sample through them
 CHECKED_PARAMETERS = 20_000_000  # larger modules are not run on real numbers: that would take seconds
 Sizes = tuple[int, ...]
 
 
 def read_spec(config: Config, vocab: int) -> ModelSpec:
-    """The spec of the module that `model.source` builds over `vocab` token ids or classes. Raises ConfigError naming
-    the layer or block that breaks the model contract."""
-    patterns, where = config.model.blocks, str(config.model.source)
-    with torch.device("meta"):
+    """The spec of the module that is built over `vocab` token ids or classes. Raises ConfigError naming the layer or
+    block that breaks the model contract.
+
+    The module is measured on the meta device. One whose forward reads values of tensors is measured by one real
+    sample; one that is too large for that is not measured, and what it computes is estimated from its parameters.
+    """
+    try:
+        return _read_on("meta", config, vocab)
+    except ConfigError as error:
+        if _num_parameters(config, vocab) <= RUN_PARAMETERS:
+            return _read_on("cpu", config, vocab)
+        if "meta" not in str(error):
+            raise
+    return _read_on("", config, vocab)
+
+
+def _num_parameters(config: Config, vocab: int) -> int:
+    """The number of the module's parameters; 0 if only a real device can build it."""
+    with suppress(ConfigError), torch.device("meta"):
+        return sum(parameter.numel() for parameter in source.build(config, vocab).parameters())
+    return 0
+
+
+def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
+    """The spec, by running the module on `device`; by no run if that is empty."""
+    builder = source.builder_of(config)
+    patterns, where = config.model.blocks, builder.title(config)
+    with torch.device(device or "meta"):
         module = source.build(config, vocab)
         if (config.pp or 1) > 1 and not patterns:
             message = f"pp={config.pp} cuts between blocks, and model.blocks names none of {where}"
@@ -39,7 +65,11 @@ def read_spec(config: Config, vocab: int) -> ModelSpec:
     module.eval()
     names = network.block_names(module, patterns, where) if patterns else [""]
     kind, shape = _samples(config, module)
-    blocks, boundary, output = _measure(module, names, kind, shape, BYTES[TABLE[config.precision.name].compute])
+    width = BYTES[TABLE[config.precision.name].compute]
+    if device:
+        blocks, boundary, output = _measure(module, names, network.inputs(kind, shape, 1, device), width)
+    else:
+        blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
     if len(output) < 2 or output[-1] < vocab:
         message = (
             f"{where} gives shape {output} for one sample; logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
@@ -50,7 +80,8 @@ def read_spec(config: Config, vocab: int) -> ModelSpec:
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small:
         _check_chain(config, vocab, names, kind, shape)
-    _check_split(config, vocab, kind, shape)
+    if device:
+        _check_split(device, config, vocab, kind, shape)
     if _asks_for_slices(config) and kind == "tokens" and is_small:
         slices.check(config, vocab, shape[0])
     norms = (part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm))
@@ -69,6 +100,7 @@ def read_spec(config: Config, vocab: int) -> ModelSpec:
         seq=shape[0] if kind == "tokens" else 0,
         norm=next(norms, "layernorm"),  # decides the norms' traffic under a grid; the first where they differ
         tied=_tied(module),
+        mask_token=_attribute(module, "mask_token"),
     )
 
 
@@ -84,7 +116,7 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
     if shape is None or callable(shape):  # a method of that name is no size
         return "features", (config.model.hidden,)
     if not isinstance(shape, (tuple, list)) or not shape or not all(type(size) is int and size > 0 for size in shape):
-        message = f"sample_shape={shape!r} of {config.model.source} is no shape of a sample, such as (3, 32, 32)"
+        message = f"sample_shape={shape!r} of {source.builder_of(config).title(config)} is no shape of a sample, such as (3, 32, 32)"
         raise ConfigError(Problem(message, "model.source", "sample_shape = (channels, height, width), or (features,)"))
     return "images" if len(shape) == 3 else "features", tuple(shape)
 
@@ -104,10 +136,10 @@ def _number(module: nn.Module, name: str) -> int:
 
 
 def _measure(
-    module: nn.Module, names: list[str], kind: str, shape: Sizes, width: int
+    module: nn.Module, names: list[str], batch: Tensor, width: int
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
-    """(blocks with FLOPs and saved elements of `width` bytes, boundary shape, output shape) from one sample on meta."""
-    x = batch = network.inputs(kind, shape, 1, "meta")
+    """(blocks with FLOPs and saved elements of `width` bytes, boundary shape, output shape) from a batch of one."""
+    x = batch
     network.let_gradients_through(module)  # plans that need it keep the most activations
     listed: set[int] = set()
     blocks, boundaries = [], []
@@ -134,6 +166,22 @@ def _measure(
         message = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"
         raise _undefined(message, network.suggested_blocks(module))
     return tuple(blocks), boundaries[0], tuple(x.shape)
+
+
+def _estimate(
+    module: nn.Module, names: list[str], kind: str, shape: Sizes, vocab: int
+) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
+    """As `_measure` without a run: each parameter is multiplied once by each position, and nothing is known to be saved."""
+    listed: set[int] = set()
+    positions = shape[0] if kind == "tokens" else 1
+    blocks = []
+    for name in names:
+        parts = tuple(_layers(module, name, listed))
+        numel = sum(parameter.numel for layer in parts for parameter in layer.parameters)
+        blocks.append(BlockSpec(_full(name), MEASURED, parts, 2.0 * positions * numel, 0.0))
+    hidden = next(iter(module.parameters())).shape[-1]
+    output = (1, *shape, vocab) if kind == "tokens" else (1, vocab)
+    return tuple(blocks), (*(shape if kind == "tokens" else ()), hidden), output
 
 
 def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
@@ -199,7 +247,7 @@ def _check_chain(config: Config, vocab: int, names: list[str], kind: str, shape:
             chained = _call(name, module.get_submodule(name), chained)
     if expected.shape != chained.shape or not torch.allclose(expected, chained, rtol=1e-4, atol=1e-5):
         message = (
-            f"the blocks {', '.join(names)}, one after the other, do not compute what {config.model.source} computes"
+            f"the blocks {', '.join(names)}, one after the other, do not compute what {source.builder_of(config).title(config)} does"
         )
         raise _undefined(message, "every module of forward, in order")
 
@@ -209,8 +257,8 @@ def _asks_for_slices(config: Config) -> bool:
     return has("strategies", f"tensor.{kind}") and tensor_strategy(kind).asks_for_slices(config)
 
 
-def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
-    """Raise ConfigError unless forward works when every column- and row-parallel layer is split, on the meta device.
+def _check_split(device: str, config: Config, vocab: int, kind: str, shape: Sizes) -> None:
+    """Raise ConfigError unless forward works when every column- and row-parallel layer is split, on `device`.
 
     They are split by tp; by 2 under a grid, which splits features over some of its axes only: a module that works on
     halves works on other parts.
@@ -218,10 +266,12 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
     tensor = config.strategy.tensor.kind
     is_grid = not (has("strategies", f"tensor.{tensor}") and tensor_strategy(tensor).is_one_dimensional)
     tp = 2 if is_grid and config.tp != 1 else config.tp or 2
-    if tp == 1 or not set(config.model.roles.values()) & {"column_parallel", "row_parallel"}:
+    if tp == 1 or config.tp is None and not config.model.roles:
         return
-    module = source.build_with_roles(config, vocab)
-    inputs = network.inputs(kind, shape, 1, "meta")
+    module = source.build_with_roles(config, vocab, device)
+    if not {layers.role_of(part) for part in module.modules()} & {"column_parallel", "row_parallel"}:
+        return
+    inputs = network.inputs(kind, shape, 1, device)
     expected = network.dropout_shapes(module.eval(), inputs)
     entered = [""]
     for name, part in module.named_modules():
@@ -232,7 +282,7 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
         shapes = network.dropout_shapes(module, inputs)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
         split = f"with its column_parallel and row_parallel layers split by tp={tp}"
-        message = f"{split}, {config.model.source} fails at or after {entered[-1]}: {error}"
+        message = f"{split}, {source.builder_of(config).title(config)} fails at or after {entered[-1]}: {error}"
         fix = (
             "no global sizes in forward: heads by unflatten(-1, (-1, head_dim)); only row_parallel layers read what "
             "column_parallel layers give"
@@ -248,7 +298,7 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
 
 
 def _split(part: nn.Module, tp: int) -> bool:
-    """Cut the weights of a column- or row-parallel layer on meta to a tp-th; False if they do not divide."""
+    """Cut the weights of a column- or row-parallel layer to a tp-th; False if they do not divide."""
     dim = {"column_parallel": 0, "row_parallel": 1}.get(layers.role_of(part))
     for key, parameter in list(part.named_parameters(recurse=False)):
         if dim is None or parameter.dim() <= dim:
@@ -257,5 +307,5 @@ def _split(part: nn.Module, tp: int) -> bool:
             return False
         size = list(parameter.shape)
         size[dim] //= tp
-        setattr(part, key, nn.Parameter(torch.empty(size, device="meta")))
+        setattr(part, key, nn.Parameter(torch.zeros(size, device=parameter.device)))
     return True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import Precision
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed import torch_private
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import source
@@ -148,11 +149,13 @@ def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:
     def round_weights(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         for name in own:  # an entry of __dict__ hides the Parameter of that name from attribute look-up
             part.__dict__[name] = rounded(part.get_parameter(name), dtype)
+        torch_private.renew_weight_list(part)
         return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
     def restore(part: nn.Module, *_: Any) -> None:
         for name in own:
             part.__dict__.pop(name, None)
+        torch_private.renew_weight_list(part)
 
     part.register_forward_pre_hook(round_weights)
     part.register_forward_hook(restore, always_call=True)
