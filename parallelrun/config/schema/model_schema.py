@@ -119,7 +119,9 @@ class ModelConfig:
     path: str | None = key(None, "model=hf: directory, config.json or class of Hugging Face transformers")
     hf: dict[str, Any] = key(dict, "model=hf: changes of the configuration of transformers, by its own names")
     task: str | None = key(
-        None, "model=hf: what the model does; null: as its class", choices=("causal_lm", "masked_lm", "image_classification")
+        None,
+        "model=hf: what the model does; null: as its class",
+        choices=("causal_lm", "masked_lm", "image_classification"),
     )
     from_hf: str | None = key(None, "config.json of Hugging Face transformers that fills all keys that are not given")
 

@@ -15,6 +15,7 @@ from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.wording import closest
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.module.outputs import failed
+from parallelrun.models.module.own_forward import OwnForward
 from parallelrun.models.module.source import unfit
 
 TASKS = {
@@ -44,6 +45,8 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     task = _task(config, settings)
     if torch.get_default_device().type == "meta":  # experts one by one read which tokens they have
         settings._experts_implementation = "batched_mm"
+    elif config.precision.name == "fp64":  # torch has no grouped products of doubles
+        settings._experts_implementation = "eager"
     try:
         module: nn.Module = getattr(transformers, TASKS[task]).from_config(settings, dtype=torch.float32)
     except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
@@ -59,8 +62,24 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     return module
 
 
+def trained_module(config: Config, vocab: int, folder: Path) -> nn.Module:
+    """Return the module with the weights of a directory, on the CPU. Raises ConfigError if they do not fit."""
+    settings = settings_of(config, vocab)
+    auto = getattr(transformers, TASKS[_task(config, settings)])
+    try:
+        module, info = auto.from_pretrained(
+            folder, config=settings, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(Problem(f"transformers cannot load {folder}: {error}", "init.from")) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(Problem(f"{folder} has no {missing[0]}, which {title(config)} needs", "init.from"))
+    trained: nn.Module = module
+    return trained
+
+
 def settings_of(config: Config, vocab: int) -> Any:
-    """Return the configuration (a PreTrainedConfig) of `model.path` with the changes of `model.hf`. Raises ConfigError."""
+    """Return the PreTrainedConfig of `model.path`, with the changes of `model.hf`. Raises ConfigError."""
     path = str(config.model.path)
     try:
         if Path(path).expanduser().exists():
@@ -93,9 +112,26 @@ def roles_of(config: Config, module: nn.Module) -> dict[str, str]:
         role = "head" if part is _output_layer(module) and style.startswith("colwise") else _ROLES.get(style, "")
         if role and not unfit(part, role):
             roles[name] = role
-    if "head" not in roles.values() or _is_tied(module) and "embedding" not in roles.values():
+    if "head" not in roles.values() or (_is_tied(module) and "embedding" not in roles.values()):
         roles = {name: role for name, role in roles.items() if role not in ("head", "embedding")}
     return {**roles, **config.model.roles}
+
+
+def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
+    """Return how the class's own plan (`_pp_plan`) cuts its forward; None if it has no plan."""
+    base: Any = module.base_model
+    plan = getattr(base.config, "base_model_pp_plan", None)
+    if not plan or base is module or _output_layer(module) is None:
+        return None
+    prefix = module.base_model_prefix
+    blocks, before = [], []
+    for name in plan:
+        part = getattr(base, name)
+        parts = [f"{name}.{index}" for index in range(len(part))] if isinstance(part, nn.ModuleList) else [name]
+        has_weights = any(True for _ in part.parameters())
+        (blocks if has_weights else before).extend(f"{prefix}.{path}" for path in parts)
+    output = next(name for name, part in module.named_modules() if part is _output_layer(module))
+    return OwnForward((*blocks, output), tuple(before), prefix)
 
 
 def title(config: Config) -> str:

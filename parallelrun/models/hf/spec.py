@@ -17,6 +17,8 @@ class HuggingFaceDefinition(ModelDefinition):
     own_keys = frozenset({"path", "hf", "task", "roles", "vocab", "seq", "label_smoothing", "norm_samples",
                           "mask_token"})  # fmt: skip
 
+    their_prefix = "module."
+
     def make(self, config: Config, vocab: int) -> ModelSpec:
         path = config.model.path
         if path is None:

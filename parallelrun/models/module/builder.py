@@ -16,6 +16,7 @@ from torch import nn
 from parallelrun.base.errors import ConfigError, Problem, with_article
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.module.outputs import failed
+from parallelrun.models.module.own_forward import OwnForward
 from parallelrun.models.module.spec import named
 
 
@@ -29,7 +30,9 @@ def load(source: str | None) -> Callable[..., nn.Module]:
     function: Callable[..., nn.Module] | None = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
-        fix = " or ".join(f"model.source={path}:{close}" for close in get_close_matches(name, functions) or functions[:5])
+        fix = " or ".join(
+            f"model.source={path}:{close}" for close in get_close_matches(name, functions) or functions[:5]
+        )
         message = f"model.source={source}: {path} has no function {name!r}"
         raise ConfigError(Problem(message, "model.source", fix))
     return function
@@ -82,3 +85,8 @@ def roles_of(config: Config, module: nn.Module) -> dict[str, str]:
 def title(config: Config) -> str:
     """Return the name of the module in messages."""
     return str(config.model.source)
+
+
+def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
+    """Return None: blocks of a user's module are called one after the other."""
+    return None

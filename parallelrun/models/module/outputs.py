@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallelrun.base import user_code
-from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.base.errors import ConfigError, Problem, with_article
 
 
 def logits_of(out: Any) -> Any:
@@ -33,3 +33,20 @@ def failed(action: str, error: BaseException) -> ConfigError:
     """Return the error that the user's code has raised, with its own lines in the traceback, the innermost first."""
     frames = " <- ".join(reversed(user_code.frames(error)))
     return ConfigError(Problem(f"{action}: {user_code.reason(error)}", frames or "model.source"))
+
+
+def undefined(message: str, fix: str = "", where: str = "model.blocks") -> ConfigError:
+    return ConfigError(Problem(message, where, fix, kind="undefined"))
+
+
+def call(name: str, block: nn.Module, x: Tensor) -> Tensor:
+    """block(x). Raises ConfigError naming the block."""
+    try:
+        out = block(x)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
+        message = f"block {name} fails on an input of shape {tuple(x.shape)}: {user_code.reason(error)}"
+        raise ConfigError(Problem(message, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
+    if not isinstance(out, Tensor):
+        message = f"block {name} gives {with_article(type(out).__name__)}; a block maps one tensor to one tensor"
+        raise undefined(message)
+    return out
