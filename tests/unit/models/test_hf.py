@@ -31,9 +31,8 @@ def problem_of(config: Config) -> Any:
 def test_the_spec_has_the_parameters_of_the_class_and_a_block_for_each_layer() -> None:
     made = spec.MODEL.make(config(), 96)
     with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.from_pretrained(directory("llama"))
-        )
+        settings = transformers.AutoConfig.from_pretrained(directory("llama"))
+        module = transformers.AutoModelForCausalLM.from_config(settings)
     assert {name: tuple(p.shape) for name, p in made.parameters.items()} == {
         f"module.{name}": tuple(p.shape) for name, p in module.named_parameters()
     }
