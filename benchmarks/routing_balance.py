@@ -100,7 +100,7 @@ def picture(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
         chart.line(max_vio, style, row["max_vio_by_step"])
         chart.line(loss, style, row["loss_by_step"])
         cells = row["load_over_mean"]
-        chart.heat_map(axes, cells, [str(expert) for expert in range(len(cells))], (1, row["steps"]), 2.0)
+        _heat_map(axes, cells, row["steps"])
         chart.scale(axes, "y", digits, label="expert", ticks=range(len(cells)))
     chart.scale(max_vio, "y", digits, from_zero=True)
     chart.scale(loss, "y", digits)
@@ -112,6 +112,21 @@ def picture(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
         f"{facts['date']}",
     )
     return chart.svg(figure, [row["router"] for row in rows], notes)
+
+
+def _heat_map(axes: Any, cells: list[list[float]], steps: int) -> None:
+    """Draw cells[expert][column] as colours from 0 to 2 around 1, expert 0 on top."""
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+    values = [[min(cell, 2.0) for cell in row] for row in cells]
+    image = axes.imshow(
+        values, LinearSegmentedColormap.from_list("load", ["#004a80", "#f2f2ec", "#b83b00"]), TwoSlopeNorm(1, 0, 2),
+        aspect="auto", interpolation="nearest", extent=(0.5, steps + 0.5, len(cells) - 0.5, -0.5),
+    )  # fmt: skip
+    axes.grid(False)
+    axes.set_yticks(range(len(cells)), map(str, range(len(cells))))
+    bar = axes.get_figure().colorbar(image, ax=axes, ticks=[0, 1, 2], fraction=0.05, pad=0.02)
+    bar.ax.set_yticklabels(["0", "1", "2+"])
 
 
 def _smooth(points: list[tuple[int, float]], width: int = 5) -> list[tuple[float, float]]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from parallelrun.base.context import WorkerContext
-from parallelrun.training.corruption.watch import watch_of
+from parallelrun.training.corruption.watch import CorruptionWatch
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
@@ -171,7 +171,7 @@ def write_table(rows: Path) -> None:
     by_fault: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in map(json.loads, rows.read_text().splitlines()):
         if row["acted"]:
-            by_fault[f"{KINDS[row['kind']]}, {PLACES[row['place']]}"].append(row)
+            by_fault[KINDS[row["kind"]]].append(row)
     by_fault["all"] = [row for found in by_fault.values() for row in found]
     lines = ["| planted | cases | found in time | rank named | ended right |", "| --- | --- | --- | --- | --- |"]
     for fault, cases in sorted(by_fault.items(), key=lambda item: (item[0] == "all", item[0])):
@@ -194,7 +194,7 @@ def costs(over: dict[str, Any], rounds: int) -> tuple[float, float, float]:
             heartbeat=lambda step, phase: None, stop_requested=lambda: False, save_failed=lambda step: None,
             console_owner=False,
         )  # fmt: skip
-        watch = watch_of(training, scaler, context, 0)
+        watch = CorruptionWatch(training, scaler, context, 0)
         times: dict[str, list[float]] = defaultdict(list)
         for step in range(1, rounds + 3):
             marks = [time.process_time()]

@@ -133,7 +133,7 @@ def written(path: Path, plan: Plan, **extra: object) -> Path:
     return path
 
 
-def save(folder, step, parameters, optimizer, extra, plan, mesh):
-    """Write `folder/step_<step>` with the parts of all ranks. Collective."""
-    parts = store.parts_of(parameters, optimizer, plan, mesh, {})
-    return store.write_parts(folder, step, parts, extra, plan, mesh.rank, alone=mesh.shape.num_ranks == 1)
+def save(folder, step, parameters, optimizer, extra, plan, mesh, keep=0):
+    """Write `folder/step_<step>` with the parts of all ranks. Collective. keep: see `store.write_parts`."""
+    parts = store.parts_of(store.TrainingState(parameters, optimizer, plan, mesh))
+    return store.write_parts(folder, step, parts, extra, plan, keep=keep, alone=mesh.shape.num_ranks == 1)

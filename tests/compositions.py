@@ -126,7 +126,7 @@ def _choose_once() -> None:
     _replace(defaults_list, "_create_defaults_list", create)
 
 
-_PLACES = ("pkg://hydra.conf", "parallelrun://conf", "parallelrun://schema", "pkg://parallelrun.conf", "structured://")
+_PLACES = ("pkg://hydra.conf", "pkg://parallelrun.conf", "structured://")
 
 
 def _built_in(repo: Any) -> Hashable:
@@ -149,13 +149,11 @@ def _schema() -> Hashable:
 
 def _content(name: str, repo: Any) -> bytes:
     """What a file holds; nothing for those of Hydra's and ours, which always hold the same."""
-    if name == "hydra/config":
+    if name in ("hydra/config", "base_schema"):
         return b""
     loaded = repo.load_config(name)
-    is_own = loaded.path == "parallelrun://conf" and presets.own_file(*name.partition("/")[::2]) is None
-    if is_own or loaded.path.startswith(("pkg://hydra.conf", "parallelrun://schema")):
-        return b""
-    return _pickled(loaded.config)[0]
+    is_built_in = loaded.path.startswith(("pkg://hydra.conf", "pkg://parallelrun.conf"))
+    return b"" if is_built_in else _pickled(loaded.config)[0]
 
 
 def _pickled(config: DictConfig) -> _Pickled:

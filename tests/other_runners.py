@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from parallelrun.cli.flag_formats import sources
-from parallelrun.cli.flag_formats.settings import Translation
+from parallelrun.cli.flag_formats.table import Translation
 
 SCRIPT = """#!/bin/bash
 GPUS=4
@@ -26,7 +26,7 @@ MODEL=(
 )
 TRAIN="
     --micro-batch-size 2 \\
-    --global-batch-size $((GPUS*NODES*4)) --train-iters 100
+    --global-batch-size 32 --train-iters 100
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction .1
     --bf16 --use-distributed-optimizer --sequence-parallel --frobnicate 3
 "

@@ -33,9 +33,9 @@ from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import StepResult, train_step
 from parallelrun.training.verify.checked import checked_config
+from parallelrun.training.verify.checked import single_device as single_device
 from parallelrun.training.verify.replay import record_replay
 from parallelrun.training.verify.run import judge, plan_trace, reference_trace
-from parallelrun.training.verify.single_device import single_device as single_device
 from parallelrun.training.verify.trace import decisions_are_held, record
 from tests.matrix import FULL
 from tests.mutants import plant

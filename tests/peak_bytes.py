@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelrun.distributed import shared_memory
 from parallelrun.distributed.shared_memory import engine
 
 
@@ -91,7 +90,7 @@ class PeakBytes(TorchDispatchMode):
         if isinstance(value, DTensor) or value.device.type != self._device:
             return  # a DTensor has no memory of its own; its local tensor is seen when it is used
         storage = value.untyped_storage()
-        if not storage.resizable() and not shared_memory.is_in_arena(value) and _is_mapped(value):
+        if not storage.resizable() and _is_staged(storage):
             return  # memory of others, and what is staged; numpy's arrays, as of samples, are this rank's own
         key = id(storage)  # one Python object for as long as the storage lives
         if key not in self._held:
@@ -146,14 +145,14 @@ def _is_running(thread: str) -> bool:
         return False
 
 
-def _is_mapped(value: Tensor) -> bool:
-    """Whether a tensor lies in memory that ranks share."""
-    found = engine.existing()
-    if found is None:
+def _is_staged(storage: torch.UntypedStorage) -> bool:
+    """Whether memory that ranks share holds a storage, which `shared_memory.zeros` has not returned."""
+    running, address = engine.existing(), storage.data_ptr()
+    if running is None or address in running.process.arena._tensors:
         return False
-    memories = (found.process.arena, *(peer.memory for peer in found.process.peers.values()))
+    memories = (running.process.arena, *(peer.memory for peer in running.process.peers.values()))
     starts = ((memory.tensor(0, torch.uint8, 1).data_ptr(), len(memory.map)) for memory in memories)
-    return any(0 <= value.untyped_storage().data_ptr() - start < size for start, size in starts)
+    return any(0 <= address - start < size for start, size in starts)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

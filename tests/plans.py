@@ -56,6 +56,19 @@ def tiny_config(overrides: dict[str, Any] | None = None, /, **more: Any) -> Conf
     return config
 
 
+def llama(**overrides: Any) -> dict[str, Any]:
+    """Overrides that make the tiny gpt a llama; names take `__` for the dot."""
+    options = {
+        "model.norm": "rmsnorm",
+        "model.activation": "swiglu",
+        "model.position": "rope",
+        "model.bias": False,
+        "model.tied_embeddings": False,
+        "model.kv_heads": 2,
+    }
+    return {**options, **{key.replace("__", "."): value for key, value in overrides.items()}}
+
+
 def narrow_config(overrides: dict[str, Any] | None = None, /, **more: Any) -> Config:
     """`tiny_config` with the keys of the chosen strategies alone, as strategies and models see it."""
     return narrowed(tiny_config(overrides, **more))

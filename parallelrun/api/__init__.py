@@ -82,15 +82,15 @@ def search(*overrides: str, keep: int = 10, config_dir: PathText | None = None, 
     from parallelrun.planner.search import open_keys as chosen
     from parallelrun.planner.search import requested_searches as searches
 
-    asked, _ = composed("plan", overrides, config_dir, trust)
-    if fixed := [key for key in chosen.CHOSEN if key in asked.given and not asked.config.strategy.searches]:
+    request, _ = composed("plan", overrides, config_dir, trust)
+    if fixed := [key for key in chosen.CHOSEN if key in request.given and not request.config.strategy.searches]:
         raise ConfigError(Problem(f"{fixed[0]} says what to plan, and a search chooses it", fixed[0]))
-    config, gpus = chosen.calibrated(asked.config, asked.given), visible_gpus()
+    config, gpus = chosen.calibrated(request.config, request.given), visible_gpus()
     if sizes.compares_sizes(config):
-        found = sizes.compared(config, asked.given, keep)[1].found
+        result = sizes.compared(config, request.given, keep)[1].found
     else:
-        found = searches.searched(config, asked.given, chosen.num_devices(config, None, gpus), gpus, keep)
-    return SearchTable(found.best[:keep], found)
+        result = searches.searched(config, request.given, chosen.num_devices(config, None, gpus), gpus, keep)
+    return SearchTable(result.best[:keep], result)
 
 
 def load(
@@ -145,7 +145,7 @@ def compare(*several: Run | PathText, runs: PathText = "runs") -> ComparedRuns:
     from parallelrun.report.records.read import read
     from parallelrun.report.records.run_differences import compare as compared
 
-    directories = list(dict.fromkeys(_directory(one, runs) for one in several))
+    directories = list(dict.fromkeys(_directory(run, runs) for run in several))
     if len(directories) < 2:
         raise ConfigError(Problem(f"compare needs two different runs at least, got {len(directories)}", "runs"))
     comparison = compared([read(directory) for directory in directories])
@@ -154,15 +154,9 @@ def compare(*several: Run | PathText, runs: PathText = "runs") -> ComparedRuns:
 
 def _directory(run: Run | PathText, runs: PathText) -> Path:
     from parallelrun.api.results import Run
-    from parallelrun.report.records.find import resolve
+    from parallelrun.report.records import find
 
-    if isinstance(run, Run):
-        return run.directory
-    found = resolve([os.fspath(run)], Path(runs).expanduser())
-    if len(found) > 1:
-        cause = f"{run} is a sweep of {len(found)} points; one run is needed"
-        raise ConfigError(Problem(cause, "run", str(found[0])))
-    return found[0]
+    return run.directory if isinstance(run, Run) else find.single_run(os.fspath(run), Path(runs).expanduser())
 
 
 def _planned(verb: str, overrides: Sequence[str], config_dir: PathText | None, trust: bool) -> PlannedRun:
@@ -170,12 +164,12 @@ def _planned(verb: str, overrides: Sequence[str], config_dir: PathText | None, t
     from parallelrun.api.results import PlannedRun
     from parallelrun.cli.planned import planned
 
-    asked, run_root = composed(verb, overrides, config_dir, trust)
-    found, made = planned(asked, verb, None, quiet=True)
+    request, run_root = composed(verb, overrides, config_dir, trust)
+    request, plan_of_run = planned(request, verb, None, quiet=True)
     if verb == "plan":  # `plan(...).run()` carries it out
-        found = replace(found, config=replace(found.config, verb="run"))
+        request = replace(request, config=replace(request.config, verb="run"))
     words = (verb if verb != "plan" else "run", *overrides)
-    return PlannedRun(made, found.config, words, found, run_root)
+    return PlannedRun(plan_of_run, request.config, words, request, run_root)
 
 
 def _point(

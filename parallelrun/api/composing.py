@@ -40,25 +40,25 @@ def composed(
         try:
             prepared = compose.prepare(line.overrides, line.flags, verb, trust)
             settings = prepared.argv[len(line.flags) :]
-            found, directory = compose.compose_once(
+            result, directory = compose.compose_once(
                 replace(prepared, argv=(*settings, *hydra_settings.search_path(line.flags)))
             )
-            return verbs.with_surroundings(found, None), directory
+            return verbs.with_surroundings(result, None), directory
         except Exception as error:
-            known = errors.translate(error)
-            if known is None or known is error:
+            translated = errors.translate(error)
+            if translated is None or translated is error:
                 raise
-            raise known from error
+            raise translated from error
 
 
 def _words(overrides: Sequence[str]) -> list[str]:
     """The overrides, each of which must be a text."""
-    for one in overrides:
-        if not isinstance(one, str):
-            cause = f"{one!r} is {type(one).__name__}, and overrides are texts"
+    for override in overrides:
+        if not isinstance(override, str):
+            cause = f"{override!r} is {type(override).__name__}, and overrides are texts"
             raise ConfigError(Problem(cause, "overrides", '"model=gpt", "tp=2"'))
-        if one.startswith("-"):
-            cause = f"{one}: flags are for the command line"
+        if override.startswith("-"):
+            cause = f"{override}: flags are for the command line"
             raise ConfigError(Problem(cause, "overrides", "config_dir=, trust= and show= of the function"))
     return list(overrides)
 

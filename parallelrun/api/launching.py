@@ -114,7 +114,7 @@ def _relay(process: subprocess.Popen[bytes], pipe: IO[bytes], show: bool) -> tup
 def _directory(answer: dict[str, Any]) -> Path:
     """The directory of a run that has succeeded. Raises the error of one that has not."""
     code, directory = answer["exit_code"], Path(answer["directory"]) if answer.get("directory") else None
-    if problems := [Problem(**one) for one in answer.get("problems", ())]:
+    if problems := [Problem(**problem) for problem in answer.get("problems", ())]:
         kind = getattr(errors, answer.get("error", ""), None)
         if isinstance(kind, type) and issubclass(kind, ParallelrunError) and kind is not RunFailed:
             raise kind(*problems, exit_code=code)

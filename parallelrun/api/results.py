@@ -137,10 +137,10 @@ class Run:
         from parallelrun.checkpoint.resume import saved_config
         from parallelrun.report.records.find import CONFIG
 
-        found = saved_config(self.directory)
-        if found is None:
+        config = saved_config(self.directory)
+        if config is None:
             raise CheckpointError(Problem(f"{self.directory} has no {CONFIG}", "run"))
-        return found
+        return config
 
     @cached_property
     def plan(self) -> Plan:
@@ -228,9 +228,9 @@ class SweepTable(ResultTable[SweepPoint]):
         return [*dict.fromkeys(keys), "state", "reason", *SWEPT_RESULTS]
 
     def row(self, item: SweepPoint) -> dict[str, Any]:
-        given = dict(text.lstrip("+~").partition("=")[::2] for text in item.overrides)
+        overrides = dict(text.lstrip("+~").partition("=")[::2] for text in item.overrides)
         results = item.run.summary if item.run else {}
-        return {**given, "state": item.state, "reason": item.reason or None, **results}
+        return {**overrides, "state": item.state, "reason": item.reason or None, **results}
 
 
 @dataclass(frozen=True, repr=False)

@@ -149,7 +149,7 @@ def cause_chain(error: BaseException | None) -> list[BaseException]:
     waiting = [error]
     while waiting:
         link = waiting.pop(0)
-        if link is not None and not any(link is known for known in chain):
+        if link is not None and not any(link is earlier for earlier in chain):
             chain.append(link)
             waiting += [link.__cause__ or link.__context__, *_held_by(link)]
     return chain

@@ -65,14 +65,7 @@ class Layout:
         self, shape: tuple[int, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]
     ) -> tuple[int, ...]:
         """Shape of the part held at `coordinate`."""
-        assert len(shape) == len(self.dims), f"{shape} has another number of dims than {self.dims}"
-        out = []
-        for length, axes in zip(shape, self.dims):  # as `ranges`, without the begins: plans ask often
-            for axis in axes:
-                size = -(-length // sizes.get(axis, 1))
-                length = max(0, min(size, length - coordinate.get(axis, 0) * size))
-            out.append(length)
-        return tuple(out)
+        return tuple(stop - start for start, stop in self.ranges(shape, sizes, coordinate))
 
     def edges(self, shape: tuple[int, ...], sizes: Mapping[str, int], axis: str) -> set[int]:
         """The coordinates of `axis` at which the part's shape may differ from the one before: where whole chunks end,

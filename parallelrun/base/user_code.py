@@ -61,14 +61,14 @@ def absence(package: str, error: ImportError) -> str:
     return f"the package {package}, which cannot be imported: {reason(error)}"
 
 
-def of_stack(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[str, ...]:
+def of_stack(frames: Iterable[tuple[str, int, str]]) -> tuple[str, ...]:
     """Return the frames of a stack in the user's files and in ours, innermost first, without those that communicate.
 
     frames: (file, line, function), innermost first. If none is left, they are the innermost ones of any file.
     """
     shown = [(file, line, name) for file, line, name in frames]
     own = [frame for frame in shown if _is_telling(frame[0])] or shown
-    return tuple(_shown(file, line, name, linecache.getline(file, line)) for file, line, name in own[:most])
+    return tuple(_shown(file, line, name, linecache.getline(file, line)) for file, line, name in own[:4])
 
 
 def _is_telling(file: str) -> bool:

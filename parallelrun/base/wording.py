@@ -27,24 +27,24 @@ def print_note(text: str) -> None:
     print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The suggestion `schedule=1f1b or schedule=naive` with the closest three of `known`, or all if none is close."""
-    return " or ".join(f"{prefix}{word}" for word in closest(name, known))
+def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """The suggestion `schedule=1f1b or schedule=naive` with the closest three of `names`, or all if none is close."""
+    return " or ".join(f"{prefix}{word}" for word in closest(name, names))
 
 
-def closest(name: str, known: Iterable[str]) -> list[str]:
-    """The closest three of `known`, or all of them if none is close."""
-    known = list(known)
-    return spelling.closest(str(name), known)[:3] or known
+def closest(name: str, names: Iterable[str]) -> list[str]:
+    """The closest three of `names`, or all of them if none is close."""
+    names = list(names)
+    return spelling.closest(str(name), names)[:3] or names
 
 
-def one_of(key: str, value: str, known: Iterable[str], command: str = "") -> list[Problem]:
-    """A violation unless `value` is one of `known`."""
-    known = list(known)
-    if value in known:
+def one_of(key: str, value: str, names: Iterable[str], command: str = "") -> list[Problem]:
+    """A violation unless `value` is one of `names`."""
+    names = list(names)
+    if value in names:
         return []
-    message = f"{key}={value} is unknown; it is one of {', '.join(known)}"
-    return [Problem(message, key, did_you_mean(value, known, f"{key}="), command)]
+    message = f"{key}={value} is unknown; it is one of {', '.join(names)}"
+    return [Problem(message, key, did_you_mean(value, names, f"{key}="), command)]
 
 
 def divisors(number: int) -> list[int]:

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelrun.checkpoint.find import keep_last
-from parallelrun.checkpoint.planners import LocalPart
+from parallelrun.checkpoint.storage import LocalPart
 from parallelrun.checkpoint.store import write_parts
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.comm.counter import KERNELS
@@ -84,7 +83,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, plan: Plan, group: Group, device: torch.device, timeout_s: float):
-        self._plan, self._ranks, self._index = plan, group.ranks, group.index
+        self._plan, self._ranks = plan, group.ranks
         self._on_cuda = device.type == "cuda"
         self._timeout = timedelta(seconds=2 * timeout_s + 60)
         self._memory = HostMemory(pinned=self._on_cuda)
@@ -121,8 +120,8 @@ class BackgroundWriter:
                 copies = self._memory.copy(parts, after)
             finally:
                 copied.set_result(None)
-            write_parts(directory, step, copies, extra, self._plan, self._index, len(self._ranks) == 1, self._group)
-            keep_last(directory, keep, self._index)
+            alone = len(self._ranks) == 1
+            write_parts(directory, step, copies, extra, self._plan, keep=keep, group=self._group, alone=alone)
             self.seconds = time.perf_counter() - began
 
         self._copied = copied

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,33 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class StoredPart:
-    """A box of a logical tensor: [offset, offset + size) per dim, stored under the tensor's key in `file`."""
+class Box:
+    """The range [offset, offset + size) in each dim of a logical tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """Return the range that both have in common, or None."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        stops = [min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes)]
+        sizes = tuple(stop - start for start, stop in zip(offsets, stops))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def slices(self, part: Box) -> tuple[slice, ...]:
+        """Return where a part of this box is in a tensor that has this box's elements."""
+        starts = [inner - outer for inner, outer in zip(part.offsets, self.offsets)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, part.sizes))
+
+
+@dataclass(frozen=True)
+class StoredPart(Box):
+    """A box of a logical tensor, stored under the tensor's key in `file`."""
+
     file: str
 
 
@@ -103,6 +126,17 @@ def kept_key(kind: str, name: str) -> str:
 def replica_key(replica: int, num_replicas: int, key: str) -> str:
     """The key of one independent replica's own tensor. `key` itself names the mean over all replicas."""
     return f"replica/{replica}of{num_replicas}/{key}"
+
+
+def stored_tensors(parts_by_rank: Sequence[Sequence[Any]], files: Sequence[str]) -> dict[str, StoredTensor]:
+    """Return the tensors by key, from the description of each rank's parts (`LocalPart.described`) and its file."""
+    described: dict[str, tuple[str, tuple[int, ...]]] = {}
+    stored: dict[str, list[StoredPart]] = {}
+    for parts, file in zip(parts_by_rank, files, strict=True):
+        for key, dtype, shape, offsets, sizes in parts:
+            described[key] = dtype, tuple(shape)
+            stored.setdefault(key, []).append(StoredPart(tuple(offsets), tuple(sizes), file))
+    return {key: StoredTensor(*described[key], tuple(parts)) for key, parts in stored.items()}
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:

@@ -76,14 +76,7 @@ _INDEX: Form = {
     "format": anything,
     "step": count,
     "optimizer": printable,
-    "plan": {  # `index.describe_plan`, for messages only
-        **{f"{key}?": printable for key in ("data", "tensor", "pipeline", "precision")},
-        "world?": positive,
-        "degrees?": {"*": positive},
-        "shard?": optional(positive),
-        "chunks?": optional(positive),
-        "*": Leaf("a name, a count or null", lambda value: optional(printable).holds(value) or count.holds(value)),
-    },
+    "plan": {"degrees?": {"*": positive}, "*": _PLAIN},  # `index.describe_plan`, for messages only
     "extra": {  # the fields that a training reads; others belong to the program that saved
         "step?": count,
         "samples?": count,

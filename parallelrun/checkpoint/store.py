@@ -7,31 +7,44 @@ the one-device names, which any other plan can load. The same number of replicas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.checkpoint import together
-from parallelrun.checkpoint.explain import explained
+from parallelrun.base.errors import CheckpointError, Problem
+from parallelrun.checkpoint.find import keep_last, refuse_pickle, step_name
 from parallelrun.checkpoint.index import (
     Index,
+    StoredTensor,
     check_model,
     describe_plan,
     kept_key,
     replica_key,
     reshard_note,
     state_key,
+    stored_tensors,
+    verify_file,
     weight_key,
 )
-from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
-from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from parallelrun.checkpoint.schema import check_header, read_index
+from parallelrun.checkpoint.storage import (
+    LocalPart,
+    create_aside,
+    file_of_rank,
+    fill_parts,
+    publish,
+    write_part_file,
+)
+from parallelrun.checkpoint.together import CheckpointRanks
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.optimizer import Optimizer
@@ -40,26 +53,32 @@ from parallelrun.planner.contract.plan import Plan
 
 PURPOSE = "checkpoint"
 AsPart = Callable[[str, Tensor, LocalParameter], LocalPart]  # (key, tensor, parameter) -> this rank's box
+StateOf = tuple[LocalParameter, dict[str, Tensor]]  # a parameter and its optimizer state
 
 
-def parts_of(
-    parameters: Sequence[LocalParameter],
-    optimizer: Optimizer,
-    plan: Plan,
-    mesh: Mesh,
-    kept: Mapping[str, Sequence[LocalParameter]],
-) -> list[LocalPart]:
+@dataclass(frozen=True)
+class TrainingState:
+    """What one rank saves and loads under its plan. kept: additional tensors of the data strategy, by kind."""
+
+    parameters: Sequence[LocalParameter]
+    optimizer: Optimizer
+    plan: Plan
+    mesh: Mesh
+    kept: Mapping[str, Sequence[LocalParameter]] = field(default_factory=dict)
+
+
+def parts_of(state: TrainingState) -> list[LocalPart]:
     """Return the parts that this rank writes: views of its weights, state and `kept`, and means over replicas.
 
     Collective over dp if replicas differ.
     """
+    mesh, apart = state.mesh, replicas_differ(state.plan)
     as_part = partial(_part, mesh=mesh)
-    apart = replicas_differ(plan)
-    owned = _owned(parameters, mesh, {**mesh.coordinate, "dp": 0} if apart else mesh.coordinate)
-    parts = [part for p in owned for part in parts_to_save(p, optimizer, as_part)]
+    owned = _owned(state.parameters, mesh, {**mesh.coordinate, "dp": 0} if apart else mesh.coordinate)
+    parts = [part for p in owned for part in parts_to_save(p, state.optimizer, as_part)]
     if apart:
         parts = replica_parts_and_mean(parts, mesh)
-    for kind, others in kept.items():
+    for kind, others in state.kept.items():
         parts += [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in _owned(others, mesh, mesh.coordinate)]
     return parts
 
@@ -70,83 +89,126 @@ def write_parts(
     parts: Sequence[LocalPart],
     extra: Mapping[str, Any],
     plan: Plan,
-    rank: int,
-    alone: bool,
+    *,
+    keep: int = 0,
     group: dist.ProcessGroup | None = None,
+    alone: bool = False,
 ) -> Path:
-    """Write one rank's parts of `directory/step_<step>`. Collective over the group unless `alone`.
+    """Write one rank's parts of `directory/step_<step>`, then delete all but the newest `keep` checkpoints.
 
-    rank: of this process in the group. For what it raises, see `checkpoint.explain`.
+    Collective over the group unless `alone`. A crash or an error at any moment leaves older checkpoints unchanged. All
+    hosts must share the file system. keep < 1: all. For what it raises, see `CheckpointRanks.agree`.
     """
-    writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
-    planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
-    action = f"the checkpoint of step {step} could not be written to {writer.directory}"
+    target = Path(os.path.abspath(directory)) / step_name(step)
+    ranks = CheckpointRanks(
+        f"the checkpoint of step {step} could not be written to {target.parent}", True, group, alone
+    )
+    written = [part for part in parts if part.tensor.numel()]
+    tensors: dict[str, StoredTensor] = {}  # on rank 0: of all ranks
+    aside: Path | None = None  # likewise
+
+    def create(described: Sequence[Any]) -> str:
+        nonlocal aside
+        tensors.update(stored_tensors(described, [file_of_rank(rank) for rank in range(ranks.size)]))
+        check_complete(tensors, plan)
+        aside = create_aside(target)
+        return aside.name
+
+    def write() -> tuple[int, str] | None:
+        path = target.with_name(folder) / file_of_rank(ranks.rank)
+        return write_part_file(path, written) if written else None
+
+    def complete(results: Sequence[Any]) -> None:
+        assert aside is not None
+        files = {file_of_rank(rank): (size[0], size[1]) for rank, size in enumerate(results) if size}
+        publish(Index(step, plan.optimizer, describe_plan(plan), extra, tensors, files), aside, target)
+
     try:
-        with explained(action, rank, saving=True):
-            together.save(writer, planner, group, alone)
+        folder = ranks.agree(lambda: [part.described for part in written], create)
+        ranks.agree(write, complete)
     finally:
-        writer.discard()
-    return writer.target
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+    keep_last(target.parent, keep, ranks.rank)
+    return target
 
 
-def read_parts(reader: SafetensorsReader, planner: PartLoadPlanner, rank: int, alone: bool) -> None:
-    """Fill the planner's parts. Collective over the world unless `alone`. Raises: see `checkpoint.explain`."""
-    with explained(f"{reader.path} could not be loaded", rank, saving=False):
-        together.load(reader, planner, alone)
+def check_complete(tensors: Mapping[str, StoredTensor], plan: Plan) -> None:
+    """Assert that all weights are written, and each element of a tensor once."""
+    absent = [name for name in plan.spec.parameters if weight_key(name) not in tensors]
+    assert not absent, f"{len(absent)} weights are not written by any rank: {absent[0]} is the first"
+    for key, tensor in tensors.items():
+        written, begins = sum(part.numel for part in tensor.parts), {part.offsets for part in tensor.parts}
+        is_right = written == prod(tensor.shape) and len(begins) == len(tensor.parts)
+        assert is_right, f"the ranks' parts of {key} hold {written} elements of {list(tensor.shape)}"
 
 
-def load(
-    path: Path,
-    parameters: Sequence[LocalParameter],
-    optimizer: Optimizer,
-    plan: Plan,
-    mesh: Mesh,
-    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Fill the parameters and the optimizer's state from a checkpoint saved under any plan; return its `extra`.
+def read_checked(path: Path, plan: Plan, ranks: CheckpointRanks, wants: Callable[[Index], list[LocalPart]]) -> Index:
+    """Fill the parts that each rank wants of a checkpoint, and return its index.
+
+    Each file is verified by one rank before any rank reads a tensor. For what it raises, see `CheckpointRanks.agree`.
+    """
+    index: Index
+    parts: list[LocalPart] = []
+
+    def verify() -> str:
+        nonlocal index
+        refuse_pickle(path)
+        index = read_index(path)
+        check_model(index, plan, path)
+        parts.extend(wants(index))
+        for name in sorted(index.files)[ranks.rank :: ranks.size]:
+            verify_file(index, path, name)
+            check_header(index, path, name)
+        return index.digest
+
+    def compare(digests: Sequence[str]) -> None:
+        if len(set(digests)) > 1:
+            raise CheckpointError(Problem(f"ranks see different checkpoints under {path}", where="resume"))
+
+    ranks.agree(verify, compare)
+    ranks.agree(lambda: fill_parts(index, path, parts))
+    return index
+
+
+def load(path: Path, state: TrainingState) -> dict[str, Any]:
+    """Fill the state from a checkpoint saved under any plan; return its `extra`.
 
     Collective. The caller must then call `DataRuntime.finish_update`. Each rank reads only the ranges it holds; tensors
     of `kept` that are not in the checkpoint stay unchanged. If it is damaged (size, sha256), incomplete, pickle, or of
     another model or optimizer, all ranks raise CheckpointError before any weight is changed.
     """
-    reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks)
-    states: list[tuple[LocalParameter, dict[str, Tensor]]] = []
+    path, mesh = Path(os.path.abspath(path)), state.mesh
+    loaded: list[StateOf] = []
 
-    def wanted() -> Iterator[LocalPart]:
-        """Yield the parts that this rank needs, once the index has been read."""
-        check_model(reader.index, plan, reader.path)
-        parts, state_of_parameters = parts_wanted(reader.index, parameters, plan, mesh, kept)
-        states.extend(state_of_parameters)
-        yield from parts
+    def wants(index: Index) -> list[LocalPart]:
+        parts, state_of_parameters = parts_wanted(index, state)
+        loaded.extend(state_of_parameters)
+        return parts
 
-    read_parts(reader, PartLoadPlanner(wanted()), mesh.rank, alone=mesh.shape.num_ranks == 1)
-    for parameter, state in states:
-        optimizer.load_state(parameter.name, state)
-    if mesh.rank == 0 and (note := reshard_note(reader.index, plan)):
+    ranks = CheckpointRanks(f"{path} could not be loaded", saving=False, alone=mesh.shape.num_ranks == 1)
+    index = read_checked(path, state.plan, ranks, wants)
+    for parameter, values in loaded:
+        state.optimizer.load_state(parameter.name, values)
+    if mesh.rank == 0 and (note := reshard_note(index, state.plan)):
         print(note, flush=True)
-    return dict(reader.index.extra)
+    return dict(index.extra)
 
 
-def parts_wanted(
-    index: Index,
-    parameters: Sequence[LocalParameter],
-    plan: Plan,
-    mesh: Mesh,
-    kept: Mapping[str, Sequence[LocalParameter]],
-) -> tuple[list[LocalPart], list[tuple[LocalParameter, dict[str, Tensor]]]]:
+def parts_wanted(index: Index, state: TrainingState) -> tuple[list[LocalPart], list[StateOf]]:
     """Return the parts that this rank fills from what `index` describes, and the new state of each parameter that has
     one, whose tensors some of the parts are."""
-    group, as_part = mesh.group("dp"), partial(_part, mesh=mesh)
+    group, as_part = state.mesh.group("dp"), partial(_part, mesh=state.mesh)
     wanted, states = [], []
-    for parameter in parameters:
-        parts, state = parts_to_load(parameter, index, as_part)
-        if state:
-            states.append((parameter, state))
+    for parameter in state.parameters:
+        parts, values = parts_to_load(parameter, index, as_part)
+        if values:
+            states.append((parameter, values))
         for part in parts:
             own = replica_key(group.index, group.size, part.key)
-            use_own = replicas_differ(plan) and own in index.tensors  # else the mean over replicas
+            use_own = replicas_differ(state.plan) and own in index.tensors  # else the mean over replicas
             wanted.append(replace(part, key=own) if use_own else part)
-    for kind, others in kept.items():
+    for kind, others in state.kept.items():
         parts = [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in others]
         wanted += [part for part in parts if part.key in index.tensors]
     return wanted, states

@@ -18,9 +18,9 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True)
 class Leaf:
-    """A plain value. what: a noun phrase for the message about a value that does not hold."""
+    """A plain value. kind: a noun phrase for the message about a value that does not hold."""
 
-    what: str
+    kind: str
     holds: Callable[[Any], bool]
 
 
@@ -42,7 +42,7 @@ dims = Leaf(
 
 def optional(leaf: Leaf) -> Leaf:
     """Return the form of such a value or null."""
-    return Leaf(f"{leaf.what} or null", lambda value: value is None or leaf.holds(value))
+    return Leaf(f"{leaf.kind} or null", lambda value: value is None or leaf.holds(value))
 
 
 def parse(raw: bytes) -> Any:
@@ -67,7 +67,7 @@ def check(value: Any, form: Form, where: str) -> None:
     """Raise ValueError with the place of the first difference unless the value has the form."""
     if isinstance(form, Leaf):
         if not form.holds(value):
-            raise ValueError(f"{where} is {value!r:.100}, not {form.what}")
+            raise ValueError(f"{where} is {value!r:.100}, not {form.kind}")
     elif isinstance(form, list):
         if not isinstance(value, list):
             raise ValueError(f"{where} is {value!r:.100}, not a list")

@@ -71,7 +71,7 @@ def read(argv: list[str]) -> CommandLine:
     """Parse `argv` (without the program's name; the first word may be a verb). Raises ConfigError with all mistakes."""
     words = list(argv)
     verb = words.pop(0) if words and words[0] in VERBS else "run"
-    given: list[str] = []
+    pairs: list[str] = []
     flags: list[str] = []
     switched: set[str] = set()
     problems: list[Problem] = []
@@ -86,22 +86,24 @@ def read(argv: list[str]) -> CommandLine:
         elif word.startswith("-") and word != "-":
             problems += _flag(word, words, flags)
         elif "=" in word or word.startswith("~"):
-            problems += _pair(word, words, given)
+            problems += _pair(word, words, pairs)
         else:
             problems += _bare(word, words, argv)
-    multirun = any(flag in ("-m", "--multirun") for flag in flags) or "hydra.mode=MULTIRUN" in given
+    multirun = any(flag in ("-m", "--multirun") for flag in flags) or "hydra.mode=MULTIRUN" in pairs
     host_ranks = _host_ranks(valued, multirun, problems)
     ssh = SshOptions(**valued)
     problems += ssh.problems()
     if valued and not host_list.has_others(host_ranks):
         problems.append(Problem("--ssh-...: no other host is given", COMMAND_LINE, "-H server1:4,server2:4"))
-    given += [f"world={sum(one.num_ranks for one in host_ranks)}"] if host_ranks else []
-    overrides, found = override_checks.read(given, multirun, COMMAND_LINE, presets.user_groups([*flags, *given]))
-    problems += found
+    pairs += [f"world={sum(host.num_ranks for host in host_ranks)}"] if host_ranks else []
+    overrides, more_problems = override_checks.read(
+        pairs, multirun, COMMAND_LINE, presets.user_groups([*flags, *pairs])
+    )
+    problems += more_problems
     if problems:
         from parallelrun.cli import remaining
 
-        raise ConfigError(*problems, *remaining.problems(overrides, [*flags, *given], problems))
+        raise ConfigError(*problems, *remaining.problems(overrides, [*flags, *pairs], problems))
     switches: dict[str, Any] = dict.fromkeys(switched, True)
     return CommandLine(
         verb, tuple(overrides), tuple(flags), multirun=multirun, host_ranks=host_ranks, ssh=ssh, **switches
@@ -127,7 +129,7 @@ def _flag(word: str, words: list[str], flags: list[str]) -> list[Problem]:
         flags.append(value)
     if name not in ("--cfg", "-c") or value in CFG_VALUES:
         return []
-    fix = " or ".join(f"--cfg {one}" for one in nearest(value, CFG_VALUES) or CFG_VALUES)
+    fix = " or ".join(f"--cfg {legal}" for legal in nearest(value, CFG_VALUES) or CFG_VALUES)
     return [Problem(f"{name} {value}: must be one of {', '.join(CFG_VALUES)}", COMMAND_LINE, fix)]
 
 
@@ -143,14 +145,14 @@ def _unknown_flag(word: str, name: str, words: list[str]) -> Problem:
     return Problem(cause, COMMAND_LINE, fix, "parallelrun --help")
 
 
-def _pair(word: str, words: list[str], given: list[str]) -> list[Problem]:
+def _pair(word: str, words: list[str], pairs: list[str]) -> list[Problem]:
     """Add an override to `given`, or report spaces around `=`."""
     if word.startswith("="):
         return [Problem(f"{word}: the key before = is missing", COMMAND_LINE, command="parallelrun --help")]
     if word.endswith("=") and words and _is_value(words[0]):
         value = words.pop(0)
         return [Problem(f"{word} {value}: no spaces around =", COMMAND_LINE, f"{word}{value}")]
-    given.append(word)
+    pairs.append(word)
     return []
 
 
@@ -187,13 +189,13 @@ def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
 
 def _host_ranks(valued: dict[str, str], multirun: bool, problems: list[Problem]) -> tuple[HostRanks, ...]:
     """The hosts and ranks of horovodrun's -np, -H and --hostfile, or () with the mistakes appended to `problems`."""
-    given = [valued.pop(name, None) for name in _HOSTS]
+    values = [valued.pop(name, None) for name in _HOSTS]
     try:
-        found = host_list.read(*given)
+        host_ranks = host_list.place_ranks(*values)
     except ConfigError as error:
         problems += error.problems
         return ()
-    if multirun and host_list.has_others(found):
-        cause = f"a sweep (-m) runs on this host only, and others are given: {found[-1].name}"
+    if multirun and host_list.has_others(host_ranks):
+        cause = f"a sweep (-m) runs on this host only, and others are given: {host_ranks[-1].name}"
         problems.append(Problem(cause, COMMAND_LINE, "-H localhost:4"))
-    return found
+    return host_ranks

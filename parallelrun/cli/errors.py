@@ -69,9 +69,9 @@ def report(error: BaseException, verbose: bool) -> int:
     if isinstance(error, ParallelrunError):
         problems, code = error.problems, error.exit_code
     else:
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         hint = "" if verbose else "the same command with -v, for the traceback"
-        problems, code = (Problem(f"unexpected: {what}", command=hint),), 1
+        problems, code = (Problem(f"unexpected: {cause}", command=hint),), 1
     if verbose:
         traceback.print_exception(error, file=sys.stderr)
     color = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
@@ -180,9 +180,9 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
         return ConfigError(_plugin_key(call[1], call[2]))
     unset = re.search(r"Environment variable '([^']+)' not found", cause)
     if unset:
-        what = f"the environment variable {unset[1]} is not set"
+        text = f"the environment variable {unset[1]} is not set"
         suggestion = f"${{oc.env:{unset[1]},DEFAULT}}, with a default value"
-        return ConfigError(Problem(what, key or "configuration", suggestion))
+        return ConfigError(Problem(text, key or "configuration", suggestion))
     override = getattr(chain[0], "override", None)
     if override:
         return ConfigError(Problem(f"{override}: {first}", "command line", command="parallelrun --help"))
@@ -191,10 +191,10 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
         name = key or unknown[1] or unknown[2]
         suggestion = f"+{name}=..." if name.startswith("hydra.") else ", ".join(nearest_keys(name))
         return ConfigError(Problem(f"{name}: no such key", "configuration", suggestion, "parallelrun --help"))
-    known = known_keys().get(key.partition("[")[0])
+    schema_key = known_keys().get(key.partition("[")[0])
     cause = _NO_LIST.sub(r"one of its items is of type \1 and must be a list", cause)
-    what = cause if "merging override" not in first else f"{first.replace('Error merging override ', '')}: {cause}"
-    return ConfigError(Problem(what, key or "configuration", example(known) if known else ""))
+    text = cause if "merging override" not in first else f"{first.replace('Error merging override ', '')}: {cause}"
+    return ConfigError(Problem(text, key or "configuration", example(schema_key) if schema_key else ""))
 
 
 def _plugin_key(plugin: str, wrong: str) -> Problem:

@@ -45,7 +45,7 @@ _TOOL_TABLE = {  # tool -> (its module and function, what it does)
     "sky": ("cli.tools.job_file:sky",
         "print a task of SkyPilot for a run: sky KEY=VALUE ... nodes= accelerator= gpus_per_node= bucket="),
     "doctor": ("cli.tools.doctor:main",
-        "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs"),
+        "check this machine: torch, GPUs, memory, an all-reduce of two ranks and one of all GPUs"),
     "calibrate": ("cli.tools.calibrate:main",
         "measure this machine and write cluster=mine, from which plan predicts step times"),
     "tokenize": ("data.tokenizing.tokenize:main",
@@ -111,12 +111,12 @@ SHORT = """parallelrun: one command composes a model, a dataset and a parallelis
   parallelrun --help                                everything else"""
 
 _FLAGS = {
-    "-m, --multirun": "a sweep: every combination of comma-separated values, one table at the end",
+    "-m, --multirun": "sweep over every combination of comma-separated values, with one table at the end",
     "--json": "print one JSON document and nothing else (all verbs; ls, show, runs, compare, doctor)",
     "-v, --verbose": "show tracebacks",
-    "--trust": "let a recipe name code and write anywhere",
+    "--trust": "allow a recipe to name code and to write anywhere",
     "-np N": "number of ranks, as in horovodrun",
-    "-H h1:4,h2:4": "hosts with their slots, which ranks fill in order; other hosts are reached by ssh",
+    "-H h1:4,h2:4": "hosts with their slots, which ranks fill in order; ssh reaches other hosts",
     "--hostfile FILE": "the hosts from a file: `h1 slots=4` or `h1:4` on each line",
     "--ssh-port P, --ssh-identity-file F, --ssh-config F": "options for ssh, if its own configuration lacks them",
     "--cfg job, --info, -p, --config-dir, -sc install=bash": "flags of Hydra; --hydra-help explains them",
@@ -149,28 +149,28 @@ _KEYS_OF = {
     "plan": {
         "(no strategy)": "search all plans for the fastest: gpus=64 cluster=...; objective=time|cost|gpus days=30",
         "detail=SECTION,...": "sections to add: ranks stages schedule traffic data_axis layouts, or all",
-        "explain=true": "waterfall of the step, what limits it, where other plans win",
-        "tokens=300e9": "days (and price) of a training on so many tokens",
+        "explain=true": "parts of a step, its limits, and where another plan is faster",
+        "tokens=300e9": "days and price of a training with this many tokens",
         "plot=NAME": "costs of the data axis, as NAME.svg and NAME.csv",
-        "mtbf_gpu_hours=50000": "failures: the useful part of the time; with checkpoint_gb_s=20",
+        "mtbf_gpu_hours=50000": "useful part of the time with failures; add checkpoint_gb_s=20",
     },
     "explain": {
         "plot=NAME": "every message, as NAME-data.svg, NAME-tensor.svg, ...",
     },
     "verify": {
-        "shrink=true": "check a smaller plan of the same structure, where the plan is too large for this machine",
-        "verify.optimizer=same": "report weight updates of the run's own optimizer, instead of checking plain SGD's",
+        "shrink=true": "check a smaller plan with the same structure, if the plan is too large for this machine",
+        "verify.optimizer=same": "report weight updates of the run's optimizer instead of checking those of plain SGD",
     },
     "bench": {
-        "bench.warmup=3": "steps before those that are timed",
-        "bench.steps=20": "timed steps",
+        "bench.warmup=3": "number of steps before timing starts",
+        "bench.steps=20": "number of timed steps",
     },
 }
 
 _EXIT_CODES = (
     "Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad "
-    "checkpoint, 5 numerics, 6 a rank died, 7 hang, 8 no progress in three attempts, 9 a rank's memory or computing is "
-    "wrong again, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."
+    "checkpoint, 5 numerics, 6 a rank died, 7 hang, 8 no progress in three attempts, 9 a rank has wrong memory or "
+    "results again, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."
 )
 
 
@@ -210,8 +210,8 @@ def of_verb(verb: str) -> str:
     lines += ["Keys and values:", *_table(_KEYS_OF[verb], 20), "", "Examples:"]
     own = [word for word in VERBS if word != "run"]
     for command, text in EXAMPLES:
-        chosen = next((word for word in own if f" {word} " in command), "run")
-        if chosen == verb:
+        of_command = next((word for word in own if f" {word} " in command), "run")
+        if of_command == verb:
             lines.append(f"  {command}\n      {text}")
     lines += ["", *textwrap.wrap(_MORE, _columns(), break_on_hyphens=False)]
     return "\n".join(lines)

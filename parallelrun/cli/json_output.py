@@ -27,15 +27,15 @@ def print_json(fields: dict[str, Any]) -> None:
 def screen_on_stderr() -> Iterator[None]:
     """Let this process and its children print to stderr, so that stdout holds the JSON document only."""
     sys.stdout.flush()
-    kept = None
+    saved = None
     with suppress(OSError, ValueError):  # a caller may have replaced stdout by a stream without a descriptor
         number = sys.stdout.fileno()
-        kept = os.dup(number)
+        saved = os.dup(number)
         os.dup2(sys.stderr.fileno(), number)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        if kept is not None:
-            os.dup2(kept, number)
-            os.close(kept)
+        if saved is not None:
+            os.dup2(saved, number)
+            os.close(saved)

@@ -6,11 +6,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parallelrun.launch.host.nodes import Node
+    from parallelrun.launch.host.cluster_node import Node
 
 _VERBS = ("run", "verify", "bench")  # that have ranks
 
@@ -21,12 +20,12 @@ def run(words: Sequence[str]) -> int | None:
     if not (os.environ.get("PET_NNODES") or os.environ.get("SKYPILOT_NUM_NODES")):
         return None
     from parallelrun.cli import argv, help
-    from parallelrun.launch.host import nodes
+    from parallelrun.launch.host import cluster_node
     from parallelrun.launch.host.environment import visible_gpus
 
     has_verb = words[:1] and words[0] in help.VERBS
     asks = argv.starts_ranks(list(words)) and (not has_verb or words[0] in _VERBS)
-    node = nodes.detect(os.environ, visible_gpus()) if asks else None
+    node = cluster_node.detect(os.environ, visible_gpus()) if asks else None
     return None if node is None else _start(node, words)
 
 
@@ -43,11 +42,6 @@ def _start(node: Node, words: Sequence[str]) -> int:
     }
     place = f"node {node.index} of {node.num_nodes} ({node.source})"
     print(f"{place}: starting {counted(node.ranks_per_node, 'rank')}", file=sys.stderr, flush=True)
-    signals: SimpleQueue[str] = SimpleQueue()
-
-    def forward(number: int, _: object) -> None:
-        signals.put(signal.Signals(number).name)
-
-    with stop_signals.handlers((signal.SIGINT, *stop_signals.STOP_SIGNALS), forward):
-        ranks = Ranks(Order(list(words), node.first_rank, node.ranks_per_node, environ))
-        return ranks.watch(signals)
+    ranks = Ranks(Order(list(words), node.first_rank, node.ranks_per_node, environ))
+    with stop_signals.handlers((signal.SIGINT, *stop_signals.STOP_SIGNALS), lambda number, _: ranks.send(number)):
+        return ranks.wait()

@@ -59,12 +59,12 @@ def _readable(composed: Composed, plan: Plan, world: int | None) -> tuple[Compos
         return composed, plan
     for few in range(number, min(2 * number, plan.batch.microbatches)):
         try:
-            asked = replace(config, microbatches=few)
-            found = resolve(asked, given=composed.given | {"microbatches"}, world=world, gpus=visible_gpus())
+            readable = replace(config, microbatches=few)
+            plan_shown = resolve(readable, given=composed.given | {"microbatches"}, world=world, gpus=visible_gpus())
         except ConfigError:  # the batch does not divide
             continue
         print_note(f"note: {few} microbatches are shown; a run has microbatches={plan.batch.microbatches}")
-        return replace(composed, config=asked), found
+        return replace(composed, config=readable), plan_shown
     return composed, plan
 
 
@@ -74,8 +74,8 @@ def restarted(composed: Composed, world: int | None) -> tuple[Composed, Plan] | 
         return None
     from parallelrun.launch.entry import reattach
 
-    found = reattach.planned(composed.config, world)
-    return (replace(composed, config=found[0]), found[1]) if found else None
+    reattached = reattach.planned(composed.config, world)
+    return (replace(composed, config=reattached[0]), reattached[1]) if reattached else None
 
 
 def _shrunk(composed: Composed, verb: str, world: int | None, sweep: bool) -> tuple[Composed, Plan]:
@@ -85,11 +85,11 @@ def _shrunk(composed: Composed, verb: str, world: int | None, sweep: bool) -> tu
     if verb not in _SHRINKING:
         cause = f"shrink=true is for {' and '.join(_SHRINKING)}, and {verb} runs the plan as it is"
         raise ConfigError(Problem(cause, "shrink", command="parallelrun verify ... shrink=true"))
-    found = shrunk(composed.config, resolve(composed.config, given=composed.given, sweep=sweep))
-    if world is not None and world != found.plan.world:
-        cause = f"the smallest plan has {found.plan.world} ranks, and the launcher has started {world}"
+    smaller = shrunk(composed.config, resolve(composed.config, given=composed.given, sweep=sweep))
+    if world is not None and world != smaller.plan.world:
+        cause = f"the smallest plan has {smaller.plan.world} ranks, and the launcher has started {world}"
         raise ConfigError(Problem(cause, "shrink", command="parallelrun verify ..., without a launcher"))
-    print_note(f"note: shrink: {', '.join(found.sizes)}")
-    for name in found.lost:
+    print_note(f"note: shrink: {', '.join(smaller.sizes)}")
+    for name in smaller.lost:
         print_note(f"warning: shrink: not kept, because it needs more ranks: {name}")
-    return replace(composed, config=found.config, given=frozenset()), found.plan
+    return replace(composed, config=smaller.config, given=frozenset()), smaller.plan

@@ -46,17 +46,17 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     if device_counts.compares_sizes(config):
         with elapsed.shown(_SEARCHING):
             compared = device_counts.compared(config, composed.given, searches.KEPT)
-        found = compared[1].found
+        search = compared[1].found
         typed = [text for text in composed.overrides if text.partition("=")[0] not in ("gpus", "world")]
-        config = replace(config, world=found.world)
-        composed = replace(composed, config=config, overrides=(*typed, f"gpus={found.world}"))
+        config = replace(config, world=search.world)
+        composed = replace(composed, config=config, overrides=(*typed, f"gpus={search.world}"))
     else:
         with elapsed.shown(_SEARCHING):
-            found = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus)
-    context = report.Context(chosen.base_of(config), command_of(found.best[0], composed.overrides))
-    useful = _goodput(composed, found.best[0])
+            search = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus)
+    context = report.Context(chosen.base_of(config), command_of(search.best[0], composed.overrides))
+    useful = _goodput(composed, search.best[0])
     if as_json:
-        print_json({**_document(found, context, compared), "goodput": asdict(useful) if useful else None})
+        print_json({**_document(search, context, compared), "goodput": asdict(useful) if useful else None})
         return
     from parallelrun.report.plans import cluster_sizes as sizes_report
     from parallelrun.report.screen import open_console
@@ -64,49 +64,49 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     console = open_console()
     if compared:
         sizes_report.show(*compared, config, console)
-    training = device_counts.training_of(config, found)
+    training = device_counts.training_of(config, search)
     more = [("training", sizes_report.training_text(training, config))] if training else []
     if useful:
         from parallelrun.report.plans.training import goodput_text
 
         more.append(("goodput", goodput_text(useful, None)))
     faster = chosen.faster_precision(config, composed.given)
-    report.show(found, context, console, more, [("warning", faster)] if faster else [])
+    report.show(search, context, console, more, [("warning", faster)] if faster else [])
     if config.explain:
-        _explain(composed, found, console)
+        _explain(composed, search, console)
 
 
 def _goodput(composed: Composed, best: Found) -> Goodput | None:
     """The useful part of the time of the fastest plan, if failures are given."""
     if composed.config.mtbf_gpu_hours is None:
         return None
-    config, given = chosen.with_choice(composed.config, composed.given, best)
-    plan = resolve(config, given=given, gpus=visible_gpus())
+    config, user_keys = chosen.with_choice(composed.config, composed.given, best)
+    plan = resolve(config, given=user_keys, gpus=visible_gpus())
     return goodput(plan, config, best.time.step_s if best.time else None)
 
 
-def _document(found: Search, context: Context, compared: tuple[list[Size], Size] | None) -> dict[str, Any]:
+def _document(search: Search, context: Context, compared: tuple[list[Size], Size] | None) -> dict[str, Any]:
     from parallelrun.report.plans import cluster_sizes as sizes_report
     from parallelrun.report.plans import search as report
 
     config = context.config
-    fields = {"schema": 1, "model": config.model.preset, "cluster": config.cluster.name, "world": found.world}
+    fields = {"schema": 1, "model": config.model.preset, "cluster": config.cluster.name, "world": search.world}
     fields |= {"sizes": sizes_report.document(*compared)} if compared else {}
-    return {**fields, "search": report.document(found), "command": context.command}
+    return {**fields, "search": report.document(search), "command": context.command}
 
 
-def _explain(composed: Composed, found: Search, console: Console) -> None:
+def _explain(composed: Composed, search: Search, console: Console) -> None:
     """Print why the best plan takes its time, and where another one would win."""
     from parallelrun.planner.predict.limits import limits
-    from parallelrun.planner.search.crossovers import flips
+    from parallelrun.planner.search.crossovers import crossovers
     from parallelrun.report.plans import explain_search
 
-    best, cluster = found.best[0], composed.config.cluster
+    best, cluster = search.best[0], composed.config.cluster
     assert best.time is not None
-    config, given = chosen.with_choice(composed.config, composed.given, best)
+    config, user_keys = chosen.with_choice(composed.config, composed.given, best)
     with elapsed.shown(_SEARCHING):
-        limited = limits(resolve(config, given=given, gpus=visible_gpus()), cluster, best.time)
-        elsewhere = flips(composed.config, composed.given, found)
+        limited = limits(resolve(config, given=user_keys, gpus=visible_gpus()), cluster, best.time)
+        elsewhere = crossovers(composed.config, composed.given, search)
     explain_search.show(best.time, limited, elsewhere, (best.heaviest_bytes, cluster), best, console)
 
 
@@ -164,24 +164,23 @@ def ranked(plan: Plan, config: Config, facts: Facts) -> Ranked | None:
 
 
 def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None, console: Console) -> None:
-    """Print the parts of a step of a plan, what limits it, and where another plan would be faster, or this one.
+    """Print the parts of a step of a plan, what limits it and, if it is the fastest, where another plan would win.
 
     ranked: among all plans, where it was looked for. Raises ConfigError where its time is not predicted.
     """
     from parallelrun.planner.predict.limits import limits
-    from parallelrun.planner.search.crossovers import flips, flips_of
+    from parallelrun.planner.search.crossovers import crossovers
     from parallelrun.report.plans import explain_search
 
     if facts.time is None:
         cause = f"the time of this plan is not predicted: {why_unknown(plan, config.cluster)}"
         raise ConfigError(Problem(cause, "explain", "leave explain out, or cluster=h100_dgx"))
     limited, memory = limits(plan, config.cluster, facts.time), facts.memories[facts.heaviest_pp_rank].total
-    found, best, elsewhere = ranked.found if ranked else None, None, None
-    if ranked and found:
-        opened = searches.opened(plan, config)
-        best = found.best[0] if ranked.is_fastest else None
+    search, best, elsewhere = ranked.found if ranked else None, None, None
+    if ranked and search and ranked.is_fastest:
+        best = search.best[0]
         with elapsed.shown(_SEARCHING):
-            elsewhere = flips(opened, frozenset(), found) if best else (flips_of(plan, config, found, opened), True)
+            elsewhere = crossovers(searches.opened(plan, config), frozenset(), search)
     explain_search.show(facts.time, limited, elsewhere, (memory, config.cluster), best, console)
 
 
@@ -189,21 +188,21 @@ def with_winner(composed: Composed, world: int | None, quiet: bool = False) -> C
     """`composed` with the fastest plan in the place of a strategy that searches. Raises ConfigError."""
     config, gpus = chosen.calibrated(composed.config, composed.given), visible_gpus()
     with elapsed.shown(_SEARCHING):
-        found = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
-    best = found.best[0]
+        search = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
+    best = search.best[0]
     assert best.time is not None
     if not quiet:
         from parallelrun.report.figures import seconds_text
 
         said = f"strategy={config.strategy.name}: {' '.join(best.overrides)}: {seconds_text(best.time.step_s)} a step"
-        print(f"{said} predicted, the fastest that fits of {found.considered:,} legal plans", file=sys.stderr)
-    changed, given = chosen.with_choice(config, composed.given, best)
-    return replace(composed, config=changed, given=given)
+        print(f"{said} predicted, the fastest that fits of {search.considered:,} legal plans", file=sys.stderr)
+    changed, user_keys = chosen.with_choice(config, composed.given, best)
+    return replace(composed, config=changed, given=user_keys)
 
 
-def command_of(found: Found, typed: Sequence[str]) -> str:
+def command_of(candidate: Found, typed: Sequence[str]) -> str:
     """The command that runs a plan which a search has found. typed: the overrides of the search."""
-    own = {text.partition("=")[0] for text in found.overrides}
+    own = {text.partition("=")[0] for text in candidate.overrides}
     dropped = {"strategy", *VERBS, *own, *(["local_batch"] if "global_batch" in own else [])}
-    kept = [text for text in typed if text.partition("=")[0] not in dropped]
-    return shlex.join(["parallelrun", *kept, *found.overrides])
+    others = [text for text in typed if text.partition("=")[0] not in dropped]
+    return shlex.join(["parallelrun", *others, *candidate.overrides])

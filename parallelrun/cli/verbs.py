@@ -44,8 +44,8 @@ def run(words: list[str]) -> int:
             from parallelrun.cli import errors
             from parallelrun.launch.entry import attach
 
-            known = errors.translate(error)
-            attach.abandon(attached, known.exit_code if known else 1)
+            translated = errors.translate(error)
+            attach.abandon(attached, translated.exit_code if translated else 1)
         raise
 
 
@@ -153,8 +153,8 @@ def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) 
     from parallelrun.planner.search import open_keys
 
     world = attached.world if attached is not None else None
-    if found := planned.restarted(composed, world):
-        return found
+    if reattached := planned.restarted(composed, world):
+        return reattached
     if line.verb == open_keys.PLAN and open_keys.is_open(composed.config, composed.given):
         from parallelrun.cli import search
 
@@ -184,7 +184,7 @@ def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:
     return compositions[0] if compositions else None
 
 
-def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = None, found: Any = None) -> None:
+def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = None, plan_facts: Any = None) -> None:
     """Print a plan, for people or as one JSON document; `plot=NAME` writes its picture (point: of a sweep).
 
     found: the plan's facts, if already computed.
@@ -193,24 +193,24 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
     from parallelrun.planner.facts.plan_facts import facts
     from parallelrun.report.plans import plan as report
 
-    found = found or facts(plan, config)
+    plan_facts = plan_facts or facts(plan, config)
     written = write_plot(plan, config, point)
     ranked = None
-    if point is None and found.time is not None:
+    if point is None and plan_facts.time is not None:
         from parallelrun.cli import search
 
-        ranked = search.ranked(plan, config, found)
+        ranked = search.ranked(plan, config, plan_facts)
     if as_json:
-        print_json({**plan_document(plan, config, found), "search": ranked.document() if ranked else None})
+        print_json({**plan_document(plan, config, plan_facts), "search": ranked.document() if ranked else None})
         return
     from parallelrun.report.screen import open_console
 
     console = open_console()
-    report.show(plan, config, console, found, ranked.rows() if ranked else ())
+    report.show(plan, config, console, plan_facts, ranked.rows() if ranked else ())
     if config.explain:
         from parallelrun.cli import search
 
-        search.explain_plan(plan, config, found, ranked, console)
+        search.explain_plan(plan, config, plan_facts, ranked, console)
     for path in written:
         print(f"written: {path}")
 
@@ -247,11 +247,11 @@ def write_plot(plan: Plan, config: Config, point: int | None = None) -> list[Pat
     """
     if config.plot is None:
         return []
+    from parallelrun.base.packages import require
     from parallelrun.planner.facts import alternatives
-    from parallelrun.report import chart
     from parallelrun.report.plans import alternatives as report
 
-    chart.require(f"plot={config.plot}")
+    require("matplotlib", f"plot={config.plot}", "plot", extra="plots")
     compared = alternatives.data_axis(plan, config)
     if compared is None:
         cause = f"plot={config.plot} draws the cost of combining gradients, and one rank has none to combine"

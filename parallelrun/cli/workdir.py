@@ -21,14 +21,14 @@ _WORDS = ("latest", "auto")
 
 @contextmanager
 def inside(
-    config: Config, asked: bool, created: Callable[[Path], None] | None = None
+    config: Config, is_requested: bool, created: Callable[[Path], None] | None = None
 ) -> Iterator[tuple[Config, dict[str, Any]]]:
     """(the configuration to start, the argument `created` of `start`), so that it changes to the run's directory.
 
     Relative paths then still mean files of the directory in which the program was started, which is restored. Nothing
     changes unless `asked`. created: is called with the run's directory, too.
     """
-    if not asked:
+    if not is_requested:
         yield config, {"created": created} if created else {}
         return
     before = os.getcwd()
@@ -56,8 +56,8 @@ def absolute(config: Config) -> Config:
     return config
 
 
-def check(asked: bool, attached: Attached | None) -> None:
+def check(is_requested: bool, attached: Attached | None) -> None:
     """Raise ConfigError where the ranks are started by another launcher, which has chosen their directory."""
-    if asked and attached is not None:
+    if is_requested and attached is not None:
         cause = f"{KEY}=true: {attached.source} has chosen the directory of the ranks that it has started"
         raise ConfigError(Problem(cause, KEY, f"{KEY}=false"))

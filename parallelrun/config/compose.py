@@ -20,14 +20,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
 from parallelrun.base.errors import ConfigError, Problem
-from parallelrun.config import from_hf, hydra_settings, hydra_task, presets, short_names, source, sweeps, values
+from parallelrun.config import from_hf, hydra_settings, hydra_task, presets, short_names, sweeps, values
 from parallelrun.config.overrides import Override
 from parallelrun.config.recipes import recipe_files as recipes
 from parallelrun.config.recipes import untrusted
 from parallelrun.config.recipes.recipe_files import Recipe
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.schema.run_schema import Config, StrategyConfig
+from parallelrun.config.schema.strategy_keys import complete_class
 
+_SCHEMA = "base_schema"
 # Groups of Hydra's own that a single run without Hydra flags does not use; without them, it composes a third faster.
 _UNUSED = tuple(f"hydra/{group}=[]" for group in (
     "env", "help", "hydra_help", "hydra_logging", "job_logging", "launcher", "output", "sweeper",
@@ -65,12 +67,11 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     if problems := [problem for problem in unknown if problem]:
         raise ConfigError(*problems)
     points = sweeps.num_points(overrides)
-    source.register()
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
     words = [*flags, *(override.text for override in overrides if override.is_hydra)]
     own_files = presets.user_recipes(words)
     shown: dict[str, str] = {}
-    chosen: list[str] = []
+    selected: list[str] = []
     argv = [*flags, f"verb={verb}"]
     for override in overrides:
         if override.key != "recipe":
@@ -84,16 +85,16 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
                 files[file.name], shown[file.name] = file, value
                 value = file.name
             names.append(value)
-        chosen += names
+        selected += names
         argv.append(f"{override.sign}recipe={','.join(names)}")
-    loaded = recipes.load_all(files, chosen, trust)
+    loaded = recipes.load_all(files, selected, trust)
     nodes = {name: _node(recipe) for name, recipe in loaded.items()}
     unused: dict[str, Any] = dict.fromkeys(files if flags else ())  # Hydra's flags may list all recipes
-    _register({**unused, **nodes})
+    _register({**unused, **nodes}, argv)
     if "--hydra-help" in flags:  # it understands no overrides
         argv = list(flags)
     families = {name: recipes.family(name, loaded) for name in loaded}
-    keys = {name: frozenset().union(*(loaded[one].keys for one in family)) for name, family in families.items()}
+    keys = {name: frozenset().union(*(loaded[member].keys for member in family)) for name, family in families.items()}
     for override in overrides:
         if override.is_own_group:
             keys |= presets.user_keys(words, override.key)
@@ -104,20 +105,28 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
 
 def prepare_completion(words: Sequence[str]) -> Prepared:
     """For Hydra's shell completion: recipes have names, and none is opened."""
-    source.register()
-    _register(dict.fromkeys(recipes.find()))
+    _register(dict.fromkeys(recipes.find()), words)
     return Prepared(tuple(words), {}, {})
 
 
-def _register(nodes: Mapping[str, Any]) -> None:
-    """Make these recipes, by name, Hydra's only ones: those of an earlier composition are forgotten, and none is
-    registered twice. None: one whose contents nobody will ask for."""
-    store = ConfigStore.instance()
-    store.repo.pop("recipe", None)
+def _register(nodes: Mapping[str, Any], argv: Sequence[str]) -> None:
+    """Give Hydra the schema, the user's own clusters and these recipes by name; those of an earlier composition are
+    forgotten. None: a recipe whose contents nobody will ask for. argv: a cluster that it names must be readable."""
+    store, schema = ConfigStore.instance(), complete_class()
+    stored: Any = store.repo.get(f"{_SCHEMA}.yaml")
+    if stored is None or OmegaConf.get_type(stored.node) is not schema:
+        store.store(name=_SCHEMA, node=schema)
+    for group in ("recipe", presets.CLUSTER):
+        store.repo.pop(group, None)
     for name, node in nodes.items():
-        store.store(
-            name=name, node={} if node is None else node, group="recipe", package="_global_", provider="parallelrun"
-        )
+        store.store(name=name, node={} if node is None else node, group="recipe", package="_global_")
+    for path in presets.own_clusters().glob("*.yaml"):
+        try:
+            if presets.own_file(presets.CLUSTER, path.stem):
+                store.store(name=path.stem, node=OmegaConf.load(path), group=presets.CLUSTER)
+        except (OSError, ValueError, yaml.YAMLError):
+            if any(path.stem in word for word in argv):
+                raise
 
 
 def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:
@@ -177,7 +186,8 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
         raise ConfigError(*problems)
     hydra_config = HydraConfig.get()
     choices = hydra_config.runtime.choices
-    given = {text.lstrip("+~").partition("=")[0].partition("@")[0] for text in hydra_config.overrides.task} - {"verb"}
+    names = (text.lstrip("+~").partition("=")[0].partition("@")[0] for text in hydra_config.overrides.task)
+    user_keys = set(names) - {"verb"}
     recipe = str(choices.get("recipe"))
     if recipe != "None" and recipe not in prepared.recipe_keys:
         cause = f"recipe={recipe} was not checked: a recipe must be chosen on the command line"
@@ -187,34 +197,34 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
         problems = untrusted.check(config, keys, prepared.typed, prepared.untrusted[recipe])
         if problems:
             raise ConfigError(*problems)
-    given |= keys
+    user_keys |= keys
     for group, option in choices.items():
-        given |= prepared.recipe_keys.get(f"{group}={option}", frozenset())
+        user_keys |= prepared.recipe_keys.get(f"{group}={option}", frozenset())
     config = _with_file_names(config, choices)
-    config = replace(config, model=from_hf.filled(config.model, given))
-    config, given = short_names.fold(_with_choices_of_model(config, given), given)
-    if config.strategy.router and "model.own_router" not in given and _preset_has_router():
+    config = replace(config, model=from_hf.filled(config.model, user_keys))
+    config, user_keys = short_names.fold(_with_choices_of_model(config, user_keys), user_keys)
+    if config.strategy.router and "model.own_router" not in user_keys and _preset_has_router():
         config = replace(config, model=replace(config.model, own_router=True))
     overrides = tuple(hydra_task.point_overrides(prepared.shown))
-    return Composed(config, frozenset(given), overrides, hydra_task.changes_directory())
+    return Composed(config, frozenset(user_keys), overrides, hydra_task.changes_directory())
 
 
-def _with_choices_of_model(config: Config, given: Set[str]) -> Config:
+def _with_choices_of_model(config: Config, user_keys: Set[str]) -> Config:
     """`config` with the dataset and learning rate of the model's preset, unless the user or a recipe chose them."""
     model = config.model
-    if model.suited_lr is not None and not given & {"optimizer", "optimizer.name", "optimizer.lr"}:
+    if model.suited_lr is not None and not user_keys & {"optimizer", "optimizer.name", "optimizer.lr"}:
         config = replace(config, optimizer=replace(config.optimizer, lr=model.suited_lr))
-    if model.dataset is None or given & {"dataset", "dataset.name"}:
+    if model.dataset is None or user_keys & {"dataset", "dataset.name"}:
         return config
-    asked = {key.partition(".")[2] for key in given if key.startswith("dataset.")}
-    fields = {**presets.values("dataset", model.dataset), **{key: getattr(config.dataset, key) for key in asked}}
+    own = {key.partition(".")[2] for key in user_keys if key.startswith("dataset.")}
+    fields = {**presets.values("dataset", model.dataset), **{key: getattr(config.dataset, key) for key in own}}
     return replace(config, dataset=replace(DatasetConfig(), **fields))
 
 
 def _preset_has_router() -> bool:
     """Whether the file of the chosen model, ours or of a folder of the user's, sets the router."""
     runtime = HydraConfig.get().runtime
-    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    folders = [Path(place.path) for place in runtime.config_sources if place.schema == "file"]
     files = [folder / "model" / f"{runtime.choices.get('model')}.yaml" for folder in (presets.folder(), *folders)]
     file = next((file for file in files if file.is_file()), None)
     return file is not None and "router" in yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -244,16 +254,16 @@ def _untrusted(
     families: Mapping[str, Set[str]], loaded: Mapping[str, Recipe], nodes: Mapping[str, DictConfig], trust: bool
 ) -> dict[str, str]:
     """Each recipe that is not trusted, or builds on one, with that one's file. Raises ConfigError."""
-    found = {}
+    blamed = {}
     for name, family in families.items():
-        files = [loaded[one].file for one in sorted(family) if not loaded[one].file.is_trusted(trust)]
+        files = [loaded[member].file for member in sorted(family) if not loaded[member].file.is_trusted(trust)]
         if files:
-            found[name] = loaded[name].file.shown if loaded[name].file in files else files[0].shown
-            plain = [cast(dict[str, Any], OmegaConf.to_container(nodes[one], resolve=False)) for one in family]
-            problems = untrusted.check_growth(plain, found[name])
+            blamed[name] = loaded[name].file.shown if loaded[name].file in files else files[0].shown
+            plain = [cast(dict[str, Any], OmegaConf.to_container(nodes[member], resolve=False)) for member in family]
+            problems = untrusted.check_growth(plain, blamed[name])
             if problems:
                 raise ConfigError(*problems)
-    return found
+    return blamed
 
 
 @contextmanager

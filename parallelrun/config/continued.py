@@ -22,7 +22,7 @@ _OF_STRATEGY = (
 _BATCH = ("global_batch", "local_batch", "micro_batch", "microbatches", "schedule")
 
 
-def continued(new: Config, given: Set[str], saved: Config, world: int | None = None) -> Config:
+def continued(new: Config, user_keys: Set[str], saved: Config, world: int | None = None) -> Config:
     """`saved`, with every key of `given` as in `new`. world: the number of ranks that another launcher has started.
 
     A group that is chosen again (`strategy=tp` instead of ddp) replaces the saved one; a new strategy also drops the
@@ -30,40 +30,41 @@ def continued(new: Config, given: Set[str], saved: Config, world: int | None = N
     saved degrees.
     """
     new = completed(new)
-    config = _overlaid(completed(saved), new, given, "")
+    config = _overlaid(completed(saved), new, user_keys, "")
     config = _with_keys(config, new, _NOT_SAVED)
-    changed = [key for key in given if "." not in key and is_dataclass(getattr(new, key, None))]
+    changed = [key for key in user_keys if "." not in key and is_dataclass(getattr(new, key, None))]
     for group in changed:
         if _option(new, group) != _option(saved, group):
             config = _with_keys(config, new, (group,))
             config = _with_keys(config, new, _OF_STRATEGY) if group == "strategy" else config
     other_world = world is not None and world != saved.world
-    if given & {*_DEGREES, "world"} or other_world:
-        dropped = [key for key in _DEGREES if key not in given] if "world" in given or other_world else ["world"]
+    if user_keys & {*_DEGREES, "world"} or other_world:
+        is_new_world = "world" in user_keys or other_world
+        dropped = [key for key in _DEGREES if key not in user_keys] if is_new_world else ["world"]
         config = _with_keys(config, new, (*dropped, "micro_batch"))
         config = _with_degree_settings(config, new)
         config = _with_keys(config, new, ("world",)) if other_world else config
-    if given & set(_BATCH):
+    if user_keys & set(_BATCH):
         config = _with_keys(config, new, ("micro_batch",))
-    if "local_batch" in given:
+    if "local_batch" in user_keys:
         config = _with_keys(config, new, ("global_batch",))
     return config
 
 
-def differences(config: Config, saved: Config, given: Set[str]) -> list[str]:
+def differences(config: Config, saved: Config, user_keys: Set[str]) -> list[str]:
     """The given keys whose values differ from the saved run's, sorted."""
-    keys = [key for key in sorted(given) if key.partition(".")[0] not in _NOT_SAVED]
+    keys = [key for key in sorted(user_keys) if key.partition(".")[0] not in _NOT_SAVED]
     return [key for key in keys if _value(config, key) != _value(saved, key)]
 
 
-def _overlaid(saved: Any, new: Any, given: Set[str], prefix: str) -> Any:
+def _overlaid(saved: Any, new: Any, user_keys: Set[str], prefix: str) -> Any:
     """The dataclass `saved` with the given keys of `new`; one given key of a mapping replaces the mapping."""
     changes = {}
     for item in fields(saved):
         key, value = f"{prefix}{item.name}", getattr(new, item.name)
         if is_dataclass(value):
-            changes[item.name] = _overlaid(getattr(saved, item.name), value, given, f"{key}.")
-        elif key in given or any(one.startswith(f"{key}.") for one in given):
+            changes[item.name] = _overlaid(getattr(saved, item.name), value, user_keys, f"{key}.")
+        elif key in user_keys or any(user_key.startswith(f"{key}.") for user_key in user_keys):
             changes[item.name] = value
     return replace(saved, **changes)
 

@@ -29,8 +29,8 @@ def families_of(name: str) -> tuple[Any, ...]:
     """The families (`models.hugging_face.Family`) of a model; none if transformers has nothing that corresponds."""
     if registry.is_plug_in("models", name) or not registry.has_submodule("models", name, _MODULE):
         return ()
-    found: tuple[Any, ...] = registry.load("models", name, _MODULE).FAMILIES
-    return found
+    families: tuple[Any, ...] = registry.load("models", name, _MODULE).FAMILIES
+    return families
 
 
 def family_at(path: str | Path) -> tuple[str, Any, dict[str, Any], Path]:
@@ -41,26 +41,26 @@ def family_at(path: str | Path) -> tuple[str, Any, dict[str, Any], Path]:
     file = Path(os.path.abspath(Path(path).expanduser()))
     file = file / CONFIG_FILE if file.is_dir() else file
     try:
-        found = file.stat()
-        if not S_ISREG(found.st_mode):
+        status = file.stat()
+        if not S_ISREG(status.st_mode):
             raise ValueError("it is no file")
-        if found.st_size > _MAX_BYTES:
+        if status.st_size > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
         content = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(Problem(f"cannot read {file}: {error.strerror}", "model.from_hf")) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(f"{file} is not JSON: {error}", "model.from_hf")) from error
-    known = {family.model_type: (name, family) for name in registry.MODELS for family in families_of(name)}
+    by_type = {family.model_type: (name, family) for name in registry.MODELS for family in families_of(name)}
     kind = content.get("model_type") if isinstance(content, dict) else None
-    if not isinstance(kind, str) or kind not in known:
-        cause = f"{file}: model_type is {kind!r:.100}, and known are {', '.join(known)}"
+    if not isinstance(kind, str) or kind not in by_type:
+        cause = f"{file}: model_type is {kind!r:.100}, and known are {', '.join(by_type)}"
         raise ConfigError(Problem(cause, "model.from_hf"))
-    name, family = known[kind]
+    name, family = by_type[kind]
     return name, family, content, file
 
 
-def filled(model: ModelConfig, given: Set[str] = frozenset()) -> ModelConfig:
+def filled(model: ModelConfig, user_keys: Set[str] = frozenset()) -> ModelConfig:
     """The model of the config.json `model.from_hf`, with our defaults for what it does not say.
 
     given: the keys that the user or a recipe has set; they keep their values. Raises ConfigError.
@@ -69,13 +69,13 @@ def filled(model: ModelConfig, given: Set[str] = frozenset()) -> ModelConfig:
         return model
     name, family, content, file = family_at(model.from_hf)
     values = {"name": name, "preset": family.model_type, **family.model_values(content, str(file))}
-    if values.get("tied_embeddings") and family.copies and "model.tied_embeddings" not in given:
+    if values.get("tied_embeddings") and family.copies and "model.tied_embeddings" not in user_keys:
         values["tied_embeddings"] = not _is_untied(family, file)
     routing = values.pop("router", None)
-    asked = {key.partition(".")[2] for key in given if key.startswith("model.")}
-    router = replace(RouterConfig(), **{**(routing or {}), **_kept(model.router, asked, "router.")})
+    own = {key.partition(".")[2] for key in user_keys if key.startswith("model.")}
+    router = replace(RouterConfig(), **{**(routing or {}), **_kept(model.router, own, "router.")})
     values |= {"router": router, "own_router": routing is not None, "from_hf": str(file)}
-    return replace(ModelConfig(), **{**values, **_kept(model, asked - {"from_hf"}, "")})
+    return replace(ModelConfig(), **{**values, **_kept(model, own - {"from_hf"}, "")})
 
 
 @lru_cache(maxsize=64)  # the warning is printed once, and the tensors are read once
@@ -89,5 +89,5 @@ def _is_untied(family: Any, file: Path) -> bool:
     return True
 
 
-def _kept(section: Any, asked: Set[str], prefix: str) -> dict[str, Any]:
-    return {one.name: getattr(section, one.name) for one in fields(section) if f"{prefix}{one.name}" in asked}
+def _kept(section: Any, names: Set[str], prefix: str) -> dict[str, Any]:
+    return {item.name: getattr(section, item.name) for item in fields(section) if f"{prefix}{item.name}" in names}

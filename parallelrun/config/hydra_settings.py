@@ -50,12 +50,12 @@ def of_sweep(argv: Sequence[str]) -> SweepSettings | None:
         config = hydra.compose("config", [*words, *search_path(argv)], return_hydra_config=True)
         with as_running(config):
             directory = str(config.hydra.sweep.dir)
-            chosen = config.hydra.runtime.choices
+            choices = config.hydra.runtime.choices
             return SweepSettings(
                 is_sweep=config.hydra.mode == RunMode.MULTIRUN,
                 directory=None if directory == "." else directory,
                 counts_failures=config.hydra.sweeper.get("max_failure_rate") == 0,
-                uses_plugin=any(chosen[f"hydra/{kind}"] != "basic" for kind in ("launcher", "sweeper")),
+                uses_plugin=any(choices[f"hydra/{kind}"] != "basic" for kind in ("launcher", "sweeper")),
             )
 
 
@@ -91,7 +91,7 @@ def check(argv: Sequence[str], untrusted_recipes: Mapping[str, str]) -> None:
 def search_path(flags: Sequence[str]) -> list[str]:
     """The override that does in a single composition what `--config-dir` among `flags` does in `run_hydra`."""
     named = user_folders.flag_values(flags, "--config-dir", "-cd")
-    folders = ",".join(f"'file://{os.path.abspath(one)}'" for one in named)
+    folders = ",".join(f"'file://{os.path.abspath(folder)}'" for folder in named)
     return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 

@@ -27,14 +27,14 @@ def point_overrides(shown: Mapping[str, str]) -> list[str]:
 
     shown: our name for a recipe's file -> the path that the user typed.
     """
-    found = []
+    overrides = []
     for text in HydraConfig.get().overrides.task:
         key, _, value = text.partition("=")
         if key == "recipe":
-            found.append(f"recipe={shown.get(value, value)}")
+            overrides.append(f"recipe={shown.get(value, value)}")
         elif key != "verb" and not key.startswith("sweep."):
-            found.append(f"{key.removeprefix('++')}={unquoted(value)}")
-    return found
+            overrides.append(f"{key.removeprefix('++')}={unquoted(value)}")
+    return overrides
 
 
 def run_directory() -> Path | None:
@@ -71,8 +71,8 @@ def num_parallel_points(points: int | None) -> int:
     launcher that names no number (submitit's local one) starts all that the sweeper gives it.
     """
     config = HydraConfig.get()
-    given = [node.get("n_jobs") for node in (config.launcher, config.sweeper)]
+    jobs = [node.get("n_jobs") for node in (config.launcher, config.sweeper)]
     cores = os.cpu_count() or 1
-    limits = [max(1, cores + 1 + number if number < 0 else number) for number in given if number]
-    known = None if config.sweeper.get("params") else points  # values to sweep in a file, too
-    return min((number for number in (*limits, config.sweeper.get("max_batch_size"), known) if number), default=1)
+    limits = [max(1, cores + 1 + number if number < 0 else number) for number in jobs if number]
+    listed = None if config.sweeper.get("params") else points  # values to sweep in a file, too
+    return min((number for number in (*limits, config.sweeper.get("max_batch_size"), listed) if number), default=1)

@@ -21,75 +21,50 @@ PATH_KEYS = {
     "init.weights",
     "sweep.resume", "sweep.directory",
 }  # fmt: skip
-# Open mappings of the schema: users may add keys of their own below them.
 LIST_TEXTS = {"detail"}  # text keys whose commas separate parts of one value, not the points of a sweep
+# Open mappings of the schema: users may add keys of their own below them.
 MAPPINGS = ("model.roles", "model.arguments", "model.hf", "strategy.demo", "cluster.peak_tflops")
 _OF_PRESETS = ("name", "preset", "description", "verb", "demo", "own_axis", "router", "searches")
 
-# The names that other tools use for our keys.
-_ELSEWHERE = {
-    "ranks": "detail",
-    "batch_size": "global_batch",
-    "micro_batch_size": "micro_batch",
-    "gradient_accumulation": "microbatches",
-    "learning_rate": "optimizer.lr",
-    "warmup_steps": "optimizer.warmup",
-    "num_layers": "model.layers",
-    "n_layers": "model.layers",
-    "num_heads": "model.heads",
-    "hidden_size": "model.hidden",
-    "seq_len": "model.seq",
-    "sequence_length": "model.seq",
-    "max_steps": "steps",
-    "world_size": "world",
-    "num_gpus": "gpus",
-    "nproc": "world",
-    "tensor_parallel": "tp",
-    "pipeline_parallel": "pp",
-    "data_parallel": "dp",
-    "chunks": "virtual_stages",
-    "virtual_pipeline_size": "virtual_stages",
-    "output_dir": "runs",
-    "grad_clip": "optimizer.clip",
-    "activation_checkpointing": "recompute",
-    "gradient_checkpointing": "recompute",
-    "name_or_path": "model.from_hf",
-    "model_name_or_path": "model.from_hf",
-    "pretrained_model_name_or_path": "model.from_hf",
-    "hf_path": "model.from_hf",
-    "per_device_train_batch_size": "local_batch",
-    "train_batch_size": "global_batch",
-    "global_batch_size": "global_batch",
-    "gradient_accumulation_steps": "microbatches",
-    "train_iters": "steps",
-    "max_train_steps": "steps",
-    "num_train_epochs": "steps",
-    "max_grad_norm": "optimizer.clip",
-    "gradient_clip_val": "optimizer.clip",
-    "num_attention_heads": "model.heads",
-    "num_hidden_layers": "model.layers",
-    "num_query_groups": "model.kv_heads",
-    "num_key_value_heads": "model.kv_heads",
-    "intermediate_size": "model.ffn",
-    "ffn_hidden_size": "model.ffn",
-    "max_position_embeddings": "model.seq",
-    "vocab_size": "model.vocab",
-    "tensor_model_parallel_size": "tp",
-    "tensor_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_parallel_size": "ep",
-    "save_interval": "checkpoint.every",
-    "save_steps": "checkpoint.every",
-    "eval_interval": "eval.every",
-    "eval_steps": "eval.every",
-    "resume_from_checkpoint": "resume",
-    "save_total_limit": "checkpoint.keep",
-    "run_name": "name",
-    "data_path": "dataset.path",
-    "dtype": "precision",
-    "nodes": "cluster.nodes",
+# Our key -> the names that other tools use for it.
+_NAMES_ELSEWHERE = {
+    "detail": "ranks",
+    "global_batch": "batch_size train_batch_size global_batch_size",
+    "micro_batch": "micro_batch_size",
+    "microbatches": "gradient_accumulation gradient_accumulation_steps",
+    "optimizer.lr": "learning_rate",
+    "optimizer.warmup": "warmup_steps",
+    "model.layers": "num_layers n_layers num_hidden_layers",
+    "model.heads": "num_heads num_attention_heads",
+    "model.hidden": "hidden_size",
+    "model.seq": "seq_len sequence_length max_position_embeddings",
+    "steps": "max_steps train_iters max_train_steps num_train_epochs",
+    "world": "world_size nproc",
+    "gpus": "num_gpus",
+    "tp": "tensor_parallel tensor_model_parallel_size tensor_parallel_size",
+    "pp": "pipeline_parallel pipeline_model_parallel_size",
+    "dp": "data_parallel",
+    "virtual_stages": "chunks virtual_pipeline_size",
+    "runs": "output_dir",
+    "optimizer.clip": "grad_clip max_grad_norm gradient_clip_val",
+    "recompute": "activation_checkpointing gradient_checkpointing",
+    "model.from_hf": "name_or_path model_name_or_path pretrained_model_name_or_path hf_path",
+    "local_batch": "per_device_train_batch_size",
+    "model.kv_heads": "num_query_groups num_key_value_heads",
+    "model.ffn": "intermediate_size ffn_hidden_size",
+    "model.vocab": "vocab_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+    "checkpoint.every": "save_interval save_steps",
+    "eval.every": "eval_interval eval_steps",
+    "resume": "resume_from_checkpoint",
+    "checkpoint.keep": "save_total_limit",
+    "name": "run_name",
+    "dataset.path": "data_path",
+    "precision": "dtype",
+    "cluster.nodes": "nodes",
 }
+_ELSEWHERE = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 _WRAPPERS = ("train", "training", "trainer", "args", "config", "cfg", "run")  # sections that other tools have
 
 
@@ -127,7 +102,7 @@ def leaves(node: type, prefix: str) -> Iterable[Key]:
     for item in dataclasses.fields(node):
         hint, optional = hints[item.name], hints[item.name] is typing.Any
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
-            hint, optional = next(one for one in typing.get_args(hint) if one is not type(None)), True
+            hint, optional = next(part for part in typing.get_args(hint) if part is not type(None)), True
         if dataclasses.is_dataclass(hint):
             yield from leaves(typing.cast(type, hint), f"{prefix}{item.name}.")
         else:
@@ -161,8 +136,8 @@ def example(key: Key) -> str:
     if key.is_of_presets:
         return f"leave {key.name} out"
     if key.kind not in ("int", "float", "str"):
-        found = default_of(key.name, None)
-        return f"{key.name}={str(found).replace(' ', '')}" if isinstance(found, (list, dict)) else ""
+        default = default_of(key.name, None)
+        return f"{key.name}={str(default).replace(' ', '')}" if isinstance(default, (list, dict)) else ""
     least = key.plausible[0] if key.plausible else max(key.least or 1, 1)
     value = default_of(key.name, key.choices[0] if key.choices else "..." if key.kind == "str" else least)
     return f"{key.name}={value:g}" if isinstance(value, float) else f"{key.name}={value}"

@@ -74,7 +74,7 @@ class Override:
         elif self.key in NAME_LISTS:
             value = ",".join(map(name_list, self.values))
         elif self.key == "recipe" or (key is not None and key.kind == "str"):
-            value = ",".join(quote(one, self.key in PATH_KEYS) for one in self.values)
+            value = ",".join(quote(text, self.key in PATH_KEYS) for text in self.values)
         return f"{sign}{self.key}{self.package}={value}"
 
 
@@ -122,10 +122,10 @@ def _accepts(key: str, value: str) -> bool:
         return value in presets.options(key)
     if key not in known_keys() or key in MAPPINGS:
         return False
-    known = known_keys()[key]
-    if known.choices and value not in known.choices:
+    schema_key = known_keys()[key]
+    if schema_key.choices and value not in schema_key.choices:
         return False
-    is_within = known.kind not in ("int", "float") or within(known, value)
+    is_within = schema_key.kind not in ("int", "float") or within(schema_key, value)
     return is_within and not check(Override(f"{key}={value}", "", key, "", value, False), "")
 
 
@@ -187,7 +187,8 @@ def quote(value: str, is_path: bool) -> str:
 
 def check(override: Override, where: str) -> list[Problem]:
     """The problems of one override that can be found without composing."""
-    key, text, value, known = override.key, override.text, override.value, known_keys().get(override.key)
+    key, text, value = override.key, override.text, override.value
+    schema_key = known_keys().get(key)
     if override.sign == "~":
         return [_deletion(override, where)]
     if key == "verb":
@@ -197,44 +198,45 @@ def check(override: Override, where: str) -> list[Problem]:
     if key in sections():
         inner = [name for name in known_keys() if name.startswith(key + ".")][:3]
         return [Problem(f"{text}: {key} holds keys, not a value", where, " or ".join(f"{name}=..." for name in inner))]
-    if known is None:
+    if schema_key is None:
         return [] if in_mapping(key) else [_unknown(override, where, value)]
     if "=" not in text:
         return [Problem(f"{text}: a value is missing", where, f"{key}=...")]
-    if known.kind == "str" and key not in PATH_KEYS | LIST_TEXTS and (several := _several(override, where)):
+    if schema_key.kind == "str" and key not in PATH_KEYS | LIST_TEXTS and (several := _several(override, where)):
         return several
     if key in NAME_LISTS and _several(override, where):
         return [Problem(f"{text}: several names are a list", where, f"{text.partition('=')[0]}=[{value}]")]
     opening = "[" if key in MAPPINGS else "[{"
-    if known.kind not in ("list", "dict") and value[:1] and value[0] in opening:
+    if schema_key.kind not in ("list", "dict") and value[:1] and value[0] in opening:
         cause = f"{text}: {key} takes one value, not a {'list' if value[0] == '[' else 'mapping'}"
-        return [Problem(cause, where, _first_value(value, known))]
-    if problem := _without_brackets(override, known, where):
+        return [Problem(cause, where, _first_value(value, schema_key))]
+    if problem := _without_brackets(override, schema_key, where):
         return [problem]
-    checked = [one for one in override.values if not one.startswith(("${", "[", "{")) and not _SWEEP_CALL.match(one)]
-    found = [trap(known, unquoted(one).strip(), where) for one in checked]  # Hydra checks the others
-    return [one for problem in found if problem for one in _several(override, where) or [problem]]
+    plain = [text for text in override.values if not text.startswith(("${", "[", "{")) and not _SWEEP_CALL.match(text)]
+    traps = [trap(schema_key, unquoted(text).strip(), where) for text in plain]  # Hydra checks the other values
+    problems = [problem for problem in traps if problem]
+    return (_several(override, where) or problems) if problems else []
 
 
-def _first_value(value: str, known: Key) -> str:
+def _first_value(value: str, schema_key: Key) -> str:
     """`grid=2x4` for `[2,4]`, `tp=2` for `[2,4]`: what is typed for a key of one value instead of a list."""
     items = re.findall(r"[^\s,\[\]]+", value) if value[0] == "[" else []
-    if known.name.rpartition(".")[2] == "grid" and len(items) > 1:
-        return f"{known.name}={'x'.join(items[:2])}"
-    fits = {"int": r"\d+", "float": r"[\d.e+-]+"}.get(known.kind, "|".join(known.choices) or r"[\w.:/-]+")
-    return f"{known.name}={items[0]}" if items and re.fullmatch(fits, items[0]) else example(known)
+    if schema_key.name.rpartition(".")[2] == "grid" and len(items) > 1:
+        return f"{schema_key.name}={'x'.join(items[:2])}"
+    fits = {"int": r"\d+", "float": r"[\d.e+-]+"}.get(schema_key.kind, "|".join(schema_key.choices) or r"[\w.:/-]+")
+    return f"{schema_key.name}={items[0]}" if items and re.fullmatch(fits, items[0]) else example(schema_key)
 
 
-def _without_brackets(override: Override, known: Key, where: str) -> Problem | None:
+def _without_brackets(override: Override, schema_key: Key, where: str) -> Problem | None:
     """The problem with `profile=3` for a list, or with `model.arguments=3` for a mapping."""
-    kind, opening = {"list": ("list", "["), "dict": ("mapping", "{")}.get(known.kind, ("", ""))
-    bare = [one for one in override.values if not one.startswith((opening, "${")) and not _SWEEP_CALL.match(one)]
-    if not kind or not bare or known.name in NAME_LISTS or override.value.lower() == "null":
+    kind, opening = {"list": ("list", "["), "dict": ("mapping", "{")}.get(schema_key.kind, ("", ""))
+    bare = [text for text in override.values if not text.startswith((opening, "${")) and not _SWEEP_CALL.match(text)]
+    if not kind or not bare or schema_key.name in NAME_LISTS or override.value.lower() == "null":
         return None
-    shape = {"str": r"[\w.:,-]+", "int": r"[\d,]+"}.get(known.item)
+    shape = {"str": r"[\w.:,-]+", "int": r"[\d,]+"}.get(schema_key.item)
     fits = shape and re.fullmatch(shape, override.value) and override.value.lower() not in BOOLEANS
-    fix = f"{known.name}=[{override.value}]" if fits else example(known)
-    return Problem(f"{override.text}: {known.name} takes a {kind}: {known.help}", where, fix)
+    fix = f"{schema_key.name}=[{override.value}]" if fits else example(schema_key)
+    return Problem(f"{override.text}: {schema_key.name} takes a {kind}: {schema_key.help}", where, fix)
 
 
 def _unknown(override: Override, where: str, value: str) -> Problem:
@@ -244,12 +246,13 @@ def _unknown(override: Override, where: str, value: str) -> Problem:
 
 def _deletion(override: Override, where: str) -> Problem:
     """The problem with `~key`: keys cannot be deleted, only set to null."""
-    key, known = override.key, known_keys().get(override.key)
+    key, schema_key = override.key, known_keys().get(override.key)
     typed = override.text.lstrip("~").partition("=")[0]
-    if known is None and key not in GROUPS and key not in sections():
+    if schema_key is None and key not in GROUPS and key not in sections():
         return _unknown(override, where, "")
     cause = f"{override.text}: a key cannot be removed from the configuration"
-    return Problem(cause, where, f"{key}=null" if known is not None and known.optional else f"leave {typed} out")
+    may_be_null = schema_key is not None and schema_key.optional
+    return Problem(cause, where, f"{key}=null" if may_be_null else f"leave {typed} out")
 
 
 def _several(override: Override, where: str) -> list[Problem]:
@@ -262,7 +265,7 @@ def _several(override: Override, where: str) -> list[Problem]:
 
 def _check_group(override: Override, where: str) -> list[Problem]:
     key, text, value = override.key, override.text, override.value
-    climbing = [one for one in map(unquoted, override.values) if one.startswith("/") or ".." in one.split("/")]
+    climbing = [name for name in map(unquoted, override.values) if name.startswith("/") or ".." in name.split("/")]
     if override.sign == "+":
         return [Problem(f"{text}: every run has a {key} already; write it without +", where, f"{key}={value}")]
     if not value:

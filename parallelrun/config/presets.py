@@ -67,9 +67,9 @@ def options(group: str) -> list[str]:
     return sorted({path.stem for path in (folder() / group).glob("*.yaml")} | (own if group == CLUSTER else set()))
 
 
-def unknown(group: str, name: str, known: Sequence[str]) -> Problem:
+def unknown(group: str, name: str, options: Sequence[str]) -> Problem:
     """The problem of a name that is not one of the group's options."""
-    close = nearest(name, known)
+    close = nearest(name, options)
     suggestion = " or ".join(f"{group}={option}" for option in close)
     return Problem(f"{group}={name}: no such {group}", group, suggestion, f"parallelrun ls {group}")
 
@@ -124,7 +124,7 @@ def user_keys(words: Sequence[str], group: str) -> dict[str, frozenset[str]]:
     """The keys of the whole configuration that each option of a group of the user's sets, by `group=option`."""
     import yaml
 
-    found: dict[str, frozenset[str]] = {}
+    keys_of_options: dict[str, frozenset[str]] = {}
     for path in (path for root in user_folders.folders(words) for path in sorted((root / group).glob("*.yaml"))):
         text = path.read_text(encoding="utf-8", errors="replace")
         if "@package _global_" not in text:
@@ -136,8 +136,8 @@ def user_keys(words: Sequence[str], group: str) -> dict[str, frozenset[str]]:
         keys = {key for key in _dotted(content, "") if key in known_keys()}
         entries = [entry for entry in (content or {}).get("defaults", []) if isinstance(entry, dict)]
         keys |= {str(name).split()[-1].lstrip("/").partition("@")[0] for entry in entries for name in entry}
-        found.setdefault(f"{group}={path.stem}", frozenset(keys))
-    return found
+        keys_of_options.setdefault(f"{group}={path.stem}", frozenset(keys))
+    return keys_of_options
 
 
 def _dotted(node: Any, prefix: str) -> Iterator[str]:

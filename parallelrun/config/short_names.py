@@ -14,13 +14,13 @@ from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.run_schema import Config
 
 
-def fold(config: Config, given: Set[str]) -> tuple[Config, set[str]]:
+def fold(config: Config, keys: Set[str]) -> tuple[Config, set[str]]:
     """Move `path` and `tokenizer` to dataset.*, and `gpus` to world, in the configuration and in the keys given.
 
     `gpus` stays in those, because a strategy with servers refuses it. Raises ConfigError if both names of a key are
     given with different values.
     """
-    user_keys = set(given)
+    user_keys = set(keys)
     for short in ("path", "tokenizer"):
         value: str | None = getattr(config, short)
         if value is not None:

@@ -35,14 +35,14 @@ def recipes_of(override: Override, names: Iterable[str]) -> list[str]:
         raise ConfigError(Problem(f"{override.text}: {str(error).splitlines()[0]}", "recipe")) from error
     value: Any = parsed.value()
     if isinstance(value, Glob):
-        found = value.filter(list(names))
+        recipes = value.filter(list(names))
     elif parsed.is_discrete_sweep():
-        found = [unquoted(text) for text in islice(parsed.sweep_string_iterator(), POINT_LIMIT)]
+        recipes = [unquoted(text) for text in islice(parsed.sweep_string_iterator(), POINT_LIMIT)]
     else:
         raise ConfigError(Problem(f"{override.text}: not a choice of recipes", "recipe", "recipe=choice(a,b)"))
-    if not found:
+    if not recipes:
         raise ConfigError(Problem(f"{override.text}: no recipe matches", "recipe", command="parallelrun ls recipes"))
-    return found
+    return recipes
 
 
 def num_points(overrides: Sequence[Override]) -> int | None:

@@ -31,10 +31,10 @@ def implausible(key: Key, name: str, value: float) -> list[Problem]:
     low, high = key.plausible
     if low <= value <= high or (value == 0 and key.least == 0):
         return []
-    what = f"{name}={value:g}: {plausible_range(key)}"
+    cause = f"{name}={value:g}: {plausible_range(key)}"
     for unit, size in CONFUSED.get(key.unit, ()):
         right = float(f"{value * size:.4g}")
         if low <= right <= high:
             meant = f"{value:g} {unit} {'is' if value == 1 else 'are'} {right:g} {key.unit}"
-            return [Problem(f"{what}; {meant}", name, f"{name}={right:g}")]
-    return [Problem(what, name, f"{name}={low if value < low else high:g}")]
+            return [Problem(f"{cause}; {meant}", name, f"{name}={right:g}")]
+    return [Problem(cause, name, f"{name}={low if value < low else high:g}")]

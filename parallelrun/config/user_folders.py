@@ -40,10 +40,10 @@ def _folder(name: str) -> Path | None:
     if not name.startswith("pkg://"):
         return Path(name.removeprefix("file://")).expanduser()
     try:
-        found = util.find_spec(name.removeprefix("pkg://"))
+        spec = util.find_spec(name.removeprefix("pkg://"))
     except (ImportError, ValueError):
         return None
-    places = list(found.submodule_search_locations or ()) if found else []
+    places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
 
 
@@ -54,8 +54,7 @@ def _of_plug_ins() -> tuple[str, ...]:
         space = import_module("hydra_plugins")
     except ImportError:
         return ()
-    names = [one.name for one in pkgutil.iter_modules(space.__path__) if not _NO_SEARCH_PATH.fullmatch(one.name)]
-    if not names:
+    if all(_NO_SEARCH_PATH.fullmatch(module.name) for module in pkgutil.iter_modules(space.__path__)):
         return ()
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
     from hydra.core.plugins import Plugins

@@ -45,7 +45,7 @@ def of_interpolations(config: object) -> list[Problem]:
             continue
         if not isinstance(value, kinds):
             problems.append(Problem(f"{_takes(key)}, and the value is {_shown(value)}", key.name, example(key)))
-        elif wrong := [one for one in value if not isinstance(one, _ITEMS.get(key.item, (object,)))]:
+        elif wrong := [item for item in value if not isinstance(item, _ITEMS.get(key.item, (object,)))]:
             cause = f"{_takes(key)} of {_NAMES[key.item]}, and {_shown(wrong[0])} is none"
             problems.append(Problem(cause, key.name, example(key)))
     return problems

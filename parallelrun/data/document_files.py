@@ -96,8 +96,8 @@ def find_documents(root: Path, column: str, split: str | None) -> tuple[list[Doc
         return documents, {}
     if wanted not in named:
         raise _no_split(root, wanted, sorted(named))
-    chosen = [document for document, name in zip(documents, splits) if name in (None, wanted)]
-    return chosen, {name: splits.count(name) for name in sorted(named - {wanted})}
+    of_split = [document for document, name in zip(documents, splits) if name in (None, wanted)]
+    return of_split, {name: splits.count(name) for name in sorted(named - {wanted})}
 
 
 def _file(path: Path, column: str) -> DocumentFile:
@@ -251,13 +251,15 @@ def _of_columns(pyarrow: Any, file: DocumentFile, columns: Iterator[Any]) -> Ite
 
 
 def _check_column(pyarrow: Any, schema: Any, file: DocumentFile) -> None:
-    texts = [one.name for one in schema if _is_text(pyarrow, one.type)]
+    texts = [field.name for field in schema if _is_text(pyarrow, field.type)]
     if file.column in texts:
         return
     is_there = file.column in schema.names
     message = f"is a column of {schema.field(file.column).type}, not of text" if is_there else "is no column"
-    known = f"its columns of text: {_listed(texts)}"
-    raise ConfigError(Problem(f"{file.column!r} {message} of {file.path}; {known}", "dataset.column", ", ".join(texts)))
+    columns = f"its columns of text: {_listed(texts)}"
+    raise ConfigError(
+        Problem(f"{file.column!r} {message} of {file.path}; {columns}", "dataset.column", ", ".join(texts))
+    )
 
 
 def _is_text(pyarrow: Any, kind: Any) -> bool:

@@ -58,13 +58,13 @@ class MaskedSplit(Split):
         chance, kind, other = (_uniform(key, number, tokens.size) for number in range(3))
         if self.packs:
             chance[int(self.document_lengths(index).sum()) :] = 1.0  # padding is no token
-        chosen = chance < RATE
-        chosen[np.argmin(chance)] = True
+        is_hidden = chance < RATE
+        is_hidden[np.argmin(chance)] = True
         others = (other * (self.vocab - 1)).astype(np.int64)
         others += others >= self.mask_token
         replaced = np.where(kind < MASKED, self.mask_token, others)
         replaced = np.where(kind < MASKED + RANDOM, replaced, tokens)
-        return np.where(chosen, replaced, tokens), np.where(chosen, tokens, IGNORED)
+        return np.where(is_hidden, replaced, tokens), np.where(is_hidden, tokens, IGNORED)
 
 
 def mask(dataset: Dataset, spec: ModelSpec, seed: int) -> Dataset:

@@ -139,11 +139,11 @@ class Mixture(DatasetDefinition):
 
     def sample_kinds(self, config: Config) -> tuple[str, ...]:
         """What all parts give. Raises ConfigError if there is nothing."""
-        found = {part.label: part.definition.sample_kinds(part.config) for part in parts_of(config)}
-        shared = tuple(kind for kind in definitions.EXAMPLES if all(kind in kinds for kinds in found.values()))
+        kinds_of = {part.label: part.definition.sample_kinds(part.config) for part in parts_of(config)}
+        shared = tuple(kind for kind in definitions.EXAMPLES if all(kind in kinds for kinds in kinds_of.values()))
         if not shared:
             each = " and ".join(
-                f"{label} gives {' or '.join(kinds) or 'undeclared samples'}" for label, kinds in found.items()
+                f"{label} gives {' or '.join(kinds) or 'undeclared samples'}" for label, kinds in kinds_of.items()
             )
             raise ConfigError(Problem(f"the parts of a mixture need samples of one kind: {each}", KEY))
         return shared
@@ -167,30 +167,32 @@ class Mixture(DatasetDefinition):
         parts = parts_of(config)
         opened = [part.definition.open(part.config, spec) for part in parts]
         weights = whole_weights([part.weight for part in parts])
-        wholes = [one.whole for one in opened if one.whole is not None]
+        wholes = [dataset.whole for dataset in opened if dataset.whole is not None]
         train, val, whole = (
             MixedSplit(
                 tuple(splits),
-                tuple(BatchShare(part.label, len(split), one) for part, split, one in zip(parts, splits, weights)),
+                tuple(
+                    BatchShare(part.label, len(split), weight) for part, split, weight in zip(parts, splits, weights)
+                ),
                 any(split.decodes_files for split in splits),
                 all(split.packs for split in splits),
             )
-            for splits in ([one.train for one in opened], [one.val for one in opened], wholes)
+            for splits in ([dataset.train for dataset in opened], [dataset.val for dataset in opened], wholes)
         )
-        identity = [[one.fingerprint, share] for one, share in zip(opened, weights)]
+        identity = [[dataset.fingerprint, share] for dataset, share in zip(opened, weights)]
         fingerprint = hashlib.sha256(json.dumps(["mixture", 1, identity]).encode()).hexdigest()
-        vocab, has_ignored = max(one.vocab for one in opened), any(one.has_ignored for one in opened)
+        vocab, has_ignored = max(dataset.vocab for dataset in opened), any(dataset.has_ignored for dataset in opened)
         scored = whole if len(wholes) == len(opened) else None
         return Dataset(config.dataset.name, vocab, fingerprint, train, val, has_ignored, whole=scored)
 
     def uses(self, config: Config, spec: ModelSpec, global_batch: int) -> list[PartUse]:
         parts = parts_of(config)
-        whole = whole_weights([part.weight for part in parts])
-        read = counts_after(whole, global_batch, config.steps)
+        weights = whole_weights([part.weight for part in parts])
+        read = counts_after(weights, global_batch, config.steps)
         sizes = [part.num_samples(spec) for part in parts]
         return [
-            PartUse(part.label, weight / sum(whole), size, count, count / size if size else None)
-            for part, weight, size, count in zip(parts, whole, sizes, read)
+            PartUse(part.label, weight / sum(weights), size, count, count / size if size else None)
+            for part, weight, size, count in zip(parts, weights, sizes, read)
         ]
 
 

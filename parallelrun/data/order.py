@@ -128,10 +128,10 @@ class MixedSampler(Sampler):
         part_of = ends.searchsorted(places, side="right")
         out, offset = np.empty_like(places), 0
         for number, part in enumerate(self.parts):
-            chosen = part_of == number
-            ordinals = places[chosen] - ends[number] + after[number]  # among all samples of the part in the run
+            is_of_part = part_of == number
+            ordinals = places[is_of_part] - ends[number] + after[number]  # among all samples of the part in the run
             key = derive_key(self.seed, _PART, number)
-            out[chosen] = offset + _in_epochs(ordinals, part.num_samples, key, self.shuffle)
+            out[is_of_part] = offset + _in_epochs(ordinals, part.num_samples, key, self.shuffle)
             offset += part.num_samples
         return out
 
@@ -152,6 +152,6 @@ def _in_epochs(ordinals: NDArray[np.int64], num_samples: int, seed: int, shuffle
         return indices
     out = np.empty_like(indices)
     for epoch in set(epochs.tolist()):  # the first call of numpy's `unique` imports numpy.ma, in every rank
-        chosen = epochs == epoch
-        out[chosen] = permute(indices[chosen], num_samples, derive_key(seed, epoch))
+        is_of_epoch = epochs == epoch
+        out[is_of_epoch] = permute(indices[is_of_epoch], num_samples, derive_key(seed, epoch))
     return out

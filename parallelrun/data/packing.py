@@ -43,8 +43,8 @@ class Packs:
     def packing(self) -> Packing:
         """The averages over all samples, and some of them."""
         number, sizes = max(1, len(self)), self.lengths.astype(np.float64)
-        chosen = np.linspace(0, len(self) - 1, min(NUM_EXAMPLES, len(self))).astype(np.int64).tolist()
-        examples = tuple(tuple(self.lengths[self.pieces(sample)].tolist()) for sample in chosen)
+        samples = np.linspace(0, len(self) - 1, min(NUM_EXAMPLES, len(self))).astype(np.int64).tolist()
+        examples = tuple(tuple(self.lengths[self.pieces(sample)].tolist()) for sample in samples)
         squares = float(sizes @ sizes) / number
         return Packing(sizes.size / number, float(sizes.sum()) / number, squares, self.cut, examples)
 
@@ -76,13 +76,13 @@ def _pack(lengths: NDArray[np.int64], seq: int, shift: int, seed: int) -> Packs:
     sizes = np.minimum(seq, np.repeat(inputs, counts) - number * seq).astype(np.int32)
     order, row_sizes = [], []
     for begin in range(0, sizes.size, WINDOW):
-        chosen, each = _pack_window(sizes[begin : begin + WINDOW], seq, derive_key(seed, 0x7061636B, begin))
-        order.append(begin + chosen)
+        pieces, each = _pack_window(sizes[begin : begin + WINDOW], seq, derive_key(seed, 0x7061636B, begin))
+        order.append(begin + pieces)
         row_sizes.append(each)
     if not order:
         return Packs(starts, sizes, np.zeros(0, dtype=np.int64), 0)
-    whole = np.concatenate(order)
-    return Packs(starts[whole], sizes[whole], np.cumsum(np.concatenate(row_sizes)), int((counts > 1).sum()))
+    pieces = np.concatenate(order)
+    return Packs(starts[pieces], sizes[pieces], np.cumsum(np.concatenate(row_sizes)), int((counts > 1).sum()))
 
 
 def _pack_window(sizes: NDArray[np.int32], seq: int, key: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -35,14 +35,14 @@ def counts_after(weights: Counts, batch: int, num_batches: int) -> Counts:
     """
     total = sum(weights)
     period = total // gcd(total, batch)  # after so many batches every share is a whole number
-    whole, rest = divmod(num_batches, period)
+    num_periods, rest = divmod(num_batches, period)
     number, left = divmod(rest, BLOCK)
     states = _states(weights, batch)
     while number not in states:  # filled in order; another thread may do the same, with the same results
         last = len(states) - 1
         states[last + 1] = _advance(weights, batch, last * BLOCK, states[last], BLOCK)
     counts = _advance(weights, batch, number * BLOCK, states[number], left)
-    return tuple(count + whole * period * batch * weight // total for count, weight in zip(counts, weights))
+    return tuple(count + num_periods * period * batch * weight // total for count, weight in zip(counts, weights))
 
 
 @lru_cache(maxsize=16)

@@ -83,11 +83,13 @@ class Documents:
     def _bounds(self) -> tuple[int, int]:
         """The least and the largest number of the sources' element types: there may be thousands of sources."""
         bounds = [np.iinfo(dtype) for dtype in {source.dtype for source in self.sources}]
-        return min((int(bound.min) for bound in bounds), default=0), max((int(one.max) for one in bounds), default=0)
+        return min((int(bound.min) for bound in bounds), default=0), max(
+            (int(bound.max) for bound in bounds), default=0
+        )
 
-    def choose(self, chosen: NDArray[np.bool_]) -> Documents:
-        rows = self.source_of[chosen], self.starts[chosen], self.lengths[chosen]
-        return Documents(self.sources, self.names, *rows, self.keys[chosen])
+    def choose(self, selected: NDArray[np.bool_]) -> Documents:
+        rows = self.source_of[selected], self.starts[selected], self.lengths[selected]
+        return Documents(self.sources, self.names, *rows, self.keys[selected])
 
     def cut(self, seq: int) -> Documents:
         """The same tokens as more, smaller documents: pieces of PIECE_TOKENS, or a twentieth of a small document, but
@@ -205,13 +207,13 @@ def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
         message = f"dataset.val_fraction={fraction:g} must lie between 0 and 1: every run is evaluated at its end"
         raise ConfigError(Problem(message, "dataset.val_fraction", "0.05"))
     hashes = mix(keys + np.uint64(derive_key(0x76616C)))
-    chosen = hashes < np.uint64(int(fraction * (2**64 - 1)))
+    is_val = hashes < np.uint64(int(fraction * (2**64 - 1)))
     if hashes.size > 1:
-        if not chosen.any():
-            chosen[np.argmin(hashes)] = True
-        elif chosen.all():
-            chosen[np.argmax(hashes)] = False
-    return chosen
+        if not is_val.any():
+            is_val[np.argmin(hashes)] = True
+        elif is_val.all():
+            is_val[np.argmax(hashes)] = False
+    return is_val
 
 
 def require_samples(dataset: Dataset, config: Config, spec: ModelSpec, source: str) -> Dataset:

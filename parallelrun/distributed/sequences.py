@@ -89,11 +89,11 @@ class SequenceFile:
     def end(self, step: int) -> None:
         self._file.write(f"end {step}\n".encode())
 
-    def note(self, lane: Lane, what: str) -> None:
-        """Record that the rank is about to issue the collective `what`."""
-        line = self._lines.get((lane, what))
+    def note(self, lane: Lane, description: str) -> None:
+        """Record that the rank is about to issue a collective."""
+        line = self._lines.get((lane, description))
         if line is None:
-            line = self._lines[lane, what] = f"{self._number(lane)} {what}\n".encode()
+            line = self._lines[lane, description] = f"{self._number(lane)} {description}\n".encode()
         self._file.write(line)
 
     def _number(self, lane: Lane) -> int:
@@ -172,11 +172,11 @@ def _of_lane(lane: Lane, sequences: Mapping[int, CollectiveSequence]) -> Sequenc
     for index in range(max(map(len, issued.values()), default=0)):
         present = {rank: items[index] for rank, items in issued.items() if index < len(items)}
         step = min(at for at, _ in present.values())
-        by_rank = {rank: what if at == step else f"{what}, of step {at}" for rank, (at, what) in present.items()}
+        by_rank = {rank: text if at == step else f"{text}, of step {at}" for rank, (at, text) in present.items()}
         by_rank |= {rank: _NOTHING for rank in members if rank not in present and members[rank].ended >= step}
         if len(set(by_rank.values())) > 1:
-            one = next(rank for rank, (at, _) in present.items() if at == step)
-            number = 1 + sum(at == step for at, _ in issued[one][:index])
+            first = next(rank for rank, (at, _) in present.items() if at == step)
+            number = 1 + sum(at == step for at, _ in issued[first][:index])
             return SequenceMismatch(lane, step, number, by_rank, _suspects(by_rank))
     return None
 

@@ -152,11 +152,11 @@ class _DocumentAttention(torch.autograd.Function):
         gradients = [_new_heads(tensor, ctx.documents) for tensor in (query, key, value)]
         for run in _runs(ctx.documents):
             q, k, v = (run.of(tensor) for tensor in (query, key, value))
-            found = torch_private.fused_attention_backward(
+            parts = torch_private.fused_attention_backward(
                 run.of(gradient), q, k, v, run.of(out), run.of(lse), ctx.causal
             )
-            for whole, part in zip(gradients, found, strict=True):
-                run.of(whole).copy_(part)
+            for target, part in zip(gradients, parts, strict=True):
+                run.of(target).copy_(part)
         return (*gradients, None, None)
 
 
@@ -171,14 +171,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds,
 Attend = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 
 
-def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds, one: Attend) -> Tensor:
-    """The same by `one` for each document; autograd finds the gradients."""
+def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds, attend_one: Attend) -> Tensor:
+    """The same by `attend_one` for each document; autograd finds the gradients."""
     samples, seq = [], query.size(2)
     for sample, lengths in enumerate(documents.lengths):
         sizes = [*lengths, seq - sum(lengths)]
         *queries, padding = query[sample : sample + 1].split(sizes, dim=2)
         keys, values = (x[sample : sample + 1].split(sizes, dim=2) for x in (key, value))
         starts = itertools.accumulate(lengths, initial=0)
-        outputs = [one(q, k, v, sample, start) for q, k, v, start in zip(queries, keys, values, starts)]
+        outputs = [attend_one(q, k, v, sample, start) for q, k, v, start in zip(queries, keys, values, starts)]
         samples.append(torch.cat([*outputs, torch.zeros_like(padding)], dim=2))
     return torch.cat(samples)

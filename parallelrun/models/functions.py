@@ -135,11 +135,11 @@ class Rotary:
         if self.kind == "yarn":
             first, last = self._scaled_pairs(half)
             pairs = torch.arange(half, dtype=dtype, device=device)
-            kept = 1.0 - ((pairs - first) / (last - first)).clamp(0.0, 1.0)
+            share = 1.0 - ((pairs - first) / (last - first)).clamp(0.0, 1.0)
         else:
             turns = self.original_seq * plain / (2 * math.pi)  # within the first training's sequence
-            kept = ((turns - self.low_factor) / (self.high_factor - self.low_factor)).clamp(0.0, 1.0)
-        return plain * (kept + (1.0 - kept) / self.factor)
+            share = ((turns - self.low_factor) / (self.high_factor - self.low_factor)).clamp(0.0, 1.0)
+        return plain * (share + (1.0 - share) / self.factor)
 
     def _scaled_pairs(self, half: int) -> tuple[float, float]:
         """The last pair of features that is kept and the first one that is scaled, in yarn's published form."""

@@ -10,11 +10,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config import from_hf
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.models.moe.spec import expert_ffn
+from parallelrun.models.transformer import spec as transformer
 from parallelrun.planner.model.model_spec import ModelSpec
 
 _MISSING = object()
@@ -83,17 +85,50 @@ class FixedTensor:
     added_to: str = ""
 
 
+class Field(NamedTuple):
+    """A field of config.json and the key of `model`, or `router.KEY`, that has its value.
+
+    kind: of the value, or from their values to ours. default: of a field that config.json leaves out.
+    """
+
+    theirs: str
+    ours: str
+    kind: type | Mapping[Any, Any]
+    default: Any = _MISSING
+
+    def read(self, fields: Fields) -> Any:
+        """Return our value."""
+        if isinstance(self.kind, type):
+            return fields.take(self.theirs, self.kind, self.default)
+        return fields.translate(self.theirs, self.kind, self.default)
+
+    def value(self, config: Config, spec: ModelSpec) -> Any:
+        """Return the value in config.json."""
+        model, key = config.model, self.ours
+        sizes = {"ffn": transformer.ffn_size, "kv_heads": transformer.kv_heads, "expert_ffn": expert_ffn}
+        if key == "vocab":
+            return spec.vocab
+        if key in sizes:
+            return sizes[key](model)
+        ours = getattr(spec.router, key[7:]) if key.startswith("router.") else getattr(model, key)
+        return ours if isinstance(self.kind, type) else next(x for x, value in self.kind.items() if value == ours)
+
+
 class Family(ABC):
     """One class of transformers.
 
-    model_type, architecture: its names in config.json. prefix: of most keys, which files of the bare model leave out.
-    skipped: keys of such files that hold nothing to be learned. copies: (copy, original) keys of tensors that a file
-    may hold twice. The first copy is the output layer of a class with the option `tie_word_embeddings`: as
-    transformers does, one that differs from its original is not tied to it.
+    model_type, architecture: its names in config.json. table: the fields that hold a key of ours. fixed: the fields
+    that have one value under all our keys; expected: those that have it by default and are not written. prefix: of most
+    keys, which files of the bare model leave out. skipped: keys of such files that hold nothing to be learned. copies:
+    (copy, original) keys of tensors that a file may hold twice. The first copy is the output layer of a class with the
+    option `tie_word_embeddings`: as transformers does, one that differs from its original is not tied to it.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    table: ClassVar[tuple[Field, ...]]
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    expected: ClassVar[Mapping[str, Any]] = {}
     prefix: ClassVar[str] = "model."
     skipped: ClassVar[str] = r".*\.rotary_emb\.inv_freq"
     copies: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -102,13 +137,18 @@ class Family(ABC):
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         """Every option of our model under which the class computes something else."""
 
-    @abstractmethod
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         """config.json of a model without `differences`; `model_type` and `architectures` are added to it."""
+        return {field.theirs: field.value(config, spec) for field in self.table} | dict(self.fixed)
 
-    @abstractmethod
     def values(self, fields: Fields) -> dict[str, Any]:
         """The values of `model` by key for a config.json; `router` holds those of `model.router`."""
+        for key, value in {**self.fixed, **self.expected}.items():
+            fields.expect(key, value)
+        read = {field.ours: field.read(fields) for field in self.table}
+        values = {key: value for key, value in read.items() if not key.startswith("router.")}
+        router = {key[7:]: value for key, value in read.items() if key.startswith("router.")}
+        return {**values, "router": router} if router else values
 
     def model_values(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
         """`values` of the content of a config.json. where: the file. Raises ConfigError with every problem."""
@@ -157,7 +197,7 @@ class Fields:
             return kind()
         return value
 
-    def chosen(self, key: str, ours: Mapping[Any, Any], default: Any) -> Any:
+    def translate(self, key: str, ours: Mapping[Any, Any], default: Any) -> Any:
         """Our name for the value of `key`."""
         value = self._left.pop(key, default)
         if isinstance(value, (dict, list)) or value not in ours:
@@ -168,7 +208,7 @@ class Fields:
 
     def expect(self, key: str, *allowed: Any) -> None:
         """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
-        self.chosen(key, dict.fromkeys(allowed), allowed[0])
+        self.translate(key, dict.fromkeys(allowed), allowed[0])
 
     def rotary(self, default_theta: float, partial: float = 1.0, yarn: bool = False) -> dict[str, Any]:
         """The values of `model.rope_*`, from fields as transformers 5 writes them or earlier versions do.
@@ -224,15 +264,15 @@ def both(ours: str, theirs: str, bias: bool = True, transposed: bool = False) ->
         yield Piece(f"{ours}.bias", f"{theirs}.bias")
 
 
-def options(config: Config, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:
-    """The problems of `config.model` with a family that knows only some values of some keys."""
+def options(values: Any, section: str, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:
+    """The problems of a section of the configuration with a family that knows only some values of some keys."""
     problems = []
-    for key, values in allowed.items():
-        value = getattr(config.model, key)
-        if value not in values:
-            theirs = " or ".join(str(one) for one in values)
-            message = f"model.{key}={value}: {family} of transformers has {key}={theirs}"
-            problems.append(Problem(message, f"model.{key}"))
+    for key, legal in allowed.items():
+        value = getattr(values, key)
+        if value not in legal:
+            theirs = " or ".join("null" if option is None else str(option) for option in legal)
+            message = f"{section}.{key}={value}: {family} of transformers has {key}={theirs}"
+            problems.append(Problem(message, f"{section}.{key}"))
     return problems
 
 
@@ -240,10 +280,10 @@ def family_for(config: Config, spec: ModelSpec) -> Family:
     """The family that computes what the model does. Raises ConfigError with what differs from each."""
     problems: list[Problem] = []
     for family in from_hf.families_of(config.model.name):
-        found: list[Problem] = family.differences(config, spec)
-        if not found:
+        differences: list[Problem] = family.differences(config, spec)
+        if not differences:
             assert isinstance(family, Family), f"{family} of model {config.model.name} is no Family"
             return family
-        problems += found
+        problems += differences
     message = f"model={config.model.preset}: no class of transformers computes the same"
     raise ConfigError(Problem(message, "model", command="parallelrun export ... --format safetensors"), *problems)

@@ -30,7 +30,7 @@ BLOCK_BYTES = 16 * 2**20
 Ranges = tuple[tuple[int, int], ...]
 
 
-class Given(Protocol):
+class InitialValues(Protocol):
     """Initial values from elsewhere, such as trained weights."""
 
     def read(self, name: str, ranges: Ranges) -> Tensor:
@@ -38,10 +38,12 @@ class Given(Protocol):
         ...
 
 
-def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int, given: Given | None = None) -> None:
+def materialise(
+    parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int, values: InitialValues | None = None
+) -> None:
     """Give every parameter of this rank's stages storage on `mesh.device` and its initial values, in place.
 
-    given: where those come from instead of `seed`. Call it after the data strategy has sharded the parts: plain
+    values: where those come from instead of `seed`. Call it after the data strategy has sharded the parts: plain
     Parameters keep their identity, FSDP2's DTensors get their local shard only. A tied copy gets its original's values.
     Buffers on meta stay there: modules compute their constants in forward or hold them on a real device.
     """
@@ -61,7 +63,7 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int, giv
             layout: Layout = plan.data.weight_layout(spec, module_layout(spec, plan), plan)
             local = parameter.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
-            fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own, given)
+            fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own, values)
 
 
 def logical(spec: ParameterSpec, seed: int, own: dict[str, Tensor] | None = None) -> Tensor:
@@ -77,14 +79,14 @@ def fill(
     ranges: Ranges,
     seed: int,
     own: dict[str, Tensor],
-    given: Given | None = None,
+    values: InitialValues | None = None,
 ) -> None:
     """Write the part `ranges` ([start, stop) per dim) of `spec`'s initial values into `local`, on any device."""
     shape = tuple(stop - start for start, stop in ranges)
     assert tuple(local.shape) == shape, f"{spec.name}: {tuple(local.shape)} is held, its layout says {shape}"
     kind = spec.initialiser.kind
-    if given is not None:
-        local.copy_(given.read(spec.name, ranges))
+    if values is not None:
+        local.copy_(values.read(spec.name, ranges))
     elif kind in ("zeros", "ones"):
         local.fill_(0.0 if kind == "zeros" else 1.0)
     elif kind == "own":

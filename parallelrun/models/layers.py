@@ -122,7 +122,7 @@ class TokenEmbedding(RoleLayer):
 
 
 class PositionEmbedding(RoleLayer):
-    """Learned positions: x (batch, seq, hidden) plus the rows of `weight` (seq, hidden) of the tokens `held`, from
+    """Learned positions: x (batch, seq, hidden) plus the rows of `weight` (seq, hidden) of its local tokens, from
     `start` on, which only generation moves. Of packed documents, each begins with the first row."""
 
     layer_role = "position_embedding"
@@ -131,7 +131,7 @@ class PositionEmbedding(RoleLayer):
         super().__init__(compute_dtype)
         self.seq, self.hidden = seq, hidden
         self.weight = nn.Parameter(torch.empty(seq, hidden))
-        self.start, self.held = 0, ALL
+        self.start, self.local_tokens = 0, ALL
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.rows(x.size(1), self.start)
@@ -140,8 +140,8 @@ class PositionEmbedding(RoleLayer):
         """(count, hidden), or one set a sample: the rows of the tokens held here from the one at `start` on."""
         documents = self.documents()
         if documents is None:
-            return self.held.rows(self.weight, count, start).to(self.compute_dtype)
-        positions = documents.positions_of(self.held.indices(count, self.weight.device, start))
+            return self.local_tokens.rows(self.weight, count, start).to(self.compute_dtype)
+        positions = documents.positions_of(self.local_tokens.indices(count, self.weight.device, start))
         return functional.embedding(positions, self.weight).to(self.compute_dtype)
 
     def documents(self) -> DocumentBounds | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-class HeldTokens:
+class LocalTokens:
     """All tokens of a sample, in order."""
 
     def indices(self, count: int, device: torch.device, start: int = 0) -> Tensor:
@@ -20,7 +20,7 @@ class HeldTokens:
         return table[start : start + count]
 
 
-class SomeTokens(HeldTokens):
+class SomeTokens(LocalTokens):
     """The tokens at some global positions of every sample, ascending."""
 
     def __init__(self, positions: Sequence[int]):
@@ -35,11 +35,11 @@ class SomeTokens(HeldTokens):
         return nn.functional.embedding(self.indices(count, table.device, start), table)
 
 
-ALL = HeldTokens()
+ALL = LocalTokens()
 
 
-def hold(network: nn.Module, held: HeldTokens) -> None:
+def hold(network: nn.Module, local: LocalTokens) -> None:
     """Let every layer that depends on the positions of its tokens know which they are."""
     for module in network.modules():
-        if isinstance(getattr(module, "held", None), HeldTokens):
-            module.__dict__["held"] = held
+        if isinstance(getattr(module, "local_tokens", None), LocalTokens):
+            module.__dict__["local_tokens"] = local

@@ -47,7 +47,7 @@ class HashDropout(_HashMasked):
     """Drops elements of x (batch, [seq,] hidden) by hash(seed, sample id, site, global element index).
 
     hidden: the *global* size of the last dim (0: that of x). When x is a slice, the context strategy sets the tokens
-    `held`, and the tensor strategy the slice's start among them, `sequence_offset`, and among the columns,
+    `local_tokens`, and the tensor strategy the slice's start among them, `sequence_offset`, and among the columns,
     `hidden_offset`; the mask is then the same slice of the global mask.
     """
 
@@ -56,7 +56,7 @@ class HashDropout(_HashMasked):
     def __init__(self, rate: float, seed: int, site: str, hidden: int, compute_dtype: torch.dtype):
         super().__init__(rate, seed, site, compute_dtype)
         self.hidden = hidden
-        self.held = ALL
+        self.local_tokens = ALL
         self.sequence_offset = 0
         self.hidden_offset = 0
 
@@ -68,9 +68,9 @@ class HashDropout(_HashMasked):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.rate and self.active):  # without a rate no call: a step asks in every layer
             return x
-        held = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-        rows = self.held.indices(held.size(1), x.device, self.sequence_offset)
-        columns = torch.arange(held.size(2), device=x.device) + self.hidden_offset
+        by_token = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
+        rows = self.local_tokens.indices(by_token.size(1), x.device, self.sequence_offset)
+        columns = torch.arange(by_token.size(2), device=x.device) + self.hidden_offset
         keep = masks.keep_mask(self.key, self.sample_ids(x.size(0)), rows, columns, self.rate)
         return drop(x, keep.view(x.shape), self.rate)
 
@@ -128,10 +128,10 @@ class AttentionProduct(_HashMasked):
             return packed.attend(query, key, value, documents, self.causal)
         ids, seq = self.sample_ids(query.size(0)), query.size(2)
 
-        def one(q: Tensor, k: Tensor, v: Tensor, sample: int, start: int) -> Tensor:
+        def attend_one(q: Tensor, k: Tensor, v: Tensor, sample: int, start: int) -> Tensor:
             return self._dropped(q, k, v, ids[sample : sample + 1], start, seq)
 
-        return packed.attend_each(query, key, value, documents, one)
+        return packed.attend_each(query, key, value, documents, attend_one)
 
     def _dropped(self, query: Tensor, key: Tensor, value: Tensor, ids: Tensor, start: int, seq: int) -> Tensor:
         """Attention with dropped probabilities among the tokens from `start` on of samples of `seq` tokens."""

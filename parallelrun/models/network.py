@@ -117,7 +117,6 @@ def compile_blocks(network: Network, backend: str = "inductor") -> None:
         for name in module.uncompiled if isinstance(module, RoleLayer) else ():
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
     shared_memory.keep_out_of_graphs()
-    torch_private.spare_guard_timing()
     for name in network.block_names:
         network.block(name).compile(backend=backend)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class Optimizer:
             if tensors
         ]
         self._torch = _make(config, groups) if groups else None  # a stage may have only frozen parameters
-        self._repeats: _AdamWSteps | None = None  # once torch has created the state
+        self._has_checked_gradients = False
 
     def step(self, lr: float) -> None:
         """Update every tensor by its `.grad` with the learning rate `lr`."""
@@ -43,12 +42,11 @@ class Optimizer:
             return
         for group in self._torch.param_groups:
             group["lr"] = lr
-        if self._repeats is None:  # later, another look at every gradient would cost more than it could tell
+        if not self._has_checked_gradients:  # their strides do not change from step to step
             strided = [n for n, p in self._tensors.items() if p.grad is not None and not p.grad.is_contiguous()]
             assert not strided, f"gradients that are not contiguous: {strided}"
-        if self._repeats is None or not self._repeats.step(lr):
-            self._torch.step()
-            self._repeats = self._repeats or _AdamWSteps.of(self._torch)
+            self._has_checked_gradients = True
+        self._torch.step()
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the live state of one parameter by kind: of the tensor's shape (`exp_avg`, ...) or 0-d (`step`).
@@ -71,83 +69,19 @@ class Optimizer:
             loaded[key] = value.clone(memory_format=torch.contiguous_format)
         if loaded and self._torch:
             self._torch.state[tensor] = loaded
-            self._repeats = None
-
-
-@dataclass(frozen=True)
-class _AdamWGroup:
-    """Parameters of one dtype with one weight decay, their state, and the numbers that do not change."""
-
-    parameters: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
-class _AdamWSteps:
-    """Takes steps as `torch.optim.AdamW` does, to the same bits, from lists that are made once.
-
-    torch makes them in every step, by loops over the parameters that cost small models more than the update itself.
-    """
-
-    def __init__(self, groups: list[_AdamWGroup]):
-        self._groups = groups
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> _AdamWSteps | None:
-        """Return the steps of an optimizer that has state; None if it is not AdamW or some parameter has no state."""
-        if not isinstance(optimizer, torch.optim.AdamW):
-            return None
-        groups = []
-        for given in optimizer.param_groups:
-            numbers = (given["betas"], given["eps"], given["weight_decay"])
-            for dtype in {tensor.dtype for tensor in given["params"]}:
-                tensors = [tensor for tensor in given["params"] if tensor.dtype == dtype]
-                states = [optimizer.state.get(tensor) for tensor in tensors]
-                kept = [state for state in states if state]
-                if len(kept) < len(tensors):
-                    return None
-                averages, squares, steps = ([state[kind] for state in kept] for kind in ("exp_avg", "exp_avg_sq", STEP))
-                groups.append(_AdamWGroup(tensors, averages, squares, steps, *numbers))
-        return cls(groups)
-
-    @torch.no_grad()
-    def step(self, lr: float) -> bool:
-        """Update every tensor. Do nothing and return False if one has no gradient: torch leaves that one as it is."""
-        gradients = [[tensor.grad for tensor in group.parameters] for group in self._groups]
-        present = [[gradient for gradient in found if gradient is not None] for found in gradients]
-        if any(len(some) < len(found) for some, found in zip(present, gradients)):
-            return False
-        for group, own in zip(self._groups, present):
-            torch_private.fused_adamw(
-                group.parameters,
-                own,
-                group.exp_avgs,
-                group.exp_avg_sqs,
-                group.steps,
-                lr=lr,
-                betas=group.betas,
-                eps=group.eps,
-                weight_decay=group.weight_decay,
-            )
-        return True
 
 
 def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the torch optimizer, fused if torch supports it on the device. Raises ConfigError."""
-    if config.name == "adamw":
-        beta1, beta2 = config.betas
-        kind = torch_private.uncompiled(torch.optim.AdamW)
-        return kind(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
-    if config.name == "sgd":
-        return torch_private.uncompiled(torch.optim.SGD)(groups, lr=config.lr, momentum=config.momentum, fused=True)
-    if config.name == "adagrad":
-        on_cpu = all(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
-        return torch_private.uncompiled(torch.optim.Adagrad)(
-            groups, lr=config.lr, eps=config.eps, fused=on_cpu or None
-        )  # torch has fused Adagrad only on CPU
-    fix = " or ".join(f"optimizer={kind}" for kind in OPTIMIZERS)
-    raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", fix))
+    on_cpu = all(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
+    options: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, {"betas": tuple(config.betas), "eps": config.eps, "fused": True}),
+        "sgd": (torch.optim.SGD, {"momentum": config.momentum, "fused": True}),
+        "adagrad": (torch.optim.Adagrad, {"eps": config.eps, "fused": on_cpu or None}),  # not fused on GPUs
+    }
+    if config.name not in options:
+        fix = " or ".join(f"optimizer={kind}" for kind in OPTIMIZERS)
+        raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", fix))
+    kind, values = options[config.name]
+    make: Any = torch_private.uncompiled(kind)
+    return make(groups, lr=config.lr, **values)  # type: ignore[no-any-return]

@@ -61,8 +61,8 @@ def run(
         out: Tensor = checkpoint(_run, block, x, sample_ids, documents, use_reentrant=False)
         return out
     if mode == KEPT:
-        kept = _KeptForward(block, x, sample_ids, documents)
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+        forward = _KeptForward(block, x, sample_ids, documents)
+        with torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.unpack):
             return _run(block, x, sample_ids, documents)
     with rounding.not_kept():  # nor outputs of cheap modules, see `_remember`
         return _run(block, x, sample_ids, documents)

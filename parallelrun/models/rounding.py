@@ -94,7 +94,7 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if weight.dtype == dtype:
         return weight
     copy = weight.to(dtype)
-    remember(copy, lambda kept: kept.to(dtype), weight)
+    remember(copy, lambda stored: stored.to(dtype), weight)
     return copy
 
 

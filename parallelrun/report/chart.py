@@ -1,7 +1,7 @@
 """Charts as SVG, drawn by matplotlib (`pip install 'parallelrun[plots]'`). The same numbers give the same file.
 
 Lines differ in colour (Okabe and Ito 2008), dash and marker, so that they are told apart without colour too. Only
-`require` may be called before matplotlib is known to be installed.
+`available` may be called before matplotlib is known to be installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES: Any = ("-", "--", ":", "-.")
 MARKERS = "os^Dx"
-COLD, EVEN, HOT = "#004a80", "#f2f2ec", "#b83b00"  # of a heat map: below, at and above 1
 WIDTH, HEIGHT, ROW = 4.6, 3.2, 0.2  # inches of a panel, and of a line of the legend
 MOST_MARKERS = 16  # on one line
 CHARACTERS = 16  # per inch of the notes' width
@@ -41,13 +40,6 @@ _METADATA = {"svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Pro
 def available() -> bool:
     """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
-
-
-def require(wanted: str) -> None:
-    """Raise EnvironmentProblem (exit 3) without matplotlib. wanted: what the user asked for, such as `plot=NAME`."""
-    if not available():
-        message = f"{wanted} needs matplotlib, which is not installed"
-        raise EnvironmentProblem(Problem(message, "plot", command="pip install 'parallelrun[plots]'"))
 
 
 def write(name: str, texts: Mapping[Path, str]) -> list[Path]:
@@ -72,11 +64,11 @@ def figure(width: float, height: float, title: str) -> Figure:
     return drawn
 
 
-def panels(title: str, names: Sequence[str], columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its axes, one for each of the names, in rows of `columns`."""
+def panels(title: str, names: Sequence[str]) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its axes, one for each of the names, in rows of two."""
     import matplotlib
 
-    columns = min(columns, len(names))
+    columns = min(2, len(names))
     rows = -(-len(names) // columns)
     drawn = figure(columns * WIDTH, rows * HEIGHT, title)
     with matplotlib.rc_context(SETTINGS):
@@ -126,18 +118,18 @@ def scale(
 
     axis = axes.xaxis if name == "x" else axes.yaxis
     set_scale = axes.set_xscale if name == "x" else axes.set_yscale
-    data: Any = [one.get_xdata() if name == "x" else one.get_ydata() for one in axes.lines]
+    data: Any = [line.get_xdata() if name == "x" else line.get_ydata() for line in axes.lines]
     values = [float(value) for series in data for value in series]
     positive = [value for value in values if value > 0]
     if log and positive:
-        least, most = min(positive), max(positive)
-        if least < max(values) and any(value <= 0 for value in values):
-            set_scale("symlog", base=base, linthresh=least)
+        lowest, highest = min(positive), max(positive)
+        if lowest < max(values) and any(value <= 0 for value in values):
+            set_scale("symlog", base=base, linthresh=lowest)
             axes.set(**{f"{name}lim": (0, None)})
         else:
             set_scale("log", base=base)
-            axis.set_major_locator(MaxNLocator(5) if most / least < 5 else LogLocator(base, numticks=7))
-            if base == 10 and 5 <= most / least < 1000:
+            axis.set_major_locator(MaxNLocator(5) if highest / lowest < 5 else LogLocator(base, numticks=7))
+            if base == 10 and 5 <= highest / lowest < 1000:
                 axis.set_major_locator(LogLocator(10, subs=(1, 2, 5), numticks=9))
         axis.set_minor_locator(NullLocator())
     elif from_zero:
@@ -150,26 +142,6 @@ def scale(
     formatter.format_ticks = lambda values: tick_texts(values, text)
     axis.set_major_formatter(formatter)
     axis.set_label_text(label)
-
-
-def heat_map(
-    axes: Axes, cells: Sequence[Sequence[float | None]], rows: Sequence[str], span: tuple[int, int], most: float
-) -> None:
-    """Draw cells[row][column] as colours from 0 to `most` around 1; None stays blank. rows: their names, the first on
-    top; span: the numbers of the first and the last column."""
-    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
-
-    values = [[float("nan") if cell is None else min(cell, most) for cell in row] for row in cells]
-    image = axes.imshow(
-        values, LinearSegmentedColormap.from_list("load", [COLD, EVEN, HOT]), TwoSlopeNorm(1.0, 0.0, most),
-        aspect="auto", interpolation="nearest", extent=(span[0] - 0.5, span[1] + 0.5, len(rows) - 0.5, -0.5),
-    )  # fmt: skip
-    axes.grid(False)
-    axes.set_yticks(range(len(rows)), rows)
-    figure = axes.get_figure()
-    assert figure is not None
-    bar = figure.colorbar(image, ax=axes, ticks=[0, 1, most], fraction=0.05, pad=0.02)
-    bar.ax.set_yticklabels(["0", "1", f"{most:g}+"])
 
 
 def svg(figure: Figure, legend: Sequence[str] = (), notes: Sequence[str] = ()) -> str:

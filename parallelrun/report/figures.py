@@ -50,11 +50,15 @@ def drawn_range(low: float, high: float) -> tuple[float, float]:
 
 def count_text(count: float) -> str:
     """A count for people: 175 B."""
-    for unit in ("", " k", " M", " B"):
-        if abs(count) < 999.5:
-            return f"{digits(count)}{unit}"
-        count /= 1000
-    return f"{digits(count)} T"
+    return _scaled(count, ("", " k", " M", " B", " T"))
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    """Return a number in the unit, each 1,000 times the one before, in which it has at most three digits."""
+    index = 0
+    while index < len(units) - 1 and abs(count) >= 999.5:
+        count, index = count / 1000, index + 1
+    return f"{digits(count)}{units[index]}"
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
@@ -88,11 +92,7 @@ def bytes_text(count: float, significant: int = 3) -> str:
 
 def flops_text(count: float) -> str:
     """FLOPs for people: 12.3 TFLOP."""
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if abs(count) < 999.5:
-            return f"{digits(count)} {unit}FLOP"
-        count /= 1000
-    return f"{digits(count)} EFLOP"
+    return _scaled(count, [f" {unit}FLOP" for unit in ("", "k", "M", "G", "T", "P", "E")])
 
 
 def seconds_text(seconds: float, significant: int = 3) -> str:
@@ -103,3 +103,12 @@ def seconds_text(seconds: float, significant: int = 3) -> str:
 def degrees_text(degrees: Mapping[str, int]) -> str:
     """The axes that have more than one rank: `tp=2 pp=2`, or `one rank`."""
     return " ".join(f"{axis}={size}" for axis, size in degrees.items() if size > 1) or "one rank"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`0 1 2 3`, or `0 to 63` where many are consecutive, or the first few: `0 8 16 .. 504 (64 ranks)`."""
+    if len(ranks) <= 8:
+        return " ".join(map(str, ranks))
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]} to {ranks[-1]}"
+    return f"{ranks[0]} {ranks[1]} {ranks[2]} .. {ranks[-1]} ({len(ranks)} ranks)"

@@ -112,6 +112,11 @@ def labelled(rows: Iterable[tuple[str, RenderableType]]) -> Table:
     return grid
 
 
+def under_one_label(label: str, texts: Iterable[str], style: str = "") -> list[tuple[str, Text]]:
+    """Return rows for `labelled`: a line for each of the texts, of which the first has the label."""
+    return [("" if index else label, Text(text, style)) for index, text in enumerate(texts)]
+
+
 def framed(title: str, part: RenderableType, console: Console) -> Panel:
     """Return a panel as wide as the terminal, up to WIDEST columns."""
     return Panel(part, title=title, title_align="left", border_style="dim", width=min(console.width, WIDEST))

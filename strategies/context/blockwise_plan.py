@@ -7,6 +7,7 @@ Each strategy leaves out one of the two, or neither.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
@@ -18,11 +19,11 @@ from parallelrun.planner.contract.context_order import ORDERS, Imbalance, Spans,
 from parallelrun.planner.contract.context_strategy import ContextStrategy
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.messages import (
-    ExplainedExchange,
     ExplainedMessage,
     ExplainedRound,
     Explanation,
     calls_of,
+    explanation_by_block,
     ranks_over,
 )
 from parallelrun.planner.contract.plan import Collective, Plan, once
@@ -74,7 +75,7 @@ class BlockwiseContext(ContextStrategy):
         strategy = cls.resolve(request)
         if cls.asked_order(request.config.strategy.context) is not None or strategy.head_ranks == request.cp:
             return ()
-        return (f"strategy.context.order={strategy.order} (filled: {checks.reason(request)})",)
+        return (f"strategy.context.order={strategy.order} (filled: {checks.balanced_order(request)[1]})",)
 
     @classmethod
     def mesh_dims(cls, request: Request) -> tuple[MeshDims, FlattenedDims]:
@@ -144,35 +145,29 @@ class BlockwiseContext(ContextStrategy):
         return []
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
-        totals: dict[tuple[str, str, str], tuple[int, int]] = {}
+        calls: Counter[tuple[str, str, str]] = Counter()
+        payload: Counter[tuple[str, str, str]] = Counter()
         for block in blocks:
-            rows = self._of_layer(block, plan) if attends(block) else []
-            for row in [*rows, *_of_routers(block, plan)]:
-                calls, payload = totals.get(row.key, (0, 0))
-                totals[row.key] = calls + row.calls, payload + row.payload_bytes
-        count = plan.batch.microbatches
-        return [Collective(*key, count * calls, count * payload) for key, (calls, payload) in totals.items()]
-
-    def _of_layer(self, block: BlockSpec, plan: Plan) -> list[Collective]:
-        """The messages of one microbatch of a block."""
-        forward, backward = self.traffic(block, plan)
-        return [*forward * (1 + (plan.recompute == "full" and block.is_recomputed)), *backward]
+            forward, backward = self.traffic(block, plan)
+            forwards = 1 + (plan.recompute == "full" and block.is_recomputed)
+            for row in [*forward * forwards, *backward, *_of_routers(block, plan)]:
+                calls[row.key] += plan.batch.microbatches * row.calls
+                payload[row.key] += plan.batch.microbatches * row.payload_bytes
+        return [Collective(*key, calls[key], payload[key]) for key in calls]
 
     def traffic(self, block: BlockSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
         if not attends(block):
             return [], []
-        both: tuple[list[Collective], list[Collective]] = [], []
+        forward: list[Collective] = []
+        gradients: list[Collective] = []
         if (size := plan.mesh.size(AXIS) // self.head_ranks) > 1:
             numel = self.block_numel(plan)
-            both = (
-                self.bringing(size, numel, plan),
-                self.bringing(size, numel, plan) + self.returning(size, numel, plan),
-            )
+            forward, gradients = self.bringing(size, numel, plan), self.returning(size, numel, plan)
+        exchange = []
         if self.head_ranks > 1:
             payload = sum(self.exchanged_numel(plan)) * BYTES[plan.precision.compute]
-            exchange = Collective(self.axes(plan)[1], "all_to_all", EXCHANGED, 2, payload)
-            both = [*both[0], exchange], [*both[1], exchange]
-        return both
+            exchange = [Collective(self.axes(plan)[1], "all_to_all", EXCHANGED, 2, payload)]
+        return [*forward, *exchange], [*forward, *gradients, *exchange]
 
     def exposed_s(self, communication: float, attention: float, plan: Plan) -> float:
         return communication
@@ -202,16 +197,12 @@ class BlockwiseContext(ContextStrategy):
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the messages of the attention of rank 0's stages."""
-        ranks, exchanges = ranks_over(plan, AXIS), []
-        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
-            for name in stage.blocks:
-                rows = self.collectives((plan.spec.block(name),), plan)
-                rounds = [self._explained(row, ranks, plan) for row in rows if row.operation != "recv"]
-                exchanges += [ExplainedExchange(name, tuple(rounds))] if rounds else []
-        text, source = self.explained
-        groups = plan.mesh.num_ranks // len(ranks)
-        axis = self.axes(plan)[0]
-        return Explanation("context", self.kind, text, source, ranks, groups, axis, tuple(exchanges))
+
+        def rounds_of(block: BlockSpec, ranks: tuple[int, ...]) -> list[ExplainedRound]:
+            rows = self.collectives((block,), plan)
+            return [self._explained(row, ranks, plan) for row in rows if row.operation != "recv"]
+
+        return explanation_by_block("context", self.kind, self.explained, plan, self.axes(plan)[0], rounds_of)
 
     def _explained(self, row: Collective, ranks: tuple[int, ...], plan: Plan) -> ExplainedRound:
         if row.operation != "send":

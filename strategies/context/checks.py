@@ -18,21 +18,16 @@ def order_of(requested: str | None, request: Request, head_ranks: int) -> str:
     """The order of tokens: as asked for, else the one that balances attention."""
     if requested is not None:
         return requested
-    return CONTIGUOUS if head_ranks == request.cp else _balanced(request)[0]
+    return CONTIGUOUS if head_ranks == request.cp else balanced_order(request)[0]
 
 
-def _balanced(request: Request) -> tuple[str, str]:
-    """(the order that balances attention, why)."""
+def balanced_order(request: Request) -> tuple[str, str]:
+    """Return the order that balances attention, and why."""
     if request.spec.packed:
         return "striped", "it balances the attention of every packed document"
     if request.spec.is_causal:
         return "zigzag", "it balances causal attention"
     return CONTIGUOUS, "without a causal mask every order is balanced"
-
-
-def reason(request: Request) -> str:
-    """Why an order was filled in."""
-    return _balanced(request)[1]
 
 
 def check(request: Request, head_ranks: int, order: str | None) -> list[Problem]:
@@ -42,16 +37,11 @@ def check(request: Request, head_ranks: int, order: str | None) -> list[Problem]
         message = f"cp={request.cp}: model={spec.name} has no attention over a sequence to divide"
         return [Problem(message, "cp", f"cp=1 dp={request.dp * request.cp} or model=gpt", kind="undefined")]
     if head_ranks < 1 or request.cp % head_ranks:
-        message = f"{ULYSSES}={head_ranks} does not divide cp={request.cp}; divisors: {_listed(request.cp)}"
-        return [
-            Problem(message, ULYSSES, either(ULYSSES, nearest(head_ranks, divisors(request.cp))), kind="arithmetic")
-        ]
+        message = f"{ULYSSES}={head_ranks} does not divide cp={request.cp}"
+        fix = either(ULYSSES, nearest(head_ranks, divisors(request.cp)))
+        return [Problem(message, ULYSSES, fix, kind="arithmetic")]
     order = order_of(order, request, head_ranks)
     return _sequence(request, head_ranks, order) + _heads(request, head_ranks, order)
-
-
-def _listed(number: int) -> str:
-    return ", ".join(map(str, divisors(number)))
 
 
 def parts(request: Request, head_ranks: int, order: str, cp: int = 0) -> int:

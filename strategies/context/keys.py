@@ -15,7 +15,7 @@ class OrderKeys(ContextConfig):
     """The order of tokens."""
 
     order: str | None = key(
-        None, "positions of a cp rank; null: zigzag, or contiguous without a causal mask", choices=ORDERS
+        None, "order of positions over cp ranks; null: zigzag, or contiguous without a causal mask", choices=ORDERS
     )
 
 
@@ -41,7 +41,7 @@ class USPContextConfig(RingContextConfig):
     kind: str = "usp"
     ulysses: int | None = key(
         None,
-        "usp: ranks that exchange tokens for heads; null: the most of cp that divide them",
+        "usp: ranks that exchange tokens for heads; null: the largest divisor of cp and the heads",
         least=1,
         of_degrees=True,
     )

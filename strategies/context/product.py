@@ -6,7 +6,6 @@ kept activations shrink with cp.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,41 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun.distributed.mesh import Group
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.planner.contract.context_order import Spans
 
 from .blocks import DroppedPart, Merged, attend_to_block, block_gradients
 from .tiles import Tile, document_tiles, tiles
-
-
-class GradientSum(ABC):
-    """The gradients of the keys and values of every rank, on their way to it."""
-
-    @abstractmethod
-    def add(self, source: int, parts: Sequence[tuple[Tile, Tensor, Tensor]]) -> None:
-        """Add the gradients of tiles of the rank `source`: (tile, of keys, of values)."""
-
-    @abstractmethod
-    def own(self) -> Tensor:
-        """Wait; return the sum of those of this rank, (2, batch, kv heads, tokens, head_dim) in at least fp32."""
-
-
-class Transport(ABC):
-    """Brings the keys and values of the ranks of a group, and takes their gradients back."""
-
-    group: Group
-
-    @abstractmethod
-    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(rank of the group, its keys and values), this rank's first; what comes next travels meanwhile.
-
-        own: (2, batch, kv heads, tokens, head_dim), contiguous."""
-
-    @abstractmethod
-    def gradients(self, own: Tensor) -> GradientSum:
-        """Return the sum of the gradients of `blocks`, which are added in the same order."""
+from .transports import Transport
 
 
 @dataclass(frozen=True)
@@ -92,7 +63,7 @@ class BlockwiseAttention(torch.autograd.Function):
             dropped, pairs = call.dropout(source), 0
             for tile in call.tiles(source):
                 out, lse = attend_to_block(query, keys, values, tile, dropped)
-                if merged is None:
+                if merged is None:  # the first result is not copied
                     merged = Merged(out, lse)
                 else:
                     merged.add(out, lse, tile.query, tile.samples)
@@ -123,10 +94,3 @@ class BlockwiseAttention(torch.autograd.Function):
             del parts
         grad_key, grad_value = sums.own().to(own.dtype)
         return grad_query.to(query.dtype), grad_key, grad_value, None
-
-
-def add_tiles(total: Tensor, parts: Sequence[tuple[Tile, Tensor, Tensor]]) -> None:
-    """Add the gradients of a rank's keys and values (`GradientSum.add`) to (2, batch, kv heads, tokens, head_dim)."""
-    for tile, *both in parts:
-        for sums, gradient in zip(total, both):
-            sums[tile.samples, :, tile.key] += gradient

@@ -25,7 +25,7 @@ class SharedGroups:
 
     def __init__(self, group: Group, positions: Sequence[Sequence[int]]):
         self._group = group
-        in_turn = torch.tensor([position for held in positions for position in held])
+        in_turn = torch.tensor([position for num_own in positions for position in num_own])
         self._order = torch.argsort(in_turn)
         self._own = torch.tensor(positions[group.index])
 
@@ -35,15 +35,15 @@ class SharedGroups:
 
     def own(self, routing: Routing) -> Routing:
         """The routing of own tokens, by their number here; the assignments of others are not kept."""
-        seq, held = self._order.numel(), self._own.numel()
+        seq, num_own = self._order.numel(), self._own.numel()
         number = torch.full((seq,), -1, device=routing.tokens.device)
-        number[self._own.to(number.device)] = torch.arange(held, device=number.device)
+        number[self._own.to(number.device)] = torch.arange(num_own, device=number.device)
         local = number[routing.tokens.remainder(seq)]
-        kept = routing.kept & (local >= 0)
-        tokens = routing.tokens.div(seq, rounding_mode="floor") * held + local.clamp(min=0)
+        is_own = routing.kept & (local >= 0)
+        tokens = routing.tokens.div(seq, rounding_mode="floor") * num_own + local.clamp(min=0)
         weights = torch.where(local >= 0, routing.weights, torch.zeros_like(routing.weights))
-        num_tokens = routing.num_tokens // seq * held
-        return routing._replace(tokens=tokens, kept=kept, weights=weights, num_tokens=num_tokens)
+        num_tokens = routing.num_tokens // seq * num_own
+        return routing._replace(tokens=tokens, kept=is_own, weights=weights, num_tokens=num_tokens)
 
 
 class _GatherLogits(torch.autograd.Function):

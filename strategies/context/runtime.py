@@ -10,11 +10,10 @@ from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
 
 from .blockwise_plan import AXIS, BlockwiseContext
-from .gather import GatherTransport
 from .layers import ContextAttention
 from .plan import GatheredAttention
-from .ring import RingTransport
 from .routing import SharedGroups
+from .transports import GatherTransport, RingTransport
 
 
 def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:

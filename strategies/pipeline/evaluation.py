@@ -6,9 +6,7 @@ switch between training and evaluation, needs as many microbatches as 1F1B, and 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,40 +20,22 @@ from parallelrun.training.loop.reader import Batch
 
 from . import messages
 from .schedule import Schedule, boundary_shape
-
-MOST_BYTES = 2**24  # of a block's activations at once: beyond it, products take longer than Python's calls of them
-
-
-def compute_dtype(plan: Plan) -> torch.dtype:
-    """Return the dtype of activations and of their gradients."""
-    dtype: torch.dtype = getattr(torch, plan.precision.compute)
-    return dtype
-
-
-def in_larger_microbatches(plan: Plan) -> Plan:
-    """Return the plan of a forward pass: as many microbatches joined into one as MOST_BYTES of activations allow.
-
-    Small ones take the time of the calls, not of the products. At least one is left for each stage to work on.
-    """
-    batch, pp = plan.batch, plan.mesh.size("pp")
-    saved = max(plan.tensor.saved_bytes(block, plan) for block in plan.spec.blocks)
-    numbers = range(2, batch.microbatches // pp + 1) if saved else ()  # nothing is known of the activations
-    joined = max((n for n in numbers if batch.microbatches % n == 0 and n * saved <= MOST_BYTES), default=1)
-    larger = replace(batch, micro_batch=batch.micro_batch * joined, microbatches=batch.microbatches // joined)
-    return replace(plan, batch=larger)
+from .stage import Sends, compute_dtype
 
 
 class ForwardPass:
     """A batch through this rank's stages, receiving from and sending to the neighbours."""
 
     def __init__(self, model_parts: Sequence[Network], plan: Plan, mesh: Mesh):
-        plan = in_larger_microbatches(plan)
         self._plan = plan
         self._group = mesh.group("pp")
         self._device = mesh.device
         stages = plan.stages_of(self._group.index)
         self._part_of = {stage.index: part for stage, part in zip(stages, model_parts, strict=True)}
-        self._steps = self._plan_steps()
+        schedule, pp = plan.pipeline, self._group.size
+        assert isinstance(schedule, Schedule)
+        order = schedule.forward_only(pp, schedule.virtual_stages, plan.batch.microbatches)
+        self._steps = messages.with_messages(order, schedule.pp_rank, len(plan.stages))[self._group.index]
         self._counts_right = plan.counts_right_answers
 
     @torch.no_grad()
@@ -76,14 +56,16 @@ class ForwardPass:
         last = len(self._plan.stages) - 1
         arrived: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
         outputs: dict[tuple[int, int], Tensor] = {}
-        sends: deque[tuple[Tensor, dist.Work]] = deque()
+        sends = Sends()
         for step in self._steps:
             if step.kind == "RECV_F":
-                arrived[step.stage, step.microbatch] = self._receive(step.stage, step.peer)
+                buffer = torch.empty(
+                    boundary_shape(self._plan, step.stage), dtype=compute_dtype(self._plan), device=self._device
+                )
+                arrived[step.stage, step.microbatch] = buffer, self._start(dist.irecv, buffer, group_src=step.peer)
             elif step.kind == "SEND_F":
-                sends.append(self._send(outputs.pop((step.stage, step.microbatch)), step.peer))
-                while len(sends) > messages.SENDS_IN_FLIGHT:
-                    sends.popleft()[1].wait()
+                output = outputs.pop((step.stage, step.microbatch))
+                sends.add([self._start(dist.isend, output, group_dst=step.peer)], output)
             else:
                 part = self._part_of[step.stage]
                 samples = batch.microbatch(step.microbatch, self._plan.batch.micro_batch)
@@ -96,38 +78,18 @@ class ForwardPass:
                 elif step.stage + 1 in self._part_of:
                     arrived[step.stage + 1, step.microbatch] = (output, None)
                 else:
-                    outputs[step.stage, step.microbatch] = output
-        for _, work in sends:
-            work.wait()
+                    outputs[step.stage, step.microbatch] = output.contiguous()
+        sends.finish()
         return total
 
-    def _plan_steps(self) -> list[messages.Step]:
-        schedule, pp = self._plan.pipeline, self._group.size
-        assert isinstance(schedule, Schedule)
-        order = schedule.forward_only(pp, schedule.virtual_stages, self._plan.batch.microbatches)
-        return messages.with_messages(order, schedule.pp_rank, len(self._plan.stages))[self._group.index]
-
-    def _receive(self, stage: int, peer: int) -> tuple[Tensor, dist.Work | None]:
-        buffer = torch.empty(boundary_shape(self._plan, stage), dtype=compute_dtype(self._plan), device=self._device)
+    def _start(self, function: Callable[..., dist.Work | None], tensor: Tensor, **peer: int) -> dist.Work:
         with comm.label(self._group.axis, "evaluation"):
-            return buffer, dist.irecv(buffer, group=self._group.process_group, group_src=peer)
-
-    def _send(self, output: Tensor, peer: int) -> tuple[Tensor, dist.Work]:
-        message = output.contiguous()
-        with comm.label(self._group.axis, "evaluation"):
-            work = dist.isend(message, group=self._group.process_group, group_dst=peer)
+            work = function(tensor, group=self._group.process_group, **peer)
         assert work is not None
-        return message, work
+        return work
 
 
 def _wait(tensor: Tensor, work: dist.Work | None) -> Tensor:
     if work is not None:
         work.wait()
     return tensor
-
-
-def total(losses: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the microbatches' summed losses (fp64 scalar); 0 without losses."""
-    if not losses:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(losses).sum(dtype=torch.float64)

@@ -21,15 +21,13 @@ class Step(NamedTuple):
     """One action or message of a rank.
 
     kind: an action's (F, B, I, W), or a message: SEND_F and RECV_F carry a stage's output and input, SEND_B and RECV_B
-    the gradients of its input and output; `stage` is this rank's own. joined: torch posts a send and a receive as one
-    batch and waits for both before the next action, so that two neighbours cannot block each other.
+    the gradients of its input and output; `stage` is this rank's own.
     """
 
     kind: str
     stage: int
     microbatch: int
     peer: int = -1
-    joined: bool = False
 
 
 Steps = list[list[Step]]
@@ -58,7 +56,7 @@ def with_messages(orders: Orders, pp_rank: Callable[[int, int], int], num_stages
                 continue
             queue.popleft()
             progress = True
-            steps[rank].append(new(Step, (kind, stage, microbatch, -1, False)))
+            steps[rank].append(new(Step, (kind, stage, microbatch, -1)))
             after = stage + 1 if forward else stage - 1
             if kind == "W" or not 0 <= after < num_stages:
                 continue
@@ -66,53 +64,10 @@ def with_messages(orders: Orders, pp_rank: Callable[[int, int], int], num_stages
             receiver = holder[after]
             if receiver != rank:
                 sent, received = ("SEND_F", "RECV_F") if forward else ("SEND_B", "RECV_B")
-                steps[rank].append(new(Step, (sent, stage, microbatch, receiver, False)))
-                steps[receiver].append(new(Step, (received, after, microbatch, rank, False)))
+                steps[rank].append(new(Step, (sent, stage, microbatch, receiver)))
+                steps[receiver].append(new(Step, (received, after, microbatch, rank)))
         assert progress, "the ranks wait for each other in a circle"
     return steps
-
-
-def in_turn(orders: Orders, joined: Callable[[int], Mapping[str, range]] | None = None) -> Steps:
-    """One stage per rank: every action receives its input just before it runs, and sends its output just after.
-
-    joined: returns, per kind of message of a rank, the microbatches whose messages are posted with another one.
-    """
-    last = len(orders) - 1
-    steps: Steps = []
-    for rank, order in enumerate(orders):
-        mine: list[Step] = []
-        of_kind = joined(rank) if joined else {}
-        joined_f, joined_b = ((of_kind.get(f"RECV_{d}", ()), of_kind.get(f"SEND_{d}", ())) for d in "FB")
-        for kind, stage, number in order:
-            if kind == "F":
-                sender, receiver, received, sent, joins = rank - 1, rank + 1, "RECV_F", "SEND_F", joined_f
-            else:
-                sender, receiver, received, sent, joins = rank + 1, rank - 1, "RECV_B", "SEND_B", joined_b
-            if 0 <= sender <= last:
-                mine.append(Step(received, rank, number, sender, number in joins[0]))
-            mine.append(Step(kind, stage, number))
-            if 0 <= receiver <= last:
-                mine.append(Step(sent, rank, number, receiver, number in joins[1]))
-        steps.append(mine)
-    return steps
-
-
-def joined_in_turn(orders: Orders) -> Steps:
-    """`in_turn` as in 1F1B: from the last forward of the warm-up to the first backward of the cool-down, a send and the
-    receive from the same neighbour are posted together."""
-    pp, num_microbatches = len(orders), len(orders[0]) // 2
-
-    def joined(rank: int) -> dict[str, range]:
-        warmup = min(num_microbatches, pp - rank)
-        steady = num_microbatches - warmup  # backwards that are followed by a forward
-        return {  # from which microbatch on, and up to which
-            "SEND_F": range(warmup - 1, num_microbatches),
-            "RECV_B": range(steady + 1),
-            "SEND_B": range(steady),
-            "RECV_F": range(warmup, num_microbatches),
-        }
-
-    return in_turn(orders, joined)
 
 
 def live_bytes(
@@ -126,35 +81,32 @@ def live_bytes(
     """
     live = 0
     sent: deque[int] = deque()
-    joined: list[int] = []
     sizes: dict[int, tuple[int, int, int]] = {}
     for step in steps:
-        kind, stage, _, _, is_joined = step
+        kind, stage, _, _ = step
         if stage not in sizes:
-            taken, given = inputs.get(stage, 0), inputs.get(stage + 1, 0)
-            sizes[stage] = taken, given, max(kept.get(stage, 0), taken)
-        taken, given, saved = sizes[stage]
-        if joined and kind in ACTIONS:
-            live -= sum(joined) + sum(sent)  # messages to one neighbour finish in order: earlier sends are over too
-            joined.clear()
-            sent.clear()
+            input_bytes, output_bytes = inputs.get(stage, 0), inputs.get(stage + 1, 0)
+            sizes[stage] = input_bytes, output_bytes, max(kept.get(stage, 0), input_bytes)
+        input_bytes, output_bytes, saved = sizes[stage]
         before = peak = live
         if kind == "RECV_F":
-            live += taken
+            live += input_bytes
         elif kind == "RECV_B":
-            live += given
+            live += output_bytes
         elif kind == "F":
-            live += saved - taken + given
+            live += saved - input_bytes + output_bytes
         elif kind == "B":
-            peak = max(peak, live - saved + 2 * taken)  # at its end: the input, its gradient, the output's gradient
-            live += taken - saved - given
+            peak = max(
+                peak, live - saved + 2 * input_bytes
+            )  # at its end: the input, its gradient, the output's gradient
+            live += input_bytes - saved - output_bytes
         elif kind == "I" and stage > 0:
-            peak = max(peak, live + taken)
-            live += taken - given
+            peak = max(peak, live + input_bytes)
+            live += input_bytes - output_bytes
         elif kind == "W":  # the first stage does its whole backward here, and needs the output's gradient for it
-            live -= saved + (given if stage == 0 else 0)
+            live -= saved + (output_bytes if stage == 0 else 0)
         elif kind in MESSAGES_SENT:
-            (joined if is_joined else sent).append(given if kind == "SEND_F" else taken)
+            sent.append(output_bytes if kind == "SEND_F" else input_bytes)
             while len(sent) > SENDS_IN_FLIGHT:
                 live -= sent.popleft()
         if live > peak:

@@ -66,8 +66,8 @@ def zero_bubble(rank: int, pp: int, virtual_stages: int, num_microbatches: int) 
 
 def zbv(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
     """ZB-V: two virtual stages in a V, for at least 2 pp - 1 microbatches; the order omits those that do not exist."""
-    whole = _v_order(rank, pp, max(2 * pp - 1, num_microbatches))
-    return tuple(action for action in whole if action.microbatch < num_microbatches)
+    order = _v_order(rank, pp, max(2 * pp - 1, num_microbatches))
+    return tuple(action for action in order if action.microbatch < num_microbatches)
 
 
 def of_ranks(order: RankOrder, pp: int, virtual_stages: int, num_microbatches: int) -> Orders:

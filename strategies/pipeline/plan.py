@@ -8,7 +8,7 @@ from parallelrun.base.errors import Problem
 from parallelrun.base.wording import divisors, nearest
 from parallelrun.planner.contract.request import Request
 
-from . import messages, orders
+from . import orders
 from .orders import Orders
 from .schedule import Schedule
 
@@ -37,7 +37,6 @@ class GPipe(Schedule):
     """All forwards, then all backwards: bubble (pp - 1) / (m + pp - 1), all m microbatches in flight."""
 
     kind = "gpipe"
-    torch_name = "ScheduleGPipe"
     rank_order = staticmethod(orders.gpipe)
     explained = (
         "All microbatches go forward through the stages, then all go backward. Every microbatch's activations "
@@ -48,10 +47,6 @@ class GPipe(Schedule):
     @classmethod
     def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
         return microbatches
-
-    @classmethod
-    def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:
-        return messages.in_turn(actions)
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,6 @@ class OneFOneB(Schedule):
 
     kind = "1f1b"
     repeats = True
-    torch_name = "Schedule1F1B"
     rank_order = staticmethod(orders.one_f_one_b)
     explained = (
         "After a warm-up, each rank alternates one forward and one backward, so that at most as many "
@@ -107,10 +101,6 @@ class OneFOneB(Schedule):
     def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
         return min(pp - rank, microbatches)
 
-    @classmethod
-    def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:
-        return messages.joined_in_turn(actions)
-
 
 @dataclass(frozen=True)
 class Interleaved(Schedule):
@@ -118,7 +108,6 @@ class Interleaved(Schedule):
 
     kind = "interleaved"
     repeats = True
-    torch_name = "ScheduleInterleaved1F1B"
     rank_order = staticmethod(orders.interleaved)
     explained = (
         "As 1F1B, but each rank has several stages, so a microbatch passes every rank several times: more "
@@ -168,7 +157,6 @@ class ZeroBubble(Interleaved):
     """ZB1P, as torch's ScheduleInterleavedZeroBubble: weight gradients fill what would be bubble."""
 
     kind = "zero_bubble"
-    torch_name = "ScheduleInterleavedZeroBubble"
     rank_order = staticmethod(orders.zero_bubble)
     explained = (
         "Backward is split: the input gradient is sent on at once, and the weight gradient is computed when "
@@ -196,7 +184,6 @@ class ZBV(Interleaved):
     """ZB-V, as torch's ScheduleZBVZeroBubble: first and last stage share pp rank 0; the turn of the V sends nothing."""
 
     kind = "zbv"
-    torch_name = "ScheduleZBVZeroBubble"
     rank_order = staticmethod(orders.zbv)
     explained = (
         "Each rank has two stages laid out in a V, so the first and the last stage share a rank. Backward is "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
-from parallelrun.distributed.torch_private.pipelining import PipelineScheduleMulti, PipelineScheduleSingle, schedules
 from parallelrun.models import recompute
 from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
@@ -18,7 +18,7 @@ from parallelrun.training.loop.reader import Batch
 from parallelrun.training.metrics.clocks import clock_of
 from parallelrun.training.metrics.schedule_actions import ActionClock
 
-from .evaluation import ForwardPass, total
+from .evaluation import ForwardPass
 from .schedule import Schedule
 from .stage import ScheduledStage, Sends
 
@@ -47,7 +47,7 @@ class AccumulationRunner(PipelineRunner):
             loss = self._part.loss(self._part(samples.inputs, samples.sample_ids, samples.documents), samples.targets)
             losses.append(loss.detach())
             loss.backward(loss.new_full((), scale))
-        return total(losses, batch.sample_ids.device)
+        return _total(losses, batch.sample_ids.device)
 
     def evaluate(self, batch: Batch) -> Tensor:
         return self._forward.totals(batch)
@@ -65,10 +65,10 @@ def prepare_for_split_backward(model_parts: Sequence[Network]) -> None:
 
 
 class ScheduleRunner(PipelineRunner):
-    """Stages over the pp axis, run by a schedule of torch.distributed.pipelining.
+    """Stages over the pp axis: torch.distributed.pipelining runs the plan's actions and messages.
 
-    torch's own averaging is off (`scale_grads=False`): the loss is a sum, and `scale` makes it a mean over the global
-    batch before backward. The first `train` sends additional messages in which the stages agree on static metadata.
+    The loss is a sum, and `scale` makes it a mean over the global batch before backward. The first `train` sends
+    additional messages in which the stages agree on static metadata.
     """
 
     def __init__(self, model_parts: Sequence[Network], plan: Plan, mesh: Mesh):
@@ -76,22 +76,16 @@ class ScheduleRunner(PipelineRunner):
         assert group.process_group is not None, "a pipeline of one rank has no group"
         assert isinstance(schedule, Schedule)
         indices = [stage.index for stage in plan.stages_of(group.index)]
-        steps = schedule.steps(plan)
-        joined = {(step.kind, step.microbatch) for step in steps[group.index] if step.joined}
         self._sends, self._actions = Sends(), ActionClock(clock_of(mesh.device))
         self._stages = [
-            ScheduledStage(part, index, plan, mesh.device, group.process_group, self._sends, self._actions, joined)
+            ScheduledStage(part, index, plan, mesh.device, group.process_group, self._sends, self._actions)
             for index, part in zip(indices, model_parts, strict=True)
         ]
         self._inputs_here = indices[0] == 0
         self._losses_here = indices[-1] == len(plan.stages) - 1
-        make: Any = getattr(schedules, schedule.torch_name)
-        held = self._stages[0] if issubclass(make, PipelineScheduleSingle) else self._stages
-        options = {"n_microbatches": plan.batch.microbatches, "loss_fn": _loss_of_output, "scale_grads": False}
-        self._schedule = make(held, **options)
-        if isinstance(self._schedule, PipelineScheduleMulti):
-            listed = [[(step.kind, step.stage, step.microbatch) for step in order] for order in steps]
-            torch_private.set_messages(self._schedule, listed)
+        steps = [[(step.kind, step.stage, step.microbatch) for step in order] for order in schedule.steps(plan)]
+        num_microbatches = plan.batch.microbatches
+        self._schedule = torch_private.make_schedule(self._stages, steps, num_microbatches, _loss_of_output)
         self._forward = ForwardPass(model_parts, plan, mesh)
 
     def train(self, batch: Batch, scale: float) -> Tensor:
@@ -106,13 +100,20 @@ class ScheduleRunner(PipelineRunner):
         self._actions.begin_step()
         self._schedule.step(*inputs, target=target, return_outputs=False)
         self._sends.finish()
-        return total(last.losses, batch.sample_ids.device)
+        return _total(last.losses, batch.sample_ids.device)
 
     def evaluate(self, batch: Batch) -> Tensor:
         return self._forward.totals(batch)
 
     def last_actions(self) -> dict[str, Any]:
         return self._actions.record()
+
+
+def _total(losses: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the microbatches' summed losses (fp64 scalar); 0 without losses."""
+    if not losses:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(losses).sum(dtype=torch.float64)
 
 
 def _loss_of_output(loss: Tensor, _: Tensor) -> Tensor:

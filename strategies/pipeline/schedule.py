@@ -29,24 +29,17 @@ from .orders import Orders
 
 @dataclass(frozen=True)
 class Schedule(PipelineSchedule):
-    """Base of all schedules, which differ in the order of actions, in how messages are posted, and in their checks.
+    """Base of all schedules, which differ in the order of actions and in their checks.
 
-    explained: the schedule in sentences, and its paper, for `parallelrun explain`. torch_name: the class of
-    torch.distributed.pipelining that runs it.
+    explained: the schedule in sentences, and its paper, for `parallelrun explain`.
     """
 
     explained: ClassVar[tuple[str, str]]
-    torch_name: ClassVar[str]
 
     @staticmethod
     @abstractmethod
     def rank_order(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> orders.Order:
         """Return the actions of one pp rank."""
-
-    @classmethod
-    def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:
-        """Return the actions of every pp rank with the messages between them."""
-        return messages.with_messages(actions, cls.pp_rank, len(actions) * virtual_stages)
 
     @classmethod
     def forward_only(cls, pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
@@ -88,7 +81,7 @@ class Schedule(PipelineSchedule):
         walk = self.walk(plan, pp_rank, kept)
         return [
             (Action(kind, stage, number), before)
-            for (kind, stage, number, _, _), before, _ in walk
+            for (kind, stage, number, _), before, _ in walk
             if kind in messages.ACTIONS
         ]
 
@@ -144,7 +137,7 @@ class Schedule(PipelineSchedule):
 @lru_cache(maxsize=16)
 def _steps(schedule: Schedule, pp: int, num_microbatches: int) -> messages.Steps:
     actions = orders.of_ranks(schedule.rank_order, pp, schedule.virtual_stages, num_microbatches)
-    return schedule.steps_of(actions, schedule.virtual_stages)
+    return messages.with_messages(actions, schedule.pp_rank, pp * schedule.virtual_stages)
 
 
 def boundary_shape(plan: Plan, stage: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallelrun.distributed import comm, torch_private
-from parallelrun.distributed.shared_memory import is_ours
 from parallelrun.distributed.torch_private.pipelining import PipelineStage
 from parallelrun.models.autograd import apply
 from parallelrun.models.documents import DocumentBounds
@@ -19,9 +17,16 @@ from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.metrics.schedule_actions import ActionClock
 
-from .evaluation import compute_dtype
 from .messages import SENDS_IN_FLIGHT
 from .schedule import boundary_shape
+
+PURPOSES = {"F": "activations", "B": "gradients"}
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    """Return the dtype of activations and of their gradients."""
+    dtype: torch.dtype = getattr(torch, plan.precision.compute)
+    return dtype
 
 
 def input_example(plan: Plan, stage: int) -> Tensor:
@@ -84,12 +89,11 @@ class Sends:
     """The pending sends of one rank, each with the tensor that it reads."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._pending: deque[tuple[list[dist.Work], Tensor]] = deque()
 
-    def start(self, operations: list[dist.P2POp]) -> None:
-        """Start the sends, and wait for the oldest ones beyond the limit."""
-        works = comm.start_messages(operations)
-        self._pending.append((works, [operation.tensor for operation in operations]))
+    def add(self, works: list[dist.Work], tensor: Tensor) -> None:
+        """Add a send of `tensor`, and wait for the oldest ones beyond the limit."""
+        self._pending.append((works, tensor))
         self._wait(SENDS_IN_FLIGHT)
 
     def finish(self) -> None:
@@ -111,8 +115,6 @@ class ScheduledStage(PipelineStage):
 
     Without static metadata torch infers it in the first step with messages and an extra forward and backward. If inputs
     do not claim to need a gradient, one rank crashes and its neighbour hangs.
-
-    joined: (kind, microbatch) of the messages that the schedule posts in one batch with another (`messages.Step`).
     """
 
     def __init__(
@@ -124,7 +126,6 @@ class ScheduledStage(PipelineStage):
         group: dist.ProcessGroup,
         sends: Sends,
         actions: ActionClock,
-        joined: Collection[tuple[str, int]] = (),
     ):
         self.plain = _Plain(part, index == len(plan.stages) - 1)
         self._micro_batch = plan.batch.micro_batch
@@ -133,13 +134,9 @@ class ScheduledStage(PipelineStage):
         self.targets: Tensor | None = None
         # Templates of the buffers, and their placeholders while no buffer is allocated.
         self._no_activation, self._no_gradient = input_example(plan, index), output_example(plan, index).detach()
-        self._sends, self._actions, self._joined = sends, actions, frozenset(joined)
-        self._posts_itself = is_ours(group)
-        self._posted: list[dist.P2POp] = []  # torch's schedule keeps references to these
-        self._posted_works: list[dist.Work] = []  # of those that are not left to torch
+        self._sends, self._actions = sends, actions
         self._receives: dict[tuple[str, int], list[dist.Work]] = {}
         self._outputs: dict[int, Tensor] = {}  # not yet sent
-        self._templates: dict[str, list[dist.P2POp]] = {}
         super().__init__(
             self.plain,
             index,
@@ -198,76 +195,39 @@ class ScheduledStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_last:
-            return []
-        operations = self._alike("SEND_F", super().get_fwd_send_ops, fwd_chunk_id, self._outputs.pop(fwd_chunk_id))
-        return self._post(operations, "SEND_F", fwd_chunk_id)
+        output = self._outputs.pop(fwd_chunk_id)
+        return self._post("SEND_F", fwd_chunk_id, output, self.stage_index + 1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_first:
-            return []
-        info = self.args_recv_info[fwd_chunk_id][0]
-        info.buffer = self._buffer(self._no_activation).requires_grad_()
-        operations = self._alike("RECV_F", super().get_fwd_recv_ops, fwd_chunk_id, info.buffer)
-        return self._post(operations, "RECV_F", fwd_chunk_id)
+        buffer = self.args_recv_info[fwd_chunk_id][0].buffer = self._buffer(self._no_activation).requires_grad_()
+        return self._post("RECV_F", fwd_chunk_id, buffer, self.stage_index - 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._post(super().get_bwd_send_ops(bwd_chunk_id), "SEND_B", bwd_chunk_id)
+        (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
+        assert gradient is not None, "only activations are received"
+        return self._post("SEND_B", bwd_chunk_id, gradient, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_last:
-            return []
-        info = self.grad_recv_info[bwd_chunk_id][0]
-        info.buffer = self._buffer(self._no_gradient)
-        operations = self._alike("RECV_B", super().get_bwd_recv_ops, bwd_chunk_id, info.buffer)
-        return self._post(operations, "RECV_B", bwd_chunk_id)
-
-    def _alike(
-        self, kind: str, make: Callable[[int], list[dist.P2POp]], microbatch: int, tensor: Tensor
-    ) -> list[dist.P2POp]:
-        """Return torch's operations of a kind of message, with this tensor. All microbatches have the same neighbour,
-        and torch takes longer to look it up for each than to run a small layer."""
-        if kind not in self._templates:
-            self._templates[kind] = make(microbatch)
-            for template in self._templates[kind]:
-                template.tensor = self._no_gradient
-        operations = [object.__new__(dist.P2POp) for _ in self._templates[kind]]
-        for operation, template in zip(operations, self._templates[kind]):
-            vars(operation).update(vars(template), tensor=tensor)
-        return operations
+        buffer = self.grad_recv_info[bwd_chunk_id][0].buffer = self._buffer(self._no_gradient)
+        return self._post("RECV_B", bwd_chunk_id, buffer, self.stage_index + 1)
 
     def _buffer(self, template: Tensor) -> Tensor:
         """Return uninitialised memory. `empty_like` of a meta tensor takes ten times as long, in Python."""
         return torch.empty(template.shape, dtype=template.dtype, device=self.device)
 
-    def _post(self, operations: list[dist.P2POp], kind: str, microbatch: int) -> list[dist.P2POp]:
-        """Post the messages, contiguous (a block may end in a permutation); return those that torch is to post: in one
-        batch, as NCCL needs. In shared memory a send ends without its receive."""
-        for operation in operations:
-            operation.tag = comm.MESSAGE_TAGS["activations" if kind.endswith("F") else "gradients"]
-            operation.tensor = operation.tensor.contiguous()
-        if (kind, microbatch) in self._joined:
-            self._posted += operations
-            if not self._posts_itself:
-                return operations
-            self._posted_works += comm.start_messages(operations)
-            return []
-        if kind.startswith("RECV"):
-            self._receives[kind, microbatch] = comm.start_messages(operations)
-        elif operations:
-            self._sends.start(operations)
+    def _post(self, kind: str, microbatch: int, tensor: Tensor, stage: int) -> list[dist.P2POp]:
+        """Start a message to or from another stage, contiguous (a block may end in a permutation). Return no operation:
+        none is left to torch."""
+        tensor, tag = tensor.contiguous(), comm.MESSAGE_TAGS[PURPOSES[kind[-1]]]
+        peer, function = self.stage_index_to_group_rank[stage], dist.isend if kind.startswith("SEND") else dist.irecv
+        works = comm.start_messages([dist.P2POp(function, tensor, None, self.group, tag, peer)])
+        if function is dist.isend:
+            self._sends.add(works, tensor)
+        else:
+            self._receives[kind, microbatch] = works
         return []
 
     def _wait(self, kind: str, microbatch: int) -> None:
-        """Wait for what has been received here. What torch has posted before an action it has waited for, and messages
-        to one neighbour arrive in order: then the earlier ones are over too, and their tensors can go."""
-        if self._posted:
-            for work in self._posted_works:
-                work.wait()
-            self._posted_works.clear()
-            self._sends.finish()
-            for operation in self._posted:
-                operation.tensor = self._no_gradient
-            self._posted.clear()
+        """Wait for what an action needs, if it comes from another rank."""
         for work in self._receives.pop((kind, microbatch), ()):
             work.wait()

@@ -76,19 +76,12 @@ def test_a_world_that_is_not_the_plan_s_is_refused_with_both_numbers(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_ranks_with_other_code_are_refused_and_named(tmp_path):
-    ranks = run_attached(tmp_path, world=3, overrides={"dp": 1, "tp": 1, "pp": 3}, **{"foreign code": 2})
-    assert codes(ranks) == [3, 3, 3]
-    assert re.search(
-        r"code differs between ranks: rank 0 on \S+ \w+ \(version .*\); rank 2 on \S+ ffffffffffff \(version",
-        ranks[0].stderr,
-    )
-    assert ranks[0].status["exit_code"] == 3
-
-
-def test_ranks_with_another_command_line_are_refused_and_named(tmp_path):
-    ranks = run_attached(tmp_path, words={"1": ["steps=5", "model.layers=3", "optimizer.lr=0.5"]})
+def test_ranks_with_other_code_or_another_command_line_are_refused_and_named(tmp_path):
+    other_words = {"1": ["steps=5", "model.layers=3", "optimizer.lr=0.5"]}
+    ranks = run_attached(tmp_path, words=other_words, **{"foreign code": 1})
     assert codes(ranks) == [3, 3]
+    code = r"code of rank 1 on \S+ differs from rank 0's: ffffffffffff, version .* \(rank 0: \w+, version"
+    assert re.search(code, ranks[0].stderr)
     words = "model.layers=3 (rank 0: not given), optimizer.lr=0.5 (rank 0: not given)"
     assert f"differs from rank 0's: {words}" in ranks[0].stderr
     assert (ranks[0].status["state"], ranks[0].status["exit_code"]) == ("failed", 3)

@@ -30,42 +30,42 @@ def forked(monkeypatch):
 def test_every_gpu_takes_part_in_the_sum(monkeypatch, two_gpus):
     asked = []
     monkeypatch.setattr(doctor, "all_reduce", lambda *words: asked.append(words) or 0.0012)
-    (check,) = doctor._gpu_all_reduce()
+    (check,) = doctor._gpu_sum()
     assert asked == [(2, "nccl")]
     assert (check.name, check.state, check.detail) == ("nccl all-reduce", "pass", "2 GPUs, 64 MiB in 1.2 ms")
 
 
 def test_the_processes_of_the_sum_really_add(forked, two_gpus):
-    (check,) = doctor._gpu_all_reduce("gloo")
+    (check,) = doctor._gpu_sum("gloo")
     assert check.state == "pass", check.detail
 
 
 def test_two_processes_add_on_the_loopback_interface(forked):
-    check = doctor._all_reduce()
+    check = doctor._gloo()
     assert check.state == "pass", check.detail
 
 
 def test_shared_memory_is_tested_by_using_it(forked):
-    check = doctor._shared_memory_between_ranks()
+    check = doctor._shared_memory_of_ranks()
     assert check.state == "pass" and "map each other's memory" in check.detail, check.detail
 
 
 def test_why_shared_memory_is_impossible(monkeypatch, forked):
     monkeypatch.setattr(joining, "is_supported", lambda: False)
-    check = doctor._shared_memory_between_ranks()
+    check = doctor._shared_memory_of_ranks()
     assert check.state == "warn" and "no memfd or pidfd" in check.detail, check.detail
-    assert doctor._all_reduce().state == "pass", "gloo needs neither"
+    assert doctor._gloo().state == "pass", "gloo needs neither"
 
 
 def test_a_rank_that_cannot_take_part_is_named_and_its_log_is_kept(forked, two_gpus, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL")
-    (check,) = doctor._gpu_all_reduce()
+    (check,) = doctor._gpu_sum()
     assert check.state == "fail" and re.match(r"rank [01] of 2: \w+Error: ", check.detail), check.detail
     assert "Error: " in Path(check.detail.partition("its log: ")[2].rstrip(")")).read_text()
 
 
 def test_without_gpus_nothing_is_summed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert doctor._gpu_all_reduce() == []
+    assert doctor._gpu_sum() == []

@@ -16,7 +16,7 @@ def test_more_processes_than_slots_and_hosts_elsewhere_start_nothing(tmp_path):
     assert done.returncode == 2
     assert "Requested more processes (5) than there are available slots (4)" in done.stderr
     done = run_to_end("-np", "2", "-H", "elsewhere:2", "strategy=horovod", *TINY, cwd=tmp_path)
-    assert done.returncode == 3 and "elsewhere" in done.stderr  # tests/cli/test_hosts_over_ssh.py has hosts that answer
+    assert done.returncode == 3 and "elsewhere" in done.stderr  # tests/hosts/test_ssh.py has hosts that answer
     assert list(tmp_path.iterdir()) == []
 
 

@@ -183,5 +183,5 @@ def test_the_doctor_finds_this_machine_usable(tmp_path):
     document = json.loads(done.stdout)
     states = {check["name"]: check["state"] for check in document["checks"]}
     assert done.returncode == 0 and document["usable"], document
-    assert states["all-reduce"] == states["loopback"] == states["gloo"] == "pass"
+    assert states["all-reduce"] == states["gloo"] == "pass"
     assert {"python", "torch", "nccl", "gpus", "cores", "memory", "/dev/shm", "ulimit"} <= set(states)

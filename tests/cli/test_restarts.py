@@ -113,13 +113,6 @@ def test_no_progress_ends_it_with_a_code_of_its_own_and_without_checkpoints_it_b
     assert len(attempts.read(run.directory)) == 4 and run.status["state"] == "failed"
 
 
-def test_what_would_come_again_is_not_restarted(tmp_path):
-    run = train(tmp_path, {"dp": 2, "optimizer.lr": 1e30, "optimizer.schedule": "constant"})
-    assert run.wait() == 5
-    assert "  not restarted: the same steps would give the same numbers" in run.stderr
-    assert len(attempts.read(run.directory)) == 1
-
-
 def test_a_failure_after_the_last_save_is_repaired_without_another_step(tmp_path):
     run = train(tmp_path, {"pp": 2}, [Fault("late kill", 1, STEPS)])
     assert run.wait() == 0, run.stderr

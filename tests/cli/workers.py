@@ -67,9 +67,6 @@ def misbehave(how: str) -> None:
         raise SystemExit(0)
     if how == "sleep":
         time.sleep(1000)
-    if how == "spin":
-        while True:
-            pass
     if how == "elsewhere":  # another collective, in the group of this rank and its neighbour
         dist.all_gather(list(torch.zeros(2, 3).unbind()), torch.zeros(3), group=GROUPS[dist.get_rank() // 2])
     if how == "ignore signals":
@@ -154,7 +151,7 @@ def on_a_full_disk(config: Config, plan: Plan, context: WorkerContext) -> int:
 
     reserve.release = release
     if wanted == "never":
-        failure.write = lambda *_: open("/dev/full", "w", buffering=1).write("no room\n")  # noqa: SIM115
+        failure.write_failure = lambda *_: open("/dev/full", "w", buffering=1).write("no room\n")  # noqa: SIM115
         os.dup2(os.open("/dev/full", os.O_WRONLY), 2)  # the log
     return worker.run(config, plan, replace(context, heartbeat=beat))
 

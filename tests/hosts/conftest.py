@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.network import Network, missing
+from tests.hosts.network import Network, network_of
 
 
 @pytest.fixture(scope="session")
 def network() -> Iterator[Network]:
-    if reason := missing():
-        pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="parallelrun-hosts-"))
-    found = Network(folder)
-    try:
-        found.start()
-        yield found
-    finally:
-        found.stop()
-        shutil.rmtree(folder, ignore_errors=True)
+    with network_of("worker-1", "worker-2") as network:
+        yield network
 
 
 @pytest.fixture(scope="session")
 def ssh_config(network: Network) -> Path:
-    if shutil.which("sshd", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None:
-        pytest.skip("no sshd here (openssh-server)")
     return network.serve_ssh()
 
 

@@ -11,12 +11,16 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from tests.cli.launcher import read, wait_for
+from tests.namespaces import processes_beside
 
 SUBNET = "10.77.0"
 
@@ -33,12 +37,26 @@ def missing() -> str:
     return "" if tried.returncode == 0 else "this container cannot make network namespaces"
 
 
+@contextlib.contextmanager
+def network_of(*names: str) -> Iterator[Network]:
+    """A network of hosts during the block. Skips the test where none can be made."""
+    if reason := missing():
+        pytest.skip(reason)
+    network = Network(Path(tempfile.mkdtemp(prefix="parallelrun-hosts-")), names)
+    try:
+        network.start()
+        yield network
+    finally:
+        network.stop()
+        shutil.rmtree(network.folder, ignore_errors=True)
+
+
 @dataclass
 class Network:
     """Hosts `names`, the first at SUBNET.1; a process that sleeps keeps each alive."""
 
     folder: Path
-    names: Sequence[str] = ("worker-1", "worker-2")
+    names: Sequence[str]
     _keepers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -94,9 +112,11 @@ class Network:
             return subprocess.Popen(self.command(name, *inside), stdout=file, stderr=file, env=env)
 
     def serve_ssh(self) -> Path:
-        """Start an sshd on every host; return a configuration for ssh with which each reaches each."""
-        sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-        assert sshd is not None
+        """Start an sshd on every host; return a configuration for ssh with which each reaches each. Skips the test
+        where there is none."""
+        sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+        if sshd is None:
+            pytest.skip("no sshd here (openssh-server)")
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's privilege separation needs it
         for name in ("host", "user"):
             key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
@@ -119,13 +139,7 @@ class Network:
 
     def processes(self, name: str) -> list[int]:
         """All processes of a host."""
-        own = os.readlink(f"/proc/{self._keepers[name].pid}/ns/uts")
-        found = []
-        for path in Path("/proc").glob("[0-9]*/ns/uts"):
-            with contextlib.suppress(OSError):
-                if os.readlink(path) == own:
-                    found.append(int(path.parts[2]))
-        return found
+        return processes_beside(self._keepers[name].pid)
 
     def clear(self) -> None:
         """Kill what still runs on the hosts, but for sshd."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +21,9 @@ from parallelrun.launch.failures.guard import RANKS_GONE
 from parallelrun.report.records import attempts
 from tests.checkpoints import read_whole, same
 from tests.cli.launcher import read, survivors, wait_for
+from tests.cli.test_launch_supervisor import listening_addresses
 from tests.hosts.jobs import Job, environ
-from tests.hosts.network import Network, missing
+from tests.hosts.network import Network, network_of
 from tests.hosts.test_launchers import TINY
 from tests.matrix import FULL
 
@@ -38,15 +38,8 @@ BOTH = "worker-1:2,worker-2:2"
 @pytest.fixture
 def own() -> Iterator[Network]:
     """Two hosts."""
-    if (reason := missing()) or shutil.which("sshd", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None:
-        pytest.skip(reason or "no sshd here (openssh-server)")
-    found = Network(Path(tempfile.mkdtemp(prefix="parallelrun-hosts-")))
-    try:
-        found.start()
-        yield found
-    finally:
-        found.stop()
-        shutil.rmtree(found.folder, ignore_errors=True)
+    with network_of("worker-1", "worker-2") as network:
+        yield network
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +71,19 @@ def train(network: Network, folder: Path, hosts: str, steps: int = ENDLESS, rest
     return job
 
 
-def agents(network: Network, name: str) -> list[int]:
-    """The agent of a host and its ranks, which are its children."""
-    return [pid for pid in network.processes(name) if b"ssh_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def agent(network: Network, name: str) -> int:
+    """The agent of a host."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in network.processes(name)}
+    return next(pid for pid, words in lines.items() if b"parallelrun.launch.over_ssh.ssh_agent" in words)
+
+
+def ranks(network: Network, name: str) -> list[int]:
+    """The ranks of a host, in their order: the children of its agent."""
+    return sorted(pid for pid in network.processes(name) if parent(pid) == agent(network, name))
 
 
 def parent(pid: int) -> int:
     return int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
-
-
-def agent(network: Network, name: str) -> int:
-    found = agents(network, name)
-    return next(pid for pid in found if parent(pid) not in found)
-
-
-def ranks(network: Network, name: str) -> list[int]:
-    """The ranks of a host, in their order."""
-    first = agent(network, name)
-    return sorted(pid for pid in agents(network, name) if parent(pid) == first)
 
 
 def nothing_left(network: Network) -> None:
@@ -116,13 +104,30 @@ def check_failed(job: Job, network: Network, blamed: set[int], host: str) -> Non
 
 
 def test_uneven_hosts_have_the_ranks_in_their_order(own, tmp_path, expected):
-    job = train(own, tmp_path, "worker-1:1,worker-2:3", STEPS)
+    """A folder's name reaches the remote shell: it must not be read by it."""
+    folder = tmp_path / "it's; touch pwned $(touch pwned)"
+    folder.mkdir()
+    job = train(own, folder, "worker-2:1,worker-1:3", STEPS)
     rows = job.status["ranks"]
-    assert [(row["rank"], row["host"]) for row in rows] == [(0, "worker-1"), *((n, "worker-2") for n in (1, 2, 3))]
+    assert [(row["rank"], row["host"]) for row in rows] == [(0, "worker-2"), *((n, "worker-1") for n in (1, 2, 3))]
+    assert listening_addresses(ranks(own, "worker-2")) == {"02004D0A"}, "10.77.0.2, as /proc/net/tcp writes it"
     assert job.wait() == [0], job.output
-    assert "starting rank 0 on worker-1, ranks 1 to 3 on worker-2" in job.output
+    assert "starting rank 0 on worker-2, ranks 1 to 3 on worker-1" in job.output
+    assert re.search(rf"^\[worker-2\] step {STEPS}/{STEPS} .*tokens/s$", job.output, re.MULTILINE)
     assert losses(job.run) == losses(expected)
+    assert not list(tmp_path.rglob("pwned"))
     nothing_left(own)
+
+
+def test_every_host_that_cannot_be_reached_or_has_no_such_python_is_named(own, tmp_path):
+    words = ["-H", "worker-2:1,nosuch.invalid:1", "--ssh-config", str(own.serve_ssh()), "steps=1"]
+    program = "import sys; sys.executable = '/no such/python'; from parallelrun.cli import main as program"
+    command = [sys.executable, "-c", f"{program}; sys.exit(program.main({words}))"]
+    job = Job(tmp_path, [own.popen("worker-1", *command, output=tmp_path / "output", env=environ())])
+    assert job.wait() == [3], job.output
+    assert re.search("worker-2 cannot start parallelrun: .*/no such/python", job.output), job.output
+    assert "nosuch.invalid cannot be reached by ssh: ssh: Could not resolve hostname" in job.output
+    assert f"ssh -F {own.folder}/ssh_config nosuch.invalid" in job.output and "parallelrun doctor" in job.output
 
 
 @pytest.mark.parametrize("rank", [0, 1, pytest.param(2, marks=LONG), pytest.param(3, marks=LONG)])

@@ -44,11 +44,9 @@ def positions_not_summed() -> None:
 
 def wrong_scatter_axis() -> None:
     """3D: partial sums are summed over the axis that splits the samples."""
-    from parallelrun.strategies.pipeline import evaluation
     from parallelrun.strategies.tensor.grid.plan import GridStrategy
 
     right = GridStrategy.product_of
-    evaluation.in_larger_microbatches = lambda plan: plan  # its prediction would refuse the wrong product
 
     def wrong(self: GridStrategy, layer: Any, plan: Plan) -> Product | None:
         product = right(self, layer, plan)

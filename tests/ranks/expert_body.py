@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts
 from parallelrun.models.moe.routing import Routing
 from parallelrun.planner.contract.classes import expert_dispatcher
-from parallelrun.strategies.expert.capacity import slots
+from parallelrun.strategies.expert.capacity import runtime as capacity
 from parallelrun.strategies.expert.capacity.runtime import CapacityTokenDispatcher
-from parallelrun.strategies.expert.common.all_to_all import AllToAll, ByteCounter, finish, start
+from parallelrun.strategies.expert.common.all_to_all import AllToAll
 from parallelrun.strategies.expert.common.dispatcher import TokenDispatcher
 from parallelrun.strategies.expert.common.plan import INNER, OUTER
 from parallelrun.strategies.expert.common.rows import BlockTranspose, ExpertGroups, RowPermutation
@@ -147,18 +146,6 @@ def several(cases: list[Case]) -> list[tuple[dict[str, Tensor], int]]:
     return [passes(case) for case in cases]
 
 
-def permuted_gradient() -> tuple[Tensor, Tensor]:
-    """(what arrived, the gradient of what was sent), where the gradient comes in other strides than the rows."""
-    (group,) = groups_of_world(1)
-    rows = (torch.arange(8.0, dtype=torch.float64).view(4, 2) + 100 * group.index).requires_grad_()
-    exchange = AllToAll(group, ByteCounter(), overlap=True)
-    arrived = finish(start(rows, exchange), exchange)
-    grad = torch.arange(8.0, dtype=torch.float64).view(2, 4) + 100 * group.index
-    (arrived.t() * grad).sum().backward()
-    assert rows.grad is not None
-    return arrived.detach(), rows.grad
-
-
 def order_of_events(case: Case) -> list[str]:
     """What one forward and backward do, in order."""
     log: list[str] = []
@@ -199,11 +186,6 @@ def order_of_events(case: Case) -> list[str]:
     return log
 
 
-def strided_output() -> None:
-    (group,) = groups_of_world(1)
-    comm.all_to_all(torch.empty(2, 4).t(), torch.zeros(4, 2), group, "test")
-
-
 def with_fault(fault: str, case: Case) -> tuple[dict[str, Tensor], int]:
     """`passes`, with a bug planted."""
     if fault == "arrival order":  # experts read rows as they come, by rank
@@ -211,7 +193,7 @@ def with_fault(fault: str, case: Case) -> tuple[dict[str, Tensor], int]:
     elif fault == "expert order":  # rows are packed for one level
         ExpertGroups.send_order = lambda self, device: torch.arange(EXPERTS, device=device)
     elif fault == "gradient of the row alone":  # as if every row that comes back had weight 1 in backward
-        spreads = (rows._CombineRows, slots._CombineSlots)
+        spreads = (rows._CombineRows, capacity._CombineSlots)
         for node in spreads:
             backward = node.backward
             node.backward = staticmethod(

@@ -35,11 +35,6 @@ def step(training: Training, number: int) -> float:
     return train_step(training, number, 0.05, LossScaler(training.config.precision, False)).loss
 
 
-def losses(overrides: dict[str, Any], steps: int) -> list[float]:
-    training = start(overrides)
-    return [step(training, number) for number in range(1, steps + 1)]
-
-
 def context(directory: str) -> Any:
     return SimpleNamespace(rank=dist.get_rank(), directory=Path(directory))
 

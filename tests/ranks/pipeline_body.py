@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.network import Network
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.strategies.pipeline.schedule import boundary_bytes, boundary_shape
 from parallelrun.training.loop.build import build_model_parts
 from parallelrun.training.loop.pipeline_runner import build_runner
 from parallelrun.training.loop.reader import Batch
 from tests.live_bytes import LiveBytes
-
-
-@dataclass
-class Outcome:
-    """What one rank saw in `train_and_evaluate`. counted: the messages of the second step."""
-
-    loss: float = 0.0
-    val_loss: float = 0.0
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    again: dict[str, torch.Tensor] = field(default_factory=dict)
-    counted: list[Collective] = field(default_factory=list)
 
 
 def make_batch(plan: Plan, first: bool = True, last: bool = True) -> Batch:
@@ -56,18 +43,15 @@ def gradients(parts: list[Network]) -> dict[str, torch.Tensor]:
     return found
 
 
-def single_device(config: Config, plan: Plan) -> Outcome:
-    """The whole batch at once through the whole model: no runner, no microbatches, no recomputation."""
+def evaluate_on_one_device(config: Config, plan: Plan) -> float:
+    """The loss of the batch at once in the unsplit model: no runner, no microbatches."""
     mesh = build_mesh(plan, torch.device("cpu"))
     (network,) = build_model_parts(config, plan, mesh)
     initialise.materialise([network], plan, mesh, config.seed)
     batch = make_batch(plan)
-    loss = network.loss(network(batch.inputs, batch.sample_ids), batch.targets)
-    (loss * 0.25).backward()
     network.eval()
     with torch.no_grad():
-        val_loss = network.loss(network(batch.inputs, batch.sample_ids), batch.targets)
-    return Outcome(loss.item(), val_loss.item(), gradients=gradients([network]))
+        return network.loss(network(batch.inputs, batch.sample_ids), batch.targets).item()
 
 
 def set_up(config: Config, plan: Plan) -> tuple[Mesh, list[Network], object, Batch]:
@@ -81,16 +65,14 @@ def set_up(config: Config, plan: Plan) -> tuple[Mesh, list[Network], object, Bat
     return mesh, parts, runner, batch
 
 
-def train_and_evaluate(config: Config, plan: Plan) -> Outcome:
-    """Train a step, evaluate, train the same step again (counted)."""
-    mesh, parts, runner, batch = set_up(config, plan)
-    seen = Outcome(loss=runner.train(batch, 0.25).item(), gradients=gradients(parts))
-    seen.val_loss = runner.evaluate(batch)[0].item()
-    with CommunicationCounter(mesh) as counter:
-        runner.train(batch, 0.25)
-    seen.again = gradients(parts)
-    seen.counted = counter.rows()
-    return seen
+def evaluate_between_steps(config: Config, plan: Plan) -> tuple[float, bool]:
+    """(loss of an evaluation, whether the steps before and after it gave the same gradients)."""
+    _, parts, runner, batch = set_up(config, plan)
+    runner.train(batch, 0.25)
+    before = gradients(parts)
+    loss = runner.evaluate(batch)[0].item()
+    runner.train(batch, 0.25)
+    return loss, all(torch.equal(before[name], gradient) for name, gradient in gradients(parts).items())
 
 
 class _Saved:

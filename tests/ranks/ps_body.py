@@ -168,11 +168,11 @@ def _write_peak(context: WorkerContext, num_bytes: int) -> None:
 
 
 def updates(directory: Path, server: int = 0) -> list[AppliedUpdate]:
-    return [row for row in apply_log.read(directory) if isinstance(row, AppliedUpdate) and row.server == server]
+    return [row for row in apply_log.read_log(directory) if isinstance(row, AppliedUpdate) and row.server == server]
 
 
 def drops(directory: Path) -> list[DroppedPush]:
-    return [row for row in apply_log.read(directory) if isinstance(row, DroppedPush)]
+    return [row for row in apply_log.read_log(directory) if isinstance(row, DroppedPush)]
 
 
 def document(directory: Path, name: str) -> dict[str, Any]:

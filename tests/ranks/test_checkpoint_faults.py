@@ -18,12 +18,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from parallelrun.base.errors import CheckpointError, EnvironmentProblem, SaveFailed
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.background import BackgroundWriter
-from parallelrun.checkpoint.find import complete_steps, keep_last
+from parallelrun.checkpoint.find import complete_steps
 from parallelrun.planner.contract.plan import WORLD
 from tests import checkpoints
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
@@ -58,14 +57,15 @@ def save(folder, step, plan, mesh, keep=2, beside=False):
     parameters, optimizer = parts_of(plan, mesh, step)
     if beside:
         writer = BackgroundWriter(plan, mesh.group(WORLD), mesh.device, timeout_s=60)
-        writer.start(store.parts_of(parameters, optimizer, plan, mesh, {}), folder, step, {"step": step}, keep)
+        writer.start(
+            store.parts_of(store.TrainingState(parameters, optimizer, plan, mesh)), folder, step, {"step": step}, keep
+        )
         writer.wait_for_copies()
         for parameter in parameters:  # the next update, in place, while the thread writes
             parameter.tensor.data.fill_(torch.nan)
         writer.collect()
         return
-    checkpoints.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh)
-    keep_last(folder, keep, mesh.rank)
+    checkpoints.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh, keep)
 
 
 def points(names, most_writes=8):
@@ -150,9 +150,9 @@ def save_and_load_without_pickle(folder):
         save(folder, 3, plan, mesh)
         save(folder, 4, plan, mesh, beside=True)
         parameters, optimizer = parts_of(plan, mesh, 5)
-        store.load(folder / "step_3", parameters, optimizer, plan, mesh)
+        store.load(folder / "step_3", store.TrainingState(parameters, optimizer, plan, mesh))
         with pytest.raises(CheckpointError, match="step_9"):
-            store.load(folder / "step_9", parameters, optimizer, plan, mesh)
+            store.load(folder / "step_9", store.TrainingState(parameters, optimizer, plan, mesh))
 
 
 def test_ranks_that_save_and_load_unpickle_nothing_that_was_sent(tmp_path, run_ranks):
@@ -211,7 +211,7 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_costs_nothing(tmp_path, run_
     assert complete(tmp_path, plan) == [1, 3]
 
 
-def save_wrapped(folder, how):
+def save_wrapped(folder):
     """Rank 1's disk is full, which a library tells in an exception of its own."""
     plan, mesh = build({**SMALL, "dp": 2, "strategy.data.kind": "zero1"})
     save(folder, 1, plan, mesh)
@@ -219,7 +219,7 @@ def save_wrapped(folder, how):
     def full(*arguments):
         error = RuntimeError("the file could not be written")
         cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank_00001.safetensors")
-        raise error from cause if how == "from" else CheckpointException("write", {1: (cause, None)})
+        raise error from cause
 
     try:
         with mock.patch("parallelrun.checkpoint.storage.write_safetensors", full) if mesh.rank else nullcontext():
@@ -229,11 +229,10 @@ def save_wrapped(folder, how):
     return None
 
 
-@pytest.mark.parametrize("how", ["from", "torch"])
-def test_a_full_disk_inside_another_exception_is_a_failed_save_on_all_ranks(tmp_path, run_ranks, how):
-    for rank, (code, text, is_of_another) in enumerate(run_ranks(2, save_wrapped, tmp_path, how)):
+def test_a_full_disk_inside_another_exception_is_a_failed_save_on_all_ranks(tmp_path, run_ranks):
+    for rank, (code, text, is_of_another) in enumerate(run_ranks(2, save_wrapped, tmp_path)):
         assert code == 3 and "step 2 could not be written" in text and is_of_another == (rank == 0)
-        assert ("the file could not be written" if rank else "No space left on device") in text
+        assert "rank 1: No space left on device" in text
     assert sorted(os.listdir(tmp_path)) == ["step_1"]
 
 
@@ -244,14 +243,14 @@ def load_damaged(folder, overrides):
     for path in sorted(Path(folder).iterdir()):
         parameters, optimizer = parts_of(plan, mesh, None)
         try:
-            store.load(path, parameters, optimizer, plan, mesh)
+            store.load(path, store.TrainingState(parameters, optimizer, plan, mesh))
             out[path.name] = (0, "", False)
         except CheckpointError as error:
             untouched = all(torch.isnan(p.tensor).all() and not optimizer.state(p.name) for p in parameters)
             out[path.name] = (error.exit_code, str(error), untouched)
         dist.barrier()
     parameters, optimizer = parts_of(plan, mesh, None)
-    store.load(Path(folder).parent / "good" / "step_1", parameters, optimizer, plan, mesh)
+    store.load(Path(folder).parent / "good" / "step_1", store.TrainingState(parameters, optimizer, plan, mesh))
     return out, wrong_parts(parameters, optimizer, plan, mesh, 1)
 
 
@@ -306,7 +305,7 @@ def test_damage_is_refused_on_all_ranks_before_any_weight_is_touched(tmp_path, r
         assert "index.json is damaged" in results["flip_index"][1]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_each_file_is_checked_however_many_ranks_read(tmp_path, run_ranks, num_ranks):
     """A checkpoint of four files, each damaged in turn, is refused on fewer ranks than files too."""
     run_ranks(4, save_good, tmp_path / "good", {"dp": 4, "strategy.data.kind": "zero1"})
@@ -329,20 +328,18 @@ def load_wrong(path, overrides):
     plan, mesh = build({**SMALL, **overrides})
     parameters, optimizer = parts_of(plan, mesh, None)
     try:
-        store.load(path, parameters, optimizer, plan, mesh)
+        store.load(path, store.TrainingState(parameters, optimizer, plan, mesh))
     except CheckpointError as error:
         return str(error), all(torch.isnan(p.tensor).all() for p in parameters)
 
 
-@pytest.mark.parametrize(
-    "overrides, said",
-    [
-        ({"model.hidden": 16}, "of another shape"),
-        ({"model.layers": 2}, "is not in the checkpoint"),
-        ({"optimizer.name": "sgd"}, "saved with optimizer=adamw"),
-    ],
-)
-def test_another_model_is_refused_on_all_ranks(tmp_path, run_ranks, overrides, said):
-    run_ranks(1, save_good, tmp_path, {})
-    for text, untouched in run_ranks(2, load_wrong, tmp_path / "step_1", {"tp": 2, **overrides}):
-        assert said in text and untouched
+def load_own(folder):
+    return load_wrong(Path(folder) / str(dist.get_rank()) / "step_1", {"dp": 2})
+
+
+def test_ranks_that_see_different_checkpoints_load_none(tmp_path, run_ranks):
+    """As on hosts that do not share the file system."""
+    for rank, changes in enumerate(({}, {"dp": 2, "strategy.data.kind": "zero1"})):
+        run_ranks(rank + 1, save_good, tmp_path / str(rank), changes)
+    for text, untouched in run_ranks(2, load_own, tmp_path):
+        assert "ranks see different checkpoints under" in text and untouched

@@ -85,7 +85,7 @@ def load_and_save(root, folder, names):
         wrong, extras = [], []
         for source in sources(name):
             parameters, optimizer = parts_of(plan, mesh, None)
-            extras.append(store.load(root / source / "step_5", parameters, optimizer, plan, mesh))
+            extras.append(store.load(root / source / "step_5", store.TrainingState(parameters, optimizer, plan, mesh)))
             bad = wrong_parts(parameters, optimizer, plan, mesh, list(PLANS).index(source))
             wrong += [f"{source}: {part}" for part in bad]
         checkpoints.save(folder / name, 6, parameters, optimizer, {}, plan, mesh)

@@ -24,30 +24,41 @@ from tests.plans import tiny_config, tiny_plan
 
 CHANGES = {"dp": 2, "strategy.data.kind": "zero1", "steps": 8, "checkpoint.every": 2, "checkpoint.keep": 9}
 WAITING = {**CHANGES, "checkpoint.asynchronous": False}
+UNLIMITED = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
-def save_along(folder, without_room, stop_at):
-    """Reach every step; at those of `without_room` rank 1 may write 4 KiB a file. What was said, told and raised."""
-    training = build(tiny_config(WAITING), tiny_plan(WAITING), torch.device("cpu"))
+def save_in_turn(folder, changes, after_step):
+    """Reach every step with `after_step(checkpoints, step, rank)`. What was said, told and raised, and the facts."""
+    training = build(tiny_config(changes), tiny_plan(changes), torch.device("cpu"))
     rank, told, said, ended = training.mesh.rank, [], StringIO(), None
     context = WorkerContext(
         rank, 2, rank, torch.device("cpu"), folder, lambda *_: None, lambda: False, told.append, rank == 0
     )
     checkpoints = Checkpoints(training, LossScaler(PrecisionConfig(), scaled=False), context)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(1, 9):
-        if rank == 1 and step in without_room:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
         try:
             with redirect_stdout(said):
-                checkpoints.after_step(step, stopping=step == stop_at)
+                after_step(checkpoints, step, rank)
         except SaveFailed as error:
             ended = (step, error.exit_code)
             break
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    return said.getvalue(), told, ended, checkpoints.facts()["failed_saves"]
+    limit_files(UNLIMITED[0])
+    return said.getvalue(), told, ended, checkpoints.facts()
+
+
+def limit_files(num_bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, UNLIMITED[1]))
+
+
+def save_along(folder, without_room, stop_at):
+    """At the steps of `without_room` rank 1 may write 4 KiB a file."""
+
+    def after_step(checkpoints, step, rank):
+        limit_files(4096 if rank == 1 and step in without_room else UNLIMITED[0])
+        checkpoints.after_step(step, stopping=step == stop_at)
+
+    return save_in_turn(folder, WAITING, after_step)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +73,7 @@ def save_along(folder, without_room, stop_at):
 )
 def test_training_goes_on_until_it_makes_no_sense(tmp_path, run_ranks, without_room, stop_at, saved, failed, ended):
     results = run_ranks(2, save_along, tmp_path, without_room, stop_at)
-    assert [result[1:] for result in results] == [(failed, ended, len(failed))] * 2
+    assert [(told, end, facts["failed_saves"]) for _, told, end, facts in results] == [(failed, ended, len(failed))] * 2
     said = results[0][0].splitlines()
     assert results[1][0] == "" and len(said) == len(failed) - (ended is not None)  # the last is told as the error
     for step, line in zip(failed, said):
@@ -74,31 +85,18 @@ def test_training_goes_on_until_it_makes_no_sense(tmp_path, run_ranks, without_r
 
 def save_beside(folder, without_room):
     """As the loop does: save beside training, look at the outcome in the next step, and agree on a request to stop."""
-    training = build(tiny_config(CHANGES), tiny_plan(CHANGES), torch.device("cpu"))
-    rank, told, said, ended = training.mesh.rank, [], StringIO(), None
-    context = WorkerContext(
-        rank, 2, rank, torch.device("cpu"), folder, lambda *_: None, lambda: False, told.append, rank == 0
-    )
-    checkpoints = Checkpoints(training, LossScaler(PrecisionConfig(), scaled=False), context)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for step in range(1, 9):
+
+    def after_step(checkpoints, step, rank):
         if rank == 1 and step % 2 == 0:
             while checkpoints._beside.is_pending and not checkpoints._beside.is_done:
                 time.sleep(0.001)
-            limit = 4096 if step in without_room else unlimited[0]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
-        try:
-            with redirect_stdout(said):
-                time.sleep(0.05 * rank)  # the ranks look at different moments
-                failing = torch.tensor(float(checkpoints.have_failed()))
-                dist.all_reduce(failing)
-                checkpoints.after_step(step, stopping=bool(failing))
-        except SaveFailed as error:
-            ended = (step, error.exit_code)
-            break
-    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    return said.getvalue(), told, ended, checkpoints.facts()
+            limit_files(4096 if step in without_room else UNLIMITED[0])
+        time.sleep(0.05 * rank)  # the ranks look at different moments
+        failing = torch.tensor(float(checkpoints.have_failed()))
+        dist.all_reduce(failing)
+        checkpoints.after_step(step, stopping=bool(failing))
+
+    return save_in_turn(folder, CHANGES, after_step)
 
 
 @pytest.mark.parametrize(

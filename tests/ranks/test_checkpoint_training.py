@@ -7,10 +7,7 @@ import torch
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_PREEMPTED, CheckpointError
-from parallelrun.checkpoint import store
-from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.config.schema.run_schema import PrecisionConfig
-from parallelrun.distributed.mesh import build_mesh
 from parallelrun.training.loop import checkpointing
 from parallelrun.training.loop import training_loop as loop
 from parallelrun.training.loop.build import build
@@ -108,23 +105,6 @@ def test_a_stop_in_the_first_step_is_saved_also_after_a_resume(tmp_path, run_ran
     assert rest == {step: loss for step, loss in losses.items() if step > SAVED + 1}
 
 
-def mean_of(plan_changes):
-    """Each replica's parts and their mean, of tensors that hold the replica's number, as they would be saved."""
-    plan = tiny_plan(plan_changes)
-    mesh = build_mesh(plan, torch.device("cpu"))
-    mine = float(mesh.coordinate.get("dp", 0))
-    part = LocalPart("model/w", torch.full((4,), mine, dtype=torch.float64), (4,), (0,))
-    return {one.key: one.tensor.tolist() for one in store.replica_parts_and_mean([part], mesh)}
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_the_mean_over_replicas_is_over_all_of_them(size, run_ranks):
-    changes = {"dp": size, "global_batch": 2 * size, "strategy.data.kind": "local_sgd"}
-    found = run_ranks(size, mean_of, changes)
-    assert found[0].pop("model/w") == [sum(range(size)) / size] * 4
-    assert found == [{f"replica/{one}of{size}/model/w": [float(one)] * 4} for one in range(size)]
-
-
 @pytest.mark.parametrize(
     "model, first, others",
     [
@@ -181,12 +161,6 @@ def test_diloco_goes_on_from_the_checkpoint_of_another_way(tmp_path, run_ranks):
     averaged, moved = ends
     for key, begun in read_whole(source).items():
         assert torch.allclose(moved[key], (begun + averaged[key]) / 2, rtol=1e-9, atol=1e-12), key
-
-
-def test_another_global_batch_is_refused(tmp_path, run_ranks):
-    run_ranks(1, train, tmp_path, ONE, None)
-    with pytest.raises(Exception, match=r"global_batch=4, but .* was trained with 8"):
-        run_ranks(1, train, tmp_path / "again", {"global_batch": 4}, tmp_path)
 
 
 def scale_that_goes_on(folder):

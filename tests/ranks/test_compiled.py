@@ -12,26 +12,23 @@ import pytest
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.ranks.test_grid_parity import BASE, CUBE, DROPS, ONE_LAYER, SQUARE
-from tests.ranks.test_tensor_experts import GSHARD, SHARED, experts
-from tests.ranks.test_tensor_gpt import APART, SEQUENCE, assert_proved
+from tests.ranks.test_tensor_parity import APART, GSHARD, SEQUENCE, SHARED
 
 # The first layer of these has no experts.
-TENSOR: dict[str, dict[str, Any]] = {"sequence parallel": experts(GSHARD, **SHARED, **SEQUENCE)}
-GRIDS: dict[str, dict[str, Any]] = {"1x2": {**SQUARE, "tp": 2, "grid": "1x2", **ONE_LAYER, "dropout": 0.1}}
+EXPERTS = {"tp": 2, **GSHARD, **SHARED}
+CELLS: dict[str, dict[str, Any]] = {
+    "sequence parallel": {**EXPERTS, **SEQUENCE},
+    "1x2": {**BASE, **SQUARE, "tp": 2, "grid": "1x2", **ONE_LAYER, "dropout": 0.1},
+}
 if FULL:
-    TENSOR |= {
-        "whole": experts(GSHARD, **SHARED),
+    CELLS |= {
+        "whole": EXPERTS,
         "whole, no experts": {"tp": 2, "model.layers": 1},
         "apart, no experts": {"tp": 2, "model.layers": 1, **APART},
+        "3d, recomputed": {**BASE, **CUBE, "recompute": "full", **DROPS},
     }
-    GRIDS["3d, recomputed"] = {**CUBE, "recompute": "full", **DROPS}
 
 
-@pytest.mark.parametrize("cell", TENSOR)
-def test_compiled_blocks_send_the_same_and_leave_experts_out(cell: str) -> None:
-    assert_proved(TENSOR[cell], backend="aot_eager")
-
-
-@pytest.mark.parametrize("cell", GRIDS)
-def test_a_compiled_grid_equals_one_device(cell: str) -> None:
-    assert_equal(parity({**BASE, **GRIDS[cell], "compile": True}, timeout=300))
+@pytest.mark.parametrize("cell", CELLS)
+def test_compiled_blocks_equal_one_device(cell: str) -> None:
+    assert_equal(parity({**CELLS[cell], "compile": True}, timeout=300))

@@ -10,9 +10,8 @@ from parallelrun.distributed.mesh import Group
 from parallelrun.models import dropout
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.planner.contract.context_order import ORDERS
-from parallelrun.strategies.context.gather import GatherTransport
 from parallelrun.strategies.context.layers import ContextAttention
-from parallelrun.strategies.context.ring import RingTransport
+from parallelrun.strategies.context.transports import GatherTransport, RingTransport
 from tests.pool import run_ranks
 
 SEQ = 48

@@ -11,8 +11,7 @@ import pytest
 from parallelrun.base.errors import ConfigError
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
-from tests.plans import tiny_plan
-from tests.tensor_cases import llama
+from tests.plans import llama, tiny_plan
 
 ORDER, KIND = "strategy.context.order", "strategy.context.kind"
 ALLGATHER, ULYSSES, USP = ({KIND: kind} for kind in ("allgather", "ulysses", "usp"))

@@ -1,17 +1,14 @@
-"""When buckets are sent, which storage is whose, and what each rank keeps."""
+"""When buckets are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
-from math import prod
 from typing import Any
 
 import pytest
 
-from parallelrun.models.optimizer import Optimizer
 from parallelrun.training.loop.schedules import LossScaler
-from parallelrun.training.loop.step import measure, train_step
+from parallelrun.training.loop.step import train_step
 from tests.pool import run_ranks
 from tests.ranks.data_body import start
 
@@ -38,7 +35,7 @@ def _noted(function: Callable, word: str, seen: list[str]) -> Callable:
     return noted
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1"])
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "ring"])
 def test_buckets_leave_during_the_last_backward_and_none_before(kind):
     for seen in run_ranks(2, events, {"dp": 2, "microbatches": 4, "strategy.data.kind": kind}):
         assert seen[:4] == ["microbatch"] * 4
@@ -51,83 +48,3 @@ def test_under_zero_bubble_buckets_wait_for_the_schedule():
     for seen in run_ranks(4, events, overrides):
         assert "launch" in seen
         assert seen.index("finish") < seen.index("launch")
-
-
-def ddp_storage() -> bool:
-    """After every step each gradient is a view into a bucket, and the buckets never move."""
-    training = start({**SMALL_BUCKETS, "dp": 2, "microbatches": 2})
-    buffers = [bucket.buffer for bucket in training.data._buckets]
-    places = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-    for step in (1, 2):
-        train_step(training, step, 0.1, LossScaler(training.config.precision, False))
-        held = [p.tensor.grad for p in training.parameters]
-        if {g.untyped_storage().data_ptr() for g in held} != places:
-            return False
-    return sum(g.numel() for g in held) == sum(buffer.numel() for buffer in buffers)
-
-
-def test_ddp_gradients_lie_in_the_buckets():
-    assert run_ranks(2, ddp_storage) == [True, True]
-
-
-def shared_storage(overrides: dict[str, Any]) -> list[str]:
-    """Parameters whose local tensor is no longer the storage the module computes from."""
-    training = start({"dp": 2, "microbatches": 2, **overrides})
-    strangers = []
-    for step in (1, 2):
-        train_step(training, step, 0.1, LossScaler(training.config.precision, False))
-        measure(training)
-        training.data.begin_step()
-        for local in training.parameters:
-            weight = training.model_parts[0].get_parameter(local.name).detach()
-            weight = weight.to_local() if hasattr(weight, "to_local") else weight
-            same = weight.untyped_storage().data_ptr() == local.tensor.untyped_storage().data_ptr()
-            if local.tensor.numel() and not same:
-                strangers.append(local.name)
-    return strangers
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"strategy.data.kind": "zero1"},
-        {"strategy.data.kind": "fsdp"},
-        {"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": False},
-        {"strategy.data.kind": "fsdp", "precision.name": "bf16"},
-    ],
-    ids=["zero1", "fsdp", "fsdp gathered", "fsdp bf16"],
-)
-def test_what_the_optimizer_updates_is_what_the_module_reads(overrides):
-    assert run_ranks(2, shared_storage, overrides) == [[], []]
-
-
-def optimizer_share(overrides: dict[str, Any]) -> tuple[int, int, list[tuple[str, Any]]]:
-    """(elements of AdamW's first moment here, elements of the model, shards by name)."""
-    training = start({"optimizer.name": "adamw", **overrides})
-    train_step(training, 1, 0.01, LossScaler(training.config.precision, False))
-    optimizer: Optimizer = training.optimizer
-    sizes, place = training.plan.mesh.sizes, training.mesh.coordinate
-    mine = sum(optimizer.state(p.name)["exp_avg"].numel() for p in training.parameters)
-    shards = [(p.name, p.layout.ranges(p.spec.shape, sizes, place)) for p in training.parameters]
-    return mine, training.plan.spec.num_parameters, shards
-
-
-@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
-def test_shards_cover_every_element_exactly_once(kind):
-    results = run_ranks(3, optimizer_share, {"dp": 3, "global_batch": 12, "strategy.data.kind": kind})
-    assert sum(mine for mine, _, _ in results) == results[0][1]
-    covered: dict[str, list] = {}
-    for _, _, shards in results:
-        for name, ranges in shards:
-            covered.setdefault(name, []).append(ranges)
-    for name, ranges in covered.items():
-        rows = sorted(part[0] for part in ranges if prod(stop - start for start, stop in part))
-        assert rows[0][0] == 0, name
-        assert all(before[1] == after[0] for before, after in pairwise(rows)), name
-
-
-def test_hsdp_keeps_one_copy_per_replica():
-    overrides = {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2}
-    results = run_ranks(4, optimizer_share, overrides)
-    assert sum(mine for mine, _, _ in results) == 2 * results[0][1]
-    assert results[0][2] == results[2][2] != results[1][2]

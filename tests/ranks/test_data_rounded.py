@@ -11,7 +11,16 @@ from parallelrun.strategies.data.common import zero_plan
 from parallelrun.training.loop.build import Training
 from tests.matrix import FULL
 from tests.ranks.data_body import Outcome, assemble, run, start
-from tests.ranks.test_data_equality import PIPELINE, SEQUENCE, SMALL_BUCKETS, ZERO1, ZERO2, on_ranks, shapes_of
+from tests.ranks.test_data_equality import (
+    INTERLEAVED,
+    PIPELINE,
+    SEQUENCE,
+    SMALL_BUCKETS,
+    ZERO1,
+    ZERO2,
+    on_ranks,
+    shapes_of,
+)  # fmt: skip
 
 # Clipping would multiply by a norm that is summed in another order. 31 and 37 rows do not divide, so chunks are padded.
 BF16 = {"precision.name": "bf16", "optimizer.clip": 0.0, "model.ffn": 31, "model.tied_embeddings": False, "dp": 2}
@@ -24,12 +33,7 @@ CELLS: dict[str, dict[str, Any]] = {
     # Rounded, the weights of half of the rows lie where gradients have nothing but padding.
     "zero1, one row for four ranks": {"dp": 4, "model.ffn": 1, **ZERO1},
     "zero1 x tp, sequence parallel": {"tp": 2, "model.ffn": 30, **ZERO1, **SEQUENCE},
-    "zero1, two stages a rank in one bucket": {
-        **PIPELINE,
-        "strategy.pipeline.kind": "interleaved",
-        "model.layers": 4,
-        **ZERO1,
-    },
+    "zero1, two stages a rank in one bucket": {**INTERLEAVED, **ZERO1},
     "zero1 x experts, rmsnorm": {**EXPERTS, "model.norm": "rmsnorm", **ZERO1},
     "zero2, accumulation in many buckets": {"microbatches": 4, **ZERO2, **SMALL_BUCKETS},
     "zero2, recomputed": {"microbatches": 2, "recompute": "full", **ZERO2},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import RanksFailed, run_ranks
+from tests.pool import run_ranks
 from tests.ranks import expert_body as body
 from tests.ranks.expert_body import Case
 
@@ -55,35 +55,6 @@ def test_blocking_sends_the_same_as_overlapped(kind):
     cases = [Case(kind, overlap=overlap) for overlap in (True, False)]
     for (one, sent), (two, sent_blocking) in check(2, cases):
         assert all(torch.equal(one[name], two[name]) for name in one) and sent == sent_blocking > 0
-
-
-def test_places_of_capacity_travel_whether_filled_or_not_and_dropless_sends_only_rows():
-    (of_rank, _) = check(
-        2, [Case("capacity"), Case("dropless"), Case("dropless", "nothing"), Case("dropless", chunks=2)]
-    )
-    (_, capacity), (_, dropless), (_, nothing), (_, chunked) = of_rank
-    row, places = body.HIDDEN * 8, body.routing_of("random", 0).capacity * body.GROUPS * body.EXPERTS
-    kept = [body.routing_of("random", rank) for rank in range(2)]
-    leave = int(kept[0].kept.sum())
-    come = sum(int((routing.kept & (routing.experts < body.EXPERTS // 2)).sum()) for routing in kept)
-    assert capacity == 4 * places * row  # there and back, and their gradients
-    assert dropless == 2 * (leave + come) * row + 8 * body.EXPERTS
-    assert nothing == 8 * body.EXPERTS
-    assert chunked == dropless + 8 * body.EXPERTS  # counts of every chunk, at once
-
-
-def test_a_gradient_in_other_strides_is_sent_as_it_reads():
-    for rank, (arrived, grad) in enumerate(run_ranks(2, body.permuted_gradient)):
-        sent = [torch.arange(8.0, dtype=torch.float64).view(4, 2) + 100 * source for source in (0, 1)]
-        back = [(torch.arange(8.0, dtype=torch.float64).view(2, 4) + 100 * source).t() for source in (0, 1)]
-        own = slice(2 * rank, 2 * rank + 2)
-        assert torch.equal(arrived, torch.cat([part[own] for part in sent]))
-        assert torch.equal(grad, torch.cat([part[own] for part in back]))
-
-
-def test_an_output_that_is_not_contiguous_is_refused():
-    with pytest.raises(RanksFailed, match="non-contiguous output"):
-        run_ranks(2, body.strided_output)
 
 
 def test_the_shared_expert_is_computed_while_rows_travel_in_both_passes():

@@ -33,42 +33,37 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-def fill_with_ones(overrides: dict[str, Any], alone_bytes: int) -> tuple[float, int, bool]:
+def fill_with_ones(overrides: dict[str, Any]) -> list[tuple[float, int, bool]]:
     """(this rank's share of the squared norm, elements of the model, whether it is all of it) with all gradients 1.
 
-    alone_bytes: up to how many bytes every rank measures all.
+    First where no rank measures all gradients, then where every rank does that has them.
     """
-    with mock.patch.object(gradients, "MEASURED_ALONE_BYTES", alone_bytes):
-        training = start(overrides)
-        training.data.begin_step()
-        training.data.finish_gradients()
-        for parameter in training.parameters:
-            parameter.tensor.grad.fill_(1.0)  # in the data strategy's flat buffers, where it has such
-        share = training.gradients.squared_norm()
-    assert share.dtype == torch.float64 and share.dim() == 0
-    return float(share), training.plan.spec.num_parameters, training.gradients.norm_is_local
+    measured = []
+    for alone_bytes in (0, 2**20):
+        with mock.patch.object(gradients, "MEASURED_ALONE_BYTES", alone_bytes):
+            training = start(overrides)
+            training.data.begin_step()
+            training.data.finish_gradients()
+            for parameter in training.parameters:
+                parameter.tensor.grad.fill_(1.0)  # in the data strategy's flat buffers, where it has such
+            share = training.gradients.squared_norm()
+        assert share.dtype == torch.float64 and share.dim() == 0
+        measured.append((float(share), training.plan.spec.num_parameters, training.gradients.norm_is_local))
+    return measured
 
 
 @pytest.mark.parametrize("case", WORLDS)
-def test_every_logical_element_is_counted_once_over_the_world(case):
+def test_every_logical_element_is_counted_once_over_the_world_or_on_every_rank(case):
     overrides = WORLDS[case]
     world = overrides.get("dp", 1) * overrides.get("tp", 1) * overrides.get("pp", 1)
-    results = run_ranks(world, fill_with_ones, overrides, 0)
-    assert sum(share for share, _, _ in results) == pytest.approx(results[0][1], rel=1e-12)
-    assert not any(alone for _, _, alone in results)
+    shared, local = zip(*run_ranks(world, fill_with_ones, overrides))
+    assert sum(share for share, _, _ in shared) == pytest.approx(shared[0][1], rel=1e-12)
+    assert not any(alone for _, _, alone in shared)
+    assert [alone for _, _, alone in local] == [case == "dp"] * world
     if case == "dp":
-        assert results[0][0] == pytest.approx(results[1][0], abs=len(results)), "replicas do not share the work"
-
-
-@pytest.mark.parametrize("case", WORLDS)
-def test_small_gradients_that_all_ranks_have_are_measured_by_all(case):
-    overrides = WORLDS[case]
-    world = overrides.get("dp", 1) * overrides.get("tp", 1) * overrides.get("pp", 1)
-    results = run_ranks(world, fill_with_ones, overrides, 2**20)
-    assert [alone for _, _, alone in results] == [case == "dp"] * world
-    if case == "dp":
-        assert results[0][0] == pytest.approx(results[0][1], rel=1e-14)  # the norm is squared: one rounding in fp64
-        assert {share for share, _, _ in results} == {results[0][0]}, "replicas measure different norms"
+        assert shared[0][0] == pytest.approx(shared[1][0], abs=world), "replicas do not share the work"
+        assert local[0][0] == pytest.approx(local[0][1], rel=1e-14)  # the norm is squared: one rounding in fp64
+        assert {share for share, _, _ in local} == {local[0][0]}, "replicas measure different norms"
 
 
 def finalise_counted(overrides: dict[str, Any]) -> tuple[dict[tuple[str, str], int], dict[str, float]]:

@@ -1,169 +1,167 @@
-"""The product of the grid ways on real ranks: every form gives Y, dX, dW, db of one process, and sends as predicted."""
+"""The product of the grid strategies on real ranks: every form gives Y, dX, dW and db of one process."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
 
-from parallelrun.planner.model.product import transfers
+from parallelrun.base.layout import Layout
+from parallelrun.distributed.mesh import Mesh, build_mesh
+from parallelrun.planner.contract.mesh_shape import MeshShape
+from parallelrun.planner.model.product import ActivationLayout, Product
+from parallelrun.planner.model.product import forms as products
+from parallelrun.strategies.tensor.grid import matmul
+from parallelrun.training.verify.measure import tensor_errors
 from tests.pool import run_ranks
-from tests.ranks.grid_matmul_body import SAMPLES, SEQ, Case, Found, prove, prove_all, split_all
 
 BOUND = 1e-12
-SQUARE, OBLONG, DEEP, CUBE = (
-    {"row": 2, "col": 2},
-    {"row": 2, "col": 3},
-    {"depth": 2, "row": 2, "col": 2},
-    {"x": 2, "y": 2, "z": 2},
+SAMPLES, SEQ, FEATURES = 12, 2, 24
+GRID, DEEP, CUBE = (
+    ActivationLayout(("row",), ("col",)),
+    ActivationLayout(("depth", "row"), ("col",)),
+    ActivationLayout(("x", "y"), ("z",)),
 )
-QKV = (48, 24, 24)
-GATHERS = ("stationary_y", "stationary_x", "stationary_w", "stationary_w, the way back")
-CUBES = ("cube", "cube, the way back", "cube stationary_y")
+FORMS: dict[str, Callable[[], Product]] = {
+    "stationary_y": lambda: products.stationary_y(GRID),
+    "stationary_x": lambda: products.stationary_x(GRID),
+    "stationary_w": lambda: products.stationary_w(GRID),
+    "stationary_w, the way back": lambda: products.stationary_w(products.stationary_w(GRID).y),
+    "summa": lambda: products.summa(GRID),
+    "deep stationary_y": lambda: products.stationary_y(DEEP),
+    "deep stationary_x": lambda: products.stationary_x(DEEP),
+    "deep stationary_w": lambda: products.stationary_w(DEEP),
+    "deep summa": lambda: products.summa(DEEP),
+    "cube": lambda: products.cube(CUBE),
+    "cube, the way back": lambda: products.cube(products.cube(CUBE).y),
+    "cube stationary_y": lambda: products.stationary_y(CUBE),
+}
+FLAT_FORMS = [form for form in FORMS if "deep" not in form and "cube" not in form]
+DEEP_FORMS = [form for form in FORMS if "deep" in form]
+CUBE_FORMS = [form for form in FORMS if "cube" in form]
 
 
-def run(cases: list[Case]) -> list[list[Found]]:
-    """By case, what each rank found."""
-    return list(zip(*run_ranks(prod(cases[0].sizes.values()), prove_all, cases)))
+@dataclass(frozen=True)
+class Case:
+    """One product on a grid. outputs: features of each. dtypes: of products, of sums of dW, of stored weights."""
+
+    form: str
+    sizes: dict[str, int]
+    outputs: tuple[int, ...] = (48, 24, 24)
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float64,) * 3
+    save_gathered: bool = True
+    fused: bool = True
 
 
-def assert_proved(cases: list[Case], bound: float = BOUND) -> None:
-    for case, ranks in zip(cases, run(cases), strict=True):
-        for found in ranks:
-            compared = {"y0", "weight0"} | ({"x"} if case.input_gradient and not case.product.lookup else set())
-            assert compared <= set(found.errors), case
-            assert max(found.errors.values()) < bound, (case, found.coordinate, found.errors)
-            assert found.counted == found.predicted, (case, found.coordinate)
+def mesh_of(sizes: dict[str, int]) -> Mesh:
+    """A mesh of these mesh dims; nothing else of a plan is needed."""
+    shape = MeshShape(tuple(sizes.items()))
+    plan: Any = SimpleNamespace(world=shape.num_ranks, mesh=shape, tied_copies=(), servers=0)
+    return build_mesh(plan, torch.device("cpu"))
+
+
+def operands(case: Case) -> dict[str, Tensor]:
+    """X, every weight and bias, and the gradient of every output."""
+    shapes: dict[str, tuple[int, ...]] = {"x": (SAMPLES, SEQ, FEATURES)}
+    for number, size in enumerate(case.outputs):
+        shapes |= {f"weight{number}": (size, FEATURES), f"bias{number}": (size,), f"dy{number}": (SAMPLES, SEQ, size)}
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def layout_of(name: str, product: Product) -> Layout:
+    if name.startswith("weight"):
+        return product.weight_layout
+    if name.startswith("bias"):
+        return product.bias_layout
+    activation = product.x if name == "x" else product.y
+    return Layout((activation.rows, (), activation.features))
+
+
+def part(tensor: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    for dim, (start, stop) in enumerate(layout.ranges(tuple(tensor.shape), mesh.shape.sizes, mesh.coordinate)):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor.clone()
+
+
+def differentiate(
+    values: dict[str, Tensor], num_outputs: int, multiply: Callable[[Tensor, list[Any]], tuple[Tensor, ...]]
+) -> dict[str, Tensor]:
+    """Outputs and gradients."""
+    leaves = {name: tensor.requires_grad_() for name, tensor in values.items() if not name.startswith("dy")}
+    outputs = multiply(values["x"], [(leaves[f"weight{i}"], leaves[f"bias{i}"]) for i in range(num_outputs)])
+    torch.autograd.backward(outputs, [values[f"dy{i}"].to(y.dtype) for i, y in enumerate(outputs)])
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {**{f"y{number}": y.detach() for number, y in enumerate(outputs)}, **gradients}
+
+
+def prove(case: Case) -> tuple[dict[str, float], dict[str, torch.dtype]]:
+    """On a rank: errors against one process by name, in `verify`'s measure, and dtypes."""
+    mesh, product, count = mesh_of(case.sizes), FORMS[case.form](), len(case.outputs)
+    compute, reduce, stored = case.dtypes
+    options = matmul.MatmulOptions(compute, reduce, case.save_gathered, case.fused)
+    local = {
+        name: part(tensor, layout_of(name, product), mesh).to(stored if name[0] in "wb" else compute)
+        for name, tensor in operands(case).items()
+    }
+    ours = differentiate(local, count, lambda x, weights: matmul.multiply(x, weights, product, mesh, options))
+    for name, gradient in ours.items():
+        for axis in layout_of(name, product).partial:
+            if mesh.shape.size(axis) > 1:
+                dist.all_reduce(gradient, group=mesh.group(axis).process_group)
+    alone = differentiate(
+        operands(case), count, lambda x, weights: tuple(functional.linear(x, *weight) for weight in weights)
+    )
+    expected = {name: part(tensor, layout_of(name, product), mesh) for name, tensor in alone.items()}
+    assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in expected.items()}
+    errors = tensor_errors({name: tensor.double() for name, tensor in ours.items()}, expected)
+    return errors, {name: tensor.dtype for name, tensor in ours.items()}
+
+
+def prove_all(cases: list[Case]) -> list[tuple[dict[str, float], dict[str, torch.dtype]]]:
+    """Body of a rank."""
+    return [prove(case) for case in cases]
 
 
 def variants(form: str, sizes: dict[str, int]) -> list[Case]:
-    """One output and three of different sizes, gathered operands kept or not, fused or apart."""
+    """One output, and three of different sizes, with gathered operands saved or not, fused or not."""
     case = Case(form, sizes)
-    panels = [] if "summa" in form else [replace(case, outputs=QKV, save_gathered=False)]
-    apart = [] if "summa" in form else [replace(case, outputs=QKV, fused=False)]  # SUMMA is always one node
-    return [case, replace(case, outputs=QKV), *panels, *apart]
+    if "summa" in form:  # gathers nothing, always one node
+        return [case]
+    return [replace(case, outputs=(48,)), case, replace(case, save_gathered=False), replace(case, fused=False)]
 
 
-@pytest.mark.parametrize("form", [*GATHERS, "summa"])
-def test_2d(form):
-    assert_proved(variants(form, SQUARE))
+@pytest.mark.parametrize(
+    ("forms", "sizes"),
+    [
+        (FLAT_FORMS, {"row": 2, "col": 2}),
+        (FLAT_FORMS, {"row": 2, "col": 3}),
+        (FLAT_FORMS, {"row": 3, "col": 2}),
+        ([form for form in FLAT_FORMS if form != "summa"], {"row": 1, "col": 4}),
+        (DEEP_FORMS, {"depth": 2, "row": 2, "col": 2}),
+        (CUBE_FORMS, {"x": 2, "y": 2, "z": 2}),
+    ],
+    ids=str,
+)
+def test_every_form_gives_the_product_of_one_process(forms: list[str], sizes: dict[str, int]) -> None:
+    cases = [case for form in forms for case in variants(form, sizes)]
+    for results in run_ranks(prod(sizes.values()), prove_all, cases):
+        for case, (errors, _) in zip(cases, results, strict=True):
+            assert {"y0", "x", "weight0", "bias0"} <= set(errors) and max(errors.values()) < BOUND, (case, errors)
 
 
-@pytest.mark.parametrize("sizes", [OBLONG, {"row": 3, "col": 2}], ids=["2x3", "3x2"])
-def test_2d_on_a_grid_that_is_not_square(sizes):
-    assert_proved([case for form in (*GATHERS, "summa") for case in variants(form, sizes)[1:]])
-
-
-def test_2d_on_one_row():  # the row axis has degree 1: nothing moves over it, and nothing is taken for it
-    row = {"row": 1, "col": 4}
-    assert_proved([variants(form, row)[1] for form in GATHERS] + [Case("grid table", row)])
-
-
-def test_25d():
-    forms = ("deep stationary_y", "deep stationary_x", "deep stationary_w", "deep summa")
-    assert_proved([variants(form, DEEP)[1] for form in forms])
-
-
-def test_25d_without_the_sum_over_depth_has_the_weight_gradient_of_one_slice():
-    found = run_ranks(8, prove, Case("deep stationary_y", DEEP), False)
-    for one in found:
-        assert one.errors["weight0"] > 0.1 and one.errors["bias0"] > 0.1, one.errors
-        assert max(one.errors["y0"], one.errors["x"]) < BOUND
-
-
-@pytest.mark.parametrize("form", CUBES)
-def test_3d(form):
-    assert_proved(variants(form, CUBE)[1:])
-
-
-TABLES = [("grid table", SQUARE), ("grid table", OBLONG), ("deep table", DEEP), ("cube table", CUBE)]
-HEADS = [("stationary_y", SQUARE), ("stationary_y", OBLONG), ("deep stationary_y", DEEP), ("cube", CUBE)]
-UNEVEN = {"bias": False, "features": 24}
-
-
-@pytest.mark.parametrize(("form", "sizes"), TABLES, ids=str)
-def test_lookups_in_a_vocabulary_of_37(form, sizes):
-    assert_proved([Case(form, sizes, outputs=(24,))])
-
-
-@pytest.mark.parametrize(("form", "sizes"), [*HEADS, ("cube stationary_y", CUBE)], ids=str)
-def test_heads_of_a_vocabulary_of_37(form, sizes):
-    case = Case(form, sizes, outputs=(37,), bias=False)
-    assert_proved([case, replace(case, save_gathered=False), replace(case, fused=False)])
-
-
-FORMS_ON = [((*GATHERS, "summa"), SQUARE), (CUBES, CUBE)]
-APART_ON = [(GATHERS, SQUARE), (CUBES, CUBE)]  # forms that a split backward allows: all but SUMMA
-
-
-@pytest.mark.parametrize(("forms", "sizes"), FORMS_ON, ids=["4 ranks", "8 ranks"])
-def test_gathering_again_computes_bitwise_what_keeping_does_and_keeps_local_operands_only(forms, sizes):
-    kept = [Case(form, sizes, outputs=QKV) for form in forms]
-    lean = [replace(case, save_gathered=False) for case in kept]
-    found = run([*kept, *lean])
-    for case, with_kept, without in zip(lean, found[: len(forms)], found[len(forms) :], strict=True):
-        for one, other in zip(with_kept, without):
-            for name, value in one.values.items():
-                assert torch.equal(value, other.values[name]), (case, name)
-            assert other.counted == other.predicted, case
-            assert other.saved == local_input(case), case
-            assert one.saved == (local_input(case) if case.product.panels else gathered_operands(case)), case
-
-
-def local_input(case: Case) -> int:
-    return SAMPLES * SEQ * case.features // prod(case.sizes.values())
-
-
-def gathered_operands(case: Case) -> int:
-    """Elements of X, gathered or as it lies, and of what is gathered of W."""
-    moves = transfers(case.product, SAMPLES * SEQ, case.features, sum(case.outputs), case.sizes)
-    gathered = {
-        move.operand: move.elements for move in moves if (move.phase, move.operation) == ("forward", "all_gather")
-    }
-    return gathered.get("x", local_input(case)) + gathered.get("w", 0)
-
-
-@pytest.mark.parametrize(("forms", "sizes"), APART_ON, ids=["4 ranks", "8 ranks"])
-def test_nodes_of_their_own_compute_bitwise_the_same(forms, sizes):
-    """On small integers, which are exact in whatever order they are summed."""
-    fused = [Case(form, sizes, outputs=QKV, whole=True) for form in forms]
-    found = run([*fused, *(replace(case, fused=False) for case in fused)])
-    for case, together, apart in zip(fused, found[: len(forms)], found[len(forms) :], strict=True):
-        for one, other in zip(together, apart):
-            for name, value in one.values.items():
-                assert torch.equal(value, other.values[name]), (case, name)
-
-
-@pytest.mark.parametrize(("forms", "sizes"), APART_ON, ids=["4 ranks", "8 ranks"])
-def test_a_split_backward_sends_what_belongs_to_each_half_once(forms, sizes):
-    cases = [Case(form, sizes, outputs=QKV, fused=False) for form in forms]
-    cases += [replace(case, bias=False) for case in cases]  # what a product gives is then what a stage gives
-    for case, ranks in zip(cases, zip(*run_ranks(prod(sizes.values()), split_all, cases)), strict=True):
-        for found in ranks:
-            assert max(found.errors.values()) < BOUND, (case, found.errors)
-            purposes = [{row.purpose for row in rows if row.calls} for rows in (found.counted, found.predicted)]
-            assert "weight_gradients" not in purposes[0], (case, found.counted)
-            assert purposes[1] == ({"weight_gradients"} if case.product.gather_w else set()), (case, found.predicted)
-
-
-HALF = ("stationary_y", "stationary_x", "stationary_w", "summa", "grid table")
-
-
-def test_half_precision_computes_in_bf16_and_sums_weight_gradients_in_fp32():
-    cases = [Case(form, SQUARE, compute=torch.bfloat16, reduce=torch.float32, stored=torch.float32) for form in HALF]
-    cases += [replace(case, outputs=QKV) for case in cases[:-1]]
-    cases += [replace(case, outputs=QKV, fused=False) for case in cases[: len(GATHERS) - 1]]
-    for case, ranks in zip(cases, run(cases), strict=True):
-        for found in ranks:
-            assert 1e-5 < max(found.errors.values()) < 2e-2, (case, found.errors)
-            assert found.counted == found.predicted, case  # in bytes: 2 an element, 4 of a weight gradient
-            assert found.values["y0"].dtype == torch.bfloat16 and found.values["weight0"].dtype == torch.float32
-
-
-def test_without_an_input_gradient_nothing_is_moved_for_it():
-    cases = [Case(form, SQUARE, input_gradient=False, save_gathered=False) for form in (*GATHERS, "summa")]
-    assert_proved(cases)
-    for ranks in run(cases):
-        assert "x" not in ranks[0].values
+def test_half_precision_computes_in_bf16_and_sums_weight_gradients_in_fp32() -> None:
+    dtypes = torch.bfloat16, torch.float32, torch.float32
+    cases = [replace(case, dtypes=dtypes) for form in FLAT_FORMS for case in variants(form, {"row": 2, "col": 2})]
+    for results in run_ranks(4, prove_all, cases):
+        for case, (errors, found) in zip(cases, results, strict=True):
+            assert 1e-5 < max(errors.values()) < 2e-2, (case, errors)
+            assert found["y0"] == torch.bfloat16 and found["weight0"] == torch.float32

@@ -11,8 +11,8 @@ import pytest
 
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
+from tests.plans import llama
 from tests.ranks.test_model_parity import NET, PLACED, Frozen
-from tests.tensor_cases import llama
 
 BASE: dict[str, Any] = {
     "model.layers": 2,

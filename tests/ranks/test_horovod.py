@@ -24,6 +24,7 @@ def data(**settings: Any) -> dict[str, Any]:
     return {**HOROVOD, **{f"strategy.data.{key}": value for key, value in settings.items()}}
 
 
+SETS_OF_THREE = data(process_sets=((0, 2, 4), (5, 1)), algorithm="ring")
 CELLS: dict[str, dict[str, Any]] = {
     "dp 3, uneven sums by ring": {"dp": 3, "global_batch": 12, **data(algorithm="ring")},
     "backward passes per step": {"dp": 2, "microbatches": 4, **HOROVOD},
@@ -37,17 +38,12 @@ CELLS: dict[str, dict[str, Any]] = {
     "adasum in fp16": {"dp": 2, **data(reduction="adasum", compression="fp16")},
     "process sets": {"dp": 4, **data(process_sets=((0, 3), (1, 2)))},
     "process sets, each by itself": {"dp": 2, **data(process_sets=((0,), (1,)))},
-    "process sets in a tensor plan": {"dp": 2, "tp": 2, **data(process_sets=((0,), (1,)))},
     "process sets, adasum": {"dp": 4, **data(process_sets=((0, 2), (1, 3)), reduction="adasum")},
     "process sets, powersgd": {"dp": 4, **data(process_sets=((0, 2), (1, 3)), compression="powersgd")},
     "a process set that leaves workers out": {"dp": 4, **data(process_sets=((0, 2),))},
-    "process sets of three, of two and of one": {
-        "dp": 6,
-        "global_batch": 12,
-        **data(process_sets=((0, 2, 4), (5, 1)), algorithm="ring"),
-    },
+    "process sets of three, of two and of one": {"dp": 6, **SETS_OF_THREE, "global_batch": 12},
     "a process set that leaves workers out, adasum": {"dp": 4, **data(process_sets=((3, 1),), reduction="adasum")},
-    "a process set that leaves workers out, in a tensor plan": {
+    "a process set that leaves workers out, x tp": {
         "dp": 3,
         "tp": 2,
         "global_batch": 12,
@@ -55,14 +51,7 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "join": {"dp": 3, "global_batch": 12, **data(worker_batches=(5, 1, 2))},
     "join, divided by the active": {"dp": 2, **data(worker_batches=(1, 5), join_divisor="active")},
-    "join with ignored targets": {"dp": 2, "model.name": "bert", **data(worker_batches=(5, 1))},
-    "join of three with ignored targets": {
-        "dp": 3,
-        "global_batch": 12,
-        "model.name": "bert",
-        **data(worker_batches=(1, 5, 5)),
-    },
-}
+}  # `test_counts.py` has join with ignored targets
 
 if not FULL:  # each pair of the three axes is in another cell
     del CELLS["in a tensor and pipeline plan"]

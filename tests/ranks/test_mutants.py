@@ -9,11 +9,11 @@ import pytest
 
 from tests.mutants import MODULES
 from tests.parity import assert_equal, parity
+from tests.plans import llama
 from tests.ranks import test_context_parity as context
 from tests.ranks.test_data_experts import ALL, FSDP, HALF, MOE, THREE, ZERO1, ZERO2
 from tests.ranks.test_grid_parity import BASE, CUBE, DEEP, DROPS, ONE_LAYER, SQUARE, form
 from tests.ranks.test_latent_parity import LATENT
-from tests.tensor_cases import llama
 
 Overrides = dict[str, Any]
 COMMON: Overrides = {

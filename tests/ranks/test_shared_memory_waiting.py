@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -311,20 +306,7 @@ def idle(seconds: float) -> tuple[float, int]:
 def test_waiting_ranks_do_not_burn_cores() -> None:
     found = run_ranks(16, idle, 2.0)
     assert sum(used for used, _ in found) < 1.0  # of 32 seconds of waiting
-    assert max(looked for _, looked in found) < 8 * 2.0 / engine.STALLED_S
-
-
-def over_many() -> int:
-    world = dist.get_world_size()
-    for number in range(20):
-        tensor = torch.full((3000,), float(number))
-        dist.all_reduce(tensor)
-        assert (tensor == number * world).all()
-    return world
-
-
-def test_32_ranks() -> None:
-    assert run_ranks(32, over_many, timeout=120) == [32] * 32
+    assert max(looked for _, looked in found) < 8 * 2.0 / engine.SLEEP_S
 
 
 def memory_of_a_rank() -> tuple[str, int, int, int]:
@@ -338,34 +320,3 @@ def memory_of_a_rank() -> tuple[str, int, int, int]:
 def test_memory_is_private_and_has_no_name() -> None:
     for path, mode, num_names, num_peers in run_ranks(3, memory_of_a_rank, fresh=True):
         assert path == "/memfd:parallelrun (deleted)" and mode == 0o600 and num_names == 0 and num_peers == 2
-
-
-def test_nothing_is_left_of_a_killed_launcher(tmp_path: Path) -> None:
-    """By hand 200 times, see the note of the issue."""
-    command = ["model=mlp", "dp=2", "steps=100000", f"runs={tmp_path}", "eval.every=0"]
-    environment = {**os.environ, "PARALLELRUN_TEST_MARK": str(tmp_path)}
-    launcher = subprocess.Popen([sys.executable, "-m", "parallelrun", *command], env=environment)
-    try:
-        wait_until(lambda: list(tmp_path.rglob("metrics.jsonl")), 60)
-    finally:
-        launcher.kill()
-        launcher.wait()
-    wait_until(lambda: not marked(str(tmp_path)), 10)
-    assert not [one for one in os.listdir("/dev/shm") if "parallelrun" in one]
-
-
-def wait_until(condition: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.05)
-
-
-def marked(mark: str) -> list[str]:
-    """Processes that were started with the mark in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"PARALLELRUN_TEST_MARK={mark}".encode() in (folder / "environ").read_bytes():
-                found.append(folder.name)
-    return found

@@ -20,7 +20,7 @@ from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
-from parallelrun.training.metrics.medians import mean_times, median_times
+from parallelrun.training.metrics.step_records import mean_times, median_times
 from parallelrun.training.metrics.timing import StepClock, StepTimes
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -128,59 +128,22 @@ def test_more_microbatches_make_a_smaller_bubble() -> None:
     assert few == pytest.approx(1 / 3, abs=0.1)  # (pp - 1) / (m + pp - 1), as nearly all of the step is forward
 
 
-class EventClock:
-    """Behaves as CUDA's events do: moments cannot be compared before the clock has waited for the last one."""
-
-    on_device = True
-
-    def __init__(self) -> None:
-        self._settled = 0.0
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def resolve(self, last: float) -> None:
-        self._settled = last
-
-    def seconds(self, began: float, ended: float) -> float:
-        assert began <= ended <= self._settled, "torch raises for an event that has not happened"
-        return ended - began
-
-
-@pytest.mark.parametrize(
-    ("overrides", "fault", "expected"),
-    [
-        ({"dp": 2}, "forward", ["comm_exposed_s", "compute_s"]),
-        ({"dp": 2, "strategy.data.kind": "fsdp"}, "forward", ["comm_exposed_s", "compute_s"]),
-        ({"tp": 2}, "forward", ["comm_exposed_s", "compute_s"]),
-        ({"pp": 2, "microbatches": 2}, "forward", ["bubble_s", "compute_s"]),
-    ],
-    ids=["dp", "fsdp", "tp", "pp"],
-)
-def test_events_of_a_device_tell_the_same_parts(overrides, fault, expected) -> None:
-    seconds = DELAY / overrides.get("microbatches", 1)
-    ranks = fastest_step(overrides, {1: (fault, seconds)}, EventClock())
-    for (times, taken), name in zip(ranks, expected):
-        assert times[name] >= DELAY * 0.9, ranks
-        parts = sum(times[part] for part in (*WAITS, "compute_s"))
-        assert min(times.values()) >= 0.0 and parts == pytest.approx(taken, abs=0.05)
-
-
 class FakeStreams:
     """A device whose clock only moves when the test says so, and a step of which the waits are scripted."""
 
     on_device = True
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self._settled = 0.0
 
     def mark(self) -> float:
         return self.now
 
     def resolve(self, last: float) -> None:
-        pass
+        self._settled = last
 
     def seconds(self, began: float, ended: float) -> float:
+        assert began <= ended <= self._settled, "torch raises for an event that has not happened"
         return ended - began
 
     def take(self, seconds: float) -> None:
@@ -244,20 +207,6 @@ def test_on_a_device_one_step_in_ten_is_timed_after_the_first() -> None:
         timed += [step] if len(clock.times.fields) > 1 else []
     assert timed == [1, 2, 3, 4, 5, 10, 20, 30]
     assert clock.times.fields.keys() == {"data_s", "compute_s", "comm_exposed_s", "bubble_s", "optimizer_s"}
-
-
-def test_the_optimizer_is_a_part_of_computing() -> None:
-    def slow_update(training: Training, seconds: float) -> None:
-        update = training.optimizer.step
-        training.optimizer.step = lambda lr, around=None: (time.sleep(seconds), update(lr))  # type: ignore[method-assign]
-
-    config = tiny_config()
-    training = build(config, resolve(config), torch.device("cpu"))
-    slow_update(training, DELAY)
-    clock = StepClock(training)
-    with clock:
-        train_step(training, 1, 0.01, LossScaler(config.precision, False), clock=clock)
-    assert DELAY <= clock.times.fields["optimizer_s"] <= clock.times.fields["compute_s"] <= clock.seconds
 
 
 def test_waits_are_left_alone_when_a_step_fails() -> None:

@@ -6,6 +6,7 @@ of their own (host name, mounts). Everything is under one directory, and ends wi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.namespaces import processes_beside
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare")
 NODES = ("n0", "n1", "n2", "n3")
@@ -129,19 +132,13 @@ class SlurmCluster:
     def kill_node(self, node: str) -> None:
         """Kill a node: its daemon, the steps' daemons and all their processes."""
         for pid in self.processes(node):
-            with _gone():
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._daemons[node].wait()
 
     def processes(self, node: str) -> list[int]:
         """All processes in the name space of a node."""
-        own = os.readlink(f"/proc/{self._daemons[node].pid}/ns/uts")
-        found = []
-        for path in Path("/proc").glob("[0-9]*/ns/uts"):
-            with _gone():
-                if os.readlink(path) == own:
-                    found.append(int(path.parts[2]))
-        return found
+        return processes_beside(self._daemons[node].pid)
 
     def ranks(self, node: str) -> dict[int, int]:
         """The processes of a node that run our program, by rank."""
@@ -232,12 +229,3 @@ def _free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
-
-
-class _gone:
-    """A process that has just ended is no error."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        return kind is not None and issubclass(kind, OSError)

@@ -53,172 +53,91 @@ PROSE = (
     r"heads by unflatten.*",
     "every module of forward",
     "in order",
+    r"\$\{oc\.env:.*",
+    "with a default value",
 )
 
 _WORDS = """
 =2
-plan =tp
-tp =2
-tp= 2
-tp = 2
+tp =2 => no spaces around =
+tp = 2 => no spaces around = | did you mean: tp=2
 tp=
-plan tp
-world
 model
-model=
+model= => a name is missing
 plan verify
-plan verify tp=2
-verify plan
-run bench
-tp=2 plan
+tp=2 plan => try: parallelrun plan tp=2
 plan ls
-plan doctor
-doctor=1
 model=gpt plan
-ls=models
 gpt
-quickstart
+quickstart => recipe=quickstart
 gpt2_124m
 ptdp tp=2
-plna
+plna => did you mean: plan
 verfy tp=2
-benhc
-tiny.yaml
-nosuch.yaml
-plan tiny.yaml
-hello world
-plan hello
-~tracker
+tiny.yaml => needs recipe= | recipe=tiny.yaml
 ~model
-~tp
-~steps
+~tp => cannot be removed
 ~nosuch
-~model.layers
-~seed
-~runs
-~optimizer.lr
 ~model.kv_heads
-~strategy
-~recipe
 ~dataset.path=x
-~hidden
 +tp
-+model=gpt
-+strategy=tp
-++model=mlp
-+nosuch=1
-++nosuch.key=1
---tp 8 => did you mean: tp=8
---tp=8
++model=gpt => without +
++nosuch=1 => no such key: nosuch
+--tp 8 => without dashes | did you mean: tp=8
 --tp
---model gpt
 --model.layers 4
 --num-layers 4
---learning-rate=0.1
---batch-size 8
---epochs 3
---help-me
---jsn
---jsno
+--jsn => did you mean: --json
 --json=1
---verison
---truts
 --multirn tp=1,2
 --dry-run
--x
--tp 8
--n 4
 -np
--np 0
--np x
+-np x => -np x
 -np 5 -H localhost:4
 -H h1:x
 -m -H h1:2 tp=1,2
---cfg
+--cfg => a value must follow
 --cfg nosuch
 --config-name
 tpp=8 => tpp=8: no such key: tpp | did you mean: tp
 layer=4
-layers=4
-hidden=32
-model.layer=4
 model.hiden=32
-model.nosuch=1
 lr=0.1
-optimizer.learning_rate=0.1
-learning_rate=0.1
-batch_size=8
 epochs=3
-num_layers=2
-world_size=4
-gpus=4
-max_steps=5
-output_dir=x
-strategies=ddp
-models=gpt
+steps=-3
 recipes=quickstart
 stratgy=ddp
-strategy.data.shards=2
-strategy.pipeline.chunk=2
-eval_every=3
 checkpoint=10
-eval=3
+eval=3 => eval holds keys
 model.router=switch
 strategy.data=fsdp
 optimizer.name=adam
 optimizer=adam
-optimizer.schedule=cos
 optimizer.lr=x
 optimizer.lr=-1 => optimizer.lr
 optimizer.lr=nan => optimizer.lr
-optimizer.lr=[1]
-optimizer.lr={a:1}
 optimizer.betas=0.9 => optimizer.betas
 optimizer.betas=[0.9]
 optimizer.betas=[a,b] => optimizer.betas
-optimizer.betas={a:1}
 optimizer.lr_scale=-1
 optimizer.lr_scale=fast
-optimizer.clip=-1
-optimizer.warmup=-1
 model=gtp => model=gtp: no such model | did you mean: model=gpt | try: parallelrun ls
 model=null
 model=gpt,mlp
-model=GPT
 model.layers={a:1}
 model.layers=[1]
 model.layers=1,2
 model.layers=0
 model.layers=2.5
-model.layers=2.0
-model.layers=010
-model.layers=1_000
-model.layers=true
-model.layers=null
-model.layers=none
-model.layers=
 model.heads=3
-model.heads=0
 model.kv_heads=3
-model.kv_heads=auto
 model.hidden=30
-model.hidden=-1
-model.norm=batchnorm
-model.activation=silu
-model.position=alibi
 model.vocab=10
-model.seq=0
-model.init_std=-1
-model.label_smoothing=2
 model.name=gtp
 model.roles=[1] => model.roles
 model.roles=x
-model.blocks=x
-model.blocks={a:1}
+optimizer.clip=-1
 model.stages=3
-model.experts=-1
-model.tied_embeddings=2
-model.bias=maybe
 model.dataset=nosuch
 model=module
 model=module model.source=net.py
@@ -227,20 +146,17 @@ model=resnet model.stem=tiny
 model=resnet tp=2
 model=resnet model.norm_samples=7
 model=resnet dataset=text path=notes.txt
-model=resnet strategy=tp2d
 model=resnet model.image=1
-model=resnet model.stages=[0]
 model=alexnet model.image=4
 model=bert model.norm=rmsnorm
 strategy=pdtp => strategy=pdtp: no such strategy | strategy=ptdp
-strategy=null
+strategy=null => must be chosen
 strategy=ddp tp=2 world=3
 strategy=ddp staleness=2 => staleness=2
 strategy=tp2d layout=1d
 strategy=tp2d tp=5
 strategy=tp2d tp=4 grid=3x2
 strategy=tp2d tp=4 grid=two
-strategy=tp2d tp=6
 strategy=tp25d tp=8 depth=3
 strategy=tp3d tp=4
 strategy=tp3d tp=8 depth=2
@@ -253,9 +169,7 @@ strategy=ps dp=2 backup_workers=2
 strategy=ps dp=2 servers=0
 strategy=ps world=2 servers=2
 strategy=ps dp=2 strategy.data.delays=[-1]
-strategy=ps dp=2 strategy.data.delays=[0,0,1]
 strategy=hsdp dp=4 strategy.data.shard=3
-strategy=hsdp dp=4 strategy.data.shard=8
 strategy=fsdp dp=2 strategy.data.kind=zero9
 strategy=ring dp=4 strategy.data.algorithm=hierarchical strategy.data.group_size=3
 strategy=ring dp=2 strategy.data.group_size=2
@@ -263,7 +177,6 @@ strategy=horovod dp=2 strategy.data.compression=zip
 strategy=horovod dp=2 strategy.data.reduction=sum
 strategy=horovod dp=3 strategy.data.reduction=adasum
 strategy=horovod dp=2 strategy.data.powersgd_rank=2
-strategy=horovod dp=2 strategy.data.worker_batches=[1]
 strategy=horovod dp=2 strategy.data.worker_batches=[1,2]
 strategy=horovod dp=4 strategy.data.process_sets=[[0,1],[1,2]]
 strategy=horovod dp=2 strategy.data.join_divisor=active
@@ -283,116 +196,77 @@ strategy=1f1b pp=3 strategy.pipeline.split=[layers.4,layers.2]
 strategy=1f1b pp=3 strategy.pipeline.partition=uniform
 strategy=interleaved pp=2 virtual_stages=9
 strategy=zero_bubble pp=2 schedule=zb
-schedule=1f1
 schedule=zbv pp=2 virtual_stages=3
 schedule=naive pp=2 microbatches=4
-layout=5d
-layout=3d tp=5
 layout=2d tp=5
 tp=3
 tp=0 => tp=0
 tp=-1 => tp=-1
 tp=eight => not a whole number
-tp=8 tp=4
-tp=1,2
+tp=8 tp=4 => given twice: tp=8 and tp=4
+tp=1,2 => several values need a sweep | try: parallelrun -m ... tp=1,2
 tp=${nosuch} => 'nosuch' not found | where: tp
 tp=choice(1,2) => multirun
 tp=16
-tp=1e9
-tp=99999999999999999999
-dp=0
 dp=7
 pp=9
-pp=100
 ep=2 => model=moe_gpt
 ep=0
 depth=2
 grid=2x2
-world=0
 world=3 tp=2
 world=4 dp=3
 world=2 dp=4
 global_batch=7 dp=2
-global_batch=0
 global_batch=8 local_batch=4
 micro_batch=7
 micro_batch=2 microbatches=3
-local_batch=0
 steps=0 => steps
-steps=-3
-steps=1.5
 seed=-1
 seed=1e30
-seed=99999999999999999999
 dropout=2
-dropout=-0.1
 recompute=some
-recompute=true
 compile=2
-compile=maybe
 device=gpu
-device=cuda:0
 precision=fp8
-precision=float32
-precision=bfloat16
 name=../x => name
 name=a/b
-name=
 tracker=wandbb
 tracker=wandb,mlflow
 tracker=[mlflow,tensorbord]
 tracker.projekt=x
 tracker=null
 timeout_s=0
-timeout_s=soon
 plan detail=rank
 plan detail=ranks,all,many
 detail=ranks
 plan detail=
-plan ranks=all
 plan plot=/nonexistent/x
 plot=x
 plan strategy=single plot=x
 dataset=tekst => dataset=text
 dataset.name=texts
-dataset.val_fraction=2
 dataset=synthetic dataset.samples=0
-dataset=synthetic dataset.vocab=0
 path=notes.txt
-path=a dataset.path=b
+path=a dataset.path=b => given twice
 cluster=a100
-cluster=dgx
 cluster.nodes=0
-cluster.memory_gb=-1
-cluster.memory_gb=80000
-cluster.intra_gb_s=0
-cluster.inter_gb_s=200
-cluster.peak_tflops=312e12
-cluster.latency_us=5e-6
-cluster.link_efficiency=78
 cluster.ps=[localhost]
 strategy=ddp cluster.ps=[localhost:2222] cluster.worker=[localhost:2223]
 strategy=ps cluster.worker=[localhost:2223]
 strategy=ps cluster.ps=[localhost:2222] cluster.worker=[localhost:2222]
 strategy=ps cluster.ps=[localhost:99999] cluster.worker=[localhost:2222]
 verify.precision=fp16
-verify.optimizer=adam
-verify.steps=0
 bench.steps=0
 eval.every=-1
-eval.batches=0
-checkpoint.every=-1
 checkpoint.keep=0
 sweep.fail_fast=2
 recipe=quikstart => recipe=quikstart: no such recipe | recipe=quickstart
 recipe=nosuch.yaml
-recipe=.
 recipe=null,quickstart
 recipe=quickstart,classics
 verb=plan
-mode=plan
 ls modls => did you mean: ls models
-ls nosuch
 show nosuch => recipe=nosuch
 show a b => one recipe
 show quickstart tpp=2
@@ -403,14 +277,12 @@ model=moe_gpt strategy=dropless model.router.top_k=9 => model.router.top_k=8
 model=moe_gpt strategy=gshard model.router.capacity_factor=0 => finite number above 0
 model=moe_gpt strategy=gshard model.router.kind=best => top_k, gshard, switch, expert_choice
 model=moe_gpt strategy=gshard model.router.top_k=3
-model=moe_gpt strategy=gshard model.router.score=relu
 model=moe_gpt strategy=dropless strategy.expert.kind=capacity => model.router.capacity_factor=1.25
 model=moe_gpt strategy=ddp dp=2 strategy.expert.chunks=2 => ep is 1 | ep=2 or leave
 model=moe_gpt strategy=gshard strategy.router.jitter=0.1 => did you mean: model.router.jitter
 model=moe_gpt strategy=gshard dp=4 ep=4 strategy.expert.group_size=3
 model=moe_gpt strategy=gshard dp=2 ep=2 layout=2d tp=4
 model=moe_gpt strategy=gshard dp=2 ep=2 strategy.data.kind=local_sgd
-model=moe_gpt strategy=gshard model.router.group_samples=0
 model=moe_gpt strategy=switch model.experts=0
 model=moe_gpt strategy=dropless model.router.eval_capacity_factor=2
 model=moe_gpt dp=2 ep=2 strategy=horovod strategy.data.compression=fp16
@@ -418,10 +290,9 @@ strategy=gshard => model=gpt has none | model=moe_gpt
 strategy=tp tp=2 strategy.tensor.sequence_parallel=true model.seq=63
 strategy=tp2d tp=4 strategy.tensor.sequence_parallel=true
 strategy=tp2d tp=4 strategy.tensor.form=best
-strategy=tp2d tp=4 strategy.tensor.kind=5d
 -m model=gtp,gpt => model=gtp
 -m tp=1,two => two
--m hydra.sweeper.nosuch=1 tp=1,2 => nosuch
+optimizer.warmup=-1
 hydra.nosuch=1
 --config-dir /nonexistent => /nonexistent
 -cn nosuch => nosuch
@@ -433,6 +304,28 @@ name=${oc.env:NO_SUCH_VARIABLE_HERE} => NO_SUCH_VARIABLE_HERE
 name=${nosuchresolver:1} => nosuchresolver
 plan tp=3 => tp=2 or tp=4
 path=a.txt => path
+tp 8 => a value is missing | did you mean: tp=8
+-np 4 world=8 => given twice
+profile=true => profile takes a list: steps that | did you mean: profile=[]
+profile=3,4 => did you mean: profile=[3,4]
+model.arguments=3 => takes a mapping
+grid=[2,4] => takes one value, not a list | did you mean: grid=2x4
+tp=[2,4] => did you mean: tp=2
+strategy.pipeline.partition=[uniform] => did you mean: strategy.pipeline.partition=uniform
+strategy.pipeline.partition=[1,2] => did you mean: strategy.pipeline.partition=cost
+strategy=../../x => choose a strategy by its name; ../../x points to
+model=mine/small => no such model | where: model
+seed=${oc.env:HOME} => could not be converted to Integer
+lora.rank=8 => no such key
+model.name_or_path=gpt2 => did you mean: model.from_hf=gpt2
+latest => did you mean: resume=latest
+model.router.topk=2 => did you mean: model.router.top_k=2
+checkpoint.every=1.5 => did you mean: checkpoint.every=1 or checkpoint.every=2
+model.layers=0.5 => did you mean: model.layers=1
+strategy=gpipe pp=2 strategy.pipeline.split=[layer.1] => did you mean: strategy.pipeline.split=[layers.1]
+full => did you mean: recompute=full
+num_attention_heads=4 => did you mean: model.heads=4
+recompte=some => did you mean: recompute=...
 """
 
 # What the message must have, after the arrow.

@@ -66,14 +66,3 @@ def test_the_memory_of_a_tensor_is_free_when_nobody_has_its_storage() -> None:
     again = arena.zeros(1000, torch.float32)
     assert arena.place(again) == place and not again.any()
     assert arena.place(torch.zeros(1000)) is None and arena.place(arena.zeros(0, torch.float32)) is None
-
-
-def test_freed_blocks_wait_for_the_next_of_their_size_up_to_a_limit() -> None:
-    arena = Arena()
-    blocks = [arena.allocate(1000) for _ in range(3)]
-    for block in blocks:
-        arena.free(block)
-    assert [arena.allocate(1000) for _ in range(3)] == blocks[::-1]
-    large = arena.allocate(arenas._SPARE + 1)
-    arena.free(large)
-    assert arena.allocate(MIB // 2) == large, "what exceeds the limit is free for other sizes"

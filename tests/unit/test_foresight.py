@@ -27,7 +27,8 @@ def test_the_documented_scores_are_the_stored_ones():
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("fit_sc21_table1", 1), ("dev_mcore_h100", 1), ("dev_vtrain_single_half", 50)]
+    ("name", "every"),
+    [("fit_sc21_table1", 1), ("dev_mcore_h100", 1), ("dev_vtrain_single_half", 50), ("dev_llmfoundry_a100", 12)],
 )
 def test_the_stored_scores_are_those_of_the_program(name, every):
     found = next(one for one in STORED if one["case"] == name)

@@ -163,7 +163,7 @@ class Patches(nn.Module):
         self.conv_proj = nn.Conv2d(3, hidden, 4, 4)
         self.layers = nn.Sequential(Layer(hidden, 4, 0.0), Layer(hidden, 4, 0.0))
         self.heads = nn.Sequential(nn.Linear(hidden, vocab))
-        self.layer_role, self.held, self.kind, self.uncompiled = "row_parallel", 3, "relu", 7
+        self.layer_role, self.local_tokens, self.kind, self.uncompiled = "row_parallel", 3, "relu", 7
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.conv_proj(images).flatten(2).transpose(1, 2)

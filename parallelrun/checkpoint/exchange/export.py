@@ -1,4 +1,4 @@
-"""Writes the weights of a model for other programs: Hugging Face directories, plain safetensors, torch.save.
+"""Writes the weights of a model: Hugging Face directories, plain safetensors, torch.save, and our own checkpoints.
 
 A directory appears whole or not at all. One stored tensor is in memory at a time (torch.save: all of them).
 """
@@ -10,7 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from parallelrun.checkpoint.exchange.origin import GENERATION, NOT_KEPT, base_co
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import stored_shapes
 from parallelrun.checkpoint.files import Entry, sync, write_bytes, write_safetensors
-from parallelrun.checkpoint.index import DTYPES
+from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, StoredTensor, encode, weight_key
 from parallelrun.checkpoint.resume import CONFIG_FILE
-from parallelrun.checkpoint.storage import dtype_name, tensor_bytes
+from parallelrun.checkpoint.storage import dtype_name, file_of_rank, tensor_bytes
 from parallelrun.config.from_hf import CONFIG_FILE as THEIR_CONFIG
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece, family_for
@@ -37,6 +37,7 @@ from parallelrun.planner.model import definitions
 from parallelrun.planner.resolve.freeze import freeze
 
 TORCH_FILE = "model.pt"
+_IMPORTED = "float32"  # in which weights are stored while they train
 _LENGTH = "max_position_embeddings"
 METADATA = {"format": "pt"}  # transformers refuses a file without it
 
@@ -110,7 +111,7 @@ def _safetensors(source: StoredModel, out: Path, dtype: torch.dtype | None, shar
 
 
 def _torch(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    state = {one.key: _converted(one.make(), dtype) for one in _stored(source, _own_pieces(source), {})}
+    state = {tensor.key: _converted(tensor.make(), dtype) for tensor in _stored(source, _own_pieces(source), {})}
     with (out / TORCH_FILE).open("xb") as stream:
         try:
             torch.save(state, stream)
@@ -184,6 +185,31 @@ def _write_shards(out: Path, stored: Sequence[Stored], dtype: torch.dtype | None
         weight_map = {tensor.key: name for name, shard in zip(names, shards) for tensor in shard}
         write_json(out / SHARD_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return kind
+
+
+def write_checkpoint(source: StoredModel, out: Path) -> None:
+    """Make a checkpoint of weights, with config.yaml and the tokenizer's files. It has no optimizer state.
+
+    Raises CheckpointError for damaged weights, EnvironmentProblem for `out`.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in source.spec.parameters.items()}
+    file = file_of_rank(0)
+    code, size = DTYPES[_IMPORTED]
+    entries = [Entry(weight_key(name), code, shape, size * torch.Size(shape).numel()) for name, shape in shapes.items()]
+    dtype = getattr(torch, _IMPORTED)
+    contents = (tensor_bytes(source.weights.whole(name, shape).to(dtype)) for name, shape in shapes.items())
+    tensors = {
+        weight_key(name): StoredTensor(_IMPORTED, shape, (StoredPart((0,) * len(shape), shape, file),))
+        for name, shape in shapes.items()
+    }
+    model = replace(source.config.model, vocab=source.spec.vocab)
+    with written_aside(out) as aside:
+        written = write_safetensors(aside / file, entries, contents)
+        index = Index(0, source.config.optimizer.name, {}, {"imported": str(source.path)}, tensors, {file: written})
+        write_bytes(aside / INDEX_FILE, encode(index))
+        write_bytes(aside / CONFIG_FILE, freeze(replace(source.config, model=model)).encode())
+        tokenizer.write(source, aside)
+        write_others(source, aside, for_transformers=False)
 
 
 @contextmanager

@@ -91,8 +91,10 @@ def _was_bytes(source: StoredModel) -> bool:
 def write(source: StoredModel, out: Path) -> None:
     """Write the tokenizer's files, if the model has a tokenizer, and the settings of generation, if there are any."""
     files, special = files_of(source), special_ids(source)
-    generation = next(filter(None, (origin.json_object(one / GENERATION) for one in origin.directories(source))), {})
-    if generation or any(one is not None for one in special.values()):
+    generation = next(
+        filter(None, (origin.json_object(folder / GENERATION) for folder in origin.directories(source))), {}
+    )
+    if generation or any(code is not None for code in special.values()):
         write_json(out / GENERATION, {**generation, **special})
     for name, path in files.items():
         origin.copy(path, out / name)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from parallelrun.base.errors import CheckpointError, Problem
 from parallelrun.checkpoint.exchange.files import damaged, files_of_keys, read_entries
-from parallelrun.checkpoint.index import Index, verify_file, weight_key
+from parallelrun.checkpoint.index import Box, Index, verify_file, weight_key
 from parallelrun.checkpoint.schema import check_header
+from parallelrun.checkpoint.storage import read_slice
 from parallelrun.config.stored_tensors import differ
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece
 from parallelrun.planner.model.model_spec import ModelSpec
@@ -67,10 +68,7 @@ class Weights(ABC):
         try:
             if file not in self._opened:
                 self._opened[file] = safe_open(file, framework="pt", device="cpu")
-            stored = self._opened[file]
-            box = tuple(slice(*pair) for pair in ranges)
-            part: Tensor = stored.get_slice(key)[box] if box else stored.get_tensor(key)
-            return part
+            return read_slice(self._opened[file], key, tuple(slice(*pair) for pair in ranges))
         except (OSError, SafetensorError) as error:
             raise damaged(file, f"{key} cannot be read ({error})") from error
 
@@ -91,15 +89,12 @@ class CheckpointWeights(Weights):
 
     def read(self, name: str, ranges: Ranges) -> Tensor:
         stored = self._tensors[name]
-        out = torch.empty([stop - start for start, stop in ranges], dtype=getattr(torch, stored.dtype))
+        box = Box(tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges))
+        out = torch.empty(box.sizes, dtype=getattr(torch, stored.dtype))
         for part in stored.parts:
-            ends = [offset + size for offset, size in zip(part.offsets, part.sizes)]
-            box = [(max(a, o), min(b, e)) for (a, b), o, e in zip(ranges, part.offsets, ends)]
-            if any(start >= stop for start, stop in box):
-                continue
-            target = tuple(slice(start - a, stop - a) for (start, stop), (a, _) in zip(box, ranges))
-            source = [(start - o, stop - o) for (start, stop), o in zip(box, part.offsets)]
-            out[target] = self._slice(self.path / part.file, weight_key(name), source).reshape(out[target].shape)
+            if common := part.overlap(box):
+                source = [(piece.start, piece.stop) for piece in part.slices(common)]
+                out[box.slices(common)] = self._slice(self.path / part.file, weight_key(name), source)
         return out
 
     def differences(self, spec: ModelSpec) -> list[str]:

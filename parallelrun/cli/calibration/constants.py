@@ -116,8 +116,8 @@ def _wire(row: TimedExchange) -> float:
 
 def constants_of(measured: Measurements) -> tuple[Constant, ...]:
     """The constants that the measurements determine. Without collectives those of links keep their values."""
-    found = [*OF_PRODUCTS, *OF_STEPS, *(OF_CORES if measured.device == "cpu" else OF_DEVICES)]
-    return (*found, *(OF_LINKS if measured.exchanges else ()))
+    constants = [*OF_PRODUCTS, *OF_STEPS, *(OF_CORES if measured.device == "cpu" else OF_DEVICES)]
+    return (*constants, *(OF_LINKS if measured.exchanges else ()))
 
 
 def calibrated(measured: Measurements, name: str, more: Sequence[TimedStep] = ()) -> Calibration:
@@ -127,7 +127,7 @@ def calibrated(measured: Measurements, name: str, more: Sequence[TimedStep] = ()
     rows: list[TimedProduct | TimedExchange | TimedStep] = [
         *measured.products,
         *measured.exchanges,
-        *(one.step for one in steps),
+        *(step.step for step in steps),
     ]
     plans = {ranks: plan_of_exchange(ranks, measured.device) for ranks in {row.ranks for row in measured.exchanges}}
 
@@ -136,26 +136,26 @@ def calibrated(measured: Measurements, name: str, more: Sequence[TimedStep] = ()
         return replace(start, **pairs)
 
     def predict(values: Sequence[float]) -> list[float]:
-        given = cluster(values)
-        found = [product_seconds(row, given) for row in measured.products]
-        found += [exchange_seconds(row, plans[row.ranks], given) for row in measured.exchanges]
-        return found + [step_seconds(one.plan, given, measured.clock) for one in steps]
+        fitted_cluster = cluster(values)
+        seconds = [product_seconds(row, fitted_cluster) for row in measured.products]
+        seconds += [exchange_seconds(row, plans[row.ranks], fitted_cluster) for row in measured.exchanges]
+        return seconds + [step_seconds(step.plan, fitted_cluster, measured.clock) for step in steps]
 
-    def expected(one: PlannedStep) -> float:
-        spins = measured.clock == CPU and cores.threads(one.plan, start) > 1
+    def expected(step: PlannedStep) -> float:
+        spins = measured.clock == CPU and cores.threads(step.plan, start) > 1
         return EXPECTED_OF_THREADS if spins else EXPECTED[TimedStep]
 
     seconds = [row.sample.seconds(measured.clock) for row in rows]
     errors_of = [*(EXPECTED[type(row)] for row in rows[: len(rows) - len(steps)]), *map(expected, steps)]
     result = fit(constants, predict, seconds, errors_of)
     errors = result.errors[len(rows) - len(steps) :]
-    ratios = tuple((one.step, exp(error)) for one, error in zip(steps, errors))
+    ratios = tuple((step.step, exp(error)) for step, error in zip(steps, errors))
     return Calibration(cluster(result.values), tuple(constant.key for constant in constants), ratios)
 
 
 def ratios_of(cluster: ClusterConfig, clock: str, steps: Sequence[TimedStep]) -> list[float]:
     """Predicted over measured seconds of steps by a cluster that is already there."""
-    return [step_seconds(PlannedStep.of(one).plan, cluster, clock) / one.sample.seconds(clock) for one in steps]
+    return [step_seconds(PlannedStep.of(step).plan, cluster, clock) / step.sample.seconds(clock) for step in steps]
 
 
 def product_seconds(row: TimedProduct, cluster: ClusterConfig) -> float:
@@ -180,7 +180,7 @@ def exchange_seconds(row: TimedExchange, plan: Plan, cluster: ClusterConfig) -> 
 
 def step_seconds(plan: Plan, cluster: ClusterConfig, clock: str = WALL) -> float:
     """Predicted seconds of a step; by the CPU clock without the time in which ranks wait. 0 if it is unknown."""
-    found = step_time(plan, cluster)
-    if found is None:
+    predicted = step_time(plan, cluster)
+    if predicted is None:
         return 0.0
-    return found.step_s - (found.parts.get(BUBBLE, 0.0) if clock == CPU else 0.0)
+    return predicted.step_s - (predicted.parts.get(BUBBLE, 0.0) if clock == CPU else 0.0)

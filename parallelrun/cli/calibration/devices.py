@@ -98,13 +98,13 @@ def shapes(timed: Products) -> Iterator[tuple[str, int, int, int]]:
 
 def products(clock: Clock, start: Callable[[], None]) -> list[TimedProduct]:
     """Time every shape. start: waits for the other ranks."""
-    found, timed = [], PRODUCTS[clock.device.type]
+    rows_timed, timed = [], PRODUCTS[clock.device.type]
     for kind, rows, inner, columns in shapes(timed):
         body = _product(kind, rows, inner, columns, PRECISIONS[timed.precision], clock.device)
         start()
         with torch_private.products_of_training(rows * inner * columns):
-            found.append(TimedProduct(rows, inner, columns, clock.sample(body), timed.precision))
-    return found
+            rows_timed.append(TimedProduct(rows, inner, columns, clock.sample(body), timed.precision))
+    return rows_timed
 
 
 def peak(clock: Clock, precision: str) -> TimedProduct:
@@ -138,34 +138,34 @@ def copies(clock: Clock) -> dict[str, float]:
 
 def exchanges(clock: Clock, group: Group) -> list[TimedExchange]:
     """Time every collective at every size over the group; the wall time of this rank, its CPU seconds."""
-    found = []
+    rows = []
     for operation in OPERATIONS:
         for size in EXCHANGED:
             body = exchange(operation, size, group, clock.device)
             calls = max(2, min(30, 2**21 // size))
             comm.all_reduce(torch.zeros(1, device=clock.device), group, PURPOSE)
-            found.append(TimedExchange(operation, size, group.size, clock.sample(body, calls)))
-    return found
+            rows.append(TimedExchange(operation, size, group.size, clock.sample(body, calls)))
+    return rows
 
 
 def exchange(operation: str, num_bytes: int, group: Group, device: torch.device) -> Callable[[], object]:
     """One call of a collective with a payload of `num_bytes`; `send`: a message to the next rank and one from the last,
     of which one is counted."""
-    whole = torch.ones(num_bytes // 4 // group.size * group.size, device=device)
-    part = torch.ones(whole.numel() // group.size, device=device)
-    other = torch.empty_like(whole)
+    full = torch.ones(num_bytes // 4 // group.size * group.size, device=device)
+    part = torch.ones(full.numel() // group.size, device=device)
+    other = torch.empty_like(full)
     after, before = (group.index + 1) % group.size, (group.index - 1) % group.size
 
     def send() -> None:
-        for work in comm.exchange([(whole, after)], [(other, before)], group, PURPOSE):
+        for work in comm.exchange([(full, after)], [(other, before)], group, PURPOSE):
             work.wait()
 
     bodies: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: comm.all_reduce(whole, group, PURPOSE, "max"),
-        "all_gather": lambda: comm.all_gather_into(whole, part, group, PURPOSE),
-        "reduce_scatter": lambda: comm.reduce_scatter_into(part, whole, group, PURPOSE),
-        "all_to_all": lambda: comm.all_to_all(other, whole, group, PURPOSE),
-        "broadcast": lambda: comm.broadcast(whole, group, PURPOSE),
+        "all_reduce": lambda: comm.all_reduce(full, group, PURPOSE, "max"),
+        "all_gather": lambda: comm.all_gather_into(full, part, group, PURPOSE),
+        "reduce_scatter": lambda: comm.reduce_scatter_into(part, full, group, PURPOSE),
+        "all_to_all": lambda: comm.all_to_all(other, full, group, PURPOSE),
+        "broadcast": lambda: comm.broadcast(full, group, PURPOSE),
         "send": send,
     }
     return bodies[operation]

@@ -54,18 +54,18 @@ def prepare(path: Path) -> None:
         raise EnvironmentProblem(Problem(cause, "cluster", command="--config-dir FOLDER, a writable folder")) from error
 
 
-def write(path: Path, measured: Measurements, found: Calibration, more: Sequence[TimedStep]) -> None:
+def write(path: Path, measured: Measurements, calibration: Calibration, more: Sequence[TimedStep]) -> None:
     """Write both files. Raises EnvironmentProblem."""
     try:
-        write_text(path, text(measured, found, more))
+        write_text(path, text(measured, calibration, more))
         save(measured, measurements_of(path))
     except OSError as error:
         raise EnvironmentProblem(Problem(f"cannot write {path}: {error.strerror}", "cluster")) from error
 
 
-def text(measured: Measurements, found: Calibration, more: Sequence[TimedStep] = ()) -> str:
+def text(measured: Measurements, calibration: Calibration, more: Sequence[TimedStep] = ()) -> str:
     """The YAML of a calibrated cluster, with its provenance as comments."""
-    facts, cluster = measured.facts, found.cluster
+    facts, cluster = measured.facts, calibration.cluster
     crowd = f"{measured.cores} {'cores' if measured.device == 'cpu' else 'GPUs'}"
     values: dict[str, object] = {
         "name": cluster.name,
@@ -73,13 +73,13 @@ def text(measured: Measurements, found: Calibration, more: Sequence[TimedStep] =
         "nodes": cluster.nodes,
         "gpus_per_node": cluster.gpus_per_node,
     }
-    values |= {key: rounded(getattr(cluster, key)) for key in (*_MEASURED, *found.fitted)}
-    given = {key: value for key, value in values.items() if value is not None}
-    comments = [f"# {line}\n" for line in provenance(measured, found, more)]
-    return "".join(comments) + str(yaml.safe_dump(given, sort_keys=False, width=118))
+    values |= {key: rounded(getattr(cluster, key)) for key in (*_MEASURED, *calibration.fitted)}
+    present = {key: value for key, value in values.items() if value is not None}
+    comments = [f"# {line}\n" for line in provenance(measured, calibration, more)]
+    return "".join(comments) + str(yaml.safe_dump(present, sort_keys=False, width=118))
 
 
-def provenance(measured: Measurements, found: Calibration, more: Sequence[TimedStep]) -> list[str]:
+def provenance(measured: Measurements, calibration: Calibration, more: Sequence[TimedStep]) -> list[str]:
     """Lines on when, where, with what and how well the constants were measured."""
     facts = measured.facts
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
@@ -94,26 +94,19 @@ def provenance(measured: Measurements, found: Calibration, more: Sequence[TimedS
         f"Device: {facts['device']}, {measured.cores}; collectives: {facts['backend']}; {versions}.",
         f"Clock: {wall}. Median spread of a measurement (quartiles over median): {spread:.0%}.",
         f"Fitted to {len(measured.products)} products, {len(measured.exchanges)} collectives and "
-        f"{counted(len(found.ratios), 'training')}, whose steps it predicts with a median error of {found.error:.1%}: "
-        f"{', '.join(found.fitted)}.",
+        f"{counted(len(calibration.ratios), 'training')}, whose steps it predicts with a median error of "
+        f"{calibration.error:.1%}: {', '.join(calibration.fitted)}.",
     ]
     lines += [f"Added: {step.source}" for step in more]
-    lines += [f"Not measured: {one}" for one in measured.skipped]
+    lines += [f"Not measured: {part}" for part in measured.skipped]
     if not measured.exchanges:
-        lines.append(
-            f"No collectives were measured: intra_gb_s={cluster_link(found):g} is a guess, and link_efficiency, "
-            "collective_us and hop_us have their defaults."
-        )
+        lines.append(f"No collectives were measured: intra_gb_s={calibration.cluster.intra_gb_s:g} is a guess, and "
+                     "link_efficiency, collective_us and hop_us have their defaults.")  # fmt: skip
     return lines
-
-
-def cluster_link(found: Calibration) -> float:
-    """GB/s of a rank's link inside the host."""
-    return found.cluster.intra_gb_s or 0.0
 
 
 def rounded(value: object) -> object:
     """Numbers with DIGITS digits."""
     if isinstance(value, dict):
-        return {key: rounded(one) for key, one in value.items()}
+        return {key: rounded(number) for key, number in value.items()}
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -46,27 +46,28 @@ def fit(
 
     expected: the relative error that each measurement may have, which weights it.
     """
-    least, most = (np.log([getattr(one, name) for one in constants]) for name in ("least", "most"))
-    start = np.log([one.start for one in constants])
-    width = np.log([one.factor for one in constants])
+    least, most = (np.log([getattr(constant, name) for constant in constants]) for name in ("least", "most"))
+    start = np.log([constant.start for constant in constants])
+    width = np.log([constant.factor for constant in constants])
     target, scale = np.log(np.asarray(measured, dtype=float)), np.asarray(expected, dtype=float)
 
     def errors(place: Vector) -> Vector:
-        seconds = np.asarray(predict([float(one) for one in np.exp(place)]), dtype=float)
+        seconds = np.asarray(predict([float(value) for value in np.exp(place)]), dtype=float)
         safe = np.where(seconds > 0, seconds, 1.0)
         return np.where(seconds > 0, np.log(safe) - target, UNPREDICTED * scale)
 
-    def loss(place: Vector, found: Vector) -> float:
-        return float(np.sum(np.sqrt(1 + (found / scale) ** 2) - 1) + 0.5 * np.sum(((place - start) / width) ** 2))
+    def loss(place: Vector, logs: Vector) -> float:
+        return float(np.sum(np.sqrt(1 + (logs / scale) ** 2) - 1) + 0.5 * np.sum(((place - start) / width) ** 2))
 
     place = np.clip(start, least, most)
-    found = errors(place)
-    best, damping = loss(place, found), 1e-2
+    residuals = errors(place)
+    best, damping = loss(place, residuals), 1e-2
     for _ in range(STEPS):
-        slopes = np.stack([(errors(_moved(place, index)) - found) / DIFFERENCE for index in range(len(place))], axis=1)
-        weights = 1 / np.sqrt(1 + (found / scale) ** 2) / scale**2
+        columns = [(errors(_moved(place, index)) - residuals) / DIFFERENCE for index in range(len(place))]
+        slopes = np.stack(columns, axis=1)
+        weights = 1 / np.sqrt(1 + (residuals / scale) ** 2) / scale**2
         matrix = slopes.T @ (weights[:, None] * slopes) + np.diag(1 / width**2)
-        gradient = slopes.T @ (weights * found) + (place - start) / width**2
+        gradient = slopes.T @ (weights * residuals) + (place - start) / width**2
         improved = False
         for _ in range(8):
             moved = np.clip(place - np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), gradient), least, most)
@@ -74,12 +75,12 @@ def fit(
             value = loss(moved, at_moved)
             if value < best:
                 improved, change = True, best - value
-                place, found, best, damping = moved, at_moved, value, damping / 5
+                place, residuals, best, damping = moved, at_moved, value, damping / 5
                 break
             damping *= 5
         if not improved or change < 1e-5 * (1 + best):
             break
-    return Fitted(tuple(float(one) for one in np.exp(place)), tuple(float(one) for one in found))
+    return Fitted(tuple(map(float, np.exp(place))), tuple(map(float, residuals)))
 
 
 def _moved(place: Vector, index: int) -> Vector:

@@ -97,12 +97,11 @@ def load(path: Path) -> Measurements:
     """Read what `save` wrote. Raises EnvironmentProblem if it is not that."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        known = {one.name: values[one.name] for one in fields(Measurements) if one.name in values}
+        saved = {item.name: values[item.name] for item in fields(Measurements) if item.name in values}
         for name, kind in (("products", TimedProduct), ("exchanges", TimedExchange), ("steps", TimedStep)):
-            known[name] = tuple(kind(**{**row, "sample": Sample(**row["sample"])}) for row in values[name])
-        return Measurements(**{**known, "skipped": tuple(values["skipped"])})
+            saved[name] = tuple(kind(**{**row, "sample": Sample(**row["sample"])}) for row in values[name])
+        return Measurements(**{**saved, "skipped": tuple(values["skipped"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = f"{path} does not hold the measurements of a calibration: {type(error).__name__}: {error}"
-        raise EnvironmentProblem(
-            Problem(cause, "cluster", command="parallelrun calibrate, to measure again")
-        ) from error
+        command = "parallelrun calibrate, to measure again"
+        raise EnvironmentProblem(Problem(cause, "cluster", command=command)) from error

@@ -18,26 +18,26 @@ KEY = "from"
 
 def check_folders(folders: list[str]) -> None:
     """Raise ConfigError with every folder that is no run's, before anything is measured."""
-    absent = [one for one in folders if not (Path(one).expanduser() / "config.yaml").is_file()]
+    absent = [folder for folder in folders if not (Path(folder).expanduser() / "config.yaml").is_file()]
     if absent:
-        raise ConfigError(*(Problem(f"{KEY}={one}: no config.yaml of a run is there", KEY) for one in absent))
+        raise ConfigError(*(Problem(f"{KEY}={folder}: no config.yaml of a run is there", KEY) for folder in absent))
 
 
 def steps_of(folders: list[str], measured: Measurements, cluster: ClusterConfig) -> list[TimedStep]:
     """The step time of each run directory. Raises ConfigError with every one that cannot be used, and why."""
-    problems, found = [], []
+    problems, steps = [], []
     for folder in folders:
         try:
             step = _step(Path(folder).expanduser(), measured)
             if not step_seconds(PlannedStep.of(step).plan, cluster):
                 raise ValueError("the time of its plan cannot be predicted")
-            found.append(step)
+            steps.append(step)
         except (OSError, ValueError, KeyError, TypeError, ParallelrunError) as error:
             why = f"{os.strerror(error.errno)}" if isinstance(error, OSError) and error.errno else str(error)
             problems.append(Problem(f"{KEY}={folder}: {why}", KEY, f"{KEY}=RUN, a directory with bench.json"))
     if problems:
         raise ConfigError(*problems)
-    return found
+    return steps
 
 
 def _step(folder: Path, measured: Measurements) -> TimedStep:

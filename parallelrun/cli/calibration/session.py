@@ -70,7 +70,7 @@ class Session:
         with task_root("calibrate") as root:
             ranks = list(self._devices(root, own, on_cpu))
             products = _over_ranks([row["products"] for row in ranks], TimedProduct)
-            busy = _median(one.sample.cpu_s / one.sample.wall_s for one in products) if on_cpu else 1.0
+            busy = _median(product.sample.cpu_s / product.sample.wall_s for product in products) if on_cpu else 1.0
             clock = WALL if busy >= SHARED else CPU
             exchanges = list(self._exchanges(root, own, on_cpu))
             steps = list(self._trainings(root, own, on_cpu, clock))
@@ -107,16 +107,16 @@ class Session:
             self._skipped.append("collectives: one GPU has nobody to exchange with; the rates of links are not fitted")
         for size in sizes:
             self.say(f"collectives of {size} ranks")
-            found = self._measured(root, size, on_cpu, ["exchanges"], SHORT_S)
+            by_rank = self._measured(root, size, on_cpu, ["exchanges"], SHORT_S)
             rows = [
-                [TimedExchange(**{**row, "sample": Sample(**row["sample"])}) for row in one["exchanges"]]
-                for one in found
+                [TimedExchange(**{**row, "sample": Sample(**row["sample"])}) for row in rank["exchanges"]]
+                for rank in by_rank
             ]
             crowd = min(size, own) if on_cpu else size
             for same in zip(*rows):
-                cpu = sum(one.sample.cpu_s for one in same) / crowd
-                wall = max(one.sample.wall_s for one in same)
-                yield replace(same[0], sample=Sample(wall, cpu, _median(one.sample.spread for one in same)))
+                cpu = sum(row.sample.cpu_s for row in same) / crowd
+                wall = max(row.sample.wall_s for row in same)
+                yield replace(same[0], sample=Sample(wall, cpu, _median(row.sample.spread for row in same)))
 
     def _measured(self, root: Path, ranks: int, on_cpu: bool, parts: list[str], seconds: float) -> list[dict[str, Any]]:
         device = "cpu" if on_cpu else "cuda"
@@ -157,8 +157,8 @@ class Session:
             ]
         )
         if clock == CPU and (plan.servers or plan.world <= own // 2):
-            what = "the threads of servers are not counted" if plan.servers else "waiting threads of a rank would count"
-            raise EnvironmentProblem(f"CPU time does not show it: {what}")
+            why = "the threads of servers are not counted" if plan.servers else "waiting threads of a rank would count"
+            raise EnvironmentProblem(f"CPU time does not show it: {why}")
         if not on_cpu and plan.world > own:
             raise EnvironmentProblem(f"{plan.world} ranks on {own} GPUs")
         folder = run_task(root, filled(config, plan), plan, f"{WORKERS}:steps")
@@ -168,17 +168,17 @@ class Session:
 def highest_rates(products: Sequence[TimedProduct], clock: str) -> dict[str, float]:
     """FLOP/s of the fastest product of each precision: another one may beat the large square one."""
     measured: dict[str, float] = {}
-    for one in products:
-        measured[one.precision] = max(one.flops_s(clock), measured.get(one.precision, 0.0))
+    for product in products:
+        measured[product.precision] = max(product.flops_s(clock), measured.get(product.precision, 0.0))
     return measured
 
 
 def composed(words: Sequence[str]) -> tuple[Config, Plan]:
     """The configuration and plan of `words` of a bench. Raises ConfigError."""
-    found, problems = override_checks.read(list(words), False, "calibrate")
+    overrides, problems = override_checks.read(list(words), False, "calibrate")
     if problems:
         raise ConfigError(*problems)
-    made, _ = compose.compose_once(compose.prepare(found, (), "bench", False))
+    made, _ = compose.compose_once(compose.prepare(overrides, (), "bench", False))
     return made.config, resolve(made.config, given=made.given)
 
 
@@ -192,12 +192,12 @@ def sample_of(bench: dict[str, Any], own: int) -> Sample:
 
 def _over_ranks(rows: list[list[dict[str, Any]]], kind: type[TimedProduct]) -> list[TimedProduct]:
     """The same measurements of several ranks, each by its medians."""
-    found = []
+    medians = []
     for same in zip(*rows):
-        samples = [Sample(**one["sample"]) for one in same]
-        middle = (_median(getattr(one, name) for one in samples) for name in ("wall_s", "cpu_s", "spread"))
-        found.append(kind(**{**same[0], "sample": Sample(*middle)}))
-    return found
+        samples = [Sample(**row["sample"]) for row in same]
+        middle = (_median(getattr(sample, name) for sample in samples) for name in ("wall_s", "cpu_s", "spread"))
+        medians.append(kind(**{**same[0], "sample": Sample(*middle)}))
+    return medians
 
 
 def _median(values: Any) -> float:

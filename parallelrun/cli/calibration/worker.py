@@ -14,7 +14,7 @@ from parallelrun.cli.calibration import devices
 from parallelrun.cli.calibration.devices import PURPOSE, Clock
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed import comm, torch_private
-from parallelrun.distributed.mesh import Mesh, build_mesh
+from parallelrun.distributed.mesh import build_mesh
 from parallelrun.launch.ranks import worker
 from parallelrun.planner.contract.plan import Plan
 
@@ -23,39 +23,34 @@ PRODUCTS, EXCHANGES = "products", "exchanges"
 
 def measure(config: Config, plan: Plan, context: WorkerContext) -> int:
     """Time what `asked.json` asks for; write `measured_<rank>.json`."""
-    asked = json.loads((context.directory / ASKED).read_text(encoding="utf-8"))
+    request = json.loads((context.directory / ASKED).read_text(encoding="utf-8"))
     if context.device.type == "cpu":
         torch.set_num_threads(1)
         torch_private.use_fast_products()
     mesh = build_mesh(plan, context.device)
-    clock = Clock(context.device, asked["seconds"])
+    clock = Clock(context.device, request["seconds"])
 
     def start() -> None:
         context.heartbeat(1, "calibrate")
         comm.all_reduce(torch.zeros(1, device=context.device), mesh.group("dp"), PURPOSE)
 
-    found: dict[str, object] = {"threads": torch.get_num_threads()}
-    if PRODUCTS in asked["parts"]:
+    measured: dict[str, object] = {"threads": torch.get_num_threads()}
+    if PRODUCTS in request["parts"]:
         start()
-        found["peaks"] = {name: asdict(devices.peak(clock, name)) for name in devices.PRECISIONS}
-        found["products"] = [asdict(one) for one in devices.products(clock, start)]
+        measured["peaks"] = {name: asdict(devices.peak(clock, name)) for name in devices.PRECISIONS}
+        measured["products"] = [asdict(row) for row in devices.products(clock, start)]
         start()
-        found["memory_bytes_s"] = devices.copies(clock)
-    if EXCHANGES in asked["parts"] and plan.world > 1:
-        found["exchanges"] = [asdict(one) for one in devices.exchanges(clock, mesh.group("dp"))]
+        measured["memory_bytes_s"] = devices.copies(clock)
+    if EXCHANGES in request["parts"] and plan.world > 1:
+        measured["exchanges"] = [asdict(row) for row in devices.exchanges(clock, mesh.group("dp"))]
     if context.device.type == "cuda":
         properties = torch.cuda.get_device_properties(context.device)
-        found["device"] = properties.name
-        found["multiprocessors"] = properties.multi_processor_count
-        found["memory_bytes"] = properties.total_memory
-    found["backend"] = backend(mesh)
-    write_json(context.directory / f"measured_{context.rank}.json", found)
+        measured["device"] = properties.name
+        measured["multiprocessors"] = properties.multi_processor_count
+        measured["memory_bytes"] = properties.total_memory
+    measured["backend"] = comm.backend_of(mesh) or ""
+    write_json(context.directory / f"measured_{context.rank}.json", measured)
     return EXIT_OK
-
-
-def backend(mesh: Mesh) -> str:
-    """Return the name of the collectives' backend; empty for one rank."""
-    return comm.backend_of(mesh) or ""
 
 
 def steps(config: Config, plan: Plan, context: WorkerContext) -> int:

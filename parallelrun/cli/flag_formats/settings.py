@@ -1,13 +1,11 @@
-"""Shared by all tables: a setting with its place, the collected result, and what converts a written value."""
+"""A setting of another runner, and the functions that read a written value. A table names each of them (`read`)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-from parallelrun.base.errors import Problem
-from parallelrun.config.keys import GROUPS
 
 
 @dataclass(frozen=True)
@@ -26,80 +24,47 @@ class Setting:
             return self.name if value is True else f"{self.name} {'not given' if value is False else value}"
         return f"{self.name} = {str(value).lower() if isinstance(value, bool) else value}"
 
+    @property
+    def place(self) -> str:
+        """The file's name and the line in parentheses; empty without a line."""
+        return f" ({self.where.rpartition('/')[2]})" if ":" in self.where else ""
+
 
 class NoCounterpart(Exception):
     """A value that parallelrun has nothing for; its text says why."""
-
-
-class Unused(NoCounterpart):
-    """A value that the other settings make meaningless; a default of this kind is not listed."""
 
 
 class LeftOpen(Exception):
     """A setting that does not decide its key; its text says why."""
 
 
-class Needed(Exception):
-    """A setting that needs an option from the user. Arguments: the cause, the fix, a command that helps."""
-
-
-@dataclass
-class Translation:
-    """The recipe's values by dotted key, and what became of every setting.
-
-    groups: options of groups (`model: llama3_8b`). origin: the setting that each value comes from. given: keys that the
-    user has set beside the file. needed: what to say of a group if the user has not chosen its option. left_open:
-    (a key, the setting that does not decide it, why).
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    groups: dict[str, str] = field(default_factory=dict)
-    origin: dict[str, Setting] = field(default_factory=dict)
-    translated: list[tuple[Setting, str]] = field(default_factory=list)
-    dropped: list[tuple[Setting, str]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    given: set[str] = field(default_factory=set)
-    needed: dict[str, Problem] = field(default_factory=dict)
-    left_open: list[tuple[str, Setting, str]] = field(default_factory=list)
-
-    def put(self, key: str, value: Any, setting: Setting) -> None:
-        """Set a key of the recipe or choose the option of a group, because of a setting."""
-        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 and isinstance(setting.value, int):
-            value = int(value)
-        if key == "tracker.use":
-            value = [*self.values.get(key, []), value]
-        (self.groups if key in GROUPS else self.values)[key] = value
-        self.origin[key] = setting
-        self.translated.append((setting, f"{key}={value}"))
-
-    def drop(self, setting: Setting, why: str) -> None:
-        """List a setting without a counterpart."""
-        self.dropped.append((setting, why))
-
-    def fault(self, setting: Setting, why: str) -> None:
-        """List a setting that is wrong in itself."""
-        self.problems.append(Problem(f"{setting.text}: {why}", setting.where or setting.name))
+def number(value: Any) -> float:
+    """A number; `1_000` is one, too."""
+    try:
+        return float("" if isinstance(value, bool) else str(value).replace("_", ""))
+    except ValueError:
+        raise ValueError("not a number") from None
 
 
 def whole(value: Any) -> int:
-    """A whole number; `1_000` and `1e3` are too."""
+    """A whole number; `1e3` is one, too."""
     try:
-        as_float = number(value)
+        count = number(value)
     except ValueError:
-        as_float = 0.5
-    if not as_float.is_integer():
+        count = 0.5
+    if not count.is_integer():
         raise ValueError("not a whole number")
-    return int(as_float)
+    return int(count)
 
 
-def number(value: Any) -> float:
-    """A number, as it is written."""
-    if isinstance(value, bool):
-        raise ValueError("not a number")
-    try:
-        return float(str(value).replace("_", ""))
-    except ValueError:
-        raise ValueError("not a number") from None
+def power_of_two(value: Any) -> float:
+    return 2.0 ** whole(value)
+
+
+def pair(value: Any) -> list[float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("not two numbers")
+    return [number(part) for part in value]
 
 
 def text(value: Any) -> str:
@@ -108,19 +73,9 @@ def text(value: Any) -> str:
     return str(value)
 
 
-def flag(value: Any) -> bool:
-    """A switch, also one written as a word."""
-    if isinstance(value, bool):
-        return value
-    state = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(str(value).lower())
-    if state is None:
-        raise ValueError("not true or false")
-    return state
-
-
-def anything(value: Any) -> bool:
-    """Only that there is a value, which may also be set outside the file."""
-    return True
+def anything(value: Any) -> Any:
+    """The value as it is, which may also be set outside the file."""
+    return value
 
 
 def one_path(value: Any) -> str:
@@ -131,36 +86,39 @@ def one_path(value: Any) -> str:
     return text(value)
 
 
-def switch(on: Any, off: Any = None) -> Callable[[Any], Any]:
-    """What follows from a switch that is on or off."""
-    return lambda value: on if flag(value) else off
+def flag(value: Any) -> bool:
+    """A switch, which may be written as a word."""
+    states = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if str(value).lower() not in states:
+        raise ValueError("not true or false")
+    return states[str(value).lower()]
 
 
-def choice(options: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """One of several words, in either case."""
+def choice(options: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """The reader of one of several words, in either case; or of a switch, if `options` are {on: ..., off: ...}."""
+    if True in options:
+        return lambda value: options.get(flag(value))
+    lowered = {name.lower(): option for name, option in options.items()}
 
-    def convert(value: Any) -> Any:
-        lowered = {name.lower(): option for name, option in options.items()}
+    def read(value: Any) -> Any:
         if str(value).lower() not in lowered:
             raise NoCounterpart(f"only {', '.join(options)} can be translated")
         return lowered[str(value).lower()]
 
-    return convert
+    return read
 
 
-def only(wanted: Any, why: str) -> Callable[[Any], Any]:
-    """A value that changes nothing if it is `wanted`, and has no counterpart otherwise."""
-
-    def convert(value: Any) -> Any:
-        if str(value).lower() != str(wanted).lower() and not _same_number(value, wanted):
-            raise NoCounterpart(why)
-        return value
-
-    return convert
+def dense_layers(value: Any) -> int:
+    """The number of layers before the first layer with experts; all later layers must have experts."""
+    pattern = re.fullmatch(r"\(?(?:\[0\]\*(\d+)\+)?\[1\]\*\d+\)?", re.sub(r"[ '\"]", "", str(value)))
+    if not pattern and str(value) != "1":
+        raise NoCounterpart("after the first dense layers, all layers have experts")
+    return int(pattern[1] or 0) if pattern else 0
 
 
-def _same_number(value: Any, wanted: Any) -> bool:
-    try:
-        return float(value) == float(wanted)
-    except (TypeError, ValueError):
-        return False
+def shares(value: Any) -> list[float]:
+    """The shares of a dataset for training, validation and test."""
+    parts = [number(part) for part in str(value).split(",")]
+    if len(parts) != 3 or not 0 < parts[1] < sum(parts):
+        raise NoCounterpart("a part for validation is needed")
+    return [round(part / sum(parts), 9) for part in parts]

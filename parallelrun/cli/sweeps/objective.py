@@ -30,6 +30,6 @@ def objective(row: Mapping[str, Any], key: str | None, verb: str) -> float:
         return float(value)
     if key in row and value is None:
         raise Pruned(f"point {row['point']} has no finite {key}")
-    numbers = [name for name, found in row.items() if isinstance(found, (int, float)) and not isinstance(found, bool)]
+    numbers = [name for name, value in row.items() if isinstance(value, (int, float)) and not isinstance(value, bool)]
     cause = f"sweep.objective={key}: a {verb} records no number with this name"
     raise ConfigError(Problem(cause, "sweep.objective", did_you_mean(key, numbers)))

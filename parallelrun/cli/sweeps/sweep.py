@@ -38,8 +38,8 @@ from parallelrun.launch.host.environment import Attached, detect
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.freeze import identity
 from parallelrun.report import chart
-from parallelrun.report.sweeps import scaling, sweep_rows
 from parallelrun.report.sweeps import sweep_picture as comparison
+from parallelrun.report.sweeps import sweep_rows
 from parallelrun.report.sweeps import sweep_table as report
 
 _STOPPING = (EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PREEMPTED)
@@ -81,13 +81,13 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
         elif rows:
             report.write_csv(directory)
             report.show(directory)
-            for path in (*comparison.write(directory), *scaling.write(directory)):
+            for path in comparison.write(directory):
                 print(f"{path.stem}: {path}", flush=True)
             if not chart.available():
                 print("note: pictures need matplotlib: pip install 'parallelrun[plots]'", flush=True)
     if lost and not stopped:
-        what = f"{failure or 'a process of the launcher has ended'}".partition("\n")[0]
-        print(f"parallelrun: {what}: continue with {shlex.quote(f'sweep.resume={directory}')}", file=sys.stderr)
+        cause = f"{failure or 'a process of the launcher has ended'}".partition("\n")[0]
+        print(f"parallelrun: {cause}: continue with {shlex.quote(f'sweep.resume={directory}')}", file=sys.stderr)
         return EXIT_RUN_FAILED, rows
     if stopped:
         print(f"parallelrun: stopped; continue with {shlex.quote(f'sweep.resume={directory}')}", file=sys.stderr)
@@ -128,8 +128,8 @@ class _Sweep:
             points.share_host(self.directory, parallel, self.threads_given)
         if hydra_task.changes_directory():
             os.chdir(hydra_task.working_directory())  # Hydra has left it; the run will work in its own directory
-        with ExitStack() as held:
-            row, key = self._ended(task_config, attached, held)
+        with ExitStack() as locks:
+            row, key = self._ended(task_config, attached, locks)
             points.record(self.directory, row)
         if attached is not None and not (self.directory / row.get("directory", "") / "status.json").exists():
             attach.abandon(attached, row["exit_code"])  # there is no run that the other ranks could join
@@ -137,8 +137,10 @@ class _Sweep:
             raise _Stopped(row["exit_code"])
         return self._objective(row, key) if hydra_task.searches() else None
 
-    def _ended(self, task_config: Any, attached: Attached | None, held: ExitStack) -> tuple[dict[str, Any], str | None]:
-        """(the point's row, its `sweep.objective`). held: keeps others from running the same until it is recorded."""
+    def _ended(
+        self, task_config: Any, attached: Attached | None, locks: ExitStack
+    ) -> tuple[dict[str, Any], str | None]:
+        """(the point's row, its `sweep.objective`). locks: prevent others from running it until it is recorded."""
         number = hydra_task.point_number()
         row: dict[str, Any] = {"point": number, "invocation": self.invocation}
         row["overrides"] = hydra_task.point_overrides(self.prepared.shown)
@@ -147,13 +149,13 @@ class _Sweep:
             composed = compose.composed(task_config, self.prepared)
             key = composed.config.sweep.objective
             row["config_sha256"] = identity(composed.config)
-            row |= self._resolve_and_run(composed, row, attached, held)
+            row |= self._resolve_and_run(composed, row, attached, locks)
         except Exception as error:
-            known = errors.translate(error) or error
-            if isinstance(known, ConfigError):
-                return row | self._skipped(number, known), key
-            code = errors.report(known, self.line.verbose)
-            row |= {"state": "failed", "exit_code": code, "reason": str(known) or type(known).__name__}
+            translated = errors.translate(error) or error
+            if isinstance(translated, ConfigError):
+                return row | self._skipped(number, translated), key
+            code = errors.report(translated, self.line.verbose)
+            row |= {"state": "failed", "exit_code": code, "reason": str(translated) or type(translated).__name__}
         return row, key
 
     def _skipped(self, number: int, error: ConfigError) -> dict[str, Any]:
@@ -173,15 +175,15 @@ class _Sweep:
             raise _Stopped(errors.report(error, self.line.verbose)) from error
 
     def _resolve_and_run(
-        self, composed: Composed, row: dict[str, Any], attached: Attached | None, held: ExitStack
+        self, composed: Composed, row: dict[str, Any], attached: Attached | None, locks: ExitStack
     ) -> dict[str, Any]:
         from parallelrun.cli.planned import planned
 
         world = attached.world if attached else None
         rows = sweep_rows.read(self.directory)
         now = [old for old in rows if old.get("invocation") == self.invocation]
-        if (found := self._known(row, "config_sha256", rows)) is not None:
-            return found
+        if (earlier := self._known(row, "config_sha256", rows)) is not None:
+            return earlier
         if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in now):
             reason = "an earlier point failed, and sweep.fail_fast is set"
             return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
@@ -191,10 +193,10 @@ class _Sweep:
         if os.getpid() != self.process:
             if not points.note(self.directory, row):
                 raise _Stopped(EXIT_INTERRUPTED)
-            held.enter_context(points.exclusive(self.directory, row["run_sha256"]))
+            locks.enter_context(points.exclusive(self.directory, row["run_sha256"]))
             rows = sweep_rows.read(self.directory)
-        if (found := self._known(row, "run_sha256", rows, plan.warnings)) is not None:
-            return found
+        if (earlier := self._known(row, "run_sha256", rows, plan.warnings)) is not None:
+            return earlier
         return self._plan(composed, plan, row) if self.line.verb == "plan" else self._run(composed, plan, row)
 
     def _known(
@@ -220,14 +222,14 @@ class _Sweep:
         from parallelrun.planner.facts.document import document
         from parallelrun.planner.facts.plan_facts import facts, figures
 
-        found = facts(plan, composed.config)
-        planned = {"state": sweep_rows.PLANNED, **figures(plan, composed.config.cluster, found)}
+        plan_facts = facts(plan, composed.config)
+        planned = {"state": sweep_rows.PLANNED, **figures(plan, composed.config.cluster, plan_facts)}
         if self.line.json:
             write_plot(plan, composed.config, row["point"])
-            return {**planned, "plan": document(plan, composed.config, found)}
+            return {**planned, "plan": document(plan, composed.config, plan_facts)}
         if composed.config.detail is not None:  # every plan in full
             self._say(f"\npoint {row['point']}: {' '.join(row['overrides'])}")
-            show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
+            show_plan(plan, composed.config, as_json=False, point=row["point"], plan_facts=plan_facts)
         else:
             for path in write_plot(plan, composed.config, row["point"]):
                 self._say(f"written: {path}")
@@ -254,16 +256,16 @@ class _Sweep:
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
         state = "done" if code == EXIT_OK else "stopped" if code in _STOPPING else "failed"
-        found: dict[str, Any] = {
+        outcome: dict[str, Any] = {
             "state": state,
             "exit_code": code,
             "directory": str(directory.relative_to(self.directory)),
         }
         if state == "failed":
-            found["reason"] = sweep_rows.read_json(directory / "status.json").get("error") or f"exit code {code}"
+            outcome["reason"] = sweep_rows.read_json(directory / "status.json").get("error") or f"exit code {code}"
         if plan.warnings:
-            found["notes"] = list(plan.warnings)
-        return {**sweep_rows.summary(directory, self.line.verb), **found}
+            outcome["notes"] = list(plan.warnings)
+        return {**sweep_rows.summary(directory, self.line.verb), **outcome}
 
     def _say(self, text: str) -> None:
         if not self.line.json:

@@ -46,12 +46,12 @@ def directory(line: CommandLine, settings: SweepSettings | None) -> Path:
             raise EnvironmentProblem(Problem(cause, "sweep.resume", command="ls -d runs/sweep-*"))
         return Path(resume).absolute()
     of_hydra = settings.directory if settings else _given(line, "hydra.sweep.dir")
-    chosen = _given(line, "sweep.directory") or (os.path.expanduser(of_hydra) if of_hydra else None)
-    if chosen is not None:
-        if (Path(chosen) / sweep_rows.RESULTS).exists():
-            cause = f"{chosen} already holds a sweep"
-            raise EnvironmentProblem(Problem(cause, "sweep.directory", f"sweep.resume={chosen}, or another directory"))
-        return Path(chosen).absolute()
+    place = _given(line, "sweep.directory") or (os.path.expanduser(of_hydra) if of_hydra else None)
+    if place is not None:
+        if (Path(place) / sweep_rows.RESULTS).exists():
+            cause = f"{place} already holds a sweep"
+            raise EnvironmentProblem(Problem(cause, "sweep.directory", f"sweep.resume={place}, or another directory"))
+        return Path(place).absolute()
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     return (Path(_given(line, "runs") or "runs") / f"sweep-{stamp}-{secrets.token_hex(3)}").absolute()
 

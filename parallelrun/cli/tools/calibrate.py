@@ -2,96 +2,76 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.base.errors import EXIT_OK, ConfigError
 from parallelrun.cli.json_output import print_json, screen_on_stderr
+from parallelrun.cli.tool_settings import keys_of, read_settings
 from parallelrun.config import presets
-from parallelrun.config.keys import nearest
+from parallelrun.config.keys import Key
 
-USAGE = """usage: parallelrun calibrate [key=value ...] [--config-dir FOLDER] [--json]
-
-Measures matrix products, memory, collectives and a few trainings of this machine, and writes the rates by which the
-time of a step is predicted as a cluster, with date, versions and spread. Afterwards: parallelrun plan ... cluster=mine
+_DESCRIPTION = """Measure matrix products, memory, collectives and a few trainings of this machine, and write the rates
+by which the time of a step is predicted as a cluster, with date, versions and spread. Afterwards:
+parallelrun plan ... cluster=mine
 
   cluster=mine     the name of the cluster, in ~/.config/parallelrun/cluster (or FOLDER/cluster)
-  seconds=100      how long to measure at most
+  seconds=100      the longest time to measure
   from=RUN,...     add the step times of runs (parallelrun bench) to an earlier calibration, and fit again
   backend=auto     of CPU collectives: auto | shm | gloo
   device=auto      auto: GPUs if there are any; cpu"""
-_DEFAULTS = {"cluster": presets.MINE, "seconds": "100", "from": "", "backend": "auto", "device": "auto"}
-_CHOICES = {"backend": ("auto", "shm", "gloo"), "device": ("auto", "cpu")}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options of the command line."""
-
-    values: dict[str, str]
-    seconds: float
-    config_dir: Path | None
-    json: bool
+_KEYS = keys_of(
+    Key("cluster", "str", False),
+    Key("seconds", "float", False, least=0),
+    Key("from", "str", False),
+    Key("backend", "str", False, choices=("auto", "shm", "gloo")),
+    Key("device", "str", False, choices=("auto", "cpu")),
+)
+_DEFAULTS = {"cluster": presets.MINE, "seconds": 100.0, "from": "", "backend": "auto", "device": "auto"}
 
 
 def main(words: list[str]) -> int:
     """Carry out the command line."""
-    if any(word in ("-h", "--help") for word in words):
-        print(USAGE)
-        return EXIT_OK
-    asked = read(words)
+    options, settings = parse(words)
     with screen_on_stderr():
-        document = _calibrate(asked)
-    if asked.json:
+        document = _calibrate(settings, options.config_dir)
+    if options.json:
         print_json(document)
     else:
         _show(document)
     return EXIT_OK
 
 
-def read(words: list[str]) -> Asked:
-    """Parse the words after `calibrate`. Raises ConfigError with every mistake."""
-    values, problems, folder = dict(_DEFAULTS), [], None
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.partition("=")
-        if word in ("--json", "-v", "--verbose"):
-            continue
-        if key in ("--config-dir", "-cd"):
-            folder = Path(value if equals else rest.pop(0) if rest else ".")
-        elif key not in _DEFAULTS or not value:
-            close = " or ".join(f"{name}=..." for name in nearest(key, list(_DEFAULTS)))
-            problems.append(
-                Problem(f"calibrate {word}: no such key", "command line", close, "parallelrun calibrate -h")
-            )
-        elif key in _CHOICES and value not in _CHOICES[key]:
-            problems.append(Problem(f"{word}: not one of {', '.join(_CHOICES[key])}", key, f"{key}={_DEFAULTS[key]}"))
-        else:
-            values[key] = value
-    try:
-        seconds = float(values["seconds"])
-    except ValueError:
-        problems.append(Problem(f"seconds={values['seconds']} is not a number", "seconds", "seconds=100"))
+def parse(words: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """(the flags, the settings) of the words after `calibrate`. Raises ConfigError with every mistake."""
+    parser = argparse.ArgumentParser(
+        "parallelrun calibrate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", type=Path, help="write the cluster below this folder")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+    options = parser.parse_intermixed_args(words)
+    settings, problems = read_settings(options.settings, _KEYS, _DEFAULTS)
     if problems:
         raise ConfigError(*problems)
-    return Asked(values, seconds, folder, "--json" in words)
+    return options, settings
 
 
-def _calibrate(asked: Asked) -> dict[str, Any]:
+def _calibrate(settings: dict[str, Any], config_dir: Path | None) -> dict[str, Any]:
     """Measure or read, fit, write; return everything that is shown."""
     from parallelrun.cli.calibration import file
     from parallelrun.cli.calibration.constants import calibrated, ratios_of
     from parallelrun.cli.calibration.runs import check_folders, steps_of
 
-    name = asked.values["cluster"]
-    path = file.place(name, asked.config_dir)
-    folders = asked.values["from"].split(",") if asked.values["from"] else []
+    name = settings["cluster"]
+    path = file.place(name, config_dir)
+    folders = settings["from"].split(",") if settings["from"] else []
     check_folders(folders)
     file.prepare(path)
-    measured = _measured(asked, path)
+    measured = _measured(settings, path)
     calibration, added, before = calibrated(measured, name), [], []
     if folders:
         added = steps_of(folders, measured, calibration.cluster)
@@ -119,18 +99,18 @@ def _calibrate(asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measured(asked: Asked, path: Path) -> Any:
+def _measured(settings: dict[str, Any], path: Path) -> Any:
     from parallelrun.cli.calibration import file, measurements
 
     saved = file.measurements_of(path)
-    if asked.values["from"] and saved.is_file():
+    if settings["from"] and saved.is_file():
         return measurements.load(saved)
     from parallelrun.cli.calibration.session import Session
 
-    def say(what: str) -> None:
-        print(f"measuring: {what}", file=sys.stderr, flush=True)
+    def say(part: str) -> None:
+        print(f"measuring: {part}", file=sys.stderr, flush=True)
 
-    return Session(asked.seconds, asked.values["backend"], asked.values["device"], say=say).measure()
+    return Session(settings["seconds"], settings["backend"], settings["device"], say=say).measure()
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from parallelrun.base.errors import EXIT_MISMATCH, EXIT_OK, ConfigError, ParallelrunError, Problem
 from parallelrun.report.records import fail_conditions as conditions
@@ -15,12 +16,25 @@ from parallelrun.report.records.run_differences import compare
 RUNS_HELP = "a run directory, latest, a name below --runs, the random end of a directory's name, or a sweep's directory"
 
 
+def parser_of_runs(tool: str, description: str, **run: Any) -> argparse.ArgumentParser:
+    """The parser of a tool that takes runs. run: changes of the argument `run`."""
+    parser = argparse.ArgumentParser(f"parallelrun {tool}", description=description, allow_abbrev=False)
+    parser.add_argument("run", **{"nargs": "+", "help": RUNS_HELP, **run})
+    parser.add_argument("--runs", type=Path, default="runs", help="the folder of run directories (default: runs)")
+    return parser
+
+
+def directories_of(arguments: argparse.Namespace) -> list[Path]:
+    """The directories of the runs that are named, each once. Raises ConfigError."""
+    return list(dict.fromkeys(find.resolve(arguments.run, arguments.runs.expanduser())))
+
+
 def main(words: list[str]) -> int:
     """Print the comparison. Raises ConfigError (exit 2); ParallelrunError (exit 4) for a broken file or a failed
     condition."""
     arguments = _parser().parse_args(words)
     wanted = [conditions.parse(text) for text in arguments.fail_on]
-    directories = list(dict.fromkeys(find.resolve(arguments.run, Path(arguments.runs).expanduser())))
+    directories = directories_of(arguments)
     if len(directories) < 2:
         cause = f"compare needs two runs at least, got {len(directories)}"
         raise ConfigError(Problem(cause, "command line", command="parallelrun runs ls"))
@@ -45,13 +59,8 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "parallelrun compare",
-        description="Compare the configuration, plan, versions and results of runs.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", nargs="+", help=f"{RUNS_HELP}; the first run is the baseline")
-    parser.add_argument("--runs", default="runs", help="the folder of run directories (default: runs)")
+    description = "Compare the configuration, plan, versions and results of runs."
+    parser = parser_of_runs("compare", description, help=f"{RUNS_HELP}; the first run is the baseline")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON document")
     form.add_argument("--md", action="store_true", help="Markdown")

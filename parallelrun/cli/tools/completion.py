@@ -44,7 +44,7 @@ def _of_tool(tool: str, words: Sequence[str]) -> list[str]:
     """The words that a tool takes after `words`."""
     if tool == "recipes" and words:
         return [] if words[0] == "ls" else [*recipe_files.find()]
-    found = {
+    by_tool = {
         "show": [*recipe_files.find()],
         "ls": [*KINDS, TRACKERS, KEYS, "--json"],
         "doctor": ["--json"],
@@ -52,7 +52,7 @@ def _of_tool(tool: str, words: Sequence[str]) -> list[str]:
         "runs": ["ls", "show", "rerun", "gc"],
         "schema": [*GROUPS],
     }
-    return found.get(tool, []) if tool != "runs" or not words else []
+    return by_tool.get(tool, []) if tool != "runs" or not words else []
 
 
 def _starting(typed: str, candidates: Iterable[str]) -> list[str]:
@@ -65,12 +65,12 @@ def _keys(typed: str, words: Sequence[str]) -> list[str]:
         return []
     level = typed.count(".")
     names = (*GROUPS, *SHORT_NAMES, *sorted(presets.user_groups(words)))
-    found = {f"{name}=": None for name in names if name.count(".") == level}
+    keys = {f"{name}=": None for name in names if name.count(".") == level}
     for name, key in known_keys().items():
         parts = name.split(".")
         if len(parts) > level and not key.is_of_presets:
-            found[".".join(parts[: level + 1]) + ("=" if len(parts) == level + 1 else ".")] = None
-    return list(found)
+            keys[".".join(parts[: level + 1]) + ("=" if len(parts) == level + 1 else ".")] = None
+    return list(keys)
 
 
 def _pairs(typed: str, words: Sequence[str]) -> list[str]:
@@ -87,12 +87,12 @@ def values(key: str) -> list[str]:
     """The possible values of a key; [] if it takes any number or text."""
     if key in GROUPS:
         return presets.options(key)
-    known = known_keys().get(SHORT_NAMES.get(key, key))
-    if known is None or key in MAPPINGS:
+    schema_key = known_keys().get(SHORT_NAMES.get(key, key))
+    if schema_key is None or key in MAPPINGS:
         return []
-    if known.kind == "bool":
+    if schema_key.kind == "bool":
         return ["true", "false"]
-    if known.name in NAME_LISTS:
+    if schema_key.name in NAME_LISTS:
         return [*registry.names(TRACKERS), "none"]
     from parallelrun.planner.resolve import shorthands
 
@@ -101,18 +101,18 @@ def values(key: str) -> list[str]:
         return list(kinds(axes.get(key, "pipeline")))
     if key == "layout":
         return list(shorthands.layouts())
-    return ["latest", "auto"] if key == "resume" else list(known.choices)
+    return ["latest", "auto"] if key == "resume" else list(schema_key.choices)
 
 
 def respond(words: list[str]) -> int:
     """Answer the shell's TAB: our words, and Hydra's keys and options."""
-    asked = any(word.startswith("query=") for word in words)
-    if asked and "COMP_LINE" not in os.environ:
+    is_query = any(word.startswith("query=") for word in words)
+    if is_query and "COMP_LINE" not in os.environ:
         raise ConfigError(Problem(f"{' '.join(words)}: only a shell asks for completions", "COMP_LINE",
                                   command="parallelrun -sc install=bash"))  # fmt: skip
-    for candidate in answer(os.environ) if asked else []:
+    for candidate in answer(os.environ) if is_query else []:
         print(candidate)
-    if not asked:
+    if not is_query:
         from parallelrun.config import compose
 
         compose.run_hydra(compose.prepare_completion(words), lambda config: None)

@@ -10,7 +10,6 @@ import argparse
 import os
 import platform
 import resource
-import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_ENVIRONMENT, EXIT_OK, EnvironmentProblem
+from parallelrun.base.wording import counted
 from parallelrun.cli.json_output import print_json, screen_on_stderr
 from parallelrun.cli.tools import doctor_hosts
 from parallelrun.config.schema.run_schema import Config
@@ -94,20 +94,18 @@ def _torch() -> list[DoctorCheck]:
     import torch.distributed as dist
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    state, hint = "pass", ""
     if version < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        found = DoctorCheck("torch", "fail", f"{torch.__version__}; at least {oldest} is needed")
-    else:
-        minor = ".".join(map(str, version))
-        tested = "" if minor in _TESTED_TORCH else f" (tested: {', '.join(_TESTED_TORCH)})"
-        found = DoctorCheck("torch", "pass", torch.__version__ + tested)
+        state, hint = "fail", f"; at least {'.'.join(map(str, _OLDEST_TORCH))} is needed"
+    elif ".".join(map(str, version)) not in _TESTED_TORCH:
+        hint = f" (tested: {', '.join(_TESTED_TORCH)})"
     gloo = dist.is_available() and dist.is_gloo_available()
     nccl = "not built in; only GPUs need it"
     if has_nccl := dist.is_available() and dist.is_nccl_available():
         number = torch.cuda.nccl.version()
         nccl = ".".join(map(str, number)) if isinstance(number, tuple) else str(number)
     return [
-        found,
+        DoctorCheck("torch", state, f"{torch.__version__}{hint}"),
         DoctorCheck("gloo", "pass" if gloo else "fail", "available" if gloo else "not built into this torch"),
         DoctorCheck("nccl", "warn" if torch.cuda.is_available() and not has_nccl else "pass", nccl),
     ]
@@ -160,46 +158,37 @@ def _disk() -> DoctorCheck:
     return DoctorCheck("disk", "warn" if free < 2**30 else "pass", f"{free / 2**30:.1f} GiB free in {folder}")
 
 
-def _loopback() -> DoctorCheck:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with socket.create_connection(listener.getsockname(), timeout=5):
-            return DoctorCheck("loopback", "pass", "a process can listen on 127.0.0.1 and connect to it")
-
-
-def _all_reduce() -> DoctorCheck:
+def _gloo() -> DoctorCheck:
     """Two processes add a number over gloo on the loopback interface."""
-    began = time.monotonic()
-    try:
-        all_reduce(2, GLOO)
-    except EnvironmentProblem as error:
-        return DoctorCheck("all-reduce", "fail", f"two gloo ranks: {error}")
-    return DoctorCheck("all-reduce", "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")
+    return _sum(2, GLOO, "all-reduce", "two gloo ranks in {wall:.1f} s", "two gloo ranks: ")
 
 
-def _shared_memory_between_ranks() -> DoctorCheck:
+def _shared_memory_of_ranks() -> DoctorCheck:
     """Two processes add a number through each other's memory: memfd, pidfd and /proc/<pid>/fd work."""
-    began = time.monotonic()
-    try:
-        all_reduce(2, SHM)
-    except EnvironmentProblem as error:
-        return DoctorCheck("shared memory", "warn", f"impossible, so that CPU ranks use gloo alone: {error}")
-    took = time.monotonic() - began
-    return DoctorCheck("shared memory", "pass", f"two ranks map each other's memory, in {took:.1f} s; CPU runs use it")
+    text = "two ranks map each other's memory, in {wall:.1f} s; CPU runs use it"
+    check = _sum(2, SHM, "shared memory", text, "impossible, so CPU ranks use gloo: ")
+    return replace(check, state="warn") if check.state == "fail" else check
 
 
-def _gpu_all_reduce(backend: str = NCCL) -> list[DoctorCheck]:
+def _gpu_sum(backend: str = NCCL) -> list[DoctorCheck]:
     """One process per visible GPU adds a tensor over NCCL."""
     import torch
 
     if not torch.cuda.is_available():
         return []
-    num_gpus = torch.cuda.device_count()
-    name, gpus = f"{backend} all-reduce", f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
+    num_gpus, size = torch.cuda.device_count(), NUM_ELEMENTS * 4 / 2**20
+    text = f"{counted(num_gpus, 'GPU')}, {size:.0f} MiB in {{sum:.1f}} ms"
+    return [_sum(num_gpus, backend, f"{backend} all-reduce", text)]
+
+
+def _sum(num_ranks: int, backend: str, name: str, text: str, failed: str = "") -> DoctorCheck:
+    """The check that ranks can sum. text: of success, with the seconds in all (wall) and the ms of one sum (sum)."""
+    began = time.monotonic()
     try:
-        seconds = all_reduce(num_gpus, backend)
+        seconds = all_reduce(num_ranks, backend)
     except EnvironmentProblem as error:
-        return [DoctorCheck(name, "fail", str(error))]
-    return [DoctorCheck(name, "pass", f"{gpus}, {NUM_ELEMENTS * 4 / 2**20:.0f} MiB in {1000 * seconds:.1f} ms")]
+        return DoctorCheck(name, "fail", f"{failed}{error}")
+    return DoctorCheck(name, "pass", text.format(wall=time.monotonic() - began, sum=1000 * seconds))
 
 
 def all_reduce(num_ranks: int, backend: str) -> float:
@@ -207,8 +196,8 @@ def all_reduce(num_ranks: int, backend: str) -> float:
 
     backend: nccl on GPUs, else gloo or shm.
     """
-    device, asked = ("cuda", "auto") if backend == NCCL else ("cpu", backend)
-    config = replace(Config(), dp=num_ranks, global_batch=num_ranks, device=device, backend=asked,
+    device, of_cpus = ("cuda", "auto") if backend == NCCL else ("cpu", backend)
+    config = replace(Config(), dp=num_ranks, global_batch=num_ranks, device=device, backend=of_cpus,
                      timeout_s=ALL_REDUCE_TIMEOUT_S)  # fmt: skip
     plan = resolve(config)
     with task_root("doctor") as root:
@@ -239,8 +228,8 @@ def sum_twice(config: Config, plan: Plan, context: WorkerContext) -> int:
 
 
 _CHECKS = (
-    _python, _packages, _torch, _gpus, _cores, _memory, _shared_memory, _limits, _disk, _loopback,
-    _all_reduce, _shared_memory_between_ranks, _gpu_all_reduce,
+    _python, _packages, _torch, _gpus, _cores, _memory, _shared_memory, _limits, _disk, _gloo, _shared_memory_of_ranks,
+    _gpu_sum,
 )  # fmt: skip
 
 

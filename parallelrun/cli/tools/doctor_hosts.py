@@ -41,11 +41,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--hostfile", help="a file with a host on each line")
     for name in ("port", "identity-file", "config"):
         parser.add_argument(f"--ssh-{name}", dest=name.replace("-", "_"), help="as for a run")
-    given = parser.parse_args(list(words))
-    found = host_list.read(None, given.hosts, given.hostfile)
-    ssh = SshOptions(given.port, given.identity_file, given.config)
+    options = parser.parse_args(list(words))
+    hosts = host_list.place_ranks(None, options.hosts, options.hostfile)
+    ssh = SshOptions(options.port, options.identity_file, options.config)
     problems = ssh.problems()
-    if len(found) < 2:
+    if len(hosts) < 2:
         cause = "the bandwidth between hosts needs two of them"
         command = "parallelrun doctor --hosts -H a,b; or under torchrun, srun, mpirun"
         problems.append(Problem(cause, "command line", command=command))
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(*problems)
     from parallelrun.launch.over_ssh import ssh as over_ssh
 
-    one_each = [replace(one, first_rank=number, num_ranks=1) for number, one in enumerate(found)]
+    one_each = [replace(host, first_rank=number, num_ranks=1) for number, host in enumerate(hosts)]
     return over_ssh.run(one_each, ["doctor", FLAG], ssh)
 
 
@@ -65,7 +65,7 @@ def _measure(attached: Attached) -> int:
 
     store = stores.connect(attached)
     if attached.master_port:
-        os.environ.update(interfaces.chosen(os.environ, attached.master_addr))
+        os.environ.update(interfaces.socket_variables(os.environ, attached.master_addr))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", attached.local_rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     backend = "nccl" if on_gpu else "gloo"
@@ -76,7 +76,7 @@ def _measure(attached: Attached) -> int:
         backend, store=PrefixStore("pairs", store), rank=attached.rank, world_size=attached.world, timeout=patience
     )
     everyone = [json.loads(store.get(f"host/{rank}")) for rank in range(attached.world)]
-    first = {one["host"]: rank for rank, one in reversed(list(enumerate(everyone)))}
+    first = {member["host"]: rank for rank, member in reversed(list(enumerate(everyone)))}
     names = sorted(first, key=lambda name: first[name])
     values = torch.ones(NUM_BYTES // 4, device=device)
     for a, b in combinations(names, 2):
@@ -89,7 +89,7 @@ def _measure(attached: Attached) -> int:
         store.wait([f"pair/{a}/{b}"], patience)  # one pair at a time uses the network
     if attached.rank == 0:
         rates = {(a, b): float(store.get(f"pair/{a}/{b}")) for a, b in combinations(names, 2)}
-        used = {one["host"]: one["interface"] for one in everyone}
+        used = {member["host"]: member["interface"] for member in everyone}
         print("\n".join(report(names, rates, backend, used)), flush=True)
     _leave(store, attached)
     return EXIT_OK
@@ -135,10 +135,10 @@ def report(
     width = max(8, *map(len, names))
     lines = [f"all-reduce of {NUM_BYTES >> 20} MiB between each two hosts over {backend}, in Gbit/s"]
     lines.append(" " * width + "".join(f"  {name:>{width}}" for name in names))
-    for one in names:
-        row = [rates.get((one, other), rates.get((other, one))) for other in names]
+    for name in names:
+        row = [rates.get((name, other), rates.get((other, name))) for other in names]
         lines.append(
-            f"{one:<{width}}" + "".join(f"  {'-' if rate is None else f'{rate:.2f}':>{width}}" for rate in row)
+            f"{name:<{width}}" + "".join(f"  {'-' if rate is None else f'{rate:.2f}':>{width}}" for rate in row)
         )
     best = max(rates.values())
     slow = [pair for pair, rate in rates.items() if rate < SLOW * best]
@@ -147,8 +147,8 @@ def report(
         return [*lines, f"no pair is slower than {SLOW:.0%} of the fastest"]
     for name in guilty:
         rate = statistics.median(rates[pair] for pair in slow if name in pair)
-        what = f"slow: {name} with every other host, {rate:.2f} of {best:.2f} Gbit/s"
-        lines.append(f"{what}; its interface: {used.get(name) or 'not chosen'} (ethtool, NCCL_DEBUG=INFO)")
+        text = f"slow: {name} with every other host, {rate:.2f} of {best:.2f} Gbit/s"
+        lines.append(f"{text}; its interface: {used.get(name) or 'not chosen'} (ethtool, NCCL_DEBUG=INFO)")
     rest = [pair for pair in slow if not set(pair) & set(guilty)]
     lines += [f"slow: {a} with {b}, {rates[a, b]:.2f} of {best:.2f} Gbit/s" for a, b in rest]
     return lines

@@ -83,26 +83,18 @@ def rows() -> list[dict[str, Any]]:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    found = rows()
+    recipes = rows()
     if arguments.json:
-        print_json({"recipes": found})
+        print_json({"recipes": recipes})
         return EXIT_OK
-    from rich.table import Table
+    from parallelrun.report.screen import open_console, table
 
-    from parallelrun.report.screen import open_console
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title, fold in (
-        ("name", False),
-        ("devices", False),
-        ("minutes", False),
-        ("expected", False),
-        ("purpose", True),
-    ):
-        table.add_column(title, no_wrap=not fold, overflow="fold")
-    for row in found:
-        table.add_row(row["name"], *cells(row["about"] or {}), row["error"] or row["description"])
-    open_console().print(table)
+    drawn = table("name", "devices", "minutes", "expected", "purpose", rule=False, padding=(0, 2, 0, 0))
+    for column in drawn.columns[:-1]:
+        column.no_wrap = True
+    for row in recipes:
+        drawn.add_row(row["name"], *cells(row["about"] or {}), row["error"] or row["description"])
+    open_console().print(drawn)
     return EXIT_OK
 
 
@@ -159,15 +151,15 @@ def _validate(arguments: argparse.Namespace) -> int:
     return EXIT_CONFIG if wrong else EXIT_OK
 
 
-def _tell(found: Checked) -> None:
-    count = len(found.problems)
-    results = ", ".join(f"{name} {value:,.4g}" for name, value in found.results.items())
+def _tell(checked: Checked) -> None:
+    count = len(checked.problems)
+    results = ", ".join(f"{name} {value:,.4g}" for name, value in checked.results.items())
     said = f"{count} fault{'s' if count > 1 else ''}" if count else "valid"
-    print("; ".join(part for part in (f"{found.file.shown}: {said}", results, found.note) if part), flush=True)
+    print("; ".join(part for part in (f"{checked.file.shown}: {said}", results, checked.note) if part), flush=True)
 
 
-def _document(found: Checked) -> dict[str, Any]:
-    return {"file": found.file.shown, "problems": list(found.problems), "results": found.results, "note": found.note}
+def _document(checked: Checked) -> dict[str, Any]:
+    return {**asdict(checked), "file": checked.file.shown}
 
 
 def check(file: RecipeFile, trust: bool = False) -> Checked:
@@ -176,10 +168,10 @@ def check(file: RecipeFile, trust: bool = False) -> Checked:
         about = recipe_files.load(file, trust).about
         composed, plan = _planned(file, trust)
     except Exception as error:
-        known = errors.translate(error)
-        if known is None:
+        translated = errors.translate(error)
+        if translated is None:
             raise
-        return Checked(file, tuple(_in_file(file, problem) for problem in known.problems), {})
+        return Checked(file, tuple(_in_file(file, problem) for problem in translated.problems), {})
     return _compared(file, about, composed, plan)
 
 
@@ -205,12 +197,14 @@ def _compared(file: RecipeFile, about: About | None, composed: Composed, plan: P
     """Compare a recipe's own statements with its plan: devices, memory fit and, where predicted, the rate."""
     from parallelrun.config.recipes.about import KEY
     from parallelrun.planner.facts.plan_facts import facts, figures
+    from parallelrun.planner.model import definitions
 
     if about is None:
         cause = f"{KEY}: is missing; it says purpose, devices, minutes, expected results and source"
         return Checked(file, (Problem(cause, file.shown, command="parallelrun recipes cp quickstart"),), {})
     planned = figures(plan, composed.config.cluster, facts(plan, composed.config))
-    faults = [(key, f"{key}: is missing") for key in about.missing(trains=_trains(composed))]
+    trains = not definitions.model(composed.config).is_lesson
+    faults = [(key, f"{key}: is missing") for key in about.missing(trains)]
     if about.devices is not None and about.devices != plan.world:
         faults.append((f"{KEY}.devices", f"{KEY}.devices: {about.devices}, but the plan has {plan.world} ranks"))
     if planned["fits"] == "no":
@@ -236,12 +230,6 @@ def _outside(limits: dict[str, list[float]], results: dict[str, float], how: str
         for key, value in results.items()
         if key in limits and not limits[key][0] <= value <= limits[key][1]
     ]
-
-
-def _trains(composed: Composed) -> bool:
-    from parallelrun.planner.model import definitions
-
-    return not definitions.model(composed.config).is_lesson
 
 
 def run(file: RecipeFile, trust: bool, runs: str) -> Checked:

@@ -7,14 +7,13 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.base.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
 from parallelrun.cli.flag_formats import recipe, sources
-from parallelrun.cli.flag_formats.settings import Translation
-from parallelrun.config.keys import GROUPS
+from parallelrun.cli.flag_formats.table import Translation
 
 if TYPE_CHECKING:
     from parallelrun.planner.contract.plan import Plan
@@ -29,8 +28,7 @@ def main(words: list[str]) -> int:
     """Print the recipe, or write it. Raises ConfigError with every fault of the file and of the plan it describes."""
     options, command_line = _parsed(words)
     source = sources.of_words(command_line) if command_line else sources.of_file(Path(options.file), options.config)
-    result = source.translate()
-    recipe.with_overrides(result, _overrides(options.overrides), GROUPS)
+    result = source.translate(_overrides(options.overrides))
     plan = recipe.check(result, lambda: _plan(result))
     text = recipe.text(result, source.runner, source.shown, plan)
     if options.to is None:
@@ -86,17 +84,16 @@ def _plan(result: Translation) -> Plan:
 
     path = result.values.get("dataset.path")
     if path is not None and not Path(f"{path}.idx").is_file() and not Path(path).exists():
-        values = {key: value for key, value in result.values.items() if not key.startswith("dataset.")}
-        result = replace(result, values=values, groups={**result.groups, "dataset": "synthetic"})
+        result = copy(result)
+        result.values = {key: value for key, value in result.values.items() if not key.startswith("dataset.")}
+        result.groups = {**result.groups, "dataset": "synthetic"}
     with tempfile.TemporaryDirectory(prefix="parallelrun-recipe-") as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(recipe.text(result, "", ""), encoding="utf-8")
         read, _ = overrides.read([f"recipe={file}"], False, "recipe")
         composed, _ = compose.compose_once(compose.prepare(read, (), "plan", False))
-        world = (
-            None if not recipe.world_is_open(result) else math.prod(result.values.get(axis, 1) for axis in _MODEL_AXES)
-        )
-        return resolve(composed.config, given=composed.given, world=world)
+        fewest = math.prod(result.values.get(axis, 1) for axis in _MODEL_AXES)
+        return resolve(composed.config, given=composed.given, world=fewest if recipe.world_is_open(result) else None)
 
 
 def _write(path: Path, text: str) -> None:

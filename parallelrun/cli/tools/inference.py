@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.checkpoint.exchange.paths import check_paths
@@ -16,6 +14,8 @@ from parallelrun.cli import argv as command_lines
 from parallelrun.cli import help
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.json_output import print_json
+from parallelrun.cli.tool_settings import keys_of, read_settings
+from parallelrun.config.keys import Key
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.model import definitions
 from parallelrun.report.records import find
@@ -44,6 +44,16 @@ Mean loss, perplexity, bits per byte (of models of bytes) and top-1 of trained w
   samples=null      number of samples at most
   dataset=... path=... dataset.*   other data than the run's; precision=..."""
 
+_OF_GENERATE = keys_of(
+    Key("max_tokens", "int", False, least=1),
+    Key("temperature", "float", False, least=0, below=math.inf),
+    Key("top_k", "int", True, least=1),
+    Key("seed", "int", False, least=0, below=2**63),
+    Key("tokens", "list", False),
+    Key("tp", "int", False, least=1),
+)
+_DEFAULTS = {"max_tokens": 100, "temperature": 1.0, "top_k": None, "seed": 0, "tokens": None, "tp": 1}
+_OF_EVAL = keys_of(Key("split", "str", False, choices=tuple(SPLITS)), Key("samples", "int", True, least=1))
 _DATA_KEYS = ("dataset", "precision", "path", "tokenizer")
 
 
@@ -53,41 +63,35 @@ def generate(words: list[str]) -> int:
         return code
     as_json, words = "--json" in words, [word for word in words if word != "--json"]
     text = words[1] if len(words) > 1 and not words[1].startswith("tokens=") else None
-    known = ("max_tokens", "temperature", "top_k", "seed", "tokens", "tp")
-    asked = _Arguments(words[1 if text is None else 2 :], known)
-    if (text is None) == ("tokens" not in asked.values):
+    settings, problems = read_settings(words[1 if text is None else 2 :], _OF_GENERATE, _DEFAULTS)
+    token_ids, count, tp = settings["tokens"], settings["max_tokens"], settings["tp"]
+    if (text is None) != any(word.startswith("tokens=") for word in words[1:]):
         cause = "give a text, or token ids as tokens=[1,2,3]"
-        asked.problems.append(Problem(cause, "text", command="parallelrun generate --help"))
-    count = asked.number("max_tokens", int, 100, lambda value: value >= 1)
-    top_k = asked.number("top_k", int, None, lambda value: value >= 1)
-    temperature = asked.number("temperature", float, 1.0, lambda value: value >= 0 and math.isfinite(value))
-    seed = asked.number("seed", int, 0, lambda value: 0 <= value < 2**63)
-    tp = asked.number("tp", int, 1, lambda value: value >= 1)
-    given = asked.token_ids("tokens")
+        problems.append(Problem(cause, "text", command="parallelrun generate --help"))
     path = str(find.directory_of(words[0]))
-    check_paths(path, "run", problems=asked.problems)
+    check_paths(path, "run", problems=problems)
     from parallelrun.checkpoint.exchange.source import open_source
     from parallelrun.checkpoint.exchange.tokenizer import Codec
-    from parallelrun.training.inference.generate import Generator, Sampling, check_causal, check_prompt
-    from parallelrun.training.inference.text import collected
+    from parallelrun.training.inference.generate import Generator, Sampling, check_causal, check_prompt, collected
 
     source = open_source(path, "run")
     source.weights.verify()
-    codec = Codec(source) if given is None else None
-    prompt = given if given is not None else codec.encode(text or "") if codec else []
+    codec = Codec(source) if token_ids is None else None
+    prompt = codec.encode(text or "") if codec else token_ids
     check_causal(source)
     check_prompt(prompt, source.spec.vocab)
-    sampling = Sampling(temperature, top_k, seed)
+    sampling = Sampling(settings["temperature"], settings["top_k"], settings["seed"])
     if tp > 1:
-        found, rate = _on_ranks(source, tp, prompt, count, sampling, codec is not None, as_json)
+        tokens, rate = _on_ranks(source, tp, prompt, count, sampling, codec is not None, as_json)
     else:
         model = Generator(source)
         began = time.perf_counter()
-        found = collected(model.tokens(prompt, count, sampling), prompt, codec, as_json)
-        rate = len(found) / (time.perf_counter() - began)
+        tokens = collected(model.tokens(prompt, count, sampling), prompt, codec, as_json)
+        rate = len(tokens) / (time.perf_counter() - began)
     if as_json:
-        said = codec.decode(found) if codec else None
-        print_json({"prompt": text, "prompt_tokens": prompt, "tokens": found, "text": said, "tokens_per_s": rate})
+        continuation = codec.decode(tokens) if codec else None
+        print_json({"prompt": text, "prompt_tokens": prompt, "tokens": tokens, "text": continuation,
+                    "tokens_per_s": rate})  # fmt: skip
     return EXIT_OK
 
 
@@ -100,12 +104,12 @@ def _on_ranks(
     from parallelrun.training.inference.worker import GENERATED
 
     config, plan = plan_for(source, tp)
-    asked = {"source": str(source.path), "prompt": prompt, "count": count, "sampling": asdict(sampling),
-             "has_text": has_text, "quiet": quiet}  # fmt: skip
+    request = {"source": str(source.path), "prompt": prompt, "count": count, "sampling": asdict(sampling),
+               "has_text": has_text, "quiet": quiet}  # fmt: skip
     with task_root("generate") as root:
-        folder = run_task(root, config, plan, "parallelrun.training.inference.worker:generate", asked)
-        found = json.loads((folder / GENERATED).read_text(encoding="utf-8"))
-    return found["tokens"], found["tokens_per_s"]
+        folder = run_task(root, config, plan, "parallelrun.training.inference.worker:generate", request)
+        generated = json.loads((folder / GENERATED).read_text(encoding="utf-8"))
+    return generated["tokens"], generated["tokens_per_s"]
 
 
 def evaluate(words: list[str]) -> int:
@@ -114,22 +118,18 @@ def evaluate(words: list[str]) -> int:
         return code
     as_json = "--json" in words
     own = [word for word in words[1:] if word.startswith(("split=", "samples="))]
-    asked = _Arguments(own, ("split", "samples"))
-    limit = asked.number("samples", int, None, lambda value: value >= 1)
-    split = asked.values.get("split", "val")
-    if split not in SPLITS:
-        asked.problems.append(Problem(f"split={split}: must be one of {', '.join(SPLITS)}", "split"))
-    line = _data_words([word for word in words[1:] if word not in own and word != "--json"], asked.problems)
+    settings, problems = read_settings(own, _OF_EVAL, {"split": "val", "samples": None})
+    line = _data_words([word for word in words[1:] if word not in own and word != "--json"], problems)
     path = str(find.directory_of(words[0]))
-    check_paths(path, "run", problems=asked.problems)
+    check_paths(path, "run", problems=problems)
     from parallelrun.checkpoint.exchange.source import open_source
     from parallelrun.training.inference.evaluate import evaluate as score
 
     source = open_source(path, "run")
     source.weights.verify()
     config = _with_overrides(source.config, line)
-    scores = score(source, config, split, limit)
-    fields = {"source": str(source.path), "split": split, **asdict(scores)}
+    scores = score(source, config, settings["split"], settings["samples"])
+    fields = {"source": str(source.path), "split": settings["split"], **asdict(scores)}
     if as_json:
         print_json(fields)
         return EXIT_OK
@@ -147,7 +147,7 @@ def _data_words(words: list[str], problems: list[Problem]) -> CommandLine:
     except ConfigError as error:
         problems += error.problems
         return command_lines.read([])
-    wrong = [one.key for one in line.overrides if one.key.partition(".")[0] not in _DATA_KEYS]
+    wrong = [override.key for override in line.overrides if override.key.partition(".")[0] not in _DATA_KEYS]
     if wrong or line.flags:
         cause = f"eval reads dataset, path, precision, split and samples, not {', '.join([*wrong, *line.flags])}"
         problems.append(Problem(cause, "command line", command="parallelrun eval --help"))
@@ -165,43 +165,3 @@ def _with_overrides(saved: Config, line: CommandLine) -> Config:
         cause = f"dataset={config.dataset.name} is random and says nothing about trained weights"
         raise ConfigError(Problem(cause, "dataset", "dataset=text path=FILE_OR_FOLDER"))
     return replace(config, model=saved.model, verb=definitions.EVAL, global_batch=1, local_batch=None)
-
-
-class _Arguments:
-    """The `key=value` words of a command: values by key, and every problem, for `check_paths`."""
-
-    def __init__(self, words: Sequence[str], known: Sequence[str]):
-        self.values: dict[str, str] = {}
-        self.problems: list[Problem] = []
-        known_words = [f"{key}=" for key in known]
-        for word in words:
-            key, equals, value = word.partition("=")
-            if not equals or key not in known or key in self.values:
-                wrong = "is given twice" if key in self.values else f"is none of {', '.join(known_words)}"
-                wrong += "" if equals else "; a text is one argument: quote it"
-                self.problems.append(Problem(f"{word} {wrong}", "command line"))
-            self.values.setdefault(key, value)
-
-    def number(self, key: str, kind: type, default: Any, holds: Callable[[Any], bool]) -> Any:
-        """The number of a key; `default` if it is not given, or wrong."""
-        text = self.values.get(key)
-        if text is None or (text == "null" and default is None):
-            return default
-        with suppress(ValueError):
-            value = kind(text)
-            if holds(value):
-                return value
-        whole = "whole " if kind is int else ""
-        self.problems.append(Problem(f"{key}={text}: not a {whole}number in its range", key))
-        return default
-
-    def token_ids(self, key: str) -> list[int] | None:
-        """The token ids of a key; None if it is not given, or wrong."""
-        text = self.values.get(key)
-        if text is None:
-            return None
-        try:
-            return [int(one) for one in text.strip("[]").split(",")]
-        except ValueError:
-            self.problems.append(Problem(f"{key}={text}: not a list of token ids such as [1,2,3]", key))
-            return None

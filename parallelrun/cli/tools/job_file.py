@@ -19,13 +19,14 @@ from parallelrun.base.wording import counted
 from parallelrun.cli import argv as command_lines
 from parallelrun.cli import help, verbs
 from parallelrun.cli.argv import CommandLine
+from parallelrun.cli.tool_settings import keys_of, read_settings
 from parallelrun.config.compose import Composed
-from parallelrun.config.keys import GROUPS, known_keys
+from parallelrun.config.keys import GROUPS, Key, known_keys
 from parallelrun.config.schema.model_schema import DatasetConfig
 from parallelrun.config.schema.run_schema import Config, PrecisionConfig
 from parallelrun.launch.host.directory import name_of
+from parallelrun.launch.job_files.job_file import JobFile
 from parallelrun.launch.job_files.kubernetes import KubernetesJob
-from parallelrun.launch.job_files.nodes import JobFile
 from parallelrun.launch.job_files.skypilot import SkyPilotJob
 from parallelrun.launch.job_files.slurm import SlurmJob
 from parallelrun.planner.contract.plan import Plan
@@ -138,25 +139,20 @@ def _gpus_of_cluster(composed: Composed) -> int | None:
 
 def _settings(job: JobFile, words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
     """(the job's settings, the words of the run, mistakes in the settings)."""
-    types = {setting.name: setting.type for setting in fields(job)} | {_PYTHON: "str"}
-    settings: dict[str, Any] = {}
-    rest, problems = [], []
+    kinds = {setting.name: "int" if setting.type == "int" else "str" for setting in fields(job)} | {_PYTHON: "str"}
+    own, rest, problems = [], [], []
     for word in words:
         key, equals, value = word.partition("=")
-        if key not in types or not equals:
-            is_known = key in known_keys() or key in GROUPS or not equals or not key.isidentifier()
-            near = [] if is_known else difflib.get_close_matches(key, types, n=1, cutoff=0.8)
-            if near:
-                problems.append(Problem(f"{key}: neither a key nor a setting of the job", key, f"{near[0]}={value}"))
-            else:
-                rest.append(word)
-        elif types[key] != "int":
-            settings[key] = value
-        elif value.isdecimal():
-            settings[key] = int(value)
+        is_of_run = key in known_keys() or key in GROUPS or not equals or not key.isidentifier()
+        near = [] if is_of_run else difflib.get_close_matches(key, kinds, n=1, cutoff=0.8)
+        if key in kinds and equals:
+            own.append(word)
+        elif near:
+            problems.append(Problem(f"{key}: neither a key nor a setting of the job", key, f"{near[0]}={value}"))
         else:
-            problems.append(Problem(f"{word}: not a whole number", key, f"{key}=1"))
-    return settings, rest, problems
+            rest.append(word)
+    settings, mistakes = read_settings(own, keys_of(*(Key(name, kind, False) for name, kind in kinds.items())), {})
+    return settings, rest, [*problems, *mistakes]
 
 
 def _composed(verb: str, job: JobFile, words: Sequence[str]) -> tuple[CommandLine, Composed]:

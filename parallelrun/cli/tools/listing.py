@@ -72,21 +72,18 @@ def _keys() -> list[dict[str, str]]:
     return rows
 
 
-def _print_tables(found: dict[str, list[dict[str, str]]]) -> None:
-    from rich.table import Table
-
-    from parallelrun.report.screen import open_console
+def _print_tables(rows_of_kind: dict[str, list[dict[str, str]]]) -> None:
+    from parallelrun.report.screen import open_console, table
 
     console = open_console()
-    for kind, rows in found.items():
-        table = Table(title=kind, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for kind, rows in rows_of_kind.items():
         names = ("name", "values" if kind == KEYS else "source", "description")
-        for name in names:
-            table.add_column(name, no_wrap=name != "description", overflow="fold")
+        drawn = table(*names, rule=False, title=kind, title_justify="left", padding=(0, 2, 0, 0))
+        for column in drawn.columns[:2]:
+            column.no_wrap = True
         for row in rows:
-            table.add_row(*(row[name] for name in names))
-        console.print(table)
-        console.print()
+            drawn.add_row(*(row[name] for name in names))
+        console.print(drawn, end="\n\n")
 
 
 def show(words: list[str]) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
 from parallelrun.base.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.records import write_bytes
-from parallelrun.cli.tools.compare import RUNS_HELP
-from parallelrun.report.records import find
+from parallelrun.cli.tools.compare import directories_of, parser_of_runs
 from parallelrun.report.records.read import read
 
 PAGE = "report.html"
@@ -17,20 +15,11 @@ PAGE = "report.html"
 
 def main(words: list[str]) -> int:
     """Write the page and print its path. Raises ConfigError (2), EnvironmentProblem (3), ParallelrunError (4)."""
-    parser = argparse.ArgumentParser(
-        "parallelrun report",
-        description="Write one HTML page about runs, readable without a network.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", nargs="+", help=RUNS_HELP)
-    parser.add_argument("--runs", default="runs", help="the folder of run directories (default: runs)")
-    parser.add_argument(
-        "--to",
-        metavar="FILE",
-        help=f"the file to write (default: {PAGE} in the run or sweep; of several, here)",
-    )
+    parser = parser_of_runs("report", "Write one HTML page about runs, readable without a network.")
+    text = f"the file to write (default: {PAGE} in the run or sweep; in this folder for several)"
+    parser.add_argument("--to", metavar="FILE", help=text)
     arguments = parser.parse_args(words)
-    directories = list(dict.fromkeys(find.resolve(arguments.run, Path(arguments.runs).expanduser())))
+    directories = directories_of(arguments)
     target = Path(arguments.to).expanduser() if arguments.to else _default(directories, len(arguments.run))
     if target.is_dir():
         raise ConfigError(Problem(f"--to {target} is a folder", "--to", f"{target / PAGE}"))

@@ -52,14 +52,14 @@ def _live(word: str) -> Path:
     """Return the directory of a run that trains now. Raises ConfigError."""
     if "=" in word:
         raise ConfigError(Problem(f"{word} is no run: its directory comes first", "reshape", command=USAGE))
-    found = find.one(word, Path("runs"))
-    status = read_json(found / find.STATUS)
+    run = find.single_run(word, Path("runs"))
+    status = read_json(run / find.STATUS)
     if status.get("state") != "running":
-        cause = f"{found} is not live: its state is {status.get('state') or 'unknown'}"
-        resume = shlex.quote(f"resume={found}")
+        cause = f"{run} is not live: its state is {status.get('state') or 'unknown'}"
+        resume = shlex.quote(f"resume={run}")
         again = f"parallelrun {resume} dp=... starts it again from its checkpoint, under any plan"
         raise ConfigError(Problem(cause, "reshape", command=again))
-    return found
+    return run
 
 
 def _present(directory: Path) -> Config:
@@ -83,17 +83,17 @@ def _wanted(directory: Path, saved: Config, overrides: list[str]) -> tuple[Confi
     from parallelrun.planner.resolve.freeze import filled
     from parallelrun.planner.resolve.resolve_config import resolve
 
-    found = verbs.compose_line(argv.read(["run", *overrides]), None)
-    if found is None or not overrides:
+    composition = verbs.compose_line(argv.read(["run", *overrides]), None)
+    if composition is None or not overrides:
         raise ConfigError(Problem("no key says how the plan changes", "reshape", command=USAGE))
-    composed, before = found[0], resolve(saved)
-    new, given = composed.config, composed.given
-    if "world" not in given:  # as many ranks as now: degrees that are not given are not those of the present plan
-        new, given = replace(new, world=before.world), given | {"world"}
-    config = continued(new, given, saved)
+    composed, before = composition[0], resolve(saved)
+    new, user_keys = composed.config, composed.given
+    if "world" not in user_keys:  # as many ranks as now: degrees that are not given are not those of the present plan
+        new, user_keys = replace(new, world=before.world), user_keys | {"world"}
+    config = continued(new, user_keys, saved)
     config = replace(config, verb="run", device=saved.device, runs=saved.runs, resume=saved.resume)
     config = replace(config, path=None, tokenizer=None, profile=[], sweep=saved.sweep)
-    plan = resolve(config, given=given)
+    plan = resolve(config, given=user_keys)
     problems = []
     if plan.world != before.world:
         cause = f"this plan has {counted(plan.world, 'rank')}, and the live run has {before.world}"
@@ -119,9 +119,9 @@ def _answer(directory: Path, name: str, timeout_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + 2 * timeout_s
     try:
         while time.monotonic() < deadline:
-            for one in reshapes.answers(directory):
-                if one.get("name") == name:
-                    return one
+            for answer in reshapes.answers(directory):
+                if answer.get("name") == name:
+                    return answer
             if read_json(directory / find.STATUS).get("state") != "running":
                 raise EnvironmentProblem(Problem(f"{directory} has ended before it could change its plan", "reshape"))
             time.sleep(POLL_S)

@@ -111,7 +111,7 @@ def _show(arguments: argparse.Namespace, runs: Path) -> int:
     from parallelrun.report.runs import run_list as report
     from parallelrun.report.screen import open_console
 
-    directory = find.one(arguments.run, runs)
+    directory = find.single_run(arguments.run, runs)
     run, row = read(directory), read_row(directory)
     if arguments.json:
         print_json({**report.document(row), "manifest": run.manifest, "config": run.config, "results": run.results})
@@ -127,7 +127,7 @@ def _show(arguments: argparse.Namespace, runs: Path) -> int:
 def _rerun(arguments: argparse.Namespace, runs: Path) -> int:
     from parallelrun.cli.tools import rerun
 
-    return rerun.rerun(find.one(arguments.run, runs), runs, arguments.trust, arguments.check)
+    return rerun.rerun(find.single_run(arguments.run, runs), runs, arguments.trust, arguments.check)
 
 
 def _gc(arguments: argparse.Namespace, runs: Path) -> int:
@@ -136,19 +136,19 @@ def _gc(arguments: argparse.Namespace, runs: Path) -> int:
 
     _check_exists(runs)
     policy = cleanup.Policy(not arguments.keep_failed, arguments.older_than, arguments.keep)
-    found = cleanup.removable(runs, policy)
+    items = cleanup.removable(runs, policy)
     try:
-        found = [*cleanup.remove(runs, found)] if arguments.yes else found
+        items = [*cleanup.remove(runs, items)] if arguments.yes else items
     except OSError as error:
         raise EnvironmentProblem(Problem(f"cannot remove {error.filename}: {error.strerror}", "--runs")) from error
-    total = sum(one.num_bytes for one in found)
+    total = sum(item.num_bytes for item in items)
     if arguments.json:
-        rows = [{"run": one.run, "reason": one.reason, "bytes": one.num_bytes} for one in found]
+        rows = [{"run": item.run, "reason": item.reason, "bytes": item.num_bytes} for item in items]
         print_json({"removed": arguments.yes, "items": rows, "bytes": total})
         return EXIT_OK
-    for one in found:
-        print(f"{os.path.relpath(one.run)}: {one.reason}, {bytes_text(one.num_bytes)}")
+    for item in items:
+        print(f"{os.path.relpath(item.run)}: {item.reason}, {bytes_text(item.num_bytes)}")
     done = "removed" if arguments.yes else "would be removed (--yes does it)"
-    print(f"{len(found)} of the above {done}: {bytes_text(total)}" if found else "nothing to remove")
+    print(f"{len(items)} of the above {done}: {bytes_text(total)}" if items else "nothing to remove")
     sys.stdout.flush()
     return EXIT_OK

@@ -1,6 +1,6 @@
 """`parallelrun schema`: a JSON schema (draft 2020-12) of the configuration, for editors and other programs.
 
-It is made from the dataclasses that check every configuration, with the strategies, models and presets that are
+It is made from the keys that check every configuration, with the strategies, models and presets that are
 installed, so that it cannot say anything else. What depends on several keys at once (degrees that divide, a batch) is
 left to `plan`. The file formats: a whole configuration, a recipe, and an option of each group.
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import types
-import typing
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,14 +17,15 @@ from parallelrun.base import registry
 from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.cli.tools.completion import values
 from parallelrun.config import presets
-from parallelrun.config.keys import GROUPS, Key, known_keys, nearest
+from parallelrun.config.keys import GROUPS, Key, default_of, known_keys, nearest
 from parallelrun.config.recipes import about
-from parallelrun.config.schema.strategy_keys import SECTIONS, complete_class, own_keys
+from parallelrun.config.schema.strategy_keys import SECTIONS, own_keys
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 RECIPE = "recipe"
 _REFERENCE = {"type": "string", "pattern": r"^\$\{.+\}$"}  # ${key}: the value of another key
-_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
+_TYPES: dict[str, Any] = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "list": "array",
+                          "dict": "object", "Any": ["number", "string", "object"]}  # fmt: skip
 _REGISTRIES = {"model.name": "models", "dataset.name": "datasets"}
 _TWINS = {"strategy.router": "model.router"}  # holds values for the keys of another section
 
@@ -55,45 +54,38 @@ def schema(kind: str | None = None, flags: Iterable[str] = ()) -> dict[str, Any]
     """
     folder = tuple(flags)
     if kind in (None, RECIPE):
-        whole = _node(complete_class(), "")
-        whole["properties"] |= {"defaults": _defaults(folder, kind == RECIPE), about.KEY: _node(about.About, "about.")}
+        node = _nested(known_keys().values(), "")
+        about_node = _nested(about.known().values(), f"{about.KEY}.")
+        node["properties"] |= {"defaults": _defaults(folder, kind == RECIPE), about.KEY: about_node}
         if kind is None:
-            whole["properties"]["hydra"] = {"type": "object", "description": "Hydra's own settings; in no recipe"}
-        return _document(f"parallelrun: {'a recipe' if kind else 'a configuration'}", whole)
-    node = _node(_section(kind), f"{kind}.")
-    node["properties"]["defaults"] = {"type": "array", "description": "Hydra's defaults: options to build on"}
-    return _document(f"parallelrun: an option of the group {kind}", node)
+            node["properties"]["hydra"] = {"type": "object", "description": "Hydra's own settings; in no recipe"}
+        title = "a recipe" if kind else "a configuration"
+    else:
+        node = _nested(known_keys().values(), f"{kind}.")
+        node["properties"]["defaults"] = {"type": "array", "description": "Hydra's defaults: options to build on"}
+        title = f"an option of the group {kind}"
+    return {"$schema": DIALECT, "title": f"parallelrun: {title}", **node}
 
 
-def _document(title: str, node: dict[str, Any]) -> dict[str, Any]:
-    return {"$schema": DIALECT, "title": title, **node}
+def _nested(keys: Iterable[Key], prefix: str) -> dict[str, Any]:
+    """The schema of the section whose keys begin with `prefix`. A strategy that is named limits the keys beside it."""
+    root = _object()
+    for key in keys:
+        if not key.name.startswith(prefix):
+            continue
+        *path, last = key.name.removeprefix(prefix).split(".")
+        node, section = root, prefix
+        for part in path:
+            section += f"{part}."
+            node = node["properties"].setdefault(part, _object(section))
+        node["properties"][last] = _described(key, _value(key))
+    return root
 
 
-def _section(group: str) -> type:
-    return typing.cast(type, typing.get_type_hints(complete_class())[group])
-
-
-def _node(cls: type, prefix: str) -> dict[str, Any]:
-    """The schema of a dataclass whose keys begin with `prefix`. A strategy that is named limits the keys beside it."""
-    hints = typing.get_type_hints(cls)
-    properties: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):
-        hint, name = hints[item.name], f"{prefix}{item.name}"
-        if dataclasses.is_dataclass(hint):
-            properties[item.name] = _node(typing.cast(type, hint), f"{name}.")
-        elif name in _TWINS:
-            twin = typing.get_type_hints(_section(_TWINS[name].partition(".")[0]))[_TWINS[name].rpartition(".")[2]]
-            properties[item.name] = _described(item, _node(twin, f"{_TWINS[name]}."), name)
-        else:
-            properties[item.name] = _described(item, _value(hint, _key(name, item)), name)
-    node: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
-    text = (cls.__doc__ or "").partition("\n")[0]
-    if text and not text.startswith(cls.__name__):  # a dataclass without a docstring has its signature there
-        node["description"] = text
-    axis = prefix.removeprefix("strategy.").rstrip(".")
-    if prefix.startswith("strategy.") and axis in SECTIONS:
-        node["allOf"] = [_only(axis, kind) for kind in _kinds(axis)]
-    return node
+def _object(section: str = "") -> dict[str, Any]:
+    axis = section.removeprefix("strategy.").rstrip(".")
+    limits = {"allOf": [_only(axis, kind) for kind in _kinds(axis)]} if axis in SECTIONS else {}
+    return {"type": "object", "properties": {}, "additionalProperties": False, **limits}
 
 
 def _only(axis: str, kind: str) -> dict[str, Any]:
@@ -102,54 +94,39 @@ def _only(axis: str, kind: str) -> dict[str, Any]:
     return {"if": named, "then": {"propertyNames": {"enum": sorted(own_keys(axis, kind))}}}
 
 
-def _key(name: str, item: dataclasses.Field[Any]) -> Key:
-    return known_keys().get(name) or Key(name, "str", True, **item.metadata)
-
-
 def _kinds(axis: str) -> list[str]:
     """The strategies of an axis that a file may name."""
     return [name.partition(".")[2] for name in registry.names("strategies") if name.startswith(f"{axis}.")]
 
 
-def _described(item: dataclasses.Field[Any], node: dict[str, Any], name: str) -> dict[str, Any]:
-    """`node` with the help, the unit and the default of a field, and which strategies read it."""
-    help_text, unit = item.metadata.get("help", ""), item.metadata.get("unit", "")
-    _, _, axis_key = name.partition("strategy.")
-    axis, _, key = axis_key.partition(".")
-    readers = [kind for kind in _kinds(axis) if key in own_keys(axis, kind)] if axis in SECTIONS else []
-    shared = not readers or key in {field.name for field in dataclasses.fields(SECTIONS[axis])}
-    parts = [help_text, f"in {unit}" if unit else "", "" if shared else f"read by {', '.join(readers)}"]
-    text = "; ".join(part for part in parts if part)
-    default = None if item.default is dataclasses.MISSING else item.default
-    return {**node, **({"description": text} if text else {}), **({"default": default} if default is not None else {})}
+def _described(key: Key, node: dict[str, Any]) -> dict[str, Any]:
+    """`node` with the help, the unit and the default of a key, and which strategies read it."""
+    axis, _, own = key.name.removeprefix("strategy.").partition(".")
+    readers = [kind for kind in _kinds(axis) if own in own_keys(axis, kind)] if axis in SECTIONS else []
+    shared = not readers or own in {field.name for field in dataclasses.fields(SECTIONS[axis])}
+    parts = [key.help, f"in {key.unit}" if key.unit else "", "" if shared else f"read by {', '.join(readers)}"]
+    text, default = "; ".join(part for part in parts if part), default_of(key.name, None)
+    has_default = default is not None and not isinstance(default, (list, dict))
+    return {**node, **({"description": text} if text else {}), **({"default": default} if has_default else {})}
 
 
-def _value(hint: Any, key: Key) -> dict[str, Any]:
+def _value(key: Key) -> dict[str, Any]:
     """The schema of a value: its type with the key's bounds or choices, null where it is allowed, or ${another.key}."""
-    alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    optional = type(None) in alternatives or hint is typing.Any
-    wanted = next(one for one in alternatives if one is not type(None))
-    of = typing.get_origin(wanted) or wanted
-    node: dict[str, Any]
-    if wanted is typing.Any:
-        node = {"type": ["number", "string", "object"], **_bounds(key), "additionalProperties": _bounds(key)}
-    elif of in (list, dict):
-        inner = typing.get_args(wanted)
-        one = {**_type(inner[-1]), **_bounds(key)} if inner else {}
-        node = {"type": "array", "items": one} if of is list else {"type": "object", "additionalProperties": one}
-    else:
-        node = {**_type(wanted), **_bounds(key)}
-    choices = _choices(key)
+    if key.name in _TWINS:
+        return _nested(known_keys().values(), f"{_TWINS[key.name]}.")
+    bounds, choices = _bounds(key), _choices(key)
+    node: dict[str, Any] = {"type": _TYPES[key.kind]}
     if choices:
-        node = {"enum": [*choices, *([None] if optional else [])]}
-    elif optional:
-        kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
-        node["type"] = [*kinds, "null"]
+        node = {"enum": [*choices, *([None] if key.optional else [])]}
+    elif key.kind == "list":
+        node["items"] = {**({"type": _TYPES[key.item]} if key.item not in ("", "Any") else {}), **bounds}
+    elif key.kind in ("dict", "Any"):
+        node |= {"additionalProperties": bounds, **(bounds if key.kind == "Any" else {})}
+    else:
+        node |= bounds
+    if key.optional and not choices:
+        node["type"] = [*(node["type"] if isinstance(node["type"], list) else [node["type"]]), "null"]
     return {"anyOf": [node, _REFERENCE]} if node.get("type") != "string" else node
-
-
-def _type(hint: Any) -> dict[str, Any]:
-    return {"type": _TYPES[hint]} if hint in _TYPES else {}
 
 
 def _bounds(key: Key) -> dict[str, Any]:
@@ -175,14 +152,14 @@ def _choices(key: Key) -> list[str]:
 
 def _defaults(flags: tuple[str, ...], is_recipe: bool) -> dict[str, Any]:
     """The schema of Hydra's defaults list: `override /model: gpt` with the options of the group, or a parent."""
-    chosen: dict[str, Any] = {}
+    patterns: dict[str, Any] = {}
     for group in GROUPS:
         options = sorted({*presets.options(group), *presets.user_options(flags, group)})
         written = "/?recipe" if group == RECIPE else f"override +/?{group}"
-        chosen[f"^{written}$"] = {"enum": options}
+        patterns[f"^{written}$"] = {"enum": options}
     if not is_recipe:
-        chosen |= {r"^(override +)?/?hydra/.+$": {"type": ["string", "null"]}}
-        chosen |= {f"^(optional +)?/?{group}$": {} for group in presets.user_groups(flags)}
-    entry = {"type": "object", "patternProperties": chosen, "additionalProperties": False}
+        patterns |= {r"^(override +)?/?hydra/.+$": {"type": ["string", "null"]}}
+        patterns |= {f"^(optional +)?/?{group}$": {} for group in presets.user_groups(flags)}
+    entry = {"type": "object", "patternProperties": patterns, "additionalProperties": False}
     text = "the options of the groups, as `- override /model: gpt`, and other recipes to build on, by name"
     return {"type": "array", "items": {"anyOf": [{"type": "string"}, entry]}, "description": text}

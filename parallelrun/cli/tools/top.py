@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from pathlib import Path
 
 from parallelrun.base.errors import EXIT_OK
 from parallelrun.cli.json_output import print_json
-from parallelrun.cli.tools.compare import RUNS_HELP
+from parallelrun.cli.tools.compare import RUNS_HELP, parser_of_runs
 from parallelrun.report.records import find
 
 EVERY_S = 1.0
@@ -17,17 +15,13 @@ EVERY_S = 1.0
 
 def main(words: list[str]) -> int:
     """Draw the run until it has ended, or once. Raises ConfigError (exit 2), ParallelrunError (4) for broken files."""
-    parser = argparse.ArgumentParser(
-        "parallelrun top",
-        description="Watch a live run: its ranks, steps, rate, memory and waiting.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", nargs="?", default=find.LATEST, help=f"{RUNS_HELP} (default: latest)")
-    parser.add_argument("--runs", default="runs", help="the folder of run directories (default: runs)")
+    description = "Watch a live run: its ranks, steps, rate, memory and waiting time."
+    text = f"{RUNS_HELP} (default: latest)"
+    parser = parser_of_runs("top", description, nargs="?", default=find.LATEST, help=text)
     parser.add_argument("--once", action="store_true", help="print once, as without a terminal")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     arguments = parser.parse_args(words)
-    directory = find.one(arguments.run, Path(arguments.runs).expanduser())
+    directory = find.single_run(arguments.run, arguments.runs.expanduser())
     from parallelrun.report.records.live import read_live
 
     if arguments.json:

@@ -27,24 +27,24 @@ def export(words: list[str]) -> int:
     parser = argparse.ArgumentParser("parallelrun export", description="Write the weights of a run for other programs.")
     parser.add_argument("run", help="a run (directory, latest or name): its newest checkpoint; a checkpoint; an export")
     parser.add_argument("out", help="the directory to write; it must not exist")
-    listed = "; ".join(f"{name}: {what}" for name, what in _FORMATS.items())
+    listed = "; ".join(f"{name}: {text}" for name, text in _FORMATS.items())
     parser.add_argument("--format", choices=list(_FORMATS), default="hf", help=f"{listed} (default: hf)")
     parser.add_argument("--dtype", choices=list(_DTYPES), help="number format of the weights (default: as stored)")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file in GB (default: 5)")
-    asked = parser.parse_args(words)
-    run = str(find.directory_of(asked.run))
-    too_small = Problem(f"--shard-gb {asked.shard_gb:g}: a positive number is needed", "--shard-gb")
-    check_paths(run, "run", asked.out, [] if asked.shard_gb > 0 else [too_small])
+    options = parser.parse_args(words)
+    run = str(find.directory_of(options.run))
+    too_small = Problem(f"--shard-gb {options.shard_gb:g}: a positive number is needed", "--shard-gb")
+    check_paths(run, "run", options.out, [] if options.shard_gb > 0 else [too_small])
     import torch
 
     from parallelrun.checkpoint.exchange import export as writer
     from parallelrun.checkpoint.exchange.source import open_source
 
     source = open_source(run, "run")
-    dtype = getattr(torch, _DTYPES[asked.dtype]) if asked.dtype else None
-    writer.export(source, Path(asked.out), asked.format, dtype, int(asked.shard_gb * 1e9))
+    dtype = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
+    writer.export(source, Path(options.out), options.format, dtype, int(options.shard_gb * 1e9))
     _print_left_out(source)
-    print(f"written: {asked.out} ({source.spec.num_parameters:,} parameters of {source.path})")
+    print(f"written: {options.out} ({source.spec.num_parameters:,} parameters of {source.path})")
     return EXIT_OK
 
 
@@ -54,16 +54,16 @@ def import_weights(words: list[str]) -> int:
     parser = argparse.ArgumentParser("parallelrun import", description=description)
     parser.add_argument("directory", help="a directory with config.json and safetensors, or an export")
     parser.add_argument("--to", required=True, metavar="OUT", help="the checkpoint to write; it must not exist")
-    asked = parser.parse_args(words)
-    check_paths(asked.directory, "directory", asked.to, out_key="--to")
-    from parallelrun.checkpoint.exchange.imported import write_checkpoint
+    options = parser.parse_args(words)
+    check_paths(options.directory, "directory", options.to, out_key="--to")
+    from parallelrun.checkpoint.exchange.export import write_checkpoint
     from parallelrun.checkpoint.exchange.source import open_source
 
-    source = open_source(asked.directory, "directory")
-    write_checkpoint(source, Path(asked.to))
+    source = open_source(options.directory, "directory")
+    write_checkpoint(source, Path(options.to))
     _print_left_out(source)
-    print(f"written: {asked.to} ({source.spec.num_parameters:,} parameters, model {source.spec.name})")
-    print(f"train from it with: model.from_hf={asked.directory} init.from={asked.to}", file=sys.stderr)
+    print(f"written: {options.to} ({source.spec.num_parameters:,} parameters, model {source.spec.name})")
+    print(f"train from it with: model.from_hf={options.directory} init.from={options.to}", file=sys.stderr)
     return EXIT_OK
 
 

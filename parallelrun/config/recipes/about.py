@@ -52,7 +52,7 @@ class About:
 @lru_cache(maxsize=1)
 def known() -> dict[str, Key]:
     """The keys of `about`, by dotted name."""
-    return {found.name: found for found in leaves(About, f"{KEY}.")}
+    return {item.name: item for item in leaves(About, f"{KEY}.")}
 
 
 def sections() -> tuple[str, ...]:
@@ -69,15 +69,15 @@ def build(values: Mapping[str, Any]) -> About:
     return About(**rest, expected=Expected(**expected))
 
 
-def problems(found: About) -> Iterator[tuple[str, str]]:
+def problems(described: About) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with its value) for every value that is not what its key says."""
-    pairs = {f"{KEY}.minutes": found.minutes, **{f"{KEY}.expected.{k}": v for k, v in found.results().items()}}
+    pairs = {f"{KEY}.minutes": described.minutes, **{f"{KEY}.expected.{k}": v for k, v in described.results().items()}}
     for name, pair in pairs.items():
         if pair is not None and not (len(pair) == 2 and all(map(_is_amount, pair)) and pair[0] <= pair[1]):
             yield name, "two numbers [least, most], the smaller one first"
-    if found.devices is not None and not 1 <= found.devices <= COUNT:
+    if described.devices is not None and not 1 <= described.devices <= COUNT:
         yield f"{KEY}.devices", f"a whole number from 1 to {COUNT}"
-    if found.basis is not None and found.basis not in BASES:
+    if described.basis is not None and described.basis not in BASES:
         yield f"{KEY}.basis", f"one of {', '.join(BASES)}"
 
 

@@ -79,12 +79,12 @@ class RecipeCheck:
         self,
         shown: str,
         trusted: bool,
-        known: Mapping[str, Key] | None = None,
+        keys: Mapping[str, Key] | None = None,
         of_sections: frozenset[str] | None = None,
     ):
         self.shown = shown
         self.trusted = trusted
-        self.known = known_keys() if known is None else known
+        self.known = known_keys() if keys is None else keys
         self.sections = sections() if of_sections is None else of_sections
         self.problems: list[Problem] = []
         self.keys: set[str] = set()

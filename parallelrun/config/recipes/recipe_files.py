@@ -82,7 +82,7 @@ def find(environment: Mapping[str, str] = os.environ) -> dict[str, RecipeFile]:
     folders += [(Path(home) / ".config" / "parallelrun" / "recipes", "user")] if home != "~" else []
     extra = environment.get("PARALLELRUN_RECIPES", "")
     folders += [(Path(folder).expanduser(), "user") for folder in extra.split(os.pathsep) if folder]
-    found: dict[str, RecipeFile] = {}
+    files_by_name: dict[str, RecipeFile] = {}
     for folder, source in folders:
         try:
             files = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
@@ -90,8 +90,8 @@ def find(environment: Mapping[str, str] = os.environ) -> dict[str, RecipeFile]:
             continue
         for path in files:
             if NAME.fullmatch(path.stem):
-                found.setdefault(path.stem, RecipeFile(path.stem, path, source))
-    return dict(sorted(found.items()))
+                files_by_name.setdefault(path.stem, RecipeFile(path.stem, path, source))
+    return dict(sorted(files_by_name.items()))
 
 
 def is_path(text: str) -> bool:
@@ -129,10 +129,10 @@ def load(file: RecipeFile, trust: bool = False) -> Recipe:
     return Recipe(file, text, frozenset(check.keys), tuple(check.parents), check.about)
 
 
-def load_all(files: Mapping[str, RecipeFile], chosen: Sequence[str], trust: bool) -> dict[str, Recipe]:
+def load_all(files: Mapping[str, RecipeFile], selected: Sequence[str], trust: bool) -> dict[str, Recipe]:
     """The chosen recipes and those that they build on; no other file is opened."""
     loaded: dict[str, Recipe] = {}
-    wanted = [name for name in chosen if name.lower() != "null"]
+    wanted = [name for name in selected if name.lower() != "null"]
     while wanted:
         name = wanted.pop()
         if name in loaded:

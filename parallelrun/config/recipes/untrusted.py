@@ -69,7 +69,7 @@ def check_growth(recipes: Sequence[Mapping[str, Any]], where: str) -> list[Probl
             if isinstance(node, (Mapping, list)):
                 left += [(value, depth) for value in (node.values() if isinstance(node, Mapping) else node)]
             for key in _KEY.findall(node) if isinstance(node, str) else ():
-                values = [value for one in recipes if (value := _get(one, key)) is not None]
+                values = [value for other in recipes if (value := _get(other, key)) is not None]
                 size += _EACH + max([_ELSEWHERE, *(len(str(value)) for value in values)])
                 left += [(value, depth + 1) for value in values]
             if size > EXPANSION_LIMIT:

@@ -23,13 +23,13 @@ class ClusterConfig:
         None, "memory of a GPU, as its driver reports it", above=0, plausible=(0.1, 4000), unit="GB"
     )
     context_gb: float = key(
-        0.0, "of a GPU: what CUDA, its libraries and kernels take", least=0, plausible=(0.05, 8), unit="GB"
+        0.0, "memory of a GPU that CUDA, its libraries and kernels take", least=0, plausible=(0.05, 8), unit="GB"
     )
     communicator_gb: float = key(
-        0.0, "of a GPU: the buffers of a process group", least=0, plausible=(0.005, 4), unit="GB"
+        0.0, "memory of a GPU that the buffers of a process group take", least=0, plausible=(0.005, 4), unit="GB"
     )
     allocator_slack: float = key(
-        0.0, "blocks that the allocator holds unused, as a part of the tensors' bytes", least=0, most=1
+        0.0, "unused memory of the allocator, as a part of the tensors' bytes", least=0, most=1
     )
     peak_tflops: Any = key(
         None, "dense peak of a GPU: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}",
@@ -44,9 +44,9 @@ class ClusterConfig:
     latency_us: float | None = key(None, "latency of a message", least=0, plausible=(0.01, 1e5), unit="us")
     memory_gb_s: float | None = key(None, "bandwidth of a GPU's memory", above=0, plausible=(0.1, 30_000), unit="GB/s")
     price_per_gpu_hour: float | None = key(None, "price of a GPU for an hour, in any currency", above=0)
-    multiprocessors: int = key(0, "units of a GPU that each compute a tile of a product; 0: no tiles", least=0)
+    multiprocessors: int = key(0, "units of a GPU, each of which computes a tile of a product; 0: no tiles", least=0)
     product_efficiency: float = key(0.8, "part of the peak that a large product reaches", above=0, most=1)
-    product_ramp: float = key(100.0, "inner size at which a product reaches half of that", least=0)
+    product_ramp: float = key(100.0, "inner size at which a product reaches half of product_efficiency", least=0)
     attention_efficiency: float = key(0.38, "part of the peak that fused attention reaches", above=0, most=1)
     memory_efficiency: float = key(0.8, "part of the memory's bandwidth that simple kernels reach", above=0, most=1)
     kernel_us: float = key(4.0, "time from one kernel to the next", least=0, plausible=(0.001, 1e4), unit="us")
@@ -55,18 +55,20 @@ class ClusterConfig:
     )
     link_efficiency: float = key(0.78, "part of a link's bandwidth in a host that collectives reach", above=0, most=1)
     inter_efficiency: float = key(0.9, "part of a port's bandwidth that collectives reach", above=0, most=1)
-    congestion: float = key(
-        0.0, "a port of a network of n hosts has n ** -congestion of its bandwidth", least=0, most=1
-    )
-    collective_us: float = key(30.0, "time of a collective beside its bytes", least=0, plausible=(0.01, 1e6), unit="us")
+    congestion: float = key(0.0, "with n hosts, a port has n ** -congestion of its bandwidth", least=0, most=1)
+    collective_us: float = key(30.0, "fixed time of a collective", least=0, plausible=(0.01, 1e6), unit="us")
     hop_us: float = key(
-        0.0, "time of a collective from rank to rank inside a host", least=0, plausible=(0.001, 1e4), unit="us"
+        0.0,
+        "time of a collective for each hop from rank to rank inside a host",
+        least=0,
+        plausible=(0.001, 1e4),
+        unit="us",
     )
-    step_us: float = key(0.0, "time of a step beside its blocks and bytes", least=0, plausible=(0.01, 1e7), unit="us")
+    step_us: float = key(0.0, "fixed time of a step", least=0, plausible=(0.01, 1e7), unit="us")
     cores: int | None = key(
-        None, "CPU: cores of a host that its ranks share; null: a device for each", least=1, most=COUNT
+        None, "CPU: cores of a host, which its ranks share; null: each rank has a device", least=1, most=COUNT
     )
-    thread_efficiency: float = key(0.8, "CPU: what each further thread of a rank adds to its rate", least=0, most=1)
+    thread_efficiency: float = key(0.8, "CPU: part of a core's rate that each further thread adds", least=0, most=1)
     convolution_efficiency: float | None = key(None, "part of the peak that convolutions reach", above=0, most=1)
     ps: list[str] | None = key(None, "TensorFlow cluster: host:port of every parameter server")
     worker: list[str] | None = key(None, "TensorFlow cluster: host:port of every worker, worker 0 first")

@@ -20,21 +20,23 @@ class RouterConfig:
     top_k: int = key(2, "experts per token (gshard 2, switch 1; expert_choice: on average)", least=1)
     score: str = key("softmax", "gate function (DeepSeek-V3: sigmoid)", choices=("softmax", "sigmoid"))
     renormalise: str = key(
-        "before", "when weights are scaled to sum 1 (tokens drop)", choices=("none", "before", "after")
+        "before",
+        "whether weights are scaled to sum 1 before or after tokens are dropped",
+        choices=("none", "before", "after"),
     )
     scaling: float = key(1.0, "factor on the weights", above=0)
     capacity_factor: float | None = key(None, "expert capacity over its even share of a group; null: no limit", above=0)
-    eval_capacity_factor: float | None = key(None, "capacity_factor in evaluation; null: the same", above=0)
+    eval_capacity_factor: float | None = key(None, "capacity_factor in evaluation; null: that of training", above=0)
     min_capacity: int = key(4, "smallest expert capacity in tokens", least=0)
-    drop_policy: str = key("position", "which tokens stay at capacity", choices=("position", "probability"))
-    second_expert: str = key("all", "gshard: always use it, or with probability 2 g2", choices=("random", "all"))
+    drop_policy: str = key("position", "rule that selects the tokens at capacity", choices=("position", "probability"))
+    second_expert: str = key("all", "gshard: use it always or with probability 2 x gate", choices=("random", "all"))
     group_samples: int = key(1, "samples per routing group", least=1, most=SAMPLES)
-    aux_coefficient: float = key(0.01, "weight of the load-balancing loss (1 when balanced)", least=0)
+    aux_coefficient: float = key(0.01, "weight of the load-balancing loss, which is 1 when balanced", least=0)
     z_coefficient: float = key(0.0, "weight of the router z-loss (ST-MoE)", least=0)
-    jitter: float = key(0.0, "the router's input times uniform(1 - jitter, 1 + jitter) in training", least=0, below=1)
-    bias_rate: float = key(0.0, "step of the selection biases that balance without a loss (DeepSeek-V3)", least=0)
+    jitter: float = key(0.0, "training: factor uniform(1 - jitter, 1 + jitter) on the router's input", least=0, below=1)
+    bias_rate: float = key(0.0, "step of the biases that balance experts without a loss (DeepSeek-V3)", least=0)
     n_group: int = key(1, "equal groups of experts, of which a token uses the best (node-limited)", least=1, most=COUNT)
-    topk_group: int = key(1, "groups that a token's experts are in", least=1, most=COUNT)
+    topk_group: int = key(1, "number of groups that a token uses", least=1, most=COUNT)
 
 
 @dataclass
@@ -47,72 +49,74 @@ class ModelConfig:
     layers: int = key(8, "transformer layers", least=1, most=LAYERS)
     hidden: int = key(64, "width of the residual stream", least=1, most=SIZE)
     heads: int = key(8, "attention heads", least=1, most=COUNT)
-    kv_heads: int | None = key(None, "key and value heads; null: as heads", least=1, most=COUNT)
+    kv_heads: int | None = key(None, "key and value heads; null: the same number as heads", least=1, most=COUNT)
     kv_lora_rank: int | None = key(
-        None, "latent attention (DeepSeek): width of the latent of keys and values", least=1, most=SIZE
+        None, "latent attention (DeepSeek): width of the latent for keys and values", least=1, most=SIZE
     )
     q_lora_rank: int | None = key(
-        None, "latent attention: width of the latent of queries; null: none", least=1, most=SIZE
+        None, "latent attention: width of the latent for queries; null: no latent", least=1, most=SIZE
     )
     qk_nope_head_dim: int | None = key(
-        None, "latent attention: features of a query and key without position", least=1, most=SIZE
+        None, "latent attention: features of a query and key that carry no position", least=1, most=SIZE
     )
     qk_rope_head_dim: int | None = key(
         None, "latent attention: rotated features of a query and key", least=2, most=SIZE
     )
     v_head_dim: int | None = key(None, "latent attention: features of a value", least=1, most=SIZE)
     ffn: int | None = key(None, "hidden width of the MLP; null: 4 x hidden", least=1, most=SIZE)
-    vocab: int | None = key(None, "token ids or classes; null: the dataset's", least=1, most=SIZE)
+    vocab: int | None = key(None, "number of token ids or classes; null: that of the dataset", least=1, most=SIZE)
     seq: int = key(64, "sequence length", least=1, most=SIZE)
     norm: str = key("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
     norm_eps: float = key(1e-5, "epsilon of the normalisation", above=0)
     activation: str = key(
-        "gelu", "activation of the MLP; gelu: its tanh form", choices=("gelu", "gelu_exact", "relu", "swiglu")
+        "gelu",
+        "activation of the MLP; gelu is the tanh approximation",
+        choices=("gelu", "gelu_exact", "relu", "swiglu"),
     )
     position: str = key("learned", "position embedding", choices=("learned", "rope"))
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0)
     rope_scaling: str = key(
         "none",
-        "how rotary frequencies are lowered for a longer context",
+        "scaling of the rotary frequencies for a longer context",
         choices=("none", "linear", "llama3", "yarn"),
     )
-    rope_factor: float = key(1.0, "rope_scaling: divisor of the frequencies", above=0)
-    rope_original_seq: int = key(8192, "llama3, yarn: sequence length of the first training", least=1)
-    rope_low_factor: float = key(1.0, "llama3: waves longer than rope_original_seq / this are scaled", above=0)
-    rope_high_factor: float = key(4.0, "llama3: waves shorter than rope_original_seq / this are not", above=0)
-    rope_beta_fast: float = key(32.0, "yarn: waves that turn more often in rope_original_seq are kept", above=0)
-    rope_beta_slow: float = key(1.0, "yarn: waves that turn less often in rope_original_seq are scaled", above=0)
-    rope_mscale: float = key(1.0, "yarn: rotated features grow by 0.1 x this x ln(rope_factor) + 1", least=0)
-    rope_mscale_all_dim: float = key(0.0, "yarn: the same for all features, in the scale of scores", least=0)
+    rope_factor: float = key(1.0, "divisor of the rotary frequencies, if rope_scaling is set", above=0)
+    rope_original_seq: int = key(8192, "llama3, yarn: sequence length of the original training", least=1)
+    rope_low_factor: float = key(1.0, "llama3: scale wavelengths above rope_original_seq / rope_low_factor", above=0)
+    rope_high_factor: float = key(4.0, "llama3: keep wavelengths below rope_original_seq / rope_high_factor", above=0)
+    rope_beta_fast: float = key(32.0, "yarn: frequencies with more turns in rope_original_seq are unchanged", above=0)
+    rope_beta_slow: float = key(1.0, "yarn: frequencies with fewer turns in rope_original_seq are scaled", above=0)
+    rope_mscale: float = key(1.0, "yarn: multiply rotated features by 0.1 x rope_mscale x ln(rope_factor) + 1", least=0)
+    rope_mscale_all_dim: float = key(0.0, "yarn: the same for all features, applied to the attention scores", least=0)
     bias: bool = key(True, "linear layers and norms have biases")
-    norm_bias: bool | None = key(None, "layernorm: the norms have biases; null: as model.bias")
+    norm_bias: bool | None = key(None, "layernorm: the norms have biases; null: the same as model.bias")
     tied_embeddings: bool = key(True, "the output layer shares the embedding's weight")
     head_bias: bool = key(False, "the output layer has a bias over the vocabulary (BERT's)")
-    mask_token: int | None = key(None, "bert: id of [MASK]; null: the last one", least=0, most=SIZE)
+    mask_token: int | None = key(None, "bert: token id of [MASK]; null: the last id", least=0, most=SIZE)
     init_std: float = key(0.02, "standard deviation of initial weights", least=0)
     label_smoothing: float = key(0.0, "label smoothing of the loss", least=0, below=1)
     attention_dropout: float = key(0.0, "dropout of attention weights", least=0, below=1)
     experts: int = key(0, "experts per MoE layer; 0: no MoE layers", least=0, most=COUNT)
-    expert_ffn: int | None = key(None, "hidden width of one expert; null: as the MLP", least=1, most=SIZE)
+    expert_ffn: int | None = key(None, "hidden width of one expert; null: that of the MLP", least=1, most=SIZE)
     expert_period: int = key(2, "every n-th layer is an MoE layer", least=1, most=LAYERS)
-    dense_layers: int = key(0, "first layers without experts", least=0, most=LAYERS)
-    shared_experts: int = key(0, "shared expert for every token, this many expert_ffn wide", least=0, most=COUNT)
+    dense_layers: int = key(0, "number of first layers without experts", least=0, most=LAYERS)
+    shared_experts: int = key(0, "width of the shared expert of all tokens, in expert_ffn", least=0, most=COUNT)
     router: RouterConfig = field(default_factory=RouterConfig)
-    own_router: bool = key(False, "`strategy` leaves the router alone; set if the model's preset has a router")
+    own_router: bool = key(False, "the strategy's preset does not change the router; set if the model's preset has one")
     rows: int = key(4, "matmul: rows of X (rows x inner) W (inner x columns)", least=1, most=COUNT)
     inner: int = key(5, "matmul: inner dimension", least=1, most=COUNT)
     columns: int = key(8, "matmul: columns of W", least=1, most=COUNT)
-    image: int | None = key(None, "image height and width; null: from the dataset or model", least=1, most=IMAGE)
-    channels: int | None = key(None, "image channels; null: the dataset's", least=1, most=IMAGE)
+    image: int | None = key(None, "image height and width; null: that of the dataset or model", least=1, most=IMAGE)
+    channels: int | None = key(None, "image channels; null: those of the dataset", least=1, most=IMAGE)
     width: int = key(64, "channels of the first stage", least=1, most=IMAGE)
-    stages: list[int] = key(list, "convolutions or blocks per stage; []: the model's own", most=LAYERS)
+    stages: list[int] = key(list, "convolutions or blocks per stage; []: those of the model", most=LAYERS)
     bottleneck: bool = key(False, "resnet: blocks of 1x1, 3x3, 1x1 convolutions")
-    stem: str = key("auto", "resnet: 3x3 or 7x7 with pooling; auto: by image size", choices=("auto", "small", "large"))
+    stem: str = key("auto", "resnet: 3x3, or 7x7 with pooling; auto: by image size", choices=("auto", "small", "large"))
     norm_samples: str | None = key(None, "samples that share BatchNorm statistics: n | local; null: the global batch")
     norm_momentum: float = key(0.1, "momentum of BatchNorm's running statistics", above=0, most=1)
-    dataset: str | None = key(None, "dataset of the preset, used if none is chosen")
-    suited_lr: float | None = key(None, "AdamW learning rate of the preset, used if none is chosen", least=0)
-    source: str | None = key(None, "model=module: function that builds it, as ./net.py:build")
+    dataset: str | None = key(None, "dataset of the preset, used if the user selects none")
+    suited_lr: float | None = key(None, "AdamW learning rate of the preset, used if the user sets none", least=0)
+    source: str | None = key(None, "model=module: function that builds the module, such as ./net.py:build")
     roles: dict[str, str] = key(dict, "model=module: tensor-parallel roles by module name (fnmatch patterns)")
     blocks: list[str] = key(list, "model=module: pipeline blocks by module name (fnmatch patterns)")
     arguments: dict[str, Any] = key(dict, "model=module: arguments of the function")
@@ -123,7 +127,7 @@ class ModelConfig:
         "model=hf: what the model does; null: as its class",
         choices=("causal_lm", "masked_lm", "image_classification"),
     )
-    from_hf: str | None = key(None, "config.json of Hugging Face transformers that fills all keys that are not given")
+    from_hf: str | None = key(None, "config.json of Hugging Face transformers which fills all keys that are not set")
 
 
 @dataclass
@@ -133,17 +137,17 @@ class DatasetConfig:
     name: str = "pystdlib"
     description: str = ""
     path: str | None = key(None, "file or folder of the data")
-    tokenizer: str | None = key(None, "text: tokenizer.json, or a directory with one; null: bytes")
+    tokenizer: str | None = key(None, "text: tokenizer.json, or a directory with it; null: bytes are tokens")
     column: str = key("text", "text: field or column with the text of .jsonl, .parquet and .arrow")
-    split: str | None = key(None, "text: of a folder with splits; null: train, if there is one")
-    append_eod: bool = key(False, "text: documents end with the end-of-document token (of bytes: 256)")
-    cache: str | None = key(None, "text: folder of the tokens that were written; null: ~/.cache/parallelrun/tokens")
-    mixture: list[Any] = key(list, "mixture: its parts, each {name: DATASET, weight: 1, path: ..., ...}")
+    split: str | None = key(None, "text: split of a folder with splits; null: train, if it exists")
+    append_eod: bool = key(False, "text: every document ends with the end-of-document token (256 for bytes)")
+    cache: str | None = key(None, "text: folder of cached tokens; null: ~/.cache/parallelrun/tokens")
+    mixture: list[Any] = key(list, "mixture: its datasets, each {name: DATASET, weight: 1, path: ..., ...}")
     val_fraction: float = key(0.05, "share of the data held out for validation", above=0, below=1)
-    pack: bool = key(False, "tokens: samples are whole documents, each attending to itself alone, and some padding")
-    max_bytes: int | None = key(None, "bytes of text that are read", least=1)
+    pack: bool = key(False, "tokens: a sample packs complete documents, which attend only to themselves, and padding")
+    max_bytes: int | None = key(None, "largest number of bytes of text to read", least=1)
     samples: int = key(4096, "synthetic: number of samples", least=1)
-    vocab: int | None = key(None, "synthetic, megatron: token ids; null: 256, or the files' largest + 1", least=1)
-    flip: bool = key(False, "images: mirror half of the training samples")
+    vocab: int | None = key(None, "synthetic, megatron: number of ids; null: 256, or the files' largest + 1", least=1)
+    flip: bool = key(False, "images: mirror half of the training samples at random")
     crop: int = key(0, "images: shift training samples by up to this many pixels", least=0)
     num_workers: int | None = key(None, "imagefolder: decoders per rank; null: spare cores, up to 4", least=0, most=256)

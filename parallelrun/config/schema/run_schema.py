@@ -8,7 +8,7 @@ and nothing is changed after composition. `None` means "not given"; `resolve` th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.base.precision import TABLE
 from parallelrun.config.schema.cluster_schema import ClusterConfig
@@ -25,33 +25,34 @@ CONSISTENCIES = ("sync", "async", "ssp")
 OBJECTIVES = ("time", "cost", "gpus")
 
 
-@dataclass
-class DataStrategyConfig:
-    """Data parallelism. Each strategy adds its own keys in a subclass, its `config_class`."""
+class AxisConfig:
+    """The section `strategy.<axis>`. Each strategy adds its own keys in a subclass, its `config_class`."""
 
+    axis: ClassVar[str]
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The section of a configuration whose strategy of this axis must have this class."""
+        section = getattr(config.strategy, cls.axis)
+        assert isinstance(section, cls), f"{type(section).__name__} is no {cls.__name__}"
+        return section
+
+
+@dataclass
+class DataStrategyConfig(AxisConfig):
+    """Data parallelism."""
+
+    axis = "data"
     kind: str = key("ddp", "data-parallel strategy")
 
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """The section of a configuration whose data strategy is known to have this class."""
-        found = config.strategy.data
-        assert isinstance(found, cls), f"{type(found).__name__} is no {cls.__name__}"
-        return found
-
 
 @dataclass
-class TensorStrategyConfig:
-    """Tensor parallelism. Each strategy adds its own keys in a subclass, its `config_class`."""
+class TensorStrategyConfig(AxisConfig):
+    """Tensor parallelism."""
 
+    axis = "tensor"
     kind: str = key("megatron", "tensor-parallel strategy")
     overlap: bool = key(True, "overlap the input-gradient reduce with the weight-gradient product")
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """The section of a configuration whose tensor strategy is known to have this class."""
-        found = config.strategy.tensor
-        assert isinstance(found, cls), f"{type(found).__name__} is no {cls.__name__}"
-        return found
 
 
 @dataclass
@@ -59,36 +60,28 @@ class PipelineConfig:
     """Pipeline schedule. The planner cuts the model into stages by these keys, whatever the schedule."""
 
     kind: str = key("1f1b", "pipeline schedule")
-    virtual_stages: int | None = key(
-        None, "stages per rank; null: 2 for interleaved, zero_bubble and zbv, else 1", least=1
-    )
-    partition: str = key("cost", "cut layers by cost (exact min-max) or uniformly", choices=("cost", "uniform"))
-    split: list[str] = key(list, "cut by hand: the first block of every stage but the first")
+    virtual_stages: int | None = key(None, "stages per rank; null: 2 (interleaved, zero_bubble, zbv), else 1", least=1)
+    partition: str = key("cost", "cut of layers by cost (exact min-max), or uniform", choices=("cost", "uniform"))
+    split: list[str] = key(list, "cut by hand: the first block of each stage except the first stage")
 
 
 @dataclass
 class ExpertConfig:
     """Expert parallelism. Every dispatcher reads these keys."""
 
-    kind: str | None = key(None, "capacity | dropless; null: capacity if the router has one")
-    fills: bool = key(False, "an unset ep takes the largest share of dp that divides the experts")
-    chunks: int = key(1, "parts of a microbatch whose all-to-all overlaps with compute", least=1)
-    group_size: int | None = key(None, "hierarchical all-to-all: ep ranks per inner group; null: flat", least=1)
+    kind: str | None = key(None, "expert dispatcher, capacity or dropless; null: capacity if the router has a capacity")
+    fills: bool = key(False, "if ep is not set, use the largest divisor of dp that divides the number of experts")
+    chunks: int = key(1, "number of parts of a microbatch, whose all-to-all overlaps with computation", least=1)
+    group_size: int | None = key(None, "ep ranks per inner group of a hierarchical all-to-all; null: flat", least=1)
     overlap: bool = key(True, "compute the shared expert during the all-to-all")
 
 
 @dataclass
-class ContextConfig:
-    """Context parallelism. Each strategy adds its own keys in a subclass, its `config_class`."""
+class ContextConfig(AxisConfig):
+    """Context parallelism."""
 
+    axis = "context"
     kind: str = key("ring", "context-parallel strategy")
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """The section of a configuration whose context strategy is known to have this class."""
-        found = config.strategy.context
-        assert isinstance(found, cls), f"{type(found).__name__} is no {cls.__name__}"
-        return found
 
 
 @dataclass
@@ -98,7 +91,7 @@ class StrategyConfig:
     name: str = "ptdp"
     description: str = ""
     own_axis: str = "dp"
-    fill_order: list[str] = key(list, "axes that share the unclaimed ranks, the first one first; []: own_axis")
+    fill_order: list[str] = key(list, "axes that take the remaining ranks, in this order; []: own_axis")
     demo: dict[str, int] = key(dict, most=COUNT)
     searches: bool = False  # stands for the fastest plan that fits: nothing runs before a search has chosen one
     data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
@@ -118,13 +111,13 @@ class OptimizerConfig:
     lr: float = key(3e-3, "learning rate", least=0)
     schedule: str = key("cosine", "decay of the learning rate", choices=("cosine", "linear", "constant"))
     warmup: int = key(5, "warm-up steps", least=0)
-    min_lr_ratio: float = key(0.1, "final learning rate over lr", least=0, most=1)
+    min_lr_ratio: float = key(0.1, "final learning rate divided by lr", least=0, most=1)
     weight_decay: float = key(0.1, "weight decay", least=0)
-    betas: list[float] = key(lambda: [0.9, 0.95], "adamw: decay of the moments")
+    betas: list[float] = key(lambda: [0.9, 0.95], "adamw: decay rates of the two moments")
     eps: float = key(1e-8, "adamw, adagrad: epsilon", above=0)
     momentum: float = key(0.0, "sgd: momentum", least=0, below=1)
     clip: float = key(1.0, "largest global gradient norm; 0: no clipping", least=0)
-    lr_scale: Any = key(None, "factor on lr: a number | linear (times dp); null: 1")
+    lr_scale: Any = key(None, "factor on lr: a number, or linear for dp; null: 1")
 
 
 @dataclass
@@ -146,10 +139,10 @@ class EvalConfig:
 @dataclass
 class CheckpointConfig:
     every: int = key(0, "steps between checkpoints; 0: none (a preempted run is still saved)", least=0)
-    keep: int = key(2, "checkpoints that are kept", least=1)
+    keep: int = key(2, "number of checkpoints to keep", least=1)
     last: bool | None = key(None, "save after the last step; null: yes, except in a sweep")
     change_data: bool = key(False, "resume although the data or their settings have changed since the checkpoint")
-    asynchronous: bool = key(True, "copy to host memory and write beside training; the last save waits for the disk")
+    asynchronous: bool = key(True, "copy to host memory and write during training; the last save waits for the disk")
 
 
 @dataclass
@@ -157,17 +150,17 @@ class SdcConfig:
     """Silent data corruption: bits that memory or a device changes without an error."""
 
     every: int = key(0, "steps between checks for silent data corruption; 0: none", least=0)
-    recompute: bool = key(False, "compute the step of each check twice: finds faults that pass, for one more step")
+    recompute: bool = key(False, "compute the step of each check twice, which finds transient faults and costs a step")
 
 
 @dataclass
 class TrackerConfig:
     """Where a run is tracked beside its own records. `tracker=NAME` and `tracker=[NAME,NAME]` set `tracker.use`."""
 
-    use: list[str] = key(list, "trackers: tensorboard, wandb, mlflow, plug-ins; tracker=[...] is short for it")
+    use: list[str] = key(list, "trackers: tensorboard, wandb, mlflow, plug-ins; short name: tracker")
     project: str = key("parallelrun", "project (wandb) or experiment (mlflow) of the run")
-    name: str | None = key(None, "name of the run in trackers; null: that of its directory")
-    group: str | None = key(None, "group of the run in trackers; null: the sweep of which it is a point")
+    name: str | None = key(None, "name of the run in trackers; null: the name of its directory")
+    group: str | None = key(None, "group of the run in trackers; null: the name of its sweep")
     tags: list[str] = key(list, "tags of the run in trackers")
     timeout_s: float = key(30.0, "seconds that a tracker may take after the end of training", above=0)
 
@@ -175,13 +168,13 @@ class TrackerConfig:
 @dataclass
 class InitConfig:
     weights: str | None = key(
-        None, "initial weights: Hugging Face directory, export, run or checkpoint; init.from is short for it"
+        None, "initial weights: Hugging Face directory, export, run or checkpoint; short name: init.from"
     )
 
 
 @dataclass
 class VerifyConfig:
-    steps: int = key(3, "steps to compare", least=1)
+    steps: int = key(3, "number of steps to compare", least=1)
     optimizer: str = key("sgd", "sgd: plain SGD, checked; same: the run's own, only reported", choices=("sgd", "same"))
     precision: str = key("fp64", "number format of the comparison", choices=("fp64", "fp32"))
     tolerance: float | None = key(None, "largest relative difference; null: that of the precision", above=0)
@@ -189,16 +182,16 @@ class VerifyConfig:
 
 @dataclass
 class BenchConfig:
-    warmup: int = key(3, "steps before timing starts", least=0)
-    steps: int = key(20, "timed steps", least=1)
+    warmup: int = key(3, "number of steps before timing starts", least=0)
+    steps: int = key(20, "number of timed steps", least=1)
 
 
 @dataclass
 class SweepConfig:
     directory: str | None = key(None, "directory of the sweep; null: <runs>/sweep-<utc>-<random>")
-    resume: str | None = key(None, "sweep directory to continue: its finished points are not run again")
+    resume: str | None = key(None, "sweep directory to continue; finished points do not run again")
     fail_fast: bool = key(False, "skip the remaining points after the first failure")
-    objective: str | None = key(None, "optuna: any number of the summary; null: the verb's own, such as val_loss")
+    objective: str | None = key(None, "optuna: name of a number in the summary; null: that of the verb (val_loss)")
 
 
 @dataclass
@@ -218,7 +211,7 @@ class Config:
     cp: int | None = key(None, "context-parallel degree: ranks that share a sequence")
     tp: int | None = key(None, "tensor-parallel degree")
     pp: int | None = key(None, "pipeline-parallel degree")
-    ep: int | None = key(None, "expert-parallel degree (within dp x cp)")
+    ep: int | None = key(None, "expert-parallel degree, within dp x cp")
 
     layout: str | None = key(None, "1d | 2d | 2.5d | 3d: short for strategy.tensor.kind")
     grid: str | None = key(None, "short for strategy.tensor.grid")
@@ -233,58 +226,62 @@ class Config:
 
     steps: int = key(60, "optimizer steps", least=1)
     global_batch: int | None = key(
-        None, f"samples per step; null: {DEFAULT_GLOBAL_BATCH} or from local_batch", most=SAMPLES
+        None, f"samples per step; null: {DEFAULT_GLOBAL_BATCH}, or computed from local_batch", most=SAMPLES
     )
     local_batch: int | None = key(None, "samples per step and data-parallel rank", most=SAMPLES)
     micro_batch: int | None = key(None, "samples per microbatch", most=SAMPLES)
     seed: int = key(1234, "seed of weights, data order and dropout", least=0, most=2**63 - 1)
     dropout: float = key(0.0, "dropout probability", least=0, below=1)
-    recompute: str = key("none", "activations recomputed in backward", choices=("none", "selective", "full"))
+    recompute: str = key("none", "activations that backward recomputes", choices=("none", "selective", "full"))
     compile: bool = key(False, "use torch.compile")
-    device: str = key("auto", "auto: cuda if there are GPUs", choices=("auto", "cpu", "cuda"))
+    device: str = key("auto", "device of the ranks; auto: cuda if there are GPUs", choices=("auto", "cpu", "cuda"))
     backend: str = key(
-        "auto", "CPU collectives: shm (shared memory of a host) | gloo; auto: shm if possible", choices=BACKENDS
+        "auto", "collectives on CPUs: shm (shared memory of a host) or gloo; auto: shm if possible", choices=BACKENDS
     )
-    emulate: bool = key(False, "run each host of the cluster in a network namespace with the cluster's network (root)")
+    emulate: bool = key(False, "run each host in a network namespace with the rates of the cluster (needs root)")
     emulate_slowdown: float | None = key(
-        None, "how many times slower the emulated network is; null: until this machine can carry it", least=1, most=1e6
+        None,
+        "factor by which the emulated network is slower; null: the smallest that this machine can carry",
+        least=1,
+        most=1e6,
     )
     name: str | None = key(None, "name of the run directory")
     resume: str | None = key(
-        None, "latest (newest run) | auto (this training, or fresh) | a run or checkpoint directory, or a run's name"
+        None,
+        "latest (newest run) | auto (this training, or fresh) | a run or checkpoint directory, or a run's name",
     )
     runs: str = key("runs", "folder of the run directories")
     path: str | None = key(None, "short for dataset.path")
     tokenizer: str | None = key(None, "short for dataset.tokenizer")
     detail: str | None = key(
-        None, "plan: more sections: ranks | stages | schedule | traffic | data_axis | layouts | all"
+        None, "plan: further sections: ranks | stages | schedule | traffic | data_axis | layouts | all"
     )
-    tokens: float | None = key(None, "plan: predict the days that this many tokens take", above=0)
-    explain: bool = key(False, "plan: waterfall of the step, what limits it, and where other plans would win")
-    shrink: bool = key(False, "verify, plan: the smallest model on at most 16 ranks with the structure of this plan")
+    tokens: float | None = key(None, "plan: number of tokens of the training, whose days are predicted", above=0)
+    explain: bool = key(False, "plan: show the parts of a step, its limits, and where another plan is faster")
+    shrink: bool = key(False, "verify, plan: use the smallest model with this plan's structure, on at most 16 ranks")
     objective: str | None = key(None, f"plan: what a search minimises; null: {OBJECTIVES[0]}", choices=OBJECTIVES)
-    days: float | None = key(None, "plan: the most days that training on `tokens` may take", above=0)
+    days: float | None = key(None, "plan: largest number of days for a training of `tokens`", above=0)
     mtbf_gpu_hours: float | None = key(
-        None, "plan: hours of one GPU between failures that end the training", above=0, plausible=(100, 1e8),
+        None, "plan: mean hours of one GPU between failures that stop the training", above=0, plausible=(100, 1e8),
         unit="hours",
     )  # fmt: skip
     checkpoint_gb_s: float | None = key(
-        None, "plan: rate at which all ranks together write or read a checkpoint, while training pauses", above=0,
+        None, "plan: rate of all ranks at which a checkpoint is written or read while training pauses", above=0,
         plausible=(0.001, 1e5), unit="GB/s",
     )  # fmt: skip
     restart_s: float | None = key(
-        None, "plan: from a failure to the next step, without reading the checkpoint; null: 600", least=0,
+        None, "plan: time from a failure to the next step, without reading the checkpoint; null: 600", least=0,
         plausible=(0.1, 1e5), unit="seconds",
     )  # fmt: skip
     repair_hours: float | None = key(
-        None, "plan: until a failed node is a spare one; null: 24", least=0, plausible=(0.01, 1e4), unit="hours"
+        None, "plan: time until a failed node is repaired; null: 24", least=0, plausible=(0.01, 1e4), unit="hours"
     )
-    plot: str | None = key(None, "plan, explain: draw as NAME.svg (and NAME.csv)")
+    plot: str | None = key(None, "plan, explain: name of the picture NAME.svg and the data NAME.csv")
     profile: list[int] = key(list, "steps that torch.profiler traces, on every rank")
     timeout_s: float = key(300.0, "seconds without progress that count as a hang (exit 7)", above=0)
-    restarts: int = key(0, "how often a run that fails goes on from its last checkpoint", least=0, most=1000)
-    elastic: bool = key(False, "go on with fewer ranks if one cannot be replaced; dp shrinks first")
-    min_world: int | None = key(None, "elastic: the fewest ranks to go on with; null: 1", least=1)
+    restarts: int = key(0, "number of times that a failed run continues from its last checkpoint", least=0, most=1000)
+    elastic: bool = key(False, "continue with fewer ranks if a rank cannot be replaced; dp shrinks first")
+    min_world: int | None = key(None, "elastic: smallest number of ranks; null: 1", least=1)
     verb: str = "run"
 
     init: InitConfig = field(default_factory=InitConfig)

@@ -43,9 +43,9 @@ def strategy_class(axis: str, kind: str) -> type[Any]:
     Raises KeyError for an unknown kind, ConfigError for a plug-in without such a class.
     """
     module = registry.load("strategies", f"{axis}.{kind}", "plan")
-    for found in vars(module).values():
-        if isinstance(found, type) and getattr(found, "kind", None) == kind and hasattr(found, "config_class"):
-            return found
+    for cls in vars(module).values():
+        if isinstance(cls, type) and getattr(cls, "kind", None) == kind and hasattr(cls, "config_class"):
+            return cls
     cause = f"{module.__name__} has no strategy class with kind = {kind!r}"
     raise ConfigError(Problem(cause, f"strategy.{axis}.kind"))
 
@@ -112,9 +112,9 @@ def completed(config: Config) -> Config:
 
 def narrowed(config: Config) -> Config:
     """`config` with the keys of the chosen strategies alone. The section of an unknown strategy stays as it is."""
-    kinds = {axis: getattr(config.strategy, axis).kind for axis in SECTIONS}
-    known = {axis: kind for axis, kind in kinds.items() if kind is None or registry.has("strategies", f"{axis}.{kind}")}
-    return _with_sections(config, {axis: config_class(axis, kind) for axis, kind in known.items()})
+    selected = {axis: getattr(config.strategy, axis).kind for axis in SECTIONS}
+    return _with_sections(config, {axis: config_class(axis, kind) for axis, kind in selected.items()
+                                   if kind is None or registry.has("strategies", f"{axis}.{kind}")})  # fmt: skip
 
 
 def _with_sections(config: Config, classes: dict[str, type]) -> Config:
@@ -125,8 +125,8 @@ def _with_sections(config: Config, classes: dict[str, type]) -> Config:
 def _converted(section: Any, cls: type) -> Any:
     if type(section) is cls:
         return section
-    known = {item.name for item in fields(section)}
-    return cls(**{item.name: getattr(section, item.name) for item in fields(cls) if item.name in known})
+    names = {item.name for item in fields(section)}
+    return cls(**{item.name: getattr(section, item.name) for item in fields(cls) if item.name in names})
 
 
 @lru_cache(maxsize=len(SECTIONS))
@@ -136,10 +136,10 @@ def _section(axis: str) -> type:
     declared: dict[str, tuple[type, Field[Any]]] = {item.name: (base, item) for item in fields(base)}
     for cls in dict.fromkeys(config_class(axis, kind) for kind in kinds(axis)):
         for item in fields(cls):
-            first, known = declared.setdefault(item.name, (cls, item))
-            if item.name == "kind" or item is known:
+            first, declaration = declared.setdefault(item.name, (cls, item))
+            if item.name == "kind" or item is declaration:
                 continue
-            if _declaration(cls, item) != _declaration(first, known):
+            if _declaration(cls, item) != _declaration(first, declaration):
                 cause = f"{first.__name__} and {cls.__name__} declare strategy.{axis}.{item.name} differently"
                 raise ConfigError(Problem(cause, f"strategy.{axis}.{item.name}"))
     made = []

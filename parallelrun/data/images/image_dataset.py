@@ -108,24 +108,24 @@ class Pixels(ImageSet):
 
 @dataclass(frozen=True)
 class ImageSplit(Split):
-    """The images of `data` whose indices are in `chosen`."""
+    """The images of `data` with these indices."""
 
     data: ImageSet
-    chosen: NDArray[np.int64]
+    indices: NDArray[np.int64]
     view: ImageView
     decodes_files: bool
 
     def __len__(self) -> int:
-        return int(self.chosen.size)
+        return int(self.indices.size)
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         return self.augmented(index, None)
 
     def augmented(self, index: int, sample_id: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
         self.check(index)
-        chosen = int(self.chosen[index])
-        image = self.data.load(chosen, self.view.shape[1])
-        return self.view.show(image, sample_id, self.data.brightest), self.data.labels[chosen]
+        number = int(self.indices[index])
+        image = self.data.load(number, self.view.shape[1])
+        return self.view.show(image, sample_id, self.data.brightest), self.data.labels[number]
 
 
 class ImageDataset(DatasetDefinition):
@@ -155,8 +155,8 @@ class ImageDataset(DatasetDefinition):
         else:
             is_val = np.arange(len(data.labels)) >= data.num_train
         train, val = (
-            ImageSplit(data, np.flatnonzero(chosen), seen, self.decodes_files)
-            for chosen, seen in ((~is_val, view), (is_val, replace(view, flip=False, crop=0)))
+            ImageSplit(data, np.flatnonzero(is_in), seen, self.decodes_files)
+            for is_in, seen in ((~is_val, view), (is_val, replace(view, flip=False, crop=0)))
         )
         num_classes = self.vocab_size(config) or 0
         dataset = Dataset(config.dataset.name, num_classes, data.fingerprint(config, (train, val)), train, val)

@@ -45,7 +45,7 @@ class ImageFiles(ImageSet):
         """sha256 over names, sizes and labels: hashing the content of every image would take too long."""
         digest = hashlib.sha256()
         for split in splits:
-            for file, label in ((self.files[index], self.labels[index]) for index in split.chosen):
+            for file, label in ((self.files[index], self.labels[index]) for index in split.indices):
                 digest.update(f"{self._name(file)}\0{file.stat().st_size}\0{label}\n".encode())
             digest.update(b"\0")
         return digest.hexdigest()
@@ -89,7 +89,7 @@ class ImageFolder(ImageDataset):
         split = dataset.train
         assert isinstance(split, ImageSplit) and isinstance(split.data, ImageFiles)
         wanted = shorter_side(split.view.shape[1])
-        looked_at = split.chosen[np.linspace(0, len(split) - 1, min(NUM_LOOKED_AT, len(split))).astype(int)]
+        looked_at = split.indices[np.linspace(0, len(split) - 1, min(NUM_LOOKED_AT, len(split))).astype(int)]
         sizes = []
         for file in (split.data.files[index] for index in looked_at):
             with contextlib.suppress(*UNREADABLE), Image.open(file) as opened:  # training names an unreadable file

@@ -41,7 +41,7 @@ class Mnist(ImageDataset):
 def _read(root: Path, name: str, num_dims: int) -> NDArray[np.uint8]:
     """An idx file, gzipped or not: two zero bytes, the type, the number of dims, their sizes (big-endian), the data."""
     names = (name, f"{name}.gz", name.replace("-idx", ".idx"))
-    paths = [root / folder / one for folder in FOLDERS for one in names]
+    paths = [root / folder / file for folder in FOLDERS for file in names]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         raise path_problem(f"there is no {name} (nor {name}.gz) in {root}")

@@ -69,8 +69,8 @@ def find_tokenizer(source: str, where: str) -> TokenizerFile:
 
     Raises ConfigError.
     """
-    given = Path(source).expanduser().absolute()
-    path = given / FILE if given.is_dir() else given
+    place = Path(source).expanduser().absolute()
+    path = place / FILE if place.is_dir() else place
     try:
         status = path.stat()
         return _read(path, (status.st_size, status.st_mtime_ns))

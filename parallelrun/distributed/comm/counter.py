@@ -53,8 +53,8 @@ _COUNTED: dict[str, tuple[str, int | None]] = {
 }
 
 
-# c10d operation -> index of the argument that the rank gives, where it is not the first
-_GIVEN = dict.fromkeys(
+# c10d operation -> index of the argument that the rank sends, where it is not the first
+_INPUT = dict.fromkeys(
     ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "_reduce_scatter_base_", "reduce_scatter_",
      "reduce_scatter_tensor_coalesced_", "alltoall_base_", "alltoall_", "gather_", "scatter_"), 1,
 )  # fmt: skip
@@ -252,21 +252,20 @@ class CommunicationCounter(_Observer):
 class Contributions(_Observer):
     """Records what this rank contributes to each collective and message while it is entered, in their order.
 
-    found: (lane, `measure` of each tensor that the rank gives), before the collective begins. A rank that receives a
-    message gives nothing. Control traffic is left out: its numbers differ from step to step.
+    contributions: (lane, `measure` of each tensor that the rank sends), before the collective begins. A rank that
+    receives a message sends nothing. Control traffic is left out: its numbers differ from step to step.
     """
 
     def __init__(self, mesh: Mesh, measure: Callable[[Sequence[Tensor]], Tensor]):
         super().__init__(mesh)
         self._measure = measure
         self._lock = threading.Lock()
-        self.found: list[tuple[Lane, Tensor]] = []
+        self.contributions: list[tuple[Lane, Tensor]] = []
 
     def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> None:
         lane = self._lane(name, key, _group(args), _peer(key, args))
         if lane is None or key[2] == "control":
             return
-        given = args[_GIVEN.get(name, 0)]
-        measured = self._measure([] if key[1] == "recv" else _tensors(given))
+        measured = self._measure([] if key[1] == "recv" else _tensors(args[_INPUT.get(name, 0)]))
         with self._lock:
-            self.found.append((lane, measured))
+            self.contributions.append((lane, measured))

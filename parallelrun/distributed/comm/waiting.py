@@ -25,11 +25,9 @@ def current_wait(frame: FrameType | None) -> PendingCollective | None:
     """Return what this process waits for; None if it is nothing, or nothing that can be told. frame: the innermost one
     of its main thread. May be called in any thread."""
     for group, ranks in torch_private.process_groups():
-        if is_ours(group) and (waiting := group.awaited()) is not None:
-            missing = None if waiting.missing is None else tuple(ranks[number] for number in waiting.missing)
-            return PendingCollective(
-                str(group.group_name), ranks, waiting.operation, waiting.number, waiting.num_bytes, missing
-            )
+        pending: PendingCollective | None = group.pending(ranks) if is_ours(group) else None
+        if pending is not None:
+            return pending
     while frame is not None:
         code = frame.f_code
         if code.co_filename.endswith(_OF_TORCH) and code.co_name in _WAITS_FOR_ALL:
@@ -40,9 +38,9 @@ def current_wait(frame: FrameType | None) -> PendingCollective | None:
 
 def _in_call(operation: str, arguments: Any) -> PendingCollective | None:
     """Return the collective of one of torch's functions, by its arguments."""
-    asked: Any = arguments.get("group") or dist.group.WORLD
+    process_group: Any = arguments.get("group") or dist.group.WORLD
     for group, ranks in torch_private.process_groups():
-        if group is asked:
+        if group is process_group:
             values = [value for value in arguments.values() if isinstance(value, Tensor)]
             num_bytes = max((value.nbytes for value in values), default=0)
             number = torch_private.num_collectives(group)

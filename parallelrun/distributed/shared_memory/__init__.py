@@ -64,14 +64,6 @@ def zeros(numel: int, like: Tensor, process_group: Any) -> Tensor:
         return engine.process.arena.zeros(numel, like.dtype)
 
 
-def is_in_arena(tensor: Tensor) -> bool:
-    """Return whether a tensor's storage is one of `zeros` in shared memory."""
-    from parallelrun.distributed.shared_memory.engine import existing
-
-    engine = existing()
-    return engine is not None and engine.process.arena.holds(tensor.untyped_storage().data_ptr())
-
-
 def finish(timeout_s: float = 60.0) -> None:
     """Complete the operations of this process that nobody has waited for, since its peers may need its part in them.
 

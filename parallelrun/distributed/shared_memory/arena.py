@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from bisect import insort
+from bisect import bisect
 from collections import deque
 
 import torch
@@ -22,7 +22,6 @@ _WINDOW = 512  # allocations, several training steps, after which memory that no
 _SURPLUS = 2**23  # bytes, if there are so many
 _LONGEST = 2**38  # bytes of address space per arena; hundreds of them fit into 47 bits
 _MOST_VIEWS = 512  # tensors that are kept for each arena
-_SPARE = 2**20  # bytes of freed blocks that wait for the next of their size: the same few are used again and again
 # x86 keeps the order of stores. Elsewhere a lock orders the data before the counter that publishes them.
 _ORDERED = os.uname().machine in ("x86_64", "i686")
 _fence_lock = threading.Lock()
@@ -91,26 +90,18 @@ class Arena(MappedMemory):
         self._num_left, self._needed = _WINDOW, 0  # of this window: allocations to come, bytes needed so far
         self._free = [(0, self.size)]  # (offset, size), by offset
         self._sizes: dict[int, int] = {}
-        self._spare: dict[int, list[int]] = {}  # offsets of freed blocks that are not in `_free`, by size
-        self._num_spare = 0  # their bytes
-        self._kept: dict[int, tuple[int, int]] = {}  # (offset, bytes) of the tensors of `zeros`, by address
+        self._tensors: dict[int, tuple[int, int]] = {}  # (offset, bytes) of the tensors of `zeros`, by address
         self._ended: deque[int] = deque()  # addresses of those that are no longer used, from any thread
         super().__init__(self.descriptor, self.size)
 
     def allocate(self, num_bytes: int) -> int:
         """Return the offset of a new block, aligned. Raises EnvironmentProblem if memory is exhausted."""
         while self._ended:
-            self.free(self._kept.pop(self._ended.popleft())[0])
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT
-        spare = self._spare.get(size)
-        if spare:
-            offset = spare.pop()
-            self._num_spare -= size
-        else:
-            offset = self._lowest(size)
+            self.free(self._tensors.pop(self._ended.popleft())[0])
+        size = aligned(num_bytes) or ALIGNMENT
+        offset = self._lowest(size)
         self._sizes[offset] = size
-        if offset + size > self._needed:
-            self._needed = offset + size
+        self._needed = max(self._needed, offset + size)
         self._num_left -= 1
         if not self._num_left:
             self._give_back()
@@ -127,18 +118,10 @@ class Arena(MappedMemory):
 
     def free(self, offset: int) -> None:
         """Give back the block at `offset`."""
-        size = self._sizes.pop(offset)
-        if self._num_spare + size <= _SPARE:
-            self._num_spare += size
-            self._spare.setdefault(size, []).append(offset)
-        else:
-            self._merge(offset, size)
-
-    def _merge(self, offset: int, size: int) -> None:
-        """Merge a free block with its free neighbours."""
-        insort(self._free, (offset, size))
-        index = self._free.index((offset, size))
-        for left in (index, index - 1):
+        block = (offset, self._sizes.pop(offset))
+        index = bisect(self._free, block)
+        self._free.insert(index, block)
+        for left in (index, index - 1):  # merge it with its free neighbours
             if 0 <= left < len(self._free) - 1:
                 (start, length), (following, more) = self._free[left : left + 2]
                 if start + length == following:
@@ -151,18 +134,14 @@ class Arena(MappedMemory):
         size = numel * dtype.itemsize
         offset = self.allocate(size)
         block = memoryview(self.map)[offset : offset + size]
-        made = torch.frombuffer(block, dtype=dtype)
-        self._kept[made.data_ptr()] = (offset, size)
-        weakref.finalize(block, self._ended.append, made.data_ptr()).atexit = False  # the storage holds `block`
-        return made.zero_()
-
-    def holds(self, address: int) -> bool:
-        """Return whether a tensor of `zeros` begins at an address."""
-        return address in self._kept
+        tensor = torch.frombuffer(block, dtype=dtype)
+        self._tensors[tensor.data_ptr()] = (offset, size)
+        weakref.finalize(block, self._ended.append, tensor.data_ptr()).atexit = False  # the storage holds `block`
+        return tensor.zero_()
 
     def place(self, tensor: Tensor) -> int | None:
         """Return the offset of all of a tensor of `zeros`, None for any other tensor."""
-        offset, size = self._kept.get(tensor.data_ptr(), (None, 0))
+        offset, size = self._tensors.get(tensor.data_ptr(), (None, 0))
         return offset if size == tensor.numel() * tensor.element_size() else None
 
     def _reserve(self, end: int) -> None:
@@ -177,10 +156,6 @@ class Arena(MappedMemory):
 
     def _give_back(self) -> None:
         """Give back what no block has needed since the last call, and begin anew."""
-        for size, offsets in self._spare.items():
-            for offset in offsets:
-                self._merge(offset, size)
-        self._spare, self._num_spare = {}, 0
         end = -(-self._needed // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._reserved - end >= _SURPLUS:
             self.map.madvise(mmap.MADV_REMOVE, end, self._reserved - end)

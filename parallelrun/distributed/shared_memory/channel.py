@@ -38,7 +38,6 @@ class CollectiveChannel:
     def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int):
         self._engine, self._members, self._rank = engine, members, rank
         self._me = members[rank]
-        self.base = self._me.base
         self._arena = engine.process.arena
         self._others = tuple(number for number in range(len(members)) if number != rank)
         self._other_words = tuple((members[number].words, members[number].base) for number in self._others)
@@ -46,7 +45,7 @@ class CollectiveChannel:
         self._queue: deque[SharedCollective] = deque()
         self.num_issued = 0
         self._failed: Exception | None = None
-        self._held: deque[tuple[int, int]] = deque()  # (index, offset) of contributions that members may still read
+        self._readable: deque[tuple[int, int]] = deque()  # (index, offset) of contributions that members may still read
 
     def issue(self, collective: SharedCollective) -> None:
         """Post a collective and begin it."""
@@ -114,7 +113,7 @@ class CollectiveChannel:
                 collective.write(offset)
             elif collective.fill is not None:
                 collective.fill(offset)
-        words, at = self._me.words, self.base + self._slot(collective.index)
+        words, at = self._me.words, self._me.base + self._slot(collective.index)
         words[at], words[at + 1], words[at + 2] = number_of(collective.name), collective.num_bytes, offset
         words[at + 3] = 0
         collective.stage = CollectiveStage.POSTED
@@ -167,13 +166,13 @@ class CollectiveChannel:
 
     def _allocate(self, collective: SharedCollective) -> int:
         offset = self._arena.allocate(collective.size)
-        self._held.append((collective.index, offset))
+        self._readable.append((collective.index, offset))
         return offset
 
     def _end(self, collective: SharedCollective) -> None:
         collective.stage = CollectiveStage.DONE
         collective.done = True
-        self._me[DONE] = collective.index + 1  # nobody sleeps for it, except for a free slot: see `STALLED_S`
+        self._me[DONE] = collective.index + 1  # nobody sleeps for it, except for a free slot: see `engine.SLEEP_S`
 
     def _publish(self, counter: int, collective: SharedCollective) -> None:
         """Count the collective, and wake the readers that now have all that they wait for."""
@@ -189,10 +188,8 @@ class CollectiveChannel:
             self._wake(collective.readers)
 
     def _wake(self, numbers: Iterable[int]) -> None:
-        members = self._members
         for number in numbers:
-            member = members[number]
-            member.process.wake(member.base)
+            self._members[number].process.wake()
 
     def _is_behind(self, counter: int, target: int, of: tuple[int, ...]) -> bool:
         """Return whether a counter is below `target` at one of the members numbered."""
@@ -216,8 +213,8 @@ class CollectiveChannel:
 
     def reclaim(self) -> None:
         """Free the contributions that all members have read."""
-        while self._held and self._are_done(self._held[0][0] + 1):
-            self._arena.free(self._held.popleft()[1])
+        while self._readable and self._are_done(self._readable[0][0] + 1):
+            self._arena.free(self._readable.popleft()[1])
 
     def missing(self) -> list[Peer]:
         """Return the peers for which the first collective waits."""
@@ -236,12 +233,15 @@ class CollectiveChannel:
         """Return whether a peer has left the group."""
         return any(self._members[number].process is peer and self._members[number][CLOSED] for number in self._others)
 
-    def outstanding(self, operation: PendingOperation) -> tuple[int, tuple[int, ...] | None] | None:
-        """Return the number of a collective that has not ended, from 1, and the members that have not issued it (None:
-        not known); None if it is not of this group."""
-        for one in tuple(self._queue):
-            if one is operation:
-                return one.index + 1, tuple(n for n in self._others if self._members[n][POSTED] <= one.index)
+    def outstanding(self, operation: PendingOperation) -> tuple[int, tuple[int, ...]] | None:
+        """Return the number of a collective that has not ended, from 1, and the members that have not issued it.
+
+        None if it is not of this group.
+        """
+        for collective in tuple(self._queue):
+            if collective is operation:
+                index = collective.index
+                return index + 1, tuple(n for n in self._others if self._members[n][POSTED] <= index)
         return None
 
     def close(self) -> None:

@@ -159,39 +159,6 @@ class Collectives:
         size = num_bytes_of(tensor)
         return SharedCollective("all_gather", num_bytes, size, fill, self._others, combine)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> SharedCollective:
-        """outputs: one per rank at the root, else empty."""
-        size = num_bytes_of(tensor)
-        if self._rank != root:
-            return SharedCollective(
-                "gather", size, size, lambda offset: self._me.write(offset, tensor), (), None, readers=(root,)
-            )
-
-        def combine(offsets: list[int]) -> None:
-            for number, output in enumerate(outputs):
-                part = tensor.view(-1) if number == root else self._members[number].read(offsets[number], output)
-                output.view(-1).copy_(part)
-
-        return SharedCollective("gather", size, -1, None, self._others, combine, readers=())
-
-    def scatter(self, output: Tensor, parts: Sequence[Tensor], root: int) -> SharedCollective:
-        """parts: one per rank at the root, else empty; all have the size of `output`."""
-        size = num_bytes_of(output)
-        step = aligned(size)
-        if self._rank == root:
-
-            def fill(offset: int) -> None:
-                for number in self._others:
-                    self._me.write(offset + number * step, parts[number])
-                output.view(-1).copy_(parts[root].view(-1))
-
-            return SharedCollective("scatter", size, step * self._size, fill, (), None, readers=self._others)
-
-        def combine(offsets: list[int]) -> None:
-            output.view(-1).copy_(self._members[root].read(offsets[root] + self._rank * step, output))
-
-        return SharedCollective("scatter", size, -1, None, (root,), combine, readers=())
-
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> SharedCollective:
         """parts: one per rank, whose sizes may differ; `output` may be this rank's own part."""
         sizes = [*map(num_bytes_of, parts)]
@@ -212,9 +179,11 @@ class Collectives:
 
         return SharedCollective("reduce_scatter", sum(sizes), starts[-1], fill, self._others, combine)
 
-    def all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> SharedCollective:
+    def all_to_all(
+        self, outputs: Sequence[Tensor], parts: Sequence[Tensor], name: str = "all_to_all"
+    ) -> SharedCollective:
         """outputs, parts: one from and one for each rank; the sizes may differ. What a rank sends begins with where
-        each part is and how many bytes it has."""
+        each part is and how many bytes it has. name: gather and scatter are this, with empty parts."""
         sizes = [*map(num_bytes_of, parts)]
         header = aligned(16 * self._size)
         starts = [header + start for start in (0, *accumulate(map(aligned, sizes)))]
@@ -234,8 +203,8 @@ class Collectives:
                 start, size = words[offset // 8 + 2 * self._rank], words[offset // 8 + 2 * self._rank + 1]
                 expected = num_bytes_of(output)
                 if size != expected:
-                    raise RuntimeError(f"[shared memory] all_to_all: rank {number} of the group sends {size} bytes, "
+                    raise RuntimeError(f"[shared memory] {name}: rank {number} of the group sends {size} bytes, "
                                        f"rank {self._rank} expects {expected}")  # fmt: skip
                 output.copy_(self._members[number].read(offset + start, output))
 
-        return SharedCollective("all_to_all", 0, starts[-1], fill, self._others, combine)
+        return SharedCollective(name, 0, starts[-1], fill, self._others, combine)

@@ -14,27 +14,23 @@ import threading
 import time
 from typing import Protocol
 
-from parallelrun.distributed.shared_memory.process import ANY, LocalProcess, Peer
+from parallelrun.distributed.shared_memory.process import LocalProcess, Peer
 
 _SPIN_S = 5e-5  # about as long as it takes to be woken
-SAFETY_S = 0.25  # a process looks this often itself, though it is always woken
-STALLED_S = 0.02  # and this often where nobody wakes it
+SLEEP_S = 0.05  # a process looks this often itself: nobody wakes one that waits for a free slot
 _BACKGROUND_S = 1e-3  # and this often while it may be waiting for gloo
 
 
 class PendingOperation(Protocol):
     """A collective or a message. done: whether it has ended; error: how, if not well."""
 
+    name: str
+    num_bytes: int
     done: bool
     error: Exception | None
 
     def missing(self) -> list[Peer]:
         """Return the peers without which the operation cannot end."""
-        ...
-
-    def sleep(self) -> tuple[int, float]:
-        """Return for what a process that waits for this operation alone sleeps (see `process.AWAITED`), and how long
-        at most, in seconds."""
         ...
 
     def closed(self, peer: Peer) -> bool:
@@ -73,8 +69,6 @@ class Engine:
 
     def submit(self, queue: OperationQueue) -> None:
         """Advance a queue that has a new operation; remember it while operations are left."""
-        if self._sleeping:  # another thread, maybe for something else alone
-            self.process.sleep_for(ANY)
         if queue.advance():
             self._active[queue] = None
             if self._owes is not None:
@@ -137,16 +131,13 @@ class Engine:
         """Sleep once, unless the operation has ended; return whether it has."""
         process = self.process
         if self._sleeping:  # another thread sleeps, for all
-            process.sleep_for(ANY)
             self.progress()
             if not operation.done:
-                self.lock.wait(SAFETY_S)
+                self.lock.wait(SLEEP_S)
             return operation.done
-        reason, seconds = operation.sleep()
-        is_alone = len(self.awaited) == 1 and len(self._active) == 1
         self._sleeping = True
         try:
-            process.sleep_for(reason if is_alone else ANY)
+            process.fall_asleep()
             self.progress()
             if process.has_lost_peers:
                 self._look_for_ended_peers(operation)
@@ -154,7 +145,7 @@ class Engine:
                 return True
             self.lock.release()
             try:
-                process.sleep(max(min(seconds, deadline - time.monotonic()), 0.0))
+                process.sleep(max(min(SLEEP_S, deadline - time.monotonic()), 0.0))
             finally:
                 self.lock.acquire()
         finally:
@@ -181,10 +172,10 @@ class Engine:
         with self.lock:
             self.progress()
             while self.is_owing() and time.monotonic() < deadline:
-                self.process.sleep_for(ANY)
+                self.process.fall_asleep()
                 self.progress()
                 if self.is_owing():
-                    self.process.sleep(STALLED_S)
+                    self.process.sleep(SLEEP_S)
                 self.process.awake()
                 self.progress()
 

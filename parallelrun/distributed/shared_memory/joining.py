@@ -12,10 +12,8 @@ from parallelrun.distributed.shared_memory import keep_out_of_graphs
 from parallelrun.distributed.shared_memory.arena import is_supported
 from parallelrun.distributed.shared_memory.channel import COLLECTIVE_WORDS, CollectiveChannel
 from parallelrun.distributed.shared_memory.collectives import Collectives
-from parallelrun.distributed.shared_memory.engine import Engine
 from parallelrun.distributed.shared_memory.group import SharedMemoryGroup
 from parallelrun.distributed.shared_memory.messages import MessageChannel, message_words
-from parallelrun.distributed.shared_memory.named_group import Place
 from parallelrun.distributed.shared_memory.process import GroupMember
 
 REFUSED = "refused"  # key of a group's store: why the group uses gloo
@@ -27,13 +25,13 @@ def create_group(options: Any, _: Any = None) -> Any:
 
     Called by torch, whose `_DistributedBackendOptions` it takes.
     """
-    place = Place(options.store, options.group_rank, options.group_size, options.timeout)
-    endpoints = _exchange(place, "endpoint", _offer(place.size))
+    rank, size = options.group_rank, options.group_size
+    endpoints = _exchange(options, "endpoint", _offer(size))
     reasons = [endpoint["refused"] for endpoint in endpoints if "refused" in endpoint]
     if not reasons and len({endpoint["host"] for endpoint in endpoints}) > 1:
         reasons = [SEVERAL_HOSTS]
     if reasons:
-        return _gloo_group(place, reasons[0])
+        return _gloo_group(options, reasons[0])
     engine = engines.current()
     own_reason = ""
     try:
@@ -41,29 +39,30 @@ def create_group(options: Any, _: Any = None) -> Any:
             engine.process.open_peer(endpoint)
     except (OSError, ValueError) as error:
         own_reason = f"the memory of another rank cannot be mapped: {error}"
-    reasons = [reason for reason in _exchange(place, "opened", own_reason) if reason]
+    reasons = [reason for reason in _exchange(options, "opened", own_reason) if reason]
     if reasons:
-        return _gloo_group(place, reasons[0])
+        return _gloo_group(options, reasons[0])
     torch_private.before_compiling(_keep_out)
     num_ranks = max(len(endpoints), *(endpoint["ranks"] for endpoint in endpoints))
     shares_cores = num_ranks > min(endpoint["cores"] for endpoint in endpoints)
-    members = [_member(engine, endpoint) for endpoint in endpoints]
-    channel = CollectiveChannel(engine, members, place.rank)
-    messages = MessageChannel(engine, members, place.rank, COLLECTIVE_WORDS)
-    collectives = Collectives(members, place.rank, shares_cores, engine.process.arena)
-    return SharedMemoryGroup(place, engine, collectives, channel, messages)
+    process = engine.process
+    members = [GroupMember(process.peers.get(endpoint["token"], process), endpoint["base"]) for endpoint in endpoints]
+    channel = CollectiveChannel(engine, members, rank)
+    messages = MessageChannel(engine, members, rank, COLLECTIVE_WORDS)
+    collectives = Collectives(members, rank, shares_cores, process.arena)
+    return SharedMemoryGroup(options, engine, collectives, channel, messages)
 
 
 def _keep_out(_: object) -> None:
     keep_out_of_graphs()
 
 
-def _gloo_group(place: Place, reason: str) -> Any:
-    place.store.set(REFUSED, reason)
+def _gloo_group(options: Any, reason: str) -> Any:
+    options.store.set(REFUSED, reason)
     engine = engines.existing()
     if engine is not None:
         engine.advance_in_background()
-    return torch_private.gloo_group(place.store, place.rank, place.size, place.timeout)
+    return torch_private.gloo_group(options.store, options.group_rank, options.group_size, options.timeout)
 
 
 def _offer(size: int) -> dict[str, Any]:
@@ -81,13 +80,8 @@ def _offer(size: int) -> dict[str, Any]:
         return {"refused": f"{type(error).__name__}: {error}"}
 
 
-def _exchange(place: Place, key: str, value: Any) -> list[Any]:
+def _exchange(options: Any, key: str, value: Any) -> list[Any]:
     """Return every member's value."""
-    place.store.set(f"{key}{place.rank}", json.dumps(value))
-    values = place.store.multi_get([f"{key}{number}" for number in range(place.size)])
+    options.store.set(f"{key}{options.group_rank}", json.dumps(value))
+    values = options.store.multi_get([f"{key}{number}" for number in range(options.group_size)])
     return [json.loads(value) for value in values]
-
-
-def _member(engine: Engine, endpoint: dict[str, Any]) -> GroupMember:
-    process = engine.process
-    return GroupMember(process.peers.get(endpoint["token"], process), endpoint["base"])

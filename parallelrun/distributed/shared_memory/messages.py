@@ -16,8 +16,8 @@ from torch import Tensor
 
 from parallelrun.distributed.shared_memory.arena import fence, store_before_load
 from parallelrun.distributed.shared_memory.channel import CLOSED
-from parallelrun.distributed.shared_memory.engine import SAFETY_S, Engine
-from parallelrun.distributed.shared_memory.process import ANY, GroupMember, Peer
+from parallelrun.distributed.shared_memory.engine import Engine
+from parallelrun.distributed.shared_memory.process import GroupMember, Peer
 
 IN_FLIGHT = 2**26  # bytes from one member to another that are not received yet; a single message may be larger
 _SLOTS, _SLOT_WORDS = 32, 3  # of a ring: (tag, offset, bytes)
@@ -34,6 +34,7 @@ class Message:
     def __init__(self, channel: MessageChannel, tensor: Tensor, peer: int | None, tag: int, is_send: bool):
         self._channel = channel
         self.tensor, self.peer, self.tag, self.is_send = tensor, peer, tag, is_send
+        self.name = "send" if is_send else "recv"
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.done = False
         self.error: Exception | None = None
@@ -43,18 +44,13 @@ class Message:
         peers = self._channel.ended() if self.peer is None else [self._channel.peer(self.peer)]
         return [peer for peer in peers if peer is not None]
 
-    def sleep(self) -> tuple[int, float]:
-        """See `engine.PendingOperation`."""
-        peer = None if self.peer is None else self._channel.peer(self.peer)
-        return ANY if peer is None else -peer.pid, SAFETY_S
-
     def closed(self, peer: Peer) -> bool:
         """Return whether the other side has left the group."""
         return self.peer is not None and self._channel.peer(self.peer) is peer and self._channel.has_left(self.peer)
 
     def __str__(self) -> str:
         where = f"{'to' if self.is_send else 'from'} {'any rank' if self.peer is None else f'rank {self.peer}'}"
-        return f"{'send' if self.is_send else 'recv'} of {self.num_bytes} bytes {where} of the group, tag {self.tag}"
+        return f"{self.name} of {self.num_bytes} bytes {where} of the group, tag {self.tag}"
 
 
 class _Arrived:
@@ -85,21 +81,20 @@ class MessageChannel:
         self._me, self._arena = members[rank], engine.process.arena
         size = len(members)
         self._sent, self._stalled, self._taken, self._rings = base, base + size, base + 2 * size, base + 3 * size
-        self._reason = -engine.process.pid  # for which peers are woken
         self._everyone = [number for number in range(size) if number != rank]
         self._outbox: list[Message] = []
         self._receives: list[Message] = []
         self._inboxes = [_Inbox() for _ in members]
-        self._held: list[deque[tuple[int, int, int]]] = [deque() for _ in members]  # (index, offset, bytes)
+        self._posted: list[deque[tuple[int, int, int]]] = [deque() for _ in members]  # (index, offset, bytes)
 
     def peer(self, number: int) -> Peer | None:
         """Return the process of a member, None for this one."""
         process = self._members[number].process
         return process if isinstance(process, Peer) else None
 
-    def holds(self, message: object) -> bool:
+    def holds(self, message: Message) -> bool:
         """Return whether a message is one of this group."""
-        return isinstance(message, Message) and message._channel is self
+        return message._channel is self
 
     def has_left(self, number: int) -> bool:
         """Return whether a member has left the group and has sent nothing more than what was seen."""
@@ -150,10 +145,10 @@ class MessageChannel:
 
     def reclaim(self, number: int) -> int:
         """Free the messages that a member has received; return the bytes that it has not."""
-        held, taken = self._held[number], self._members[number][self._taken + self._rank]
-        while held and held[0][0] < taken:
-            self._arena.free(held.popleft()[1])
-        return sum(num_bytes for _, _, num_bytes in held)
+        posted, taken = self._posted[number], self._members[number][self._taken + self._rank]
+        while posted and posted[0][0] < taken:
+            self._arena.free(posted.popleft()[1])
+        return sum(num_bytes for _, _, num_bytes in posted)
 
     def _post(self, message: Message, to: int) -> bool:
         """Copy a message into the arena and publish it, if there is room."""
@@ -161,7 +156,7 @@ class MessageChannel:
             self._me[self._stalled + to] = 1
             store_before_load()
             if self._is_full(to, message.num_bytes):  # still, now that the receiver wakes this process
-                self._members[to].process.wake(self._reason)
+                self._members[to].process.wake()
                 return False
         self._me[self._stalled + to] = 0
         index = self._me[self._sent + to]
@@ -173,19 +168,19 @@ class MessageChannel:
         tensor = message.tensor
         if message.num_bytes:
             self._me.tensor(offset, tensor.dtype, tensor.numel()).copy_(tensor.view(-1))
-        self._held[to].append((index, offset, message.num_bytes))
+        self._posted[to].append((index, offset, message.num_bytes))
         slot = self._slot(to, index)
         self._me[slot], self._me[slot + 1], self._me[slot + 2] = message.tag, offset, message.num_bytes
         fence()
         self._me[self._sent + to] = index + 1
         store_before_load()
-        self._members[to].process.wake(self._reason)
+        self._members[to].process.wake()
         message.done = True
         return True
 
     def _is_full(self, to: int, num_bytes: int) -> bool:
         in_flight = self.reclaim(to)
-        return len(self._held[to]) == _SLOTS or (in_flight > 0 and in_flight + num_bytes > IN_FLIGHT)
+        return len(self._posted[to]) == _SLOTS or (in_flight > 0 and in_flight + num_bytes > IN_FLIGHT)
 
     def _slot(self, to: int, index: int) -> int:
         return self._rings + (to * _SLOTS + index % _SLOTS) * _SLOT_WORDS
@@ -221,8 +216,7 @@ class MessageChannel:
     def _receive(self, message: Message, number: int, arrived: _Arrived) -> None:
         flat = message.tensor.view(-1)
         if arrived.num_bytes > message.num_bytes:
-            what = f"[shared memory] {message}: the message has {arrived.num_bytes} bytes"
-            message.error = RuntimeError(what)
+            message.error = RuntimeError(f"[shared memory] {message}: the message has {arrived.num_bytes} bytes")
         elif arrived.num_bytes:
             source = arrived.bytes_
             if source is None:
@@ -246,7 +240,7 @@ class MessageChannel:
         self._me[self._taken + number] = inbox.num_taken
         store_before_load()
         if self._members[number][self._stalled + self._rank]:
-            self._members[number].process.wake(self._reason)
+            self._members[number].process.wake()
 
     def _make_room(self, number: int) -> None:
         """Take what has arrived from a member, but is not asked for, to private memory."""

@@ -7,8 +7,6 @@ torch calls the methods of such a group directly, not through its dispatcher. So
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -49,16 +47,6 @@ def _arguments(operation: str, group: dist.ProcessGroup, args: tuple[Any, ...]) 
     if operation in ("send", "recv_", "recv_any_source_"):
         return (args[0], group, *args[1:])
     return (*args, group)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Torch's arguments for a member of a new group: the store, its rank in the group, the group's size and timeout."""
-
-    store: Any
-    rank: int
-    size: int
-    timeout: timedelta
 
 
 class NamedGroup(dist.ProcessGroup):

@@ -12,9 +12,7 @@ from torch import Tensor
 from parallelrun.distributed.shared_memory import HOST_VARIABLE
 from parallelrun.distributed.shared_memory.arena import ALIGNMENT, Arena, MappedMemory, store_before_load
 
-# Word of an arena, what its process sleeps for: ANY; collectives of the group whose block of words begins at this word;
-# messages of the process with minus this pid; AWAKE.
-AWAITED, AWAKE, ANY = 0, 0, 1
+ASLEEP = 0  # word of an arena: 1 while its process sleeps, else 0
 
 
 class Peer:
@@ -33,10 +31,9 @@ class Peer:
         self._doorbell = os.open(f"{folder}/{endpoint['doorbell']}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self.gone = False
 
-    def wake(self, reason: int) -> None:
-        """Wake the process if it sleeps for `reason` or for any."""
-        awaited = self.words[AWAITED]
-        if awaited in (ANY, reason):
+    def wake(self) -> None:
+        """Wake the process if it sleeps."""
+        if self.words[ASLEEP]:
             try:  # noqa: SIM105 - contextlib.suppress takes longer than the rest
                 os.write(self._doorbell, b"\0")
             except (BlockingIOError, BrokenPipeError):  # woken already; ended
@@ -50,7 +47,7 @@ class LocalProcess:
         self.pid = os.getpid()
         self.arena = Arena()
         self.memory, self.words = self.arena, self.arena.words
-        assert self.arena.allocate(ALIGNMENT) == AWAITED, "the first words of an arena are its process's"
+        assert self.arena.allocate(ALIGNMENT) == ASLEEP, "the first words of an arena are its process's"
         self.token = os.urandom(8).hex()  # pids are reused
         self.peers: dict[str, Peer] = {}
         self._doorbell, self._bell_to_me = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,7 +56,7 @@ class LocalProcess:
         self._watched: dict[int, Peer] = {}
         self.has_lost_peers = False
 
-    def wake(self, reason: int) -> None:
+    def wake(self) -> None:
         """Do nothing: whoever calls it is awake."""
 
     def endpoint(self) -> dict[str, Any]:
@@ -75,14 +72,14 @@ class LocalProcess:
             self._watched[peer.pidfd] = peer
             self._poll.register(peer.pidfd, select.EPOLLIN)
 
-    def sleep_for(self, reason: int) -> None:
-        """Tell peers what this process sleeps for (see AWAITED). What they did before, a look after this call sees."""
-        self.words[AWAITED] = reason
+    def fall_asleep(self) -> None:
+        """Tell peers to wake this process. What they did before this call, `Engine.progress` sees after it."""
+        self.words[ASLEEP] = 1
         store_before_load()
 
     def awake(self) -> None:
         """Tell peers that this process is awake."""
-        self.words[AWAITED] = AWAKE
+        self.words[ASLEEP] = 0
 
     def sleep(self, seconds: float) -> None:
         """Sleep until a peer rings or ends, or time is up."""

@@ -37,15 +37,15 @@ def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
 
 
 class Reduction:
-    """See `reduction_of`. found: a key of _OPERATIONS."""
+    """See `reduction_of`. operation: a key of _OPERATIONS."""
 
     __slots__ = ("_combine", "_in_fp32", "_is_mean")
 
-    def __init__(self, found: Any, dtype: torch.dtype):
-        if dtype.is_floating_point and found in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
-            raise RuntimeError(f"[shared memory] {found} needs integers, not {dtype}")
-        self._combine = _OPERATIONS[found]
-        self._is_mean = found == dist.ReduceOp.AVG
+    def __init__(self, operation: Any, dtype: torch.dtype):
+        if dtype.is_floating_point and operation in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+            raise RuntimeError(f"[shared memory] {operation} needs integers, not {dtype}")
+        self._combine = _OPERATIONS[operation]
+        self._is_mean = operation == dist.ReduceOp.AVG
         self._in_fp32 = dtype in _ROUNDED and self._combine in (torch.add, torch.mul)
 
     def __call__(self, output: Tensor, sources: Sequence[Tensor]) -> None:
@@ -54,7 +54,7 @@ class Reduction:
         Sums of more than two 16-bit numbers are rounded once.
         """
         if output.dtype == torch.bool:
-            output, sources = output.view(torch.uint8), [one.view(torch.uint8) for one in sources]
+            output, sources = output.view(torch.uint8), [source.view(torch.uint8) for source in sources]
         if len(sources) == 1:
             output.copy_(sources[0])
         elif self._in_fp32 and (len(sources) > 2 or self._is_mean):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from parallelrun.distributed.shared_memory.engine import SAFETY_S, STALLED_S
 from parallelrun.distributed.shared_memory.process import GroupMember, Peer
 from parallelrun.distributed.shared_memory.reductions import Reduction
 
@@ -70,11 +69,6 @@ class SharedCollective:
     def missing(self) -> list[Peer]:
         """Return the peers without which the collective cannot end."""
         return self._channel.missing() if self._channel else []
-
-    def sleep(self) -> tuple[int, float]:
-        """See `engine.PendingOperation`. Nothing wakes a thread that waits for a free slot."""
-        assert self._channel is not None
-        return self._channel.base, STALLED_S if self.stage == CollectiveStage.QUEUED else SAFETY_S
 
     def closed(self, peer: Peer) -> bool:
         """Return whether a peer has left the group."""

@@ -9,7 +9,6 @@ from parallelrun.distributed.torch_private.compiler import (
     before_compiling,
     import_compiler,
     keep_compiled_buffers,
-    spare_guard_timing,
     uncompiled,
 )
 from parallelrun.distributed.torch_private.fsdp import (
@@ -36,8 +35,8 @@ from parallelrun.distributed.torch_private.observers import (
 )
 from parallelrun.distributed.torch_private.pipelines import (
     greet_others_only,
+    make_schedule,
     receive_on_demand,
-    set_messages,
     start_messages,
     trust_metadata,
 )
@@ -46,7 +45,6 @@ from parallelrun.distributed.torch_private.recurrent import renew_weight_list, s
 from parallelrun.distributed.torch_private.tensors import (
     add_all,
     copy_all,
-    fused_adamw,
     grouped_product,
     has_grouped_product,
     multiply,

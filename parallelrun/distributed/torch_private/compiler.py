@@ -46,14 +46,6 @@ def _register(callback: Callable[[object], None]) -> None:
         callback_handler.register_start_callback(callback)
 
 
-def spare_guard_timing() -> None:
-    """Let torch.compile not time the guards of each graph, for a debug message: it empties the processor's caches
-    first, and that takes a tenth to a sixth of tracing a small graph."""
-    from torch._dynamo import guards
-
-    guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
-
-
 def import_compiler() -> None:
     """Import the front end of torch.compile, which DTensor and torch.utils.checkpoint import at their first call."""
     import_module(_FRONT_END)

@@ -42,8 +42,8 @@ def detach_shards_at_once() -> None:
 
 
 def _detach(operation: Any, args: Any, kwargs: dict[str, object]) -> DTensor:
-    (whole,) = args
-    return _sharded(operation(whole._local_tensor), whole, requires_grad=False)
+    (tensor,) = args
+    return _sharded(operation(tensor._local_tensor), tensor, requires_grad=False)
 
 
 def empty_parameter(like: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -48,18 +49,32 @@ def start_messages(operations: list[dist.P2POp]) -> list[dist.Work]:
     return _batch_p2p(operations)
 
 
-def set_messages(schedule: PipelineScheduleMulti, steps: list[list[tuple[str, int, int]]]) -> None:
-    """Make a schedule with several stages per rank run exactly these (kind, stage, microbatch) per rank.
+def make_schedule(
+    stages: Sequence[PipelineStage],
+    steps: list[list[tuple[str, int, int]]],
+    num_microbatches: int,
+    loss_of_output: Callable[[Tensor, Tensor], Tensor],
+) -> PipelineScheduleMulti:
+    """Return a schedule that runs these (kind, stage, microbatch) of each rank, messages included.
 
-    Otherwise torch inserts the messages itself, in an order that has no public access.
+    Each public schedule inserts the messages itself, in an order that has no public access. torch's averaging
+    of gradients is off.
     """
-    from torch.distributed.pipelining.schedules import _Action, _ComputationType
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
+    schedule = _PipelineScheduleRuntime(
+        list(stages), n_microbatches=num_microbatches, loss_fn=loss_of_output, scale_grads=False
+    )
     unchecked: Any = schedule
     unchecked.pipeline_order_with_comms = {
         rank: [_Action(stage, _ComputationType.from_str(kind), microbatch) for kind, stage, microbatch in order]
         for rank, order in enumerate(steps)
     }
+    ranks = {stage: rank for rank, order in enumerate(steps) for kind, stage, _ in order if kind == "F"}
+    unchecked.stage_index_to_group_rank = ranks
+    for stage in stages:
+        stage.stage_index_to_group_rank = ranks
+    return schedule
 
 
 def greet_others_only(stage: PipelineStage) -> None:

@@ -60,8 +60,7 @@ def _without_tracing() -> Iterator[None]:
 
 
 with _without_tracing():
-    import torch.distributed.pipelining.schedules as schedules  # `from` would first ask the package
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+    import torch.distributed.pipelining.schedules  # `from` would first ask the package
     from torch.distributed.pipelining.stage import PipelineStage
 
-__all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "PipelineStage", "schedules"]
+__all__ = ["PipelineStage"]

@@ -139,15 +139,15 @@ def _grouped_mm(
     ends = offs.tolist()
     bounds = list(zip([0, *ends], ends))
     if left.dim() == 3:
-        return torch.cat([one @ right[:, start:end] for one, (start, end) in zip(left, bounds)], dim=1)
+        return torch.cat([matrix @ right[:, start:end] for matrix, (start, end) in zip(left, bounds)], dim=1)
     if right.dim() == 3:
         out = left.new_empty(left.size(0), right.size(2))
         for (start, end), matrix in zip(bounds, right):
             _multiply_rows(left, matrix, start, end, out)
         return out
     out = left.new_empty(len(bounds), left.size(0), right.size(1))
-    for (start, end), one in zip(bounds, out):
-        _sum_rows(left[:, start:end], right[start:end], one)
+    for (start, end), result in zip(bounds, out):
+        _sum_rows(left[:, start:end], right[start:end], result)
     return out
 
 
@@ -165,13 +165,13 @@ def _multiply_rows(left: Tensor, right: Tensor, start: int, end: int, out: Tenso
 
 def _sum_rows(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Set `out` to left @ right, whose inner dim is cut at a multiple."""
-    whole = right.size(0) // MULTIPLE * MULTIPLE
-    if not _suits_both(left[:, :whole], right[:whole]):
+    fitting = right.size(0) // MULTIPLE * MULTIPLE
+    if not _suits_both(left[:, :fitting], right[:fitting]):
         _by_torch(left, right, out)
         return
-    out.copy_(_multiply(left[:, :whole], right[:whole]))
-    if whole < right.size(0):
-        torch.addmm(out, left[:, whole:], right[whole:], out=out)
+    out.copy_(_multiply(left[:, :fitting], right[:fitting]))
+    if fitting < right.size(0):
+        torch.addmm(out, left[:, fitting:], right[fitting:], out=out)
 
 
 _KERNELS: dict[str, Callable[..., Tensor]] = {

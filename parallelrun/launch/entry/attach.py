@@ -167,7 +167,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     if len(set(hosts)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", environment.loopback_interface())
     else:
-        os.environ.update(interfaces.chosen(os.environ, attached.master_addr))
+        os.environ.update(interfaces.socket_variables(os.environ, attached.master_addr))
     # mpirun and srun may bind each rank to cores of its own
     sharing = 1 if environment.num_cores() < environment.host_cores() else hosts.count(hosts[attached.rank])
     threads = environment.threads_per_rank(os.environ, sharing)
@@ -179,7 +179,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     raise_pending()
     peers = Peers.of(attached.rank, job.directory, members)
     lost_host = Reach(attached.rank, members).lost_host
-    loss = partial(reach.told, lost_host, reach.launcher(attached, os.environ), heartbeats, attached.rank)
+    loss = partial(reach.find_loss, lost_host, reach.launcher(attached, os.environ), heartbeats, attached.rank)
     report = _reporter(attached, job, terminal, peers, loss, heartbeats)
     status: GatheredStatus | LiveFile = LiveFile(job.directory, attached.rank, attached.world)
     if attached.rank == 0:
@@ -188,10 +188,10 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     if attached.rank:
         peers.watch_leader(heartbeats, report)
     settings = RankSettings(attached.rank, attached.local_rank, threads=threads)
-    on_told = partial(_conclude_told, attached, job, terminal, peers, report)
+    on_loss = partial(_conclude_loss, attached, job, terminal, peers, report)
     with (
         guard.of_stopped_ranks(peers),
-        Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, loss, on_told),
+        Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status, loss, on_loss),
     ):
         code = rank.serve(job, settings, heartbeats, lambda: store)
     for number in STOP_SIGNALS:  # `srun --kill-on-bad-exit` sends SIGTERM as soon as the first rank exits with 75
@@ -210,7 +210,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     rank.end(code)
 
 
-def _conclude_told(
+def _conclude_loss(
     attached: Attached, job: Job, terminal: TextIO, peers: Peers, report: Callable[[Failure], int], cause: Failure
 ) -> None:
     """Write the final status as the lowest rank that is told why the run has failed; those of the lost host go last."""
@@ -236,7 +236,7 @@ def _reporter(
     """Return the function that a failing rank calls with its own failure; it returns the exit code.
 
     The rank that is the cause tells the user. Rank 0, or the lowest remaining rank, waits for the failures of the
-    others and then writes the status. loss: see `reach.told`.
+    others and then writes the status. loss: see `reach.find_loss`.
     """
 
     def report(own: Failure) -> int:
@@ -253,7 +253,7 @@ def _reporter(
             if own.order < TIMED_OUT and own.exit_code != EXIT_HANG:  # whoever records a hang knows more
                 print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)
             with contextlib.suppress(OSError):  # a full disk
-                failure.write(job.directory, own)
+                failure.write_failure(job.directory, own)
         if own.order == LOST_PEER and job.plan.device == "cpu":
             reach.hang_up()  # else a rank that waits for this one notices nothing until it exits, and so on
         if attached.rank:
@@ -264,7 +264,7 @@ def _reporter(
         if is_recorded(job.directory):
             return own.exit_code
         cause = hang.explained(failure.explained(peers.cause(own), job.directory), own, peers, job)
-        if own.order and failure.read(job.directory, cause.rank) is None:  # it has no words of its own
+        if own.order and failure.read_failure(job.directory, cause.rank) is None:  # it has no words of its own
             cause = loss() or cause
         if is_recorded(job.directory):  # meanwhile, by a rank that was told
             return own.exit_code

@@ -131,7 +131,7 @@ def judged(directory: Path, max_restarts: int | None = None) -> tuple[Outcome, l
 def _outcome(directory: Path, last: Attempt) -> Outcome:
     """Return how the last attempt ended, from what its ranks have written before torchrun has ended them."""
     status = read_object(directory / find.STATUS)
-    written = [own for rank in range(last.world) if (own := failure.read(directory, rank))]
+    written = [own for rank in range(last.world) if (own := failure.read_failure(directory, rank))]
     cause = failure.root_cause(written) if written else None
     code, rank = status.get("exit_code"), status.get("failed_rank")
     if isinstance(code, int) and code:

@@ -50,13 +50,12 @@ class Policy:
     keep: int | None = None
 
 
-def removable(runs: Path, policy: Policy, now: float | None = None) -> list[Removable]:
+def removable(runs: Path, policy: Policy) -> list[Removable]:
     """Return what the policy would remove below `runs`, the newest run first. Deletes nothing."""
-    now = time.time() if now is None else now
     rows = [read_row(directory) for directory in find.all_runs(runs)]
     needed = _needed(row for row in rows if row.is_live)
     idle = [row for row in rows if not row.is_live and Path(os.path.realpath(row.directory)) not in needed]
-    return [candidate for row in idle if (candidate := _of_run(row, policy, now)) is not None]
+    return [candidate for row in idle if (candidate := _of_run(row, policy)) is not None]
 
 
 def remove(runs: Path, candidates: Iterable[Removable]) -> Iterator[Removable]:
@@ -65,9 +64,22 @@ def remove(runs: Path, candidates: Iterable[Removable]) -> Iterator[Removable]:
     A directory gets a hidden name before its files are deleted, so that a visible one is always complete. Removed
     points are also removed from their sweep's results; the results are deleted with the last point. Raises OSError.
     """
-    removed: dict[Path, list[str]] = {}
+    removed: dict[Path, list[str]] = {}  # by folder: names of its runs
     try:
-        yield from _remove(candidates, removed)
+        for candidate in candidates:
+            if read_row(candidate.run).is_live:
+                continue
+            if candidate.keep:
+                checkpoints = candidate.run / FOLDER
+                before = size_of(checkpoints)
+                keep_last(checkpoints, candidate.keep, rank=0)
+                yield replace(candidate, num_bytes=before - size_of(checkpoints))
+                continue
+            aside = candidate.run.with_name(f".{candidate.run.name}.gone-{secrets.token_hex(4)}")
+            os.rename(candidate.run, aside)
+            removed.setdefault(candidate.run.parent, []).append(candidate.run.name)
+            shutil.rmtree(aside)
+            yield candidate
     finally:
         for group, names in removed.items():
             if (group / RESULTS).is_file():
@@ -77,23 +89,6 @@ def remove(runs: Path, candidates: Iterable[Removable]) -> Iterator[Removable]:
     latest = runs / LATEST
     if latest.is_symlink() and not latest.exists():
         latest.unlink()
-
-
-def _remove(candidates: Iterable[Removable], removed: dict[Path, list[str]]) -> Iterator[Removable]:
-    """removed: gets the names of the run directories that are removed, by the folder that held them."""
-    for candidate in candidates:
-        if read_row(candidate.run).is_live:
-            continue
-        if candidate.keep:
-            before = size_of(candidate.run / FOLDER)
-            keep_last(candidate.run / FOLDER, candidate.keep, rank=0)
-            yield replace(candidate, num_bytes=before - size_of(candidate.run / FOLDER))
-            continue
-        aside = candidate.run.with_name(f".{candidate.run.name}.gone-{secrets.token_hex(4)}")
-        os.rename(candidate.run, aside)
-        removed.setdefault(candidate.run.parent, []).append(candidate.run.name)
-        shutil.rmtree(aside)
-        yield candidate
 
 
 def _forget_points(sweep: Path, names: list[str]) -> None:
@@ -115,8 +110,8 @@ def size_of(directory: Path) -> int:
     return total
 
 
-def _of_run(row: RunRow, policy: Policy, now: float) -> Removable | None:
-    run = row.directory
+def _of_run(row: RunRow, policy: Policy) -> Removable | None:
+    run, now = row.directory, time.time()
     ended = max((path.stat().st_mtime for name in (STATUS, CONFIG) if (path := run / name).exists()), default=now)
     quiet = now - ended
     if row.state == EMPTY or (row.state == DIED and quiet < QUIET_S):

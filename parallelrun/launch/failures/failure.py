@@ -156,13 +156,13 @@ def explained(failure: Failure, directory: Path) -> Failure:
     )
 
 
-def write(directory: Path, failure: Failure) -> None:
+def write_failure(directory: Path, failure: Failure) -> None:
     """Write a rank's failure to `errors/rank_<n>.json`."""
     (directory / "errors").mkdir(mode=0o700, exist_ok=True)
     write_json(directory / "errors" / f"rank_{failure.rank}.json", asdict(failure))
 
 
-def read(directory: Path, rank: int) -> Failure | None:
+def read_failure(directory: Path, rank: int) -> Failure | None:
     """Return the failure that `rank` has written; None if there is none or it is incomplete."""
     try:
         fields: dict[str, Any] = json.loads((directory / "errors" / f"rank_{rank}.json").read_text())
@@ -172,21 +172,21 @@ def read(directory: Path, rank: int) -> Failure | None:
     problems = tuple(Problem(**problem) for problem in fields["problems"])
     lost = tuple((rank, reason) for rank, reason in fields["lost"])
     own, stalled = position.from_json(fields["position"]), stall.from_json(fields["stall"])
-    read = {"problems": problems, "frames": tuple(fields["frames"]), "lost": lost, "position": own, "stall": stalled}
-    return Failure(**{**fields, **read})
+    typed = {"problems": problems, "frames": tuple(fields["frames"]), "lost": lost, "position": own, "stall": stalled}
+    return Failure(**{**fields, **typed})
 
 
 def record(directory: Path, heartbeats: HeartbeatFile, failure: Failure) -> None:
     """Write a rank's failure to its file, or to memory that the launcher sees if the disk is full."""
     try:
-        reserve.insist(directory, reserve.ERRORS, partial(write, directory, failure))
+        reserve.insist(directory, reserve.ERRORS, partial(write_failure, directory, failure))
     except OSError:
         heartbeats.report_failure(failure.rank, failure.exit_code, failure.order, failure.what)
 
 
 def recorded(directory: Path, heartbeats: HeartbeatFile, rank: int, pid: int) -> Failure | None:
     """Return the failure that a rank of this host has recorded, in its file or in memory; None if there is none."""
-    recorded_failure, reported = read(directory, rank), heartbeats.reported_failure(rank)
+    recorded_failure, reported = read_failure(directory, rank), heartbeats.reported_failure(rank)
     if recorded_failure is None and reported is not None:
         exit_code, order, reason = reported
         recorded_failure = Failure(rank, reason, exit_code, order=order).at(heartbeats.read(rank), pid)

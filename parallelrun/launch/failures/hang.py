@@ -36,7 +36,7 @@ def find(job: Job, heartbeats: HeartbeatFile, alive: Mapping[int, int]) -> Failu
     prefix, suffix = f"hangs: no progress for {limit:g} s", "stacks of all ranks are in the logs"
     if stalled is not None:
         return Failure(stalled.missing[0].rank, f"{prefix}; {stalled.reason}; {suffix}", EXIT_HANG, stall=stalled)
-    guilty, why = stall.suspects(positions, {rank: heartbeats.read(rank).step for rank in alive})
+    guilty, why = stall.suspects(positions)
     others = f" (with {', '.join(f'rank {r}' for r in guilty[1:4])})" if len(guilty) > 1 else ""
     why = why or "no rank stands out: compare the stacks in logs/"
     return Failure((guilty or silent)[0], f"{prefix}; {why}{others}; {suffix}", EXIT_HANG)
@@ -53,7 +53,7 @@ def explained(cause: Failure, own: Failure, peers: Peers, job: Job) -> Failure:
         return cause
     rank = stalled.missing[0].rank
     reason = f"hangs: no progress for {job.config.timeout_s:g} s; {stalled.reason}; the stacks are in the logs"
-    if (written := failure.read(job.directory, rank)) is not None:
+    if (written := failure.read_failure(job.directory, rank)) is not None:
         return replace(written, what=reason, stall=stalled)
     return replace(own, rank=rank, what=reason, host=hosts[rank], pid=peers.members[rank].pid, stall=stalled)
 
@@ -67,12 +67,14 @@ def _positions(job: Job, alive: Mapping[int, int], stopped: set[int]) -> dict[in
         position.path_of(job.directory, rank).unlink(missing_ok=True)
         os_process.kill(alive[rank], position.ASK)
     began = time.monotonic()
-    while time.monotonic() < began + POSITIONS_S and any(position.read(job.directory, rank) is None for rank in logs):
+    while time.monotonic() < began + POSITIONS_S and any(
+        position.read_position(job.directory, rank) is None for rank in logs
+    ):
         time.sleep(0.05)
     time.sleep(max(0.0, began + DUMP_S - time.monotonic()))
     positions = {}
     for rank, path in logs.items():
         with open(path, errors="replace") as log:
             log.seek(sizes[rank])
-            positions[rank] = position.read(job.directory, rank) or position.of_dump(log.read())
+            positions[rank] = position.read_position(job.directory, rank) or position.of_dump(log.read())
     return positions | {rank: Position(position.STOPPED) for rank in stopped}

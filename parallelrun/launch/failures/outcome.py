@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TextIO
 
 from parallelrun.base.errors import EXIT_PREEMPTED
-from parallelrun.launch.failures import failure, stall
+from parallelrun.launch.failures import failure
 from parallelrun.launch.failures.failure import Failure
 from parallelrun.launch.host.directory import Status
 from parallelrun.launch.host.job import Job
@@ -35,7 +35,7 @@ def conclude(outcome: Outcome, job: Job, terminal: TextIO | None = None) -> None
     cause, screen = outcome.cause, terminal or sys.stderr
     status = Status(job.directory, max(outcome.step, cause.step if cause else 0), outcome.failed_save_step)
     error = "; ".join(filter(None, (cause.what if cause else outcome.note, outcome.why_not)))
-    stalled = stall.document(cause.stall) if cause else None
+    stalled = asdict(cause.stall) if cause and cause.stall else None
     status.ended(outcome.exit_code, error or None, cause.rank if cause else None, stalled)
     lines = []
     if cause:

@@ -60,7 +60,9 @@ class Peers:
 
     def lost(self) -> tuple[tuple[int, str], ...]:
         """The ranks of this host that have exited or stopped without a message, and which of both."""
-        silent = [rank for rank in sorted(self.visible - {self.rank}) if failure.read(self.folder, rank) is None]
+        silent = [
+            rank for rank in sorted(self.visible - {self.rank}) if failure.read_failure(self.folder, rank) is None
+        ]
         exited = [(rank, _DIED) for rank in silent if self.has_exited(rank)]
         return (*exited, *((rank, _STOPPED) for rank in silent if is_stopped(self.members[rank].pid)))
 
@@ -71,12 +73,9 @@ class Peers:
         """
         deadline = time.monotonic() + (SURVIVORS_S if own.order > SUSPECT and self._has_other_hosts else 0.0)
         while True:
-            written = {m.rank: report for m in self.members if (report := failure.read(self.folder, m.rank))}
-            written[own.rank] = own
+            written, silent, seen = self._reports(own)
             first = failure.root_cause(written.values())
-            silent = [m.rank for m in self.members if m.rank not in written]
-            seen = [*self.lost(), *(pair for report in written.values() for pair in report.lost)]
-            lost = sorted((rank, how) for rank, how in dict(seen).items() if rank in silent)
+            lost = sorted(seen.items())
             is_settled = first.order <= SUSPECT or lost or len(silent) <= 1
             if is_settled or time.monotonic() >= deadline:
                 break
@@ -85,11 +84,20 @@ class Peers:
             return first
         if lost:
             return self._lost_rank(*lost[0], own)
-        if first.order == LOST_PEER and (len(silent) == 1 or len({self.members[rank].host for rank in silent}) == 1):
+        if first.order == LOST_PEER and len({self.members[rank].host for rank in silent}) == 1:
             return self._lost_rank(silent[0], _SILENT if silent[0] not in self.visible else _DIED, own)
         if first.order == TIMED_OUT:
             return self._lost_rank(silent[0], "hangs: all other ranks wait for it, and it does not answer", own)
         return first
+
+    def _reports(self, own: Failure) -> tuple[dict[int, Failure], list[int], dict[int, str]]:
+        """Return the failures that ranks have written, the ranks that have written none, and what ranks on the hosts of
+        these have seen of them."""
+        written = {m.rank: report for m in self.members if (report := failure.read_failure(self.folder, m.rank))}
+        written[own.rank] = own
+        silent = [m.rank for m in self.members if m.rank not in written]
+        seen = dict([*self.lost(), *(pair for report in written.values() for pair in report.lost)])
+        return written, silent, {rank: seen[rank] for rank in silent if rank in seen}
 
     def positions(self, own: Failure) -> dict[int, Position]:
         """Return where all ranks are that hang, as they have written it, and which are stopped or do not answer.
@@ -98,11 +106,8 @@ class Peers:
         """
         deadline = own.time_ns / 1e9 + HANG_NOTICED_S
         while True:
-            written = {m.rank: report for m in self.members if (report := failure.read(self.folder, m.rank))}
-            written[own.rank] = own
-            seen = dict([*self.lost(), *(pair for report in written.values() for pair in report.lost)])
-            silent = [m.rank for m in self.members if m.rank not in written]
-            if time.monotonic() >= deadline or all(rank in seen for rank in silent):
+            written, silent, seen = self._reports(own)
+            if time.monotonic() >= deadline or len(seen) == len(silent):
                 break
             time.sleep(_TICK_S)
         reported = {rank: report.position for rank, report in written.items() if report.position is not None}
@@ -145,7 +150,7 @@ class Peers:
         """Return whether rank 0, whose process has not been seen to exit, is stopped or has written nothing."""
         if LEADER in self.visible:
             return is_stopped(self.members[LEADER].pid)
-        return failure.read(self.folder, LEADER) is None
+        return failure.read_failure(self.folder, LEADER) is None
 
     def is_first_to_report(self) -> bool:
         """Return whether no other rank has taken this task; a lower rank has a head start to take it."""
@@ -193,7 +198,7 @@ class Peers:
     def _is_lowest_remaining(self) -> bool:
         """Return whether no rank between rank 0 and this one remains. Those on other hosts remain until they write."""
         return all(
-            self.has_exited(other) if other in self.visible else failure.read(self.folder, other) is None
+            self.has_exited(other) if other in self.visible else failure.read_failure(self.folder, other) is None
             for other in range(LEADER + 1, self.rank)
         )
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from parallelrun.base.errors import EXIT_RANK_DIED, Problem
 from parallelrun.launch.failures.failure import Failure
@@ -22,21 +21,6 @@ RESENT = 5  # times without an answer: after some 7 s
 LAUNCHER_LOST = "lost its launcher, which was killed"
 MPIRUN_S = 20.0  # until mpirun has noticed a cut itself, by the parameters that docs/cluster.md names
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 100}  # of a connection without data: s, s, times
-
-
-@dataclass(frozen=True)
-class LostHost:
-    """A host that does not answer. ranks: its ranks as a text."""
-
-    name: str
-    first_rank: int
-    ranks: str
-
-    @property
-    def failure(self) -> Failure:
-        """The failure of the host's first rank; the message is about the host."""
-        message = f"the connection to host {self.name} ({self.ranks}) was lost: it does not answer"
-        return Failure(self.first_rank, message, EXIT_RANK_DIED, problems=(Problem(message),), host=self.name)
 
 
 class Reach:
@@ -52,22 +36,25 @@ class Reach:
         self._connections: dict[str, int] = {}  # descriptors by host
         self._num_others = len({member.host for member in others})
 
-    def lost_host(self) -> LostHost | None:
-        """Return the host that counts as lost: the first that is not on the side of most ranks, or of rank 0 in a tie.
+    def lost_host(self) -> Failure | None:
+        """Return the failure of the first rank of the host that counts as lost: the first host that is not on the side
+        of most ranks, or of rank 0 in a tie.
 
         None while all hosts answer. A rank that is not connected to every host does not know the sides: None, too.
         """
-        resent = {host: _resent(connection) for host, connection in self._found().items()}
+        resent = {host: _resent(connection) for host, connection in self._probed().items()}
         here = [member for member in self._members if resent.get(member.host, 0) < RESENT]
         there = [member for member in self._members if resent.get(member.host, 0) >= RESENT]
         if not there or len(resent) < self._num_others:
             return None
         lost = min(here, there, key=lambda side: (len(side), side[0].rank == 0))
-        ranks = [member.rank for member in lost if member.host == lost[0].host]
+        name = lost[0].host
+        ranks = [member.rank for member in lost if member.host == name]
         text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        return LostHost(lost[0].host, ranks[0], text)
+        message = f"the connection to host {name} ({text}) was lost: it does not answer"
+        return Failure(ranks[0], message, EXIT_RANK_DIED, problems=(Problem(message),), host=name)
 
-    def _found(self) -> dict[str, int]:
+    def _probed(self) -> dict[str, int]:
         """Return a connection of this process to each host, which the kernel probes."""
         if not all(self._leads_to(connection) == host for host, connection in self._connections.items()):
             self._connections = {}
@@ -102,8 +89,8 @@ def hang_up() -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def told(
-    lost_host: Callable[[], LostHost | None], parent: int | None, heartbeats: HeartbeatFile, rank: int
+def find_loss(
+    lost_host: Callable[[], Failure | None], parent: int | None, heartbeats: HeartbeatFile, rank: int
 ) -> Failure | None:
     """Return the loss of a host or of this rank's launcher, where this rank has come to; None if nothing is lost.
 
@@ -112,7 +99,7 @@ def told(
     if parent not in (None, os.getppid()):
         return Failure(rank, LAUNCHER_LOST, EXIT_RANK_DIED).at(heartbeats.read(rank), os.getpid())
     lost = lost_host()
-    return lost.failure.at(heartbeats.read(rank), 0) if lost is not None else None
+    return lost.at(heartbeats.read(rank), 0) if lost is not None else None
 
 
 def launcher(attached: Attached, environ: Mapping[str, str]) -> int | None:

@@ -1,15 +1,15 @@
 """Which collective does not end, and which ranks have not come to it, from the positions of all ranks.
 
 A rank that waits in a collective is a victim of a rank that does not join it. If the positions do not tell which
-collective that is, the suspect is the rank that is stopped, outside of collectives, or at another step than the
-majority (ByteRobust, SOSP 2025, section 4).
+collective that is, the suspect is the rank that is stopped, does not answer, or is outside of collectives (ByteRobust,
+SOSP 2025, section 4).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,90 +91,80 @@ def from_json(fields: dict[str, Any] | None) -> StalledOperation | None:
     )
 
 
-def document(stall: StalledOperation | None) -> dict[str, Any] | None:
-    """Return a stall for JSON."""
-    return asdict(stall) if stall is not None else None
-
-
 def find(
     positions: Mapping[int, Position], mesh: MeshShape, directory: Path, hosts: Mapping[int, str]
 ) -> StalledOperation | None:
     """Return the operation for which ranks wait, and those that have not come; None if the positions do not tell.
 
-    positions: of all ranks whose position is known, those without frames included; hosts: by rank. If several
-    operations do not end, the result is the one for which the others wait: a missing rank that waits elsewhere is a
-    victim. A sleeping rank may also be a victim if another rank is stopped: its checkpoint may wait for all ranks.
+    positions: of all ranks whose position is known, those without frames included; hosts: by rank.
     """
     waits = {rank: own.waits_for for rank, own in positions.items() if own.waits_for is not None}
+    blamed = _blamed(positions, waits)
+    if blamed is None:
+        return None
+    shown, absent = blamed
+    arrived = tuple(rank for rank in sorted(waits) if _key(waits[rank]) == _key(shown))
+    sites = Counter(frame for rank in arrived for frame in positions[rank].frames[:1])
+    missing = []
+    for rank in absent:
+        own = positions.get(rank, Position(""))
+        elsewhere = _name(own.waits_for, mesh) if own.waits_for is not None else ""
+        log = str(log_path(directory, rank))
+        missing.append(Missing(rank, hosts.get(rank, ""), own.activity, own.frames, log, elsewhere))
+    return StalledOperation(
+        operation=shown.operation,
+        axis=axis_of(shown.ranks, mesh),
+        ranks=shown.ranks,
+        number=shown.number,
+        num_bytes=shown.num_bytes,
+        site=sites.most_common(1)[0][0] if sites else "",
+        arrived=arrived,
+        missing=tuple(missing),
+    )
+
+
+def _blamed(
+    positions: Mapping[int, Position], waits: Mapping[int, PendingCollective]
+) -> tuple[PendingCollective, list[int]] | None:
+    """Return the operation that does not end and the ranks that have not come; None if the positions do not tell.
+
+    If several operations do not end, the result is the one for which the others wait: a missing rank that waits
+    elsewhere is a victim. A sleeping rank may also be a victim if another rank is stopped: its checkpoint may wait for
+    all ranks.
+    """
     issued = {rank: own.issued for rank, own in positions.items()}
     absent = {rank: wait.absent(waits, issued) for rank, wait in waits.items()}
-    guilty = sorted({rank for ranks in absent.values() for rank in ranks if rank not in waits})
-    if stopped := [rank for rank, own in positions.items() if own.activity == STOPPED]:
-        guilty = [rank for rank in guilty if rank in stopped]
+    guilty = {rank for ranks in absent.values() for rank in ranks if rank not in waits}
+    if stopped := {rank for rank, own in positions.items() if own.activity == STOPPED}:
+        guilty &= stopped
         if not guilty:
             return None
-    if not guilty:  # all wait for each other
-        counts = Counter(map(_key, waits.values()))
-        if len(counts) < 2:
-            return None
-        ((common, _),) = counts.most_common(1)
-        guilty = [rank for rank in sorted(waits) if _key(waits[rank]) != common]
-        shown = next(wait for wait in waits.values() if _key(wait) == common)
-        members = [rank for rank in guilty if rank in shown.ranks] or guilty
-        return _stall(shown, waits, members, positions, mesh, directory, hosts)
-    # of the operations to which a guilty rank has not come, the one in which most ranks wait
-    candidates = [wait for rank, wait in waits.items() if set(absent[rank]) & set(guilty)]
-    ((key, _),) = Counter(map(_key, candidates)).most_common(1)
-    shown = next(wait for wait in candidates if _key(wait) == key)
-    here = [rank for rank in guilty if rank in shown.absent(waits, issued)]
-    return _stall(shown, waits, here, positions, mesh, directory, hosts)
+    if guilty:  # of the operations to which a guilty rank has not come, the one in which most ranks wait
+        shown = _most_common([wait for rank, wait in waits.items() if guilty & set(absent[rank])])
+        return shown, sorted(guilty & set(shown.absent(waits, issued)))
+    if len(set(map(_key, waits.values()))) < 2:
+        return None
+    shown = _most_common(list(waits.values()))  # all wait for each other
+    odd = [rank for rank in sorted(waits) if _key(waits[rank]) != _key(shown)]
+    return shown, [rank for rank in odd if rank in shown.ranks] or odd
 
 
-def suspects(positions: Mapping[int, Position], steps: Mapping[int, int]) -> tuple[list[int], str]:
-    """Return the ranks whose position differs from that of the others, and how; an empty list if all are identical."""
-    states = {"is stopped (SIGSTOP)": STOPPED, "does not answer": SILENT}
-    for reason, activity in states.items():
+def _most_common(waits: Sequence[PendingCollective]) -> PendingCollective:
+    counts = Counter(map(_key, waits))
+    return max(waits, key=lambda wait: counts[_key(wait)])
+
+
+def suspects(positions: Mapping[int, Position]) -> tuple[list[int], str]:
+    """Return the ranks that are stopped, else those that do not answer, else those outside of collectives, and what
+    they do; an empty list if that is so of all or none."""
+    for activity in (STOPPED, SILENT):
         odd = [rank for rank, own in positions.items() if own.activity == activity]
         if odd and (activity == STOPPED or len(odd) < len(positions)):
-            return odd, reason
+            return odd, activity
     odd = [rank for rank, own in positions.items() if not own.in_collective]
     if odd and len(odd) < len(positions):
         return odd, f"not in a collective: {positions[odd[0]].text}"
-    values: dict[str, Callable[[int], object]] = {
-        "at step": lambda rank: steps[rank],
-        "in": lambda rank: ", ".join(map(function_of, positions[rank].frames[:2])),
-    }
-    for label, value in values.items():
-        ((common, count),) = Counter(map(value, positions)).most_common(1)
-        odd = [rank for rank in positions if value(rank) != common]
-        if odd and count > len(odd):
-            return odd, f"{label} {value(odd[0])}, all others {label} {common}"
     return [], ""
-
-
-def _stall(
-    wait: PendingCollective,
-    waits: Mapping[int, PendingCollective],
-    guilty: Sequence[int],
-    positions: Mapping[int, Position],
-    mesh: MeshShape,
-    directory: Path,
-    hosts: Mapping[int, str],
-) -> StalledOperation:
-    arrived = tuple(rank for rank in sorted(waits) if _key(waits[rank]) == _key(wait))
-    sites = [frame for rank in arrived for frame in positions[rank].frames[:1]]
-    missing = []
-    for rank in guilty:
-        elsewhere = waits.get(rank)
-        text = _name(elsewhere, mesh) if elsewhere is not None else ""
-        own = positions.get(rank)
-        missing.append(Missing(rank, hosts.get(rank, ""), own.activity if own else "", own.frames if own else (),
-                               str(log_path(directory, rank)), text))  # fmt: skip
-    site = Counter(sites).most_common(1)[0][0] if sites else ""
-    axis = axis_of(wait.ranks, mesh)
-    return StalledOperation(
-        wait.operation, axis, wait.ranks, wait.number, wait.num_bytes, site, arrived, tuple(missing)
-    )
 
 
 def _key(wait: PendingCollective) -> tuple[str, str, int]:

@@ -25,8 +25,8 @@ _WATCH_S = 0.5
 class Watchdog:
     """A thread that reports the pace of this rank, and ends it when it hangs: stacks to the log, `on_hang`, exit 7.
 
-    It watches ranks that have no supervisor of ours: inline runs, and ranks of another launcher. told: why the launcher
-    says that the run has failed, which this rank, waiting in a collective, may not notice: then `on_told`, and the end.
+    It watches ranks that have no supervisor of ours: inline runs, and ranks of another launcher. find_loss: returns the
+    loss of a host or a launcher, which this rank, waiting in a collective, may not notice: then `on_loss`, and the end.
     """
 
     heartbeats: HeartbeatFile
@@ -35,8 +35,8 @@ class Watchdog:
     log: TextIO
     on_hang: Callable[[Failure], object]
     status: Status | LiveFile | None
-    told: Callable[[], Failure | None] = lambda: None
-    on_told: Callable[[Failure], object] = lambda _: None
+    find_loss: Callable[[], Failure | None] = lambda: None
+    on_loss: Callable[[Failure], object] = lambda _: None
     done: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> None:
@@ -55,8 +55,8 @@ class Watchdog:
             if self.status is not None and not is_recorded(self.status.directory):
                 rows = partial(self.heartbeats.rows, {self.rank: os.getpid()})
                 self.status.update(heartbeat.step, self.heartbeats.failed_save(), rows)
-            if (cause := self.told()) is not None:
-                self.on_told(cause)
+            if (cause := self.find_loss()) is not None:
+                self.on_loss(cause)
                 os._exit(cause.exit_code)
             if heartbeat.age_s > self.timeout_s:
                 self.on_hang(self._failure(heartbeat))

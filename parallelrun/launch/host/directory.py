@@ -212,7 +212,7 @@ class Status:
         """Record that the run has reached `step`. A full disk must not end a run because of this."""
         self.step, self.failed_save_step = step, failed_save_step
         with contextlib.suppress(OSError):
-            self._write("running", ranks=ranks)
+            self._write("running", None, None, None, ranks=ranks)
 
     def ended(
         self,
@@ -224,19 +224,13 @@ class Status:
         """Record the end of the run. error: one line; failed_rank: the rank that failed first; stalled: the operation
         that did not end, and where the ranks were that had not come to it."""
         state = _STATES.get(exit_code, "failed")
-        write = partial(self._write, state, exit_code, error, failed_rank, stalled=stalled)
+        write = partial(self._write, state, exit_code, error, failed_rank, stall=stalled)
         with contextlib.suppress(OSError):
             reserve.insist(self.directory, reserve.STATUS, write)
         reserve.release(self.directory)
 
     def _write(
-        self,
-        state: str,
-        exit_code: int | None = None,
-        error: str | None = None,
-        failed_rank: int | None = None,
-        ranks: Sequence[dict[str, Any]] = (),
-        stalled: dict[str, Any] | None = None,
+        self, state: str, exit_code: int | None, error: str | None, failed_rank: int | None, **optional: object
     ) -> None:
         fields: dict[str, Any] = {
             "state": state,
@@ -248,11 +242,7 @@ class Status:
             "step": self.step,
             "updated_utc": utc_now(),
         }
-        if self.failed_save_step:
-            fields["failed_save_step"] = self.failed_save_step
-        if ranks:
-            fields["ranks"] = ranks
-        if stalled:
-            fields["stall"] = stalled
+        optional["failed_save_step"] = self.failed_save_step
+        fields |= {name: value for name, value in optional.items() if value}
         fields |= attempts.status(self.directory) | reshapes.status(self.directory)
         write_json(self.directory / "status.json", fields)

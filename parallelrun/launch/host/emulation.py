@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -32,7 +33,6 @@ _NEW_NAMES, _NEW_NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET 
 _BURST_S = 0.0005  # a port may be late by this much: timers and cores are shared
 _LEAST_BURST = 80_000  # bytes: more than the 64 KiB that TCP hands over at once
 _QUEUE_BYTES = 16 * 2**20  # of a port: as in a deep switch, senders wait instead of losing packets
-_NUMBERS = (1, 2, 5)  # a slow-down is one of them times a power of ten
 _Result = TypeVar("_Result")
 
 
@@ -80,12 +80,9 @@ def network_of(config: Config, plan: Plan, can_delay: bool) -> EmulatedNetwork:
 
 
 def _round_up(slowdown: float) -> float:
-    power = 1.0
-    while True:
-        for number in _NUMBERS:
-            if number * power >= slowdown:
-                return number * power
-        power *= 10
+    """Return the next of 1, 2, 5, 10, 20, 50, ..."""
+    power: int = 10 ** max(0, math.floor(math.log10(slowdown)))
+    return next(number * power for number in (1, 2, 5, 10) if number * power >= slowdown)
 
 
 def host_name(config: Config, plan: Plan, rank: int) -> str:
@@ -134,7 +131,7 @@ def missing() -> str:
 
 def _accepts(*discipline: str) -> bool:
     """Return whether the kernel knows a queueing discipline, tried in a new namespace."""
-    _unshare(_NEW_NETWORK)
+    _call("unshare", _NEW_NETWORK)
     done = subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", *discipline], capture_output=True, env=_environ())
     return done.returncode == 0
 
@@ -168,22 +165,23 @@ class Namespaces:
 
     def _create(self) -> None:
         for number in range(self.network.num_hosts):
-            _unshare(_NEW_NETWORK | _NEW_NAMES)
+            _call("unshare", _NEW_NETWORK | _NEW_NAMES)
             socket.sethostname(_NAME.format(number))
             self._hosts.append((self._kept("net"), self._kept("uts")))
-        _unshare(_NEW_NETWORK)
+        _call("unshare", _NEW_NETWORK)
         self._kept("net")
-        _ip(f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} up")
+        _run(f"ip link add {_BRIDGE} type bridge", f"ip link set {_BRIDGE} up")
         for number, (network, _) in enumerate(self._hosts):
             port = f"port{number}"
-            _ip(
-                f"link add {port} type veth peer name {INTERFACE} netns /proc/{os.getpid()}/fd/{network}",
-                f"link set {port} master {_BRIDGE} up",
+            _run(
+                f"ip link add {port} type veth peer name {INTERFACE} netns /proc/{os.getpid()}/fd/{network}",
+                f"ip link set {port} master {_BRIDGE} up",
             )
             _limit(port, self.network, delayed=False)  # what the host receives
         for number, (network, _) in enumerate(self._hosts):
-            _enter(network, _NEW_NETWORK)
-            _ip("link set lo up", f"addr add {address_of(number)}/16 dev {INTERFACE}", f"link set {INTERFACE} up")
+            _call("setns", network, _NEW_NETWORK)
+            address = f"ip addr add {address_of(number)}/16 dev {INTERFACE}"
+            _run("ip link set lo up", address, f"ip link set {INTERFACE} up")
             _limit(INTERFACE, self.network, delayed=True)
 
     def _kept(self, kind: str) -> int:
@@ -198,8 +196,8 @@ class Namespaces:
     def enter(self, rank: int) -> None:
         """Move the calling thread to the host of `rank`; a process that has one thread moves with it."""
         network, names = self._hosts[self.network.host_of(rank)]
-        _enter(network, _NEW_NETWORK)
-        _enter(names, _NEW_NAMES)
+        _call("setns", network, _NEW_NETWORK)
+        _call("setns", names, _NEW_NAMES)
 
     def close(self) -> None:
         """Forget the namespaces: the kernel removes each with the last process in it."""
@@ -216,20 +214,15 @@ def _limit(device: str, network: EmulatedNetwork, delayed: bool) -> None:
     """Limit what a device sends to the port's rate, and delay it."""
     burst = max(_LEAST_BURST, round(network.bytes_s * _BURST_S))
     rate = f"tbf rate {round(network.bytes_s * 8)}bit burst {burst} limit {_QUEUE_BYTES}"
-    _run("tc", f"qdisc add dev {device} root handle 1: {rate}")
+    _run(f"tc qdisc add dev {device} root handle 1: {rate}")
     if delayed and network.delay_s:
         packets = 10 * _QUEUE_BYTES // 1500
-        _run("tc", f"qdisc add dev {device} parent 1:1 netem delay {network.delay_s * 1e6:.0f}us limit {packets}")
+        _run(f"tc qdisc add dev {device} parent 1:1 netem delay {network.delay_s * 1e6:.0f}us limit {packets}")
 
 
-def _ip(*commands: str) -> None:
+def _run(*commands: str) -> None:
     for command in commands:
-        _run("ip", command)
-
-
-def _run(program: str, command: str) -> None:
-    words = [program, *command.split()]
-    subprocess.run(words, check=True, capture_output=True, text=True, env=_environ(), timeout=20)
+        subprocess.run(command.split(), check=True, capture_output=True, text=True, env=_environ(), timeout=20)
 
 
 def _path() -> str:
@@ -240,40 +233,14 @@ def _environ() -> Mapping[str, str]:
     return {**os.environ, "PATH": _path(), "LC_ALL": "C"}
 
 
-def _unshare(flags: int) -> None:
-    """Give the calling thread namespaces of its own."""
-    _checked(_libc().unshare(flags))
-
-
-def _enter(descriptor: int, kind: int) -> None:
-    """Move the calling thread to a namespace."""
-    _checked(_libc().setns(descriptor, kind))
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _checked(result: int) -> None:
-    if result:
+def _call(function: str, *arguments: int) -> None:
+    """Call `unshare` or `setns` of libc, which Python has since 3.12, for the calling thread."""
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 def in_thread(action: Callable[[], _Result]) -> _Result:
     """Return what `action` returns in a thread of its own: namespaces are entered by threads, and this one stays."""
-    results: list[_Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(action())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(action).result()

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 
 from parallelrun.base.errors import EnvironmentProblem, Problem
 
@@ -62,7 +61,7 @@ def detect(environ: Mapping[str, str]) -> Attached | None:
         return _torchrun(environ, torchrun)
     if environ.get("TF_CONFIG") and (task := _tf_config(environ)):
         return task
-    if environ.get("SLURM_PROCID") and _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
+    if environ.get("SLURM_PROCID") and whole_number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
         return _srun(environ)
     if environ.get("OMPI_COMM_WORLD_RANK") or environ.get("OMPI_COMM_WORLD_SIZE"):
         prefix, job = "OMPI_COMM_WORLD_", environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
@@ -117,16 +116,13 @@ def host_cores() -> int:
         return cores
 
 
-def visible_gpus(environment: Mapping[str, str] | None = None, devices: Path = Path("/dev")) -> int:
-    """The GPUs that torch would count: the driver's, limited by CUDA_VISIBLE_DEVICES; 0 if torch is built for CPU."""
-    environment = os.environ if environment is None else environment
-    try:
-        present = sum(1 for path in devices.iterdir() if re.fullmatch(r"nvidia\d+", path.name))
-    except OSError:
-        return 0
+def visible_gpus() -> int:
+    """Return how many GPUs torch would count: the driver's, limited by CUDA_VISIBLE_DEVICES; 0 if torch is built for
+    CPU."""
+    present = sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
     if not present or _torch_is_cpu_only():
         return 0
-    selected = environment.get("CUDA_VISIBLE_DEVICES")
+    selected = os.environ.get("CUDA_VISIBLE_DEVICES")
     if selected is None:
         return present
     entries = [entry.strip() for entry in selected.split(",")]
@@ -161,14 +157,14 @@ def _torchrun(environ: Mapping[str, str], present: list[str]) -> Attached:
         shown = _shown(environ, *present, "TORCHELASTIC_RUN_ID")
         message = f"{shown} is set, but {', '.join(missing)} is not: left over from another job, or not all passed on"
         raise _problem(message, [*present, "TORCHELASTIC_RUN_ID"][0], f"unset {' '.join(TORCHRUN)} TORCHELASTIC_RUN_ID")
-    rank = _number(environ, "RANK")
+    rank = whole_number(environ, "RANK")
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         # srun or mpirun may start one torchrun per host; then only torchrun's variables count
-        if environ.get(name) and not run_id and _number(environ, name) != rank:
+        if environ.get(name) and not run_id and whole_number(environ, name) != rank:
             raise _problem(f"RANK={rank} contradicts {name}={environ[name]}", "RANK", f"unset {' '.join(TORCHRUN)}")
     job = f"{run_id or 'env'}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    return _checked(environ, names, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"), "torchrun", job)
+    return _checked(environ, names, environ["MASTER_ADDR"], whole_number(environ, "MASTER_PORT"), "torchrun", job)
 
 
 def _tf_config(environ: Mapping[str, str]) -> Attached | None:
@@ -176,7 +172,7 @@ def _tf_config(environ: Mapping[str, str]) -> Attached | None:
     from parallelrun.launch.host import tf_config
     from parallelrun.planner.pieces import cluster_spec
 
-    spec, rank = tf_config.read(environ)
+    spec, rank = tf_config.read_cluster(environ)
     if spec is None or rank is None or spec.world == 1:
         return None
     addresses = [address for _, _, address in spec.tasks]
@@ -195,17 +191,17 @@ def _srun(environ: Mapping[str, str]) -> Attached:
         raise _problem("under srun on several hosts neither SLURM_STEP_NODELIST nor MASTER_ADDR is set", "MASTER_ADDR")
     reserved = re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", ""))
     derived = 0 if one_host else 20000 + zlib.crc32(job.encode()) % 10000
-    port = _number(environ, "MASTER_PORT", reserved.group() if reserved else str(derived))
+    port = whole_number(environ, "MASTER_PORT", reserved.group() if reserved else str(derived))
     return _checked(environ, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), address, port, "srun", job)
 
 
 def _mpirun(
     environ: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, job: str | None
 ) -> Attached:
-    num_ranks = _number(environ, world)
-    one_host = _number(environ, local_world, str(num_ranks)) == num_ranks
+    num_ranks = whole_number(environ, world)
+    one_host = whole_number(environ, local_world, str(num_ranks)) == num_ranks
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else "")
-    port = _number(environ, "MASTER_PORT", "0")
+    port = whole_number(environ, "MASTER_PORT", "0")
     if not address or not (port or one_host):
         message = f"mpirun started {num_ranks} ranks on several hosts, and MASTER_ADDR or MASTER_PORT is not set"
         probes = " ".join(f"--mca oob_tcp_keepalive_{name}" for name in ("time 10", "intvl 3", "probes 3"))
@@ -219,12 +215,12 @@ def _checked(
     environ: Mapping[str, str], names: tuple[str, str, str], address: str, port: int, source: str, job: str
 ) -> Attached:
     """Return the rank whose numbers the variables `names` (rank, world, local rank) have, if they are consistent."""
-    rank, world = _number(environ, names[0]), _number(environ, names[1])
-    local_rank = _number(environ, names[2], "0" if source == "srun" else str(rank))
+    rank, world = whole_number(environ, names[0]), whole_number(environ, names[1])
+    local_rank = whole_number(environ, names[2], "0" if source == "srun" else str(rank))
     for name, number, label in ((names[0], rank, "rank"), (names[2], local_rank, "local rank")):
-        if not 0 <= number < world:
+        if number >= world:
             raise _problem(f"{_shown(environ, *names)}: the {label} must be below the world size {world}", name)
-    if not 0 <= port < 65536 or (port == 0 and source == "torchrun"):
+    if port >= 65536 or (port == 0 and source == "torchrun"):
         raise _problem(f"MASTER_PORT={port} is not a port (1 to 65535)", "MASTER_PORT")
     return Attached(rank, world, local_rank, address, port, source, job)
 
@@ -233,10 +229,11 @@ def _shown(environ: Mapping[str, str], *names: str) -> str:
     return ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
 
 
-def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+def whole_number(environ: Mapping[str, str], name: str, default: str | None = None, minimum: int = 0) -> int:
+    """Return the number in a variable. Raises EnvironmentProblem if it is none, or not set and there is no default."""
     text = environ.get(name) or default
-    if text is None or not re.fullmatch(r"-?\d{1,9}", text):
-        message = f"{name} is not set" if text is None else f"{name}={text} is not a whole number"
+    if text is None or not re.fullmatch(r"\d{1,9}", text) or int(text) < minimum:
+        message = f"{name} is not set" if text is None else f"{name}={text} is not a whole number from {minimum}"
         raise _problem(message, name, f"unset {name}")
     return int(text)
 

@@ -21,25 +21,14 @@ def towards(host: str) -> str | None:
 
 def address_towards(host: str) -> str:
     """Return the address from which this host sends to `host`; empty if it is not known."""
-    with contextlib.suppress(OSError), _datagrams(host) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _ANY_PORT))  # sends nothing
         return str(probe.getsockname()[0])
     return ""
 
 
-def is_own(address: str) -> bool:
-    """Return whether this host has the address."""
-    with contextlib.suppress(OSError), _datagrams(address) as probe:
-        probe.bind((address, 0))
-        return True
-    return False
-
-
-def _datagrams(address: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
-
-
-def chosen(environ: Mapping[str, str], host: str) -> dict[str, str]:
+def socket_variables(environ: Mapping[str, str], host: str) -> dict[str, str]:
     """Return the variables that make gloo and NCCL use the interface towards `host`, except those that are set.
 
     Left alone, gloo binds to what the host's own name resolves to, which is often 127.0.1.1, and NCCL takes the first

@@ -7,7 +7,6 @@ this signal faulthandler also writes all stacks to the log, even if native code 
 from __future__ import annotations
 
 import contextlib
-import dis
 import json
 import linecache
 import os
@@ -26,8 +25,7 @@ from parallelrun.base import user_code
 from parallelrun.base.context import PendingCollective
 from parallelrun.base.records import write_json
 
-SLEEPS, SPINS, COMPUTES = "sleeps", "spins in Python", "computes in native code"
-WAITS = "waits for other ranks"
+SLEEPS, COMPUTES, WAITS = "sleeps", "computes", "waits for other ranks"
 ASK = signal.SIGUSR1  # faulthandler writes all stacks on it, too
 STOPPED = "is stopped (SIGSTOP), so that no stack can be had"
 LOCKED = "holds Python's lock in native code"
@@ -38,7 +36,6 @@ _WAITING_CALL = re.compile(
 )
 _DEPTH = 4  # innermost frames in which a waiting call counts
 _APART_S, _MOST_LOOKS = 0.2, 5  # looks at a thread: one that computes may wait for a core that others use
-_SOON_S = 0.02  # between looks at one that computes
 _BUSY_S = 0.004  # of processor time between them, of a rank that computes
 
 
@@ -78,7 +75,7 @@ def own_position() -> Position:
     """Return what the main thread of this process does. Called in another thread; it takes a moment."""
     main = threading.main_thread().ident
     assert main is not None
-    first, before = _instruction(main), _cpu_s(main)
+    before = _cpu_s(main)
     for _ in range(_MOST_LOOKS):
         time.sleep(_APART_S)
         frame, used_s = sys._current_frames().get(main), _cpu_s(main) - before
@@ -86,12 +83,7 @@ def own_position() -> Position:
         if waits_for is not None or used_s > _BUSY_S:
             break
     stack = list(_frames(frame))
-    if waits_for is not None:
-        activity = WAITS
-    elif used_s < _BUSY_S:
-        activity = SLEEPS
-    else:
-        activity = COMPUTES if frame is not None and _is_call(frame) and _stays(main, first) else SPINS
+    activity = WAITS if waits_for is not None else COMPUTES if used_s >= _BUSY_S else SLEEPS
     in_collective = waits_for is not None or _waits(stack)
     return Position(activity, user_code.of_stack(stack), waits_for, issued, in_collective)
 
@@ -111,25 +103,6 @@ def _communication(frame: FrameType | None) -> tuple[PendingCollective | None, d
     from parallelrun.distributed.comm import waiting
 
     return waiting.current_wait(frame), waiting.num_issued()
-
-
-def _instruction(thread: int) -> tuple[int, int] | None:
-    frame = sys._current_frames().get(thread)
-    return (id(frame.f_code), frame.f_lasti) if frame is not None else None
-
-
-def _stays(thread: int, instruction: tuple[int, int] | None) -> bool:
-    """Return whether a thread stands at this instruction at several looks: a loop may come back to it for one."""
-    for _ in range(_MOST_LOOKS):
-        if _instruction(thread) != instruction:
-            return False
-        time.sleep(_SOON_S)
-    return True
-
-
-def _is_call(frame: FrameType) -> bool:
-    """Return whether a frame stands at a call: of native code, if it is the innermost one."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
 
 
 def _cpu_s(thread: int) -> float:
@@ -167,7 +140,7 @@ def path_of(directory: Path, rank: int) -> Path:
     return directory / "logs" / f"position_rank_{rank}.json"
 
 
-def read(directory: Path, rank: int) -> Position | None:
+def read_position(directory: Path, rank: int) -> Position | None:
     """Return the position that a rank has written; None if it has written none."""
     try:
         return from_json(json.loads(path_of(directory, rank).read_text()))

@@ -26,7 +26,7 @@ _CHIEFS = ("chief", "master")  # the names of the job whose one task is worker 0
 _JOBS = ("worker", "ps", "chief")
 
 
-def read(environ: Mapping[str, str]) -> tuple[ClusterSpec | None, int | None]:
+def read_cluster(environ: Mapping[str, str]) -> tuple[ClusterSpec | None, int | None]:
     """Return the cluster of TF_CONFIG and the rank of its task, None if it has none. Raises EnvironmentProblem."""
     text = environ.get(NAME, "").strip()
     if not text:
@@ -45,7 +45,7 @@ def read(environ: Mapping[str, str]) -> tuple[ClusterSpec | None, int | None]:
 
 def apply(config: Config, environ: Mapping[str, str]) -> Config:
     """Return `config` with TF_CONFIG's cluster, if it has one. Raises ConfigError if `config` names another cluster."""
-    spec, _ = read(environ)
+    spec, _ = read_cluster(environ)
     if spec is None:
         return config
     for job in ("worker", "ps"):

@@ -2,7 +2,7 @@
 early.
 
 Source: the fields of trainer.kubeflow.org/v1alpha1 as the package kubeflow-trainer-api has them (2.3). The runtime
-`torch-distributed` gives each node its place in the variables PET_*, which `cli/nodes.py` reads.
+`torch-distributed` gives each node its place in the variables PET_*, which `launch/host/cluster_node.py` reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 from dataclasses import dataclass
 
 from parallelrun.base.errors import Problem
-from parallelrun.launch.job_files.nodes import JobOnNodes
+from parallelrun.launch.job_files.job_file import JobOnNodes
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")  # of a pod's host, with the suffixes that are added
 

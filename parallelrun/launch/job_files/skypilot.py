@@ -1,7 +1,7 @@
 """A task of SkyPilot, which rents the nodes of a run, and starts it again elsewhere when they are taken away.
 
 Source: SkyPilot's task schema (`sky/utils/schemas.py`, 0.14) and the variables that it gives to a task's nodes
-(SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, SKYPILOT_NUM_NODES, SKYPILOT_NUM_GPUS_PER_NODE), which `cli/nodes.py` reads.
+(SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, ...), which `launch/host/cluster_node.py` reads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from parallelrun.base.errors import Problem
-from parallelrun.launch.job_files.nodes import JobFile
+from parallelrun.launch.job_files.job_file import JobFile
 
 _NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")  # SkyPilot's rule for a task's name
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")

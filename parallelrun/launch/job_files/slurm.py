@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from parallelrun.base.errors import Problem
-from parallelrun.launch.job_files.nodes import JobOnNodes
+from parallelrun.launch.job_files.job_file import JobOnNodes
 
 # Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED")

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from parallelrun.base.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
-_ENTRY = re.compile(r"(?P<name>\[[0-9a-fA-F:]+\]|[A-Za-z0-9][A-Za-z0-9._-]*)(:(?P<slots>[1-9][0-9]{0,6}))?")
-_LINE = re.compile(r"(?P<name>\S+?)(?:(?::| slots=)(?P<slots>[1-9][0-9]{0,6}))?(?: max[_-]slots=[0-9]+)?")
 _NUMBER = re.compile(r"[1-9][0-9]{0,6}")
+# `name` or `name:8` (Horovod), `name slots=8 max_slots=16` (OpenMPI, DeepSpeed)
+_HOST = re.compile(
+    r"(?P<name>\[[0-9a-fA-F:]+\]|[A-Za-z0-9][A-Za-z0-9._-]*)"
+    r"((:|\s+slots=)(?P<slots>[1-9][0-9]{0,6}))?(\s+max[_-]slots=[0-9]+)?"
+)
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,13 @@ class SshOptions:
     config: str | None = None
 
     def words(self) -> list[str]:
-        """The options for ssh. With an identity file, no other key is offered."""
-        out = ["-F", self.config] if self.config else []
-        out += ["-p", self.port] if self.port else []
-        out += ["-i", self.identity_file, "-o", "IdentitiesOnly=yes"] if self.identity_file else []
-        return out
+        """Return the options for ssh. With an identity file, no other key is offered."""
+        options = ["-F", self.config] if self.config else []
+        options += ["-p", self.port] if self.port else []
+        return options + (["-i", self.identity_file, "-o", "IdentitiesOnly=yes"] if self.identity_file else [])
 
     def problems(self) -> list[Problem]:
-        """The mistakes in these options."""
+        """Return the mistakes in these options."""
         problems = []
         if self.port is not None and not (_NUMBER.fullmatch(self.port) and int(self.port) < 65536):
             problems.append(Problem(f"--ssh-port {self.port}: not a port (1 to 65535)", COMMAND_LINE, "--ssh-port 22"))
@@ -67,74 +69,67 @@ class HostRanks:
         return f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank} to {last}"
 
 
-def read(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> tuple[HostRanks, ...]:
-    """The ranks of `-np ranks -H hosts`, () if none is given. Raises ConfigError with horovodrun's message.
+def place_ranks(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> tuple[HostRanks, ...]:
+    """Return the ranks of `-np ranks -H hosts`, () if none is given. Raises ConfigError with horovodrun's message.
 
     Without -np all slots are used; without hosts all ranks run on this one. Hosts that get no rank come last.
     hostfile: a file with a host on each line, instead of -H.
     """
-    if hostfile is not None:
-        if hosts is not None:
-            raise ConfigError(Problem("the hosts are given twice, by -H and by --hostfile", COMMAND_LINE))
-        hosts = _listed(Path(hostfile))
-    if ranks is None and hosts is None:
+    if hosts is not None and hostfile is not None:
+        raise ConfigError(Problem("the hosts are given twice, by -H and by --hostfile", COMMAND_LINE))
+    if ranks is None and hosts is None and hostfile is None:
         return ()
     if ranks is not None and not _NUMBER.fullmatch(ranks):
         raise ConfigError(Problem(f"-np {ranks}: must be a number of ranks, at least 1", COMMAND_LINE, "-np 2"))
-    slots = _slots(hosts) if hosts is not None else {"localhost": None}
+    if hostfile is not None:
+        entries = list(_lines(Path(hostfile)))
+    else:
+        entries = [(f"-H {hosts}", entry) for entry in hosts.split(",")] if hosts is not None else [("", "localhost")]
+    slots = _slots(entries)
     num_ranks = int(ranks) if ranks is not None else sum(count or 1 for count in slots.values())
     available = sum(num_ranks if count is None else count for count in slots.values())
     if num_ranks > available:
         message = f"Requested more processes ({num_ranks}) than there are available slots ({available})"
-        raise ConfigError(Problem(message, f"-H {hosts}", f"-np {available}"))
-    out, first = [], 0
+        raise ConfigError(Problem(message, COMMAND_LINE, f"-np {available}"))
+    placed, first = [], 0
     for name, count in slots.items():
-        here = min(num_ranks - first, num_ranks if count is None else count)
-        out.append(HostRanks(name, first, here))
-        first += here
-    return tuple(out)
+        on_host = min(num_ranks - first, num_ranks if count is None else count)
+        placed.append(HostRanks(name, first, on_host))
+        first += on_host
+    return tuple(placed)
 
 
-def _listed(file: Path) -> str:
-    """The hosts of a file as in -H: `name`, `name:8` (Horovod) or `name slots=8` (OpenMPI, DeepSpeed) on each line."""
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a hostfile that name a host, each after its place in the file."""
     try:
         if not (file.is_file() or file.parent == Path("/dev/fd")):  # `--hostfile <(...)`; a pipe without writer blocks
             raise OSError("there is no such file")
-        lines = file.read_text().splitlines()
+        lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+        if not any(lines):
+            raise OSError("it names no host")
     except (OSError, UnicodeDecodeError) as error:
         message = f"--hostfile {file}: cannot be read ({error})"
         raise ConfigError(Problem(message, COMMAND_LINE, "--hostfile FILE, with `h1 slots=4` on each line")) from error
-    entries, problems = [], []
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        match = _LINE.fullmatch(" ".join(words))
-        if match is not None:
-            entries.append(match["name"] + (f":{match['slots']}" if match["slots"] else ""))
-        elif words:
-            message = f"{file}, line {number}: {line.strip()!r} is not a host with slots"
-            problems.append(Problem(message, "--hostfile", "worker-1 slots=8"))
-    if not entries and not problems:
-        problems.append(Problem(f"{file} names no host", "--hostfile", "worker-1 slots=8"))
-    if problems:
-        raise ConfigError(*problems)
-    return ",".join(entries)
+    yield from ((f"{file}, line {number}", line) for number, line in enumerate(lines, 1) if line)
 
 
-def _slots(text: str) -> dict[str, int | None]:
-    """The slots of each host; None (not given) means as many as needed."""
+def _slots(entries: Sequence[tuple[str, str]]) -> dict[str, int | None]:
+    """Return the slots of each host; None (not given) means as many as needed. entries: (place, host with slots)."""
     slots: dict[str, int | None] = {}
-    entries = {entry: _ENTRY.fullmatch(entry) for entry in text.split(",")}
-    if wrong := [entry for entry, match in entries.items() if match is None]:
-        whats = [f"-H {text}: {entry!r} is not a host with slots, as in h1:4,h2:4" for entry in wrong]
-        raise ConfigError(*(Problem(message, COMMAND_LINE, "-H localhost:2") for message in whats))
-    for entry in text.split(","):
-        match = entries[entry]
-        assert match is not None
+    problems = []
+    for place, entry in entries:
+        match = _HOST.fullmatch(entry)
+        if match is None:
+            message = f"{place}: {entry!r} is not a host with slots, as in h1:4,h2:4"
+            problems.append(Problem(message, COMMAND_LINE, "-H localhost:2"))
+            continue
         count, before = match["slots"], slots.get(match["name"], 0)
         slots[match["name"]] = None if count is None or before is None else before + int(count)
+    if problems:
+        raise ConfigError(*problems)
     return slots
 
 
 def has_others(hosts: Sequence[HostRanks]) -> bool:
-    """Whether some ranks run on other hosts."""
+    """Return whether some ranks run on other hosts."""
     return any(host.num_ranks and not host.is_here for host in hosts)

@@ -1,10 +1,9 @@
 """Start the ranks of several hosts from one machine over ssh, as horovodrun does: `-np 16 -H server1:4,server2:4`.
 
 Each host's agent (`launch/over_ssh/ssh_agent.py`) starts ranks with torchrun's variables, and from then on they are
-ranks as under torchrun (`launch/entry/attach.py`). torchrun itself would not do: it always exits with 1, and its ranks
-outlive it if it is killed. With `restarts` all ranks are started again on the same hosts, by the rules of `torchrun
---max-restarts` (`launch/entry/reattach.py`). The user's words never pass a remote shell: they are sent to the agents'
-stdin."""
+ranks as under torchrun (`launch/entry/attach.py`). torchrun itself always exits with 1, and its ranks outlive it if it
+is killed. With `restarts` all ranks are started again on the same hosts, by the rules of `torchrun --max-restarts`
+(`launch/entry/reattach.py`). The user's words never pass a remote shell: they are sent to the agents' stdin."""
 
 from __future__ import annotations
 
@@ -94,8 +93,9 @@ class SshAttempt:
     """
 
     def __init__(self, hosts: Sequence[HostRanks], ssh: SshOptions, signals: Sequence[int]):
-        self._signals, self._codes = signals, dict[str, int]()  # by host, in the order in which they ended
-        self._forwarded, self._deadline, self._ended_by_us = 0, float("inf"), set[str]()
+        self._signals, self._num_forwarded = signals, 0
+        self._codes: dict[str, int] = {}  # by host, in the order in which they ended
+        self._deadline = float("inf")  # when the other hosts are disconnected
         self.noticed = 0.0
         self._agents = [SshConnection(host, ssh) for host in hosts]
 
@@ -113,7 +113,7 @@ class SshAttempt:
         """Wait until all hosts are reached, and start their ranks. more: variables for all ranks. Raises
         EnvironmentProblem; a signal raises KeyboardInterrupt."""
         deadline = time.monotonic() + CONNECT_S
-        while waiting := [agent for agent in self._agents if agent.addresses is None]:
+        while waiting := [agent for agent in self._agents if agent.address is None]:
             if self._signals:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline or all(agent.process.poll() is not None for agent in waiting):
@@ -123,15 +123,17 @@ class SshAttempt:
         print(f"starting {', '.join(f'{host.ranks} on {host.name}' for host in hosts)}", file=sys.stderr, flush=True)
         environ = {
             "WORLD_SIZE": str(sum(host.num_ranks for host in hosts)),
-            "MASTER_ADDR": _address_of_rank_0(self._agents),
+            "MASTER_ADDR": _address_of_rank_0([agent.address or "" for agent in self._agents]),
             "MASTER_PORT": str(secrets.choice(_PORTS)),
             TOKEN: secrets.token_hex(16),
             **for_other_hosts(os.environ),
             **more,
         }
-        for agent in self._agents:
-            own = {**environ, "LOCAL_WORLD_SIZE": str(agent.host.num_ranks)}
-            agent.send(json.dumps(asdict(Order([*words], agent.host.first_rank, agent.host.num_ranks, own))))
+        for agent, host in zip(self._agents, hosts):
+            order = Order(
+                [*words], host.first_rank, host.num_ranks, {**environ, "LOCAL_WORLD_SIZE": str(host.num_ranks)}
+            )
+            agent.send(json.dumps(asdict(order)))
 
     def watch(self) -> int:
         """Forward signals until all hosts have ended. Return the run's exit code."""
@@ -139,10 +141,9 @@ class SshAttempt:
             for agent in waiting:
                 status = agent.process.poll()
                 if status is not None:
-                    self._ended(agent, status)
+                    self._record_end(agent, status)
             self._forward_signals(waiting)
             if time.monotonic() > self._deadline:
-                self._ended_by_us |= {agent.host.name for agent in waiting}
                 for agent in waiting:
                     agent.hang_up()
                     if time.monotonic() > self._deadline + END_S:
@@ -150,21 +151,21 @@ class SshAttempt:
             time.sleep(_TICK_S)
         return self._exit_code()
 
-    def _ended(self, agent: SshConnection, status: int) -> None:
-        host = agent.host
-        if (status < 0 or status == agent.LOST) and host.name not in self._ended_by_us:
+    def _record_end(self, agent: SshConnection, status: int) -> None:
+        host, was_lost = agent.host, status < 0 or status == agent.LOST
+        if was_lost and not agent.is_closed:
             lost = f"error: the connection to host {host.name} ({host.ranks}) was lost"
             print(lost, file=sys.stderr, flush=True)
-        self._codes[host.name] = EXIT_RANK_DIED if status < 0 or status == agent.LOST else status
+        self._codes[host.name] = EXIT_RANK_DIED if was_lost else status
         if self._codes[host.name] != EXIT_OK:
             self.noticed = self.noticed or time.time()
             self._deadline = min(self._deadline, time.monotonic() + OTHERS_S)
 
     def _forward_signals(self, agents: Sequence[SshConnection]) -> None:
         """The first Ctrl-C unwinds, the first SIGTERM ends after a step and a save; a second signal kills."""
-        for number in self._signals[self._forwarded :]:
-            self._forwarded += 1
-            if self._forwarded > 1:
+        for number in self._signals[self._num_forwarded :]:
+            self._num_forwarded += 1
+            if self._num_forwarded > 1:
                 self._deadline = min(self._deadline, time.monotonic())
             elif number == signal.SIGINT:
                 self._deadline = min(self._deadline, time.monotonic() + INTERRUPT_S)
@@ -172,26 +173,29 @@ class SshAttempt:
                 agent.send(signal.Signals(number).name)
 
     def _exit_code(self) -> int:
-        """The signal's code, else that of the first host (rank 0 knows the cause), else of the first failed host."""
-        if self._signals and (signal.SIGINT in self._signals or len(self._signals) > 1):
-            return EXIT_INTERRUPTED if signal.SIGINT in self._signals else EXIT_TERMINATED
-        own = {name: code for name, code in self._codes.items() if name not in self._ended_by_us} or self._codes
+        """Return the signal's code, else that of the first host (rank 0 knows the cause), else of the first failed
+        host. Hosts that were disconnected do not count, because their code is not the cause."""
+        if signal.SIGINT in self._signals:
+            return EXIT_INTERRUPTED
+        if len(self._signals) > 1:
+            return EXIT_TERMINATED
+        closed = {agent.host.name for agent in self._agents if agent.is_closed}
+        own = {name: code for name, code in self._codes.items() if name not in closed} or self._codes
         first = self._agents[0].host.name
         ordered = [own[name] for name in (first, *own) if name in own]
         return next((code for code in ordered if code not in (EXIT_OK, EXIT_PREEMPTED)), max(ordered))
 
 
-def _address_of_rank_0(agents: Sequence[SshConnection]) -> str:
-    """The address at which the others reach rank 0: its host's as the launcher has reached it. If that is this host: as
-    the others see it, or, since they see a jump host (ProxyJump) instead, the one from which packets to them leave."""
-    addresses = [agent.addresses or ("", "") for agent in agents]
-    address = addresses[0][0]
-    if agents[0].host.is_here:
-        seen = [launcher for _, launcher in addresses if launcher and interfaces.is_own(launcher)]
-        routed = [source for own, _ in addresses if own and (source := interfaces.address_towards(own))]
-        address = (seen or routed or [os.uname().nodename])[0]
-    others = {own for own, _ in addresses[1:] if not (own.startswith("127.") or own in ("", "::1"))}
-    if others and (address.startswith("127.") or address == "::1"):
+def _address_of_rank_0(addresses: Sequence[str]) -> str:
+    """Return the address at which the others reach rank 0: that of its host, or if that is this host (empty address),
+    the one from which packets to another host leave."""
+    others = [address for address in addresses[1:] if address]
+    address = addresses[0] or next(filter(None, map(interfaces.address_towards, others)), os.uname().nodename)
+    if _is_loopback(address) and not all(map(_is_loopback, others)):
         message = f"rank 0 would listen on {address}, which the other hosts cannot reach"
         raise EnvironmentProblem(Problem(message, "-H", "name the first host as the network knows it"))
     return address
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

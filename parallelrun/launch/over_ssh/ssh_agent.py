@@ -1,7 +1,7 @@
 """The process that `launch/over_ssh/ssh.py` starts on each host: it starts this host's ranks, and ends with the
 connection.
 
-Over ssh, its first line of stdout is MARK and its addresses. The first line of its stdin is the `Order` as JSON, each
+Over ssh, its first line of stdout is MARK and its address. The first line of its stdin is the `Order` as JSON, each
 following one the name of a signal for the ranks. When stdin ends, because the launcher has ended or the connection was
 lost, it exits, and the kernel kills its ranks.
 """
@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from queue import SimpleQueue
 
 from parallelrun.base.errors import EXIT_OK, EXIT_RANK_DIED
 from parallelrun.base.stop_signals import STOP_SIGNALS
@@ -28,28 +27,26 @@ LOCAL = "local"  # argument: this is the host of the launcher, whose terminal th
 def main(arguments: list[str]) -> int:
     """Run the ranks that the launcher orders; return the exit code of this host."""
     for number in (signal.SIGINT, *STOP_SIGNALS):
-        signal.signal(number, signal.SIG_IGN)  # the launcher forwards those that matter
+        signal.signal(number, lambda *_: None)  # the launcher forwards those that matter
     if LOCAL not in arguments:
-        print(f"{MARK}{json.dumps(addresses(os.environ))}", flush=True)
+        print(f"{MARK}{address(os.environ)}", flush=True)
     order = sys.stdin.buffer.readline()
     if not order:
         return EXIT_OK
     ranks = Ranks(Order(**json.loads(order)))
-    signals: SimpleQueue[str] = SimpleQueue()
-    threading.Thread(target=_read_signals, args=(signals,), daemon=True).start()  # later than the forks
-    return ranks.watch(signals)
+    threading.Thread(target=_forward_signals, args=(ranks,), daemon=True).start()
+    return ranks.wait()
 
 
-def _read_signals(signals: SimpleQueue[str]) -> None:
+def _forward_signals(ranks: Ranks) -> None:
     for line in sys.stdin.buffer:
-        signals.put(line.decode().strip())
+        ranks.send(signal.Signals[line.decode().strip()])
     os._exit(EXIT_RANK_DIED)
 
 
-def addresses(environ: Mapping[str, str]) -> tuple[str, str]:
-    """(this host's address as the launcher sees it, the launcher's as this host sees it), from sshd's variables."""
-    client, _, server, _ = environ["SSH_CONNECTION"].split()
-    return server, client
+def address(environ: Mapping[str, str]) -> str:
+    """Return this host's address as the launcher sees it, from sshd's variable."""
+    return environ["SSH_CONNECTION"].split()[2]
 
 
 if __name__ == "__main__":

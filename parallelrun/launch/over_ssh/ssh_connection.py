@@ -5,7 +5,6 @@ host.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import subprocess
@@ -19,7 +18,7 @@ from parallelrun.base.errors import EnvironmentProblem, Problem
 from parallelrun.launch.over_ssh.hosts import HostRanks, SshOptions
 from parallelrun.launch.over_ssh.ssh_agent import LOCAL, MARK
 
-CONNECT_S = 60.0  # for ssh to connect and the agent to print its addresses
+CONNECT_S = 60.0  # for ssh to connect and the agent to print its address
 # ssh ends if a host is silent for 2 s, and then does not answer three questions in 6 s
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=2",
         "-o", "ServerAliveCountMax=3")  # fmt: skip
@@ -27,15 +26,15 @@ _AGENT = "parallelrun.launch.over_ssh.ssh_agent"
 
 
 class SshConnection:
-    """addresses: what the agent has printed first, once it has come (`ssh_agent.addresses`); empty for this host, whose
-    ranks share our terminal. LOST: the exit code of ssh if the connection or the agent was lost."""
+    """address: of the host, once the agent has printed it; empty for this host, whose ranks share our terminal.
+    is_closed: `hang_up` was called. LOST: the exit code of ssh if the connection or the agent was lost."""
 
     LOST = 255
 
     def __init__(self, host: HostRanks, ssh: SshOptions):
         self.host, self._ssh = host, ssh
-        self.addresses = ("", "") if host.is_here else None
-        self._complaints: list[str] = []  # stderr before that: of ssh and the login shell
+        self.address, self.is_closed = "" if host.is_here else None, False
+        self._complaints: list[str] = []  # stderr before the address: of ssh and the login shell
         command = [sys.executable, "-m", _AGENT, LOCAL] if host.is_here else remote_command(host.name, ssh)
         pipe, output = subprocess.PIPE, None if host.is_here else subprocess.PIPE
         try:  # its own session: Ctrl-C reaches only this process, which forwards it
@@ -49,16 +48,15 @@ class SshConnection:
             thread.start()
 
     def _relay(self, source: IO[bytes], target: TextIO) -> None:
-        """Show lines of the ranks, each with its host. Lines before the addresses are of a login shell, or of ssh."""
+        """Show lines of the ranks, each with its host. Lines before the address are of a login shell, or of ssh."""
         for raw in source:
             line = raw.decode(errors="replace").removesuffix("\n")
-            if self.addresses is not None:
+            if self.address is not None:
                 with contextlib.suppress(OSError, ValueError):  # a closed terminal does not end the run
                     target.write(f"[{self.host.name}] {line}\n")
                     target.flush()
             elif MARK in line:
-                own, launcher = json.loads(line.partition(MARK)[2])
-                self.addresses = own, launcher
+                self.address = line.partition(MARK)[2]
             elif target is sys.stderr and line.strip():
                 self._complaints.append(line.strip())
 
@@ -71,6 +69,7 @@ class SshConnection:
 
     def hang_up(self) -> None:
         """Close the agent's stdin, which ends it and its ranks."""
+        self.is_closed = True
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -86,7 +85,7 @@ class SshConnection:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def unreachable(self) -> Problem:
-        """The reason why this host's agent has not printed its addresses."""
+        """Return the reason why this host's agent has not printed its address."""
         code = self.process.poll()
         if code is not None:
             self.end(time.monotonic() + 1.0)  # its last words
@@ -99,7 +98,7 @@ class SshConnection:
 
 
 def remote_command(name: str, ssh: SshOptions) -> list[str]:
-    """The command that starts an agent on another host: this Python in this directory, with its search paths."""
+    """Return the command that starts an agent on another host: this Python in this directory, with its search paths."""
     needed = [f"{key}={os.environ[key]}" for key in ("PYTHONPATH", "LD_LIBRARY_PATH") if os.environ.get(key)]
     agent = shlex.join(["env", *needed, sys.executable, "-m", _AGENT])
     return [*_SSH, *ssh.words(), name.strip("[]"), f"cd {shlex.quote(str(Path.cwd()))} && exec {agent}"]

@@ -123,7 +123,7 @@ def code_version() -> str:
 
 def differences(members: Sequence[Member], plan: Plan) -> list[Problem]:
     """Return the reasons why these ranks cannot run `plan` together."""
-    problems = [*_command_lines(members), *_code(members)]
+    problems = _disagreements(members)
     if damaged := [member for member in members if member.config != members[0].config]:
         message = f"the config arrived damaged at {named(damaged)}: its hash differs from rank 0's"
         problems.append(Problem(message, "config"))
@@ -133,19 +133,25 @@ def differences(members: Sequence[Member], plan: Plan) -> list[Problem]:
     return problems + (_gpus(members, plan) if plan.device == "cuda" else [])
 
 
-def _command_lines(members: Sequence[Member]) -> list[Problem]:
-    """Name the ranks whose command lines differ from rank 0's, with the words that differ."""
-    groups: dict[str, list[Member]] = defaultdict(list)
+def _disagreements(members: Sequence[Member]) -> list[Problem]:
+    """Name the ranks whose command lines or code differ from rank 0's, with what differs."""
+    first = members[0]
+    groups: dict[tuple[str, str], list[Member]] = defaultdict(list)  # (kind, difference) -> ranks
     for member in members:
-        if difference := _other_words(members[0].words, member.words):
-            groups[difference].append(member)
-    fix = "start every rank with the same words"
+        if difference := _other_words(first.words, member.words):
+            groups["the command line", difference].append(member)
+        for name in dict.fromkeys([*first.code, *member.code]):
+            theirs, ours = (rank.code.get(name, "absent") for rank in (member, first))
+            if theirs != ours:
+                difference = f"{theirs[:12]}, {member.code_version} (rank 0: {ours[:12]}, {first.code_version})"
+                groups[name, difference].append(member)
+    fix = "start every rank with the same words, and install the same versions on all hosts"
     problems = [
-        Problem(f"the command line of {named(odd)} differs from rank 0's: {difference}", "command line", command=fix)
-        for difference, odd in list(groups.items())[:MAX_NAMED]
+        Problem(f"{kind} of {named(odd)} differs from rank 0's: {difference}", "world", command=fix)
+        for (kind, difference), odd in list(groups.items())[:MAX_NAMED]
     ]
     if len(groups) > MAX_NAMED:
-        problems.append(Problem(f"{len(groups) - MAX_NAMED} other command lines differ from rank 0's too"))
+        problems.append(Problem(f"{len(groups) - MAX_NAMED} other differences from rank 0"))
     return problems
 
 
@@ -158,22 +164,6 @@ def _other_words(expected: dict[str, tuple[str, str]], words: dict[str, tuple[st
             same = " (a hidden value differs)" if theirs == ours else f" (rank 0: {ours or 'not given'})"
             parts.append((theirs or f"{key} not given") + same)
     return ", ".join(parts)
-
-
-def _code(members: Sequence[Member]) -> list[Problem]:
-    problems = []
-    for name in dict.fromkeys(name for member in members for name in member.code):
-        if odd := [member for member in members if member.code.get(name) != members[0].code.get(name)]:
-            table = "; ".join(_shown(member, name) for member in (members[0], *odd[:MAX_NAMED]))
-            more = f"; and {len(odd) - MAX_NAMED} more" if len(odd) > MAX_NAMED else ""
-            message = f"{name} differs between ranks: {table}{more}"
-            problems.append(Problem(message, name, command="install the same versions on all hosts"))
-    return problems
-
-
-def _shown(member: Member, name: str) -> str:
-    value = member.code.get(name, "absent")
-    return f"rank {member.rank} on {member.host}: {value[:12] if len(value) == 64 else value} ({member.code_version})"
 
 
 def _gpus(members: Sequence[Member], plan: Plan) -> list[Problem]:

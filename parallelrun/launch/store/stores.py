@@ -43,6 +43,7 @@ def connect(attached: Attached, timeout_s: float = CONNECT_S) -> Store:
     Raises EnvironmentProblem if the address, the ports or the interface cannot be used, or rank 0 does not come.
     """
     with stop_signals.postponed():  # torch is imported
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import PrefixStore
 
     if message := interfaces.missing(os.environ):
@@ -58,23 +59,15 @@ def connect(attached: Attached, timeout_s: float = CONNECT_S) -> Store:
     agent_serves = attached.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         if agent_serves:
-            return PrefixStore(prefix, _tcp_store(attached, timeout_s))
+            patience = timedelta(seconds=timeout_s)
+            address = (attached.master_addr, attached.master_port)
+            return PrefixStore(prefix, TCPStore(*address, timeout=patience, wait_for_workers=False))
         return _token_store(attached, timeout_s, f"{prefix}/")
     except (RuntimeError, OSError) as error:  # DistNetworkError is a RuntimeError
         where = f"{attached.master_addr}:{attached.master_port}"
         message = f"rank {attached.rank} cannot reach rank 0 at {where} within {timeout_s:g} s ({error})"
         command = f"check that rank 0 runs, that the port is open, and that all ranks have the same {TOKEN}, or none"
         raise EnvironmentProblem(Problem(message.splitlines()[0], _ADDRESS, command=command)) from error
-
-
-def _tcp_store(attached: Attached, timeout_s: float) -> Store:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store: Store = TCPStore(
-        attached.master_addr, attached.master_port, attached.world, False, timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )  # fmt: skip
-    return store
 
 
 # -- on several hosts

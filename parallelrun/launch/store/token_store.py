@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
@@ -14,7 +15,15 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from parallelrun.launch.store import store_server
-from parallelrun.launch.store.store_server import ACCEPTED, DONE, GREETING, NONCE_BYTES, PROOF_BYTES, TIMED_OUT
+from parallelrun.launch.store.store_server import (
+    ACCEPTED,
+    DONE,
+    GREETING,
+    HEADER_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    TIMED_OUT,
+)
 
 _TRY_S = 5.0  # for one address to answer
 _PAUSE_S = 0.1
@@ -43,71 +52,65 @@ class TokenStore(Store):
         return self._clones[-1]
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", self._key(key), _bytes(value))
+        self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         pairs = zip(keys, values, strict=True)
-        self._ask("set", *(part for key, value in pairs for part in (self._key(key), _bytes(value))))
+        self._request("set", *(text for key, value in pairs for text in (self._prefix + key, _text(value))))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._ask_and_wait("get", keys, self._patience)
+        return [value.encode("latin-1") for value in self._request_and_wait("get", keys, self._patience)]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask_and_wait("wait", keys, timeout or self._patience)
+        self._request_and_wait("wait", keys, timeout or self._patience)
 
     def add(self, key: str, number: int) -> int:
-        return int(self._ask("add", self._key(key), str(number).encode())[0])
+        return int(self._request("add", self._prefix + key, str(number))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask("append", self._key(key), _bytes(value))
+        self._request("append", self._prefix + key, _text(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._ask("compare_set", self._key(key), _bytes(expected), _bytes(desired))[0]
+        return self._request("compare_set", self._prefix + key, _text(expected), _text(desired))[0].encode("latin-1")
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask("check", *map(self._key, keys)) == [b"1"]
+        return self._request("check", *(self._prefix + key for key in keys)) == ["1"]
 
     def delete_key(self, key: str) -> bool:
-        return self._ask("delete", self._key(key)) == [b"1"]
-
-    def num_keys(self) -> int:
-        return int(self._ask("num_keys")[0])
+        return self._request("delete", self._prefix + key) == ["1"]
 
     def has_extended_api(self) -> bool:
         return True
 
-    deleteKey, getNumKeys = delete_key, num_keys  # as torch's C++ names them
+    deleteKey = delete_key  # as torch's C++ names it
 
-    def _key(self, key: str) -> bytes:
-        return (self._prefix + key).encode()
+    def _request_and_wait(self, operation: str, keys: Sequence[str], timeout: timedelta) -> list[str]:
+        wait_s = timeout.total_seconds()
+        return self._request(operation, str(int(1000 * wait_s)), *(self._prefix + key for key in keys), wait_s=wait_s)
 
-    def _ask_and_wait(self, operation: str, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
-        seconds = timeout.total_seconds()
-        return self._ask(operation, str(int(1000 * seconds)).encode(), *map(self._key, keys), within_s=seconds)
-
-    def _ask(self, operation: str, *fields: bytes, within_s: float = 0.0) -> list[bytes]:
-        """Return the fields of the server's answer. Raises DistStoreError (too late), DistNetworkError (no server)."""
+    def _request(self, operation: str, *texts: str, wait_s: float = 0.0) -> list[str]:
+        """Return the server's answer. Raises DistStoreError (too late), DistNetworkError (no server)."""
         with self._lock:
             try:
-                self._socket.settimeout(within_s + _ANSWER_S)
-                self._socket.sendall(store_server.packed([operation.encode(), *fields]))
-                length = store_server.message_length(_received(self._socket, 4))
-                answer = store_server.unpacked(_received(self._socket, length))
+                self._socket.settimeout(wait_s + _ANSWER_S)
+                self._socket.sendall(store_server.packed([operation, *texts]))
+                length = store_server.message_length(_received(self._socket, HEADER_BYTES))
+                answer: list[str] = json.loads(_received(self._socket, length))
             except OSError as error:
                 self._socket.close()  # an answer that comes later would be taken for another one's
                 raise DistNetworkError(f"the store's server is gone: Connection reset by peer ({error})") from error
         if answer[0] == TIMED_OUT:
-            raise DistStoreError(f"Wait timeout after {within_s:g} s: no key {answer[1].decode()} in the store")
+            raise DistStoreError(f"Wait timeout after {wait_s:g} s: no key {answer[1]} in the store")
         if answer[0] != DONE:
-            raise ValueError(f"store: {b' '.join(answer).decode()}")
+            raise ValueError(f"store: {' '.join(answer)}")
         return answer[1:]
 
 
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+def _text(value: str | bytes) -> str:
+    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 
 def _received(connection: socket.socket, length: int) -> bytes:

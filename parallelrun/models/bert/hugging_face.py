@@ -11,8 +11,7 @@ from typing import Any
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.models.hugging_face import Family, Fields, FixedTensor, Piece, both, options
-from parallelrun.models.transformer import spec as transformer
+from parallelrun.models.hugging_face import Family, Field, Fields, FixedTensor, Piece, both, options
 from parallelrun.planner.model.model_spec import ModelSpec
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}  # theirs -> ours
@@ -28,46 +27,34 @@ class Bert(Family):
         ("cls.predictions.decoder.bias", "cls.predictions.bias"),
     )
 
+    table = (
+        Field("vocab_size", "vocab", int, 30522),
+        Field("hidden_size", "hidden", int, 768),
+        Field("num_hidden_layers", "layers", int, 12),
+        Field("num_attention_heads", "heads", int, 12),
+        Field("intermediate_size", "ffn", int, 3072),
+        Field("hidden_act", "activation", GELUS, "gelu"),
+        Field("max_position_embeddings", "seq", int, 512),
+        Field("layer_norm_eps", "norm_eps", float, 1e-12),
+        Field("initializer_range", "init_std", float, 0.02),
+    )
+    fixed = {"tie_word_embeddings": True}
+    expected = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
+
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         allowed = {"bias": (True,), "norm_bias": (None, True), "kv_heads": (None, config.model.heads)}
-        return options(config, self.architecture, allowed)
+        return options(config.model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
-        model = config.model
-        return {
-            "vocab_size": spec.vocab,
-            "hidden_size": model.hidden,
-            "num_hidden_layers": model.layers,
-            "num_attention_heads": model.heads,
-            "intermediate_size": transformer.ffn_size(model),
-            "hidden_act": next(theirs for theirs, ours in GELUS.items() if ours == model.activation),
+        dropout = {
             "hidden_dropout_prob": config.dropout,
-            "attention_probs_dropout_prob": model.attention_dropout,
-            "max_position_embeddings": model.seq,
-            "type_vocab_size": 1,
-            "initializer_range": model.init_std,
-            "layer_norm_eps": model.norm_eps,
-            "tie_word_embeddings": True,
+            "attention_probs_dropout_prob": config.model.attention_dropout,
         }
+        return {**super().fields(config, spec), **dropout, "type_vocab_size": 1}
 
     def values(self, fields: Fields) -> dict[str, Any]:
-        fields.expect("position_embedding_type", "absolute")
-        fields.expect("tie_word_embeddings", True)
-        for key in ("is_decoder", "add_cross_attention"):
-            fields.expect(key, False)
         fields.take("type_vocab_size", int, 2)
-        return {
-            "head_bias": True,
-            "vocab": fields.take("vocab_size", int, 30522),
-            "hidden": fields.take("hidden_size", int, 768),
-            "layers": fields.take("num_hidden_layers", int, 12),
-            "heads": fields.take("num_attention_heads", int, 12),
-            "ffn": fields.take("intermediate_size", int, 3072),
-            "activation": fields.chosen("hidden_act", GELUS, "gelu"),
-            "seq": fields.take("max_position_embeddings", int, 512),
-            "norm_eps": fields.take("layer_norm_eps", float, 1e-12),
-            "init_std": fields.take("initializer_range", float, 0.02),
-        }
+        return {**super().values(fields), "head_bias": True}
 
     def pieces(self, config: Config, spec: ModelSpec) -> Iterator[Piece]:
         yield Piece("embedding.tokens.weight", "bert.embeddings.word_embeddings.weight")

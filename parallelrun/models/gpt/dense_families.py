@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.models.hugging_face import ROPE_KEYS, Family, Fields, Piece, both, options
+from parallelrun.models.hugging_face import ROPE_KEYS, Family, Field, Fields, Piece, both, options
 from parallelrun.models.moe import spec as moe
-from parallelrun.models.transformer import spec as transformer
 from parallelrun.planner.model.model_spec import ModelSpec
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs -> ours
@@ -23,46 +22,29 @@ class Gpt2(Family):
     skipped = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"
     copies = (("lm_head.weight", "transformer.wte.weight"),)
 
+    table = (
+        Field("vocab_size", "vocab", int, 50257),
+        Field("n_positions", "seq", int, 1024),
+        Field("n_embd", "hidden", int, 768),
+        Field("n_layer", "layers", int, 12),
+        Field("n_head", "heads", int, 12),
+        Field("n_inner", "ffn", int, None),
+        Field("activation_function", "activation", GELUS, "gelu_new"),
+        Field("layer_norm_epsilon", "norm_eps", float, 1e-5),
+        Field("initializer_range", "init_std", float, 0.02),
+        Field("tie_word_embeddings", "tied_embeddings", bool, True),
+    )
+    expected = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
                    "bias": (True,), "norm_bias": (None, True), "head_bias": (False,), "experts": (0,),
                    "kv_heads": (None, config.model.heads)}  # fmt: skip
-        return options(config, self.architecture, allowed)
+        return options(config.model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
-        model = config.model
-        return {
-            "vocab_size": spec.vocab,
-            "n_positions": model.seq,
-            "n_embd": model.hidden,
-            "n_layer": model.layers,
-            "n_head": model.heads,
-            "n_inner": transformer.ffn_size(model),
-            "activation_function": next(theirs for theirs, ours in GELUS.items() if ours == model.activation),
-            "layer_norm_epsilon": model.norm_eps,
-            "initializer_range": model.init_std,
-            "tie_word_embeddings": model.tied_embeddings,
-            "resid_pdrop": config.dropout,
-            "embd_pdrop": config.dropout,
-            "attn_pdrop": model.attention_dropout,
-        }
-
-    def values(self, fields: Fields) -> dict[str, Any]:
-        fields.expect("scale_attn_weights", True)
-        fields.expect("scale_attn_by_inverse_layer_idx", False)
-        fields.expect("add_cross_attention", False)
-        return {
-            "vocab": fields.take("vocab_size", int, 50257),
-            "seq": fields.take("n_positions", int, 1024),
-            "hidden": fields.take("n_embd", int, 768),
-            "layers": fields.take("n_layer", int, 12),
-            "heads": fields.take("n_head", int, 12),
-            "ffn": fields.take("n_inner", int, None),
-            "activation": fields.chosen("activation_function", GELUS, "gelu_new"),
-            "norm_eps": fields.take("layer_norm_epsilon", float, 1e-5),
-            "init_std": fields.take("initializer_range", float, 0.02),
-            "tied_embeddings": fields.take("tie_word_embeddings", bool, True),
-        }
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout)
+        return {**super().fields(config, spec), **dropout, "attn_pdrop": config.model.attention_dropout}
 
     def pieces(self, config: Config, spec: ModelSpec) -> Iterator[Piece]:
         yield Piece("embedding.tokens.weight", "transformer.wte.weight")
@@ -84,24 +66,58 @@ class Gpt2(Family):
             yield Piece("head.head.weight", "lm_head.weight")
 
 
-class Llama(Family):
-    """LlamaForCausalLM: Llama 1, 2 and 3. Its rotary embedding rotates the halves of a head, as ours does."""
+def decoder_table(eps: float, seq: int) -> tuple[Field, ...]:
+    """Return the fields that Llama and all later classes have. eps, seq: the defaults of the class."""
+    return (
+        Field("vocab_size", "vocab", int, 32000),
+        Field("hidden_size", "hidden", int, 4096),
+        Field("intermediate_size", "ffn", int),
+        Field("num_hidden_layers", "layers", int, 32),
+        Field("num_attention_heads", "heads", int, 32),
+        Field("num_key_value_heads", "kv_heads", int, None),
+        Field("max_position_embeddings", "seq", int, seq),
+        Field("initializer_range", "init_std", float, 0.02),
+        Field("rms_norm_eps", "norm_eps", float, eps),
+        Field("tie_word_embeddings", "tied_embeddings", bool, False),
+    )
 
-    model_type, architecture = "llama", "LlamaForCausalLM"
+
+class Decoder(Family):
+    """Llama and the classes after it. The rotary embedding rotates the halves of a head, as ours does.
+
+    theta, rotated: the defaults of the rotary base and of the share of a head that is rotated. has_yarn: its attention
+    scales scores as yarn does. routing: the values of `model.router` of which config.json says nothing.
+    """
+
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
-    copies = (("lm_head.weight", "model.embed_tokens.weight"),)
-    default_eps, default_theta, default_seq = 1e-6, 10000.0, 2048
+    copies: ClassVar[tuple[tuple[str, str], ...]] = (("lm_head.weight", "model.embed_tokens.weight"),)
+    fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
+    theta, rotated, has_yarn = 10000.0, 1.0, False
+    implied: ClassVar[Mapping[str, Any]] = {"bias": False}
+    routing: ClassVar[Mapping[str, Any]] = {}
 
-    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        return options(config, self.architecture, {**LLAMA_KEYS, "experts": (0,)})
+    def options(self, config: Config, **allowed: tuple[Any, ...]) -> list[Problem]:
+        """The problems of `config.model` with a class that knows the options of Llama, and of others the allowed."""
+        llama = {"norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",), "head_bias": (False,),
+                 "kv_lora_rank": (None,)}  # fmt: skip
+        return options(config.model, "model", self.architecture, llama | allowed)
+
+    def head_dim(self, model: Mapping[str, Any]) -> int:
+        """Return what the class calls the size of a head. model: the values of `model` by key."""
+        return int(model["hidden"] // max(1, model["heads"]))
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
-        return {**decoder_fields(config, spec), "attention_bias": config.model.bias, "mlp_bias": config.model.bias}
+        model = config.model
+        more = {"head_dim": self.head_dim(vars(model)), "attention_dropout": model.attention_dropout}
+        return {**super().fields(config, spec), **more, **rope_fields(model)}
 
     def values(self, fields: Fields) -> dict[str, Any]:
-        bias = fields.take("attention_bias", bool, False)
-        fields.expect("mlp_bias", bias)
-        return {**decoder_values(fields, self.default_eps, self.default_theta, self.default_seq), "bias": bias}
+        values = super().values(fields)
+        fields.expect("head_dim", self.head_dim(values), None)
+        values |= fields.rotary(self.theta, self.rotated, self.has_yarn)
+        if "router" in values:
+            values["router"] |= self.routing
+        return {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", **self.implied, **values}
 
     def pieces(self, config: Config, spec: ModelSpec) -> Iterator[Piece]:
         yield Piece("embedding.tokens.weight", "model.embed_tokens.weight")
@@ -130,57 +146,22 @@ class Llama(Family):
         raise NotImplementedError(f"{self.architecture} has no experts")
 
 
-LLAMA_KEYS: dict[str, tuple[Any, ...]] = {
-    "norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",), "head_bias": (False,),
-    "kv_lora_rank": (None,),
-}  # fmt: skip
+class Llama(Decoder):
+    """LlamaForCausalLM: Llama 1, 2 and 3."""
 
+    model_type, architecture = "llama", "LlamaForCausalLM"
+    table = (*decoder_table(eps=1e-6, seq=2048), Field("attention_bias", "bias", bool, False))
 
-def decoder_fields(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json fields that all classes after Llama share."""
-    model = config.model
-    return {
-        "vocab_size": spec.vocab,
-        "hidden_size": model.hidden,
-        "intermediate_size": transformer.ffn_size(model),
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": transformer.kv_heads(model),
-        "head_dim": model.hidden // model.heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.seq,
-        "initializer_range": model.init_std,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tied_embeddings,
-        **rope_fields(model),
-        "attention_dropout": model.attention_dropout,
-    }
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        return self.options(config, experts=(0,))
 
+    def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
+        return {**super().fields(config, spec), "mlp_bias": config.model.bias}
 
-def decoder_values(
-    fields: Fields, eps: float, theta: float, seq: int, partial: float = 1.0, yarn: bool = False
-) -> dict[str, Any]:
-    """The values that `decoder_fields` describes; the arguments are the defaults of the class. yarn: it is built for
-    the attention of this class."""
-    fields.expect("hidden_act", "silu")
-    hidden, heads = fields.take("hidden_size", int, 4096), fields.take("num_attention_heads", int, 32)
-    fields.expect("head_dim", hidden // max(1, heads), None)
-    return {
-        "vocab": fields.take("vocab_size", int, 32000),
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": fields.take("num_key_value_heads", int, None),
-        "layers": fields.take("num_hidden_layers", int, 32),
-        "ffn": fields.take("intermediate_size", int),
-        "seq": fields.take("max_position_embeddings", int, seq),
-        "norm": "rmsnorm",
-        "norm_eps": fields.take("rms_norm_eps", float, eps),
-        "activation": "swiglu",
-        "position": "rope",
-        **fields.rotary(theta, partial, yarn),
-        "init_std": fields.take("initializer_range", float, 0.02),
-        "tied_embeddings": fields.take("tie_word_embeddings", bool, False),
-    }
+    def values(self, fields: Fields) -> dict[str, Any]:
+        values = super().values(fields)
+        fields.expect("mlp_bias", values["bias"])
+        return values
 
 
 def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[str, Any]:

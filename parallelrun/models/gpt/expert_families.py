@@ -2,62 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.models.gpt.dense_families import LLAMA_KEYS, Llama, decoder_fields, decoder_values, gated, rope_fields
-from parallelrun.models.hugging_face import Fields, FixedTensor, Piece, options
+from parallelrun.models.gpt.dense_families import Decoder, decoder_table, gated, rope_fields
+from parallelrun.models.hugging_face import Field, FixedTensor, Piece, options
 from parallelrun.models.moe import spec as moe
 from parallelrun.planner.model.model_spec import ModelSpec
-from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
-class Mixtral(Llama):
-    """MixtralForCausalLM: experts in every layer, weights of the chosen ones normalised to sum 1."""
+class Mixtral(Decoder):
+    """MixtralForCausalLM: experts in every layer, weights of the selected ones normalised to sum 1."""
 
     model_type, architecture = "mixtral", "MixtralForCausalLM"
-    default_eps, default_theta, default_seq = 1e-5, 1e6, 131072
+    table = (
+        *decoder_table(eps=1e-5, seq=131072),
+        Field("num_local_experts", "experts", int, 8),
+        Field("num_experts_per_tok", "router.top_k", int, 2),
+        Field("router_aux_loss_coef", "router.aux_coefficient", float, 0.001),
+        Field("router_jitter_noise", "router.jitter", float, 0.0),
+    )
+    fixed: ClassVar[Mapping[str, Any]] = {**Decoder.fixed, "sliding_window": None}
+    theta = 1e6
+    implied: ClassVar[Mapping[str, Any]] = {"bias": False, "expert_period": 1, "dense_layers": 0, "shared_experts": 0}
+    routing: ClassVar[Mapping[str, Any]] = {"kind": "top_k", "score": "softmax", "renormalise": "before"}
     routers = {"kind": ("top_k",), "score": ("softmax",), "renormalise": ("before", "after"), "scaling": (1.0,),
                "capacity_factor": (None,), "eval_capacity_factor": (None,), "bias_rate": (0.0,),
                "n_group": (1,)}  # fmt: skip
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        allowed = {**LLAMA_KEYS, "bias": (False,), "shared_experts": (0,), "expert_period": (1,), "dense_layers": (0,)}
-        problems = options(config, self.architecture, allowed)
+        problems = self.options(config, bias=(False,), shared_experts=(0,), expert_period=(1,), dense_layers=(0,))
         return problems + routing_differences(spec, self.architecture, self.routers)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
-        assert spec.router is not None
-        return {
-            **decoder_fields(config, spec),
-            "intermediate_size": moe.expert_ffn(config.model),
-            "num_local_experts": config.model.experts,
-            "num_experts_per_tok": spec.router.top_k,
-            "router_aux_loss_coef": spec.router.aux_coefficient,
-            "router_jitter_noise": spec.router.jitter,
-            "sliding_window": None,
-        }
-
-    def values(self, fields: Fields) -> dict[str, Any]:
-        fields.expect("sliding_window", None)
-        return {
-            **decoder_values(fields, self.default_eps, self.default_theta, self.default_seq),
-            "bias": False,
-            "experts": fields.take("num_local_experts", int, 8),
-            "expert_period": 1,
-            "dense_layers": 0,
-            "shared_experts": 0,
-            "router": {
-                "kind": "top_k",
-                "top_k": fields.take("num_experts_per_tok", int, 2),
-                "score": "softmax",
-                "renormalise": "before",
-                "aux_coefficient": fields.take("router_aux_loss_coef", float, 0.001),
-                "jitter": fields.take("router_jitter_noise", float, 0.0),
-            },
-        }
+        return {**super().fields(config, spec), "intermediate_size": moe.expert_ffn(config.model)}
 
     def expert_pieces(self, config: Config, ours: str, theirs: str) -> Iterator[Piece]:
         block = f"{theirs}.block_sparse_moe"
@@ -67,82 +47,56 @@ class Mixtral(Llama):
                 yield Piece(f"{ours}.experts.{part}", f"{block}.experts.{expert}.{key}.weight", index=expert)
 
 
-class Glm4Moe(Llama):
-    """Glm4MoeForCausalLM with whole heads rotated: DeepSeek-V3's experts and routing, on plain attention."""
+def expert_table(dense_layers: int, scaling: float) -> tuple[Field, ...]:
+    """Return the fields of experts under the names that DeepSeek gave them. The arguments are defaults of the class."""
+    return (
+        Field("n_routed_experts", "experts", int, 128),
+        Field("moe_intermediate_size", "expert_ffn", int, 1408),
+        Field("first_k_dense_replace", "dense_layers", int, dense_layers),
+        Field("n_shared_experts", "shared_experts", int, 1),
+        Field("num_experts_per_tok", "router.top_k", int, 8),
+        Field("routed_scaling_factor", "router.scaling", float, scaling),
+    )
+
+
+class Glm4Moe(Decoder):
+    """Glm4MoeForCausalLM with complete heads rotated: DeepSeek-V3's experts and routing, on plain attention.
+
+    A file does not say how fast selection biases move: the rate is that of DeepSeek-V3; 0 would drop them.
+    """
 
     model_type, architecture = "glm4_moe", "Glm4MoeForCausalLM"
-    skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
-    default_eps, default_theta, default_seq = 1e-5, 10000.0, 131072
+    copies: ClassVar[tuple[tuple[str, str], ...]] = (("lm_head.weight", "model.embed_tokens.weight"),)
+    table = (*decoder_table(eps=1e-5, seq=131072), *expert_table(dense_layers=1, scaling=1.0))
+    fixed: ClassVar[Mapping[str, Any]] = {
+        **Decoder.fixed, "attention_bias": False, "use_qk_norm": False, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True,
+    }  # fmt: skip
+    rotated = 0.5
+    implied: ClassVar[Mapping[str, Any]] = {"bias": False, "expert_period": 1}
+    routing: ClassVar[Mapping[str, Any]] = {
+        "kind": "top_k", "score": "sigmoid", "renormalise": "before", "bias_rate": 1e-3
+    }  # fmt: skip
     routers = {"kind": ("top_k",), "score": ("sigmoid",), "renormalise": ("before", "after"),
                "capacity_factor": (None,), "eval_capacity_factor": (None,), "jitter": (0.0,),
                "n_group": (1,)}  # fmt: skip
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        problems = options(config, self.architecture, {**LLAMA_KEYS, "bias": (False,), "expert_period": (1,)})
+        problems = self.options(config, bias=(False,), expert_period=(1,))
+        return problems + self.expert_differences(config, spec)
+
+    def expert_differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        """The problems of the experts and of their router."""
+        problems = routing_differences(spec, self.architecture, self.routers)
         if not config.model.shared_experts:
             message = f"model.shared_experts=0: {self.architecture} of transformers has a shared expert in every layer"
             problems.append(Problem(message, "model.shared_experts"))
-        return problems + routing_differences(spec, self.architecture, self.routers)
+        return problems
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
-        model, router = config.model, spec.router
-        assert router is not None
-        return {
-            **decoder_fields(config, spec),
-            **rope_fields(model, {"partial_rotary_factor": 1.0}),
-            "partial_rotary_factor": 1.0,
-            "use_qk_norm": False,
-            "attention_bias": False,
-            **self.expert_fields(config, router),
-            "norm_topk_prob": True,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_nextn_predict_layers": 0,
-        }
-
-    def expert_fields(self, config: Config, router: RouterSpec) -> dict[str, Any]:
-        """Sizes of the experts, under the names that DeepSeek gave them. router: of the spec."""
-        model = config.model
-        return {
-            "moe_intermediate_size": moe.expert_ffn(model),
-            "n_routed_experts": model.experts,
-            "num_experts_per_tok": router.top_k,
-            "n_shared_experts": model.shared_experts,
-            "first_k_dense_replace": model.dense_layers,
-            "routed_scaling_factor": router.scaling,
-        }
-
-    def expert_values(self, fields: Fields, dense_layers: int) -> dict[str, Any]:
-        """Return the model keys for the fields of `expert_fields`, without the router. dense_layers: the default."""
-        return {
-            "bias": False,
-            "experts": fields.take("n_routed_experts", int, 128),
-            "expert_ffn": fields.take("moe_intermediate_size", int, 1408),
-            "expert_period": 1,
-            "dense_layers": fields.take("first_k_dense_replace", int, dense_layers),
-            "shared_experts": fields.take("n_shared_experts", int, 1),
-        }
-
-    def bias_values(self) -> dict[str, float]:
-        """A file does not say how fast selection biases move: the rate is that of DeepSeek-V3; 0 would drop them."""
-        return {"bias_rate": 1e-3}
-
-    def values(self, fields: Fields) -> dict[str, Any]:
-        for key, value in (("attention_bias", False), ("use_qk_norm", False), ("n_group", 1), ("topk_group", 1)):
-            fields.expect(key, value)
-        fields.expect("norm_topk_prob", True)
-        return {
-            **decoder_values(fields, self.default_eps, self.default_theta, self.default_seq, partial=0.5),
-            **self.expert_values(fields, dense_layers=1),
-            "router": {
-                "kind": "top_k",
-                "top_k": fields.take("num_experts_per_tok", int, 8),
-                "score": "sigmoid",
-                "renormalise": "before",
-                "scaling": fields.take("routed_scaling_factor", float, 1.0),
-                **self.bias_values(),
-            },
-        }
+        rotated = {"partial_rotary_factor": 1.0}
+        more = {**rope_fields(config.model, rotated), **rotated, "num_nextn_predict_layers": 0}
+        return {**super().fields(config, spec), **more}
 
     def expert_pieces(self, config: Config, ours: str, theirs: str) -> Iterator[Piece]:
         yield Piece(f"{ours}.router.weight", f"{theirs}.mlp.gate.weight")
@@ -162,16 +116,11 @@ class Glm4Moe(Llama):
         return {f"model.layers.{index}.mlp.gate.e_score_correction_bias": zeros for index in layers}
 
 
-def routing_differences(spec: ModelSpec, family: str, allowed: dict[str, tuple[Any, ...]]) -> list[Problem]:
+def routing_differences(spec: ModelSpec, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:
     """The problems of a router with a family that knows only some values of some keys."""
     if spec.router is None:
         return [Problem(f"model.experts=0: {family} of transformers has experts", "model.experts")]
-    problems = []
-    for key, values in allowed.items():
-        if (value := getattr(spec.router, key)) not in values:
-            theirs = " or ".join("null" if one is None else str(one) for one in values)
-            message = f"model.router.{key}={value}: {family} of transformers has {theirs}"
-            problems.append(Problem(message, f"model.router.{key}"))
+    problems = options(spec.router, "model.router", family, allowed)
     if spec.router.top_k == 1:
         message = f"model.router.top_k=1: {family} gives a single expert the weight 1, and our model its score"
         problems.append(Problem(message, "model.router.top_k"))

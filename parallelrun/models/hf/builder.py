@@ -57,9 +57,16 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     if task == "image_classification":
         size = settings.image_size
         module.sample_shape = (settings.num_channels, *(size if isinstance(size, (list, tuple)) else (size, size)))
-    elif task == "masked_lm":
-        module.mask_token = settings.vocab_size - 1 if config.model.mask_token is None else config.model.mask_token
     return module
+
+
+def mask_token(config: Config, vocab: int) -> int | None:
+    """Return the id of [MASK] of a masked language model: `model.mask_token`, else the last one; None for others."""
+    settings = settings_of(config, vocab)
+    if _task(config, settings) != "masked_lm":
+        return None
+    token: int = settings.vocab_size - 1 if config.model.mask_token is None else config.model.mask_token
+    return token
 
 
 def trained_module(config: Config, vocab: int, folder: Path) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,9 +32,10 @@ class HuggingFaceDefinition(ModelDefinition):
         if find_spec("transformers") is None:
             problem = Problem("model=hf needs the package transformers", "model", "pip install 'parallelrun[hf]'")
             raise EnvironmentProblem(problem)
+        from parallelrun.models.hf.builder import mask_token
         from parallelrun.models.module.inspection import read_spec
 
-        return read_spec(config, vocab)
+        return replace(read_spec(config, vocab), mask_token=mask_token(config, vocab))
 
 
 MODEL = HuggingFaceDefinition()

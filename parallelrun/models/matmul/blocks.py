@@ -1,11 +1,11 @@
 """Blocks of the lesson's matrices on one rank, and the collectives of a product on them, each described in a line.
 
-Blocks may be uneven or empty, so they are padded to the largest before they are gathered or scattered.
+Blocks may be uneven or empty, so a gather is a broadcast of each rank's block, and a scatter a reduction to each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -19,7 +19,7 @@ from parallelrun.planner.model.product import ActivationLayout, Move, Product
 
 PURPOSE = "lesson"
 ROWS, COLUMNS = 0, 1  # dims
-DIMS = {"rows": ROWS, "features": COLUMNS}
+Moves = Iterable[tuple[int, str]]  # (dim, axis) of gathers or scatters
 
 
 @dataclass(frozen=True)
@@ -40,140 +40,115 @@ class MatrixBlock:
         """`X[0:2, 0:5]`."""
         return f"{self.name}[{', '.join(f'{start}:{stop}' for start, stop in self.ranges)}]"
 
+    @property
+    def size(self) -> str:
+        """`4x8 = 32 numbers`."""
+        rows, columns = self.numbers.shape
+        return f"{rows}x{columns} = {self.numbers.numel()} numbers"
+
 
 class BlockOperations:
     """The collectives of one product over the mesh.
 
     matrices: the full "X" (rows, inner), "W" (inner, columns) and "Y" (rows, columns), whose shapes their gradients
-    have. told: a line for each collective.
+    have. messages: a line for each collective.
     """
 
     def __init__(self, product: Product, matrices: Mapping[str, Tensor], mesh: Mesh):
         self.product, self._matrices, self._mesh = product, matrices, mesh
-        self._layouts = {"X": _layout(product.x), "W": _transposed(product.weight), "Y": _layout(product.y)}
+        self._layouts = {"X": as_layout(product.x), "W": transposed(product.weight), "Y": as_layout(product.y)}
         self.num_panels = mesh.shape.size(product.x.features[0]) if product.panels else 0
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
-    def take_told(self, prefix: str) -> list[str]:
-        lines, self.told = [f"{prefix}: {line}" for line in self.told], []
+    def take_messages(self, prefix: str) -> list[str]:
+        lines, self.messages = [f"{prefix}: {line}" for line in self.messages], []
         return lines
 
-    def held(self, name: str) -> MatrixBlock:
+    def stored(self, name: str) -> MatrixBlock:
         """The block of X, W or dY that this rank has before anything is sent."""
-        matrix = name.removeprefix("d")
-        block = self._block(name, self._layouts[matrix])
-        return self._block(name, block.layout, block.part_of(self._matrices[matrix]))
+        layout, matrix = self._layouts[name.removeprefix("d")], self._matrices[name.removeprefix("d")]
+        return self.block(name, layout, matrix[tuple(slice(*pair) for pair in self._ranges(name, layout, {}))])
 
-    def computed(self, name: str, layout: ActivationLayout, numbers: Tensor) -> MatrixBlock:
-        """Numbers just computed, as a block of an activation."""
-        return self._block(name, _layout(layout), numbers)
+    def block(self, name: str, layout: Layout, numbers: Tensor) -> MatrixBlock:
+        """Numbers of this rank as a block of the matrix called `name` (d for gradients)."""
+        return MatrixBlock(name, layout, self._ranges(name, layout, {}), numbers.contiguous())
 
-    def gather(self, block: MatrixBlock, move: Move | None) -> MatrixBlock:
-        """All-gather of an activation along a dim."""
-        return block if move is None else self._gather(block, DIMS[move.dim], move.axis)
-
-    def gather_weight(self, block: MatrixBlock) -> MatrixBlock:
-        """All-gather of the columns of W over each axis, minor-most first."""
-        for axis in self.product.gather_w:
-            block = self._gather(block, COLUMNS, axis)
+    def gather(self, block: MatrixBlock, moves: Moves) -> MatrixBlock:
+        """All-gather over each axis along its dim, minor-most first."""
+        for dim, axis in moves:
+            group, numbers = self._mesh.group(axis), block.numbers
+            if group.size > 1:
+                numbers = torch.cat([self._received(block, axis, index).numbers for index in range(group.size)], dim)
+            dims = list(block.layout.dims)
+            dims[dim] = dims[dim][:-1]
+            block = self.block(block.name, Layout(tuple(dims)), numbers)
+            self._tell("all-gather of", block, group)
         return block
 
-    def reduce(self, block: MatrixBlock, move: Move | None, sum_axis: str | None) -> MatrixBlock:
-        """Reduce-scatter along `move`, or all-reduce over `sum_axis`, or neither."""
-        if sum_axis:
-            self._sum(block, sum_axis)
-        return block if move is None else self._scatter(block, DIMS[move.dim], move.axis)
-
-    def weight_gradient(self, numbers: Tensor) -> MatrixBlock:
-        """dW from its partial sums: reduce-scattered where W was gathered, all-reduced over the copies of W."""
-        block = self._block("dW", _transposed(self.product.gathered_weight), numbers)
-        for axis in reversed(self.product.gather_w):
-            block = self._scatter(block, COLUMNS, axis)
-        for axis in self.product.partial_weight:
-            self._sum(block, axis)
+    def reduce(self, block: MatrixBlock, scatters: Moves, sums: Iterable[str | None]) -> MatrixBlock:
+        """Reduce-scatter partial sums over each axis along its dim, then all-reduce them over the axes `sums`."""
+        for dim, axis in scatters:
+            group, numbers = self._mesh.group(axis), block.numbers
+            if group.size > 1:
+                self._tell("reduce-scatter of the partial", block, group)
+                cuts = [chunk_range(numbers.size(dim), group.size, index) for index in range(group.size)]
+                parts = [numbers.narrow(dim, start, stop - start).contiguous() for start, stop in cuts]
+                for index, part in enumerate(parts):
+                    comm.reduce(part, group, PURPOSE, index)
+                numbers = parts[group.index]
+            block = self.block(block.name, Layout(block.layout.dims).split(dim, axis), numbers)
+        for group in (self._mesh.group(axis) for axis in sums if axis):
+            if group.size > 1:
+                comm.all_reduce(block.numbers, group, PURPOSE)
+            self._tell("all-reduce of the partial", block, group)
         return block
 
     def panel(self, block: MatrixBlock, dim: int, step: int) -> MatrixBlock:
         """SUMMA: the panel `step` of the inner dim, `dim` of the block, broadcast by the rank that has it."""
         (axis,) = block.layout.dims[dim]
-        group = self._mesh.group(axis)
-        owner = self._block(block.name, block.layout, coordinate={axis: step})
-        shape = tuple(stop - start for start, stop in owner.ranges)
-        numbers = block.numbers.clone() if group.index == step else block.numbers.new_empty(shape)
-        comm.broadcast(numbers, group, PURPOSE, step)
-        self.told.append(f"{owner.title} comes from rank {group.ranks[step]} over {axis}")
-        return MatrixBlock(block.name, block.layout, owner.ranges, numbers)
+        panel = self._received(block, axis, step)
+        self.messages.append(f"{panel.title} comes from rank {self._mesh.group(axis).ranks[step]} over {axis}")
+        return panel
 
     def reduce_panel(self, name: str, dim: int, step: int, numbers: Tensor, so_far: Tensor) -> Tensor:
         """Sum partial gradients of panel `step` on the rank that has it; returns this rank's gradient so far."""
         (axis,) = self._layouts[name[1:]].dims[dim]
         group, numbers = self._mesh.group(axis), numbers.contiguous()
         comm.reduce(numbers, group, PURPOSE, step)
-        self.told.append(f"{name} of panel {step} ({_size(numbers)}) is summed over {axis} on rank {group.ranks[step]}")
+        size = f"{numbers.size(0)}x{numbers.size(1)} = {numbers.numel()} numbers"
+        self.messages.append(f"{name} of panel {step} ({size}) is summed over {axis} on rank {group.ranks[step]}")
         return numbers if group.index == step else so_far
 
-    def _block(
-        self, name: str, layout: Layout, numbers: Tensor | None = None, coordinate: Mapping[str, int] | None = None
-    ) -> MatrixBlock:
-        """The block of the matrix called `name` (d for gradients) here, or where `coordinate` differs from here."""
-        matrix, here = self._matrices[name.removeprefix("d")], self._mesh.coordinate
-        ranges = layout.ranges(tuple(matrix.shape), self._mesh.shape.sizes, {**here, **(coordinate or {})})
-        return MatrixBlock(name, layout, ranges, matrix.new_empty(0) if numbers is None else numbers.contiguous())
+    def _received(self, block: MatrixBlock, axis: str, index: int) -> MatrixBlock:
+        """The block that rank `index` of an axis has, broadcast by it."""
+        group, ranges = self._mesh.group(axis), self._ranges(block.name, block.layout, {axis: index})
+        shape = tuple(stop - start for start, stop in ranges)
+        numbers = block.numbers.clone() if group.index == index else block.numbers.new_empty(shape)
+        comm.broadcast(numbers, group, PURPOSE, index)
+        return MatrixBlock(block.name, block.layout, ranges, numbers)
 
-    def _gather(self, block: MatrixBlock, dim: int, axis: str) -> MatrixBlock:
-        group, numbers = self._mesh.group(axis), block.numbers
+    def _ranges(self, name: str, layout: Layout, elsewhere: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+        """The ranges of a matrix here, or where the coordinate differs from here."""
+        shape = tuple(self._matrices[name.removeprefix("d")].shape)
+        return layout.ranges(shape, self._mesh.shape.sizes, {**self._mesh.coordinate, **elsewhere})
+
+    def _tell(self, operation: str, block: MatrixBlock, group: Group) -> None:
         if group.size > 1:
-            members = (self._block(block.name, block.layout, coordinate={axis: index}) for index in range(group.size))
-            lengths = [stop - start for start, stop in (member.ranges[dim] for member in members)]
-            padded = _pad(numbers, dim, max(lengths))
-            parts = comm.all_gather(padded, group, PURPOSE, dim).split(max(lengths), dim)
-            numbers = torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths)], dim)
-            self.told.append(f"all-gather of {block.name} ({_size(numbers)}) {_over(group)}")
-        dims = list(block.layout.dims)
-        dims[dim] = dims[dim][:-1]
-        return self._block(block.name, Layout(tuple(dims)), numbers)
-
-    def _scatter(self, block: MatrixBlock, dim: int, axis: str) -> MatrixBlock:
-        group, numbers = self._mesh.group(axis), block.numbers
-        if group.size > 1:
-            cuts = [chunk_range(numbers.size(dim), group.size, index) for index in range(group.size)]
-            largest = max(stop - start for start, stop in cuts)
-            padded = torch.cat([_pad(numbers.narrow(dim, a, b - a), dim, largest) for a, b in cuts], dim)
-            start, stop = cuts[group.index]
-            numbers = comm.reduce_scatter(padded, group, PURPOSE, dim).narrow(dim, 0, stop - start)
-            self.told.append(f"reduce-scatter of the partial {block.name} ({_size(block.numbers)}) {_over(group)}")
-        return self._block(block.name, Layout(block.layout.dims).split(dim, axis), numbers)
-
-    def _sum(self, block: MatrixBlock, axis: str) -> None:
-        group = self._mesh.group(axis)
-        if group.size > 1:
-            comm.all_reduce(block.numbers, group, PURPOSE)
-            self.told.append(f"all-reduce of the partial {block.name} ({_size(block.numbers)}) {_over(group)}")
+            over = f"over {group.axis}, with ranks {list(group.ranks)}"
+            self.messages.append(f"{operation} {block.name} ({block.size}) {over}")
 
 
-def _layout(activation: ActivationLayout) -> Layout:
+def as_layout(activation: ActivationLayout) -> Layout:
     return Layout((activation.rows, activation.features))
 
 
-def _transposed(weight: Layout) -> Layout:
+def transposed(weight: Layout) -> Layout:
     """The layout of W as (inner, columns); parameters are stored as (columns, inner)."""
     return Layout(weight.dims[::-1])
 
 
-def _pad(numbers: Tensor, dim: int, length: int) -> Tensor:
-    shape = list(numbers.shape)
-    shape[dim] = length - shape[dim]
-    return torch.cat([numbers, numbers.new_zeros(shape)], dim).contiguous()
-
-
-def _size(numbers: Tensor) -> str:
-    """`4x8 = 32 numbers`."""
-    rows, columns = numbers.shape
-    return f"{rows}x{columns} = {numbers.numel()} numbers"
-
-
-def _over(group: Group) -> str:
-    return f"over {group.axis}, with ranks {list(group.ranks)}"
+def moves_of(move: Move | None) -> Moves:
+    return [] if move is None else [(ROWS if move.dim == "rows" else COLUMNS, move.axis)]
 
 
 def picture(*blocks: MatrixBlock, note: str = "") -> list[str]:

@@ -84,7 +84,7 @@ def _grid(mesh: MeshShape, form: str) -> ProductCut:
         return ProductCut("3D tensor parallel", GRID_TEXTS["3d"], products.cube(ActivationLayout(("x", "y"), ("z",))))
     depth = ("depth",) if mesh.size("depth") > 1 else ()
     square = mesh.size("row") == mesh.size("col")
-    chosen = form if form != "auto" else "summa" if square else "stationary_y"
-    product = getattr(products, chosen)(ActivationLayout((*depth, "row"), ("col",)))
-    title = f"{'2.5D' if depth else '2D'} tensor parallel, {'SUMMA' if chosen == 'summa' else chosen.replace('_', ' ')}"
-    return ProductCut(title, GRID_TEXTS[chosen] + (DEPTH_TEXT if depth else ""), product)
+    shown = form if form != "auto" else "summa" if square else "stationary_y"
+    product = getattr(products, shown)(ActivationLayout((*depth, "row"), ("col",)))
+    title = f"{'2.5D' if depth else '2D'} tensor parallel, {'SUMMA' if shown == 'summa' else shown.replace('_', ' ')}"
+    return ProductCut(title, GRID_TEXTS[shown] + (DEPTH_TEXT if depth else ""), product)

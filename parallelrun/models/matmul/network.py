@@ -11,7 +11,16 @@ from parallelrun.base.errors import VerificationError
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.comm import gather_json
 from parallelrun.distributed.mesh import Mesh, build_mesh
-from parallelrun.models.matmul.blocks import COLUMNS, ROWS, BlockOperations, MatrixBlock, picture
+from parallelrun.models.matmul.blocks import (
+    COLUMNS,
+    ROWS,
+    BlockOperations,
+    MatrixBlock,
+    as_layout,
+    moves_of,
+    picture,
+    transposed,
+)
 from parallelrun.models.matmul.cuts import ProductCut, cuts
 from parallelrun.models.matmul.spec import WEIGHT
 from parallelrun.planner.contract.plan import Plan
@@ -31,8 +40,7 @@ def run(config: Config, plan: Plan, device: torch.device, show: bool) -> list[st
     lines = [f"Y = X W: X is {rows}x{inner}, W is {inner}x{columns}; dY is the gradient of Y, dX = dY W^T, dW = X^T dY"]
     wrong: list[str] = []
     for number, cut in enumerate(cuts(plan.mesh, plan.tensor.asked_form(config)), start=1):
-        told, is_right = multiply(plan, mesh, cut)
-        reports = gather_json((mesh.rank, told, is_right), mesh)
+        reports = gather_json((mesh.rank, *multiply(plan, mesh, cut)), mesh)
         lines += ["", f"{number}. {cut.title}", *wrap(cut.text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)]
         for rank, report, right in reports:
             lines += ["", f"   {_rank_title(plan, rank)}", *(f"     {line}".rstrip() for line in report)]
@@ -65,48 +73,52 @@ def matrices(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tenso
 def _by_gathers(blocks: BlockOperations) -> tuple[list[str], list[MatrixBlock]]:
     """Gather what the product gathers, multiply, reduce; then the same backwards."""
     product = blocks.product
-    x, w, dy = blocks.held("X"), blocks.held("W"), blocks.held("dY")
+    weight_moves = [(COLUMNS, axis) for axis in product.gather_w]
+    x, w, dy = blocks.stored("X"), blocks.stored("W"), blocks.stored("dY")
     lines = picture(x, w)
-    gathered_x, gathered_w = blocks.gather(x, product.gather_x), blocks.gather_weight(w)
-    gathers = blocks.take_told("forward")
+    gathered_x, gathered_w = blocks.gather(x, moves_of(product.gather_x)), blocks.gather(w, weight_moves)
+    gathers = blocks.take_messages("forward")
     lines += [*gathers, *picture(gathered_x, gathered_w)] if gathers else []
-    partial = blocks.computed("Y", product.y.without(product.scatter_y), gathered_x.numbers @ gathered_w.numbers)
+    partial = blocks.block(
+        "Y", as_layout(product.y.without(product.scatter_y)), gathered_x.numbers @ gathered_w.numbers
+    )
     lines += picture(partial)
-    y = blocks.reduce(partial, product.scatter_y, product.sum_y)
-    reductions = blocks.take_told("forward")
+    y = blocks.reduce(partial, moves_of(product.scatter_y), [product.sum_y])
+    reductions = blocks.take_messages("forward")
     if reductions:
         lines += [*reductions, *picture(y, note=" summed")]
     elif not gathers:
         lines.append("forward: sends nothing")
-    gradient = blocks.gather(dy, product.scatter_y).numbers
-    dx = blocks.computed("dX", product.gathered_x, gradient @ gathered_w.numbers.T)
-    dx = blocks.reduce(dx, product.gather_x, product.sum_x)
-    dw = blocks.weight_gradient(gathered_x.numbers.T @ gradient)
-    lines += blocks.take_told("backward") or ["backward: sends nothing"]
+    gradient = blocks.gather(dy, moves_of(product.scatter_y)).numbers
+    dx = blocks.block("dX", as_layout(product.gathered_x), gradient @ gathered_w.numbers.T)
+    dx = blocks.reduce(dx, moves_of(product.gather_x), [product.sum_x])
+    dw = blocks.block("dW", transposed(product.gathered_weight), gathered_x.numbers.T @ gradient)
+    dw = blocks.reduce(dw, reversed(weight_moves), product.partial_weight)
+    lines += blocks.take_messages("backward") or ["backward: sends nothing"]
     if product.gather_x or product.gather_w:
         lines += picture(dx, dw)
     return lines, [y, dx, dw]
 
 
 def _by_panels(blocks: BlockOperations) -> tuple[list[str], list[MatrixBlock]]:
-    """SUMMA: Y is summed panel by panel; so are the gradients of X and W, on the ranks that hold them."""
-    x, w, dy = blocks.held("X"), blocks.held("W"), blocks.held("dY")
+    """SUMMA: Y is summed panel by panel; so are the gradients of X and W, on the ranks that have them."""
+    product = blocks.product
+    x, w, dy = blocks.stored("X"), blocks.stored("W"), blocks.stored("dY")
     lines = picture(x, w)
-    y = blocks.computed("Y", blocks.product.y, torch.zeros_like(dy.numbers))
-    dx, dw = (torch.zeros_like(block.numbers) for block in (x, w))
-    for step in range(blocks.num_panels):
-        panel_x, panel_w = blocks.panel(x, COLUMNS, step), blocks.panel(w, ROWS, step)
-        y = blocks.computed("Y", blocks.product.y, y.numbers + panel_x.numbers @ panel_w.numbers)
-        lines += [*blocks.take_told(f"step {step}"), *picture(panel_x, panel_w, y, note=f" after step {step}")]
     backward: list[str] = []
+    y, dx, dw = (torch.zeros_like(block.numbers) for block in (dy, x, w))
     for step in range(blocks.num_panels):
         panel_x, panel_w = blocks.panel(x, COLUMNS, step), blocks.panel(w, ROWS, step)
-        blocks.told.clear()  # the same broadcasts as in forward
+        y += panel_x.numbers @ panel_w.numbers
+        shown = blocks.block("Y", as_layout(product.y), y)
+        lines += [*blocks.take_messages(f"step {step}"), *picture(panel_x, panel_w, shown, note=f" after step {step}")]
         dx = blocks.reduce_panel("dX", COLUMNS, step, dy.numbers @ panel_w.numbers.T, dx)
         dw = blocks.reduce_panel("dW", ROWS, step, panel_x.numbers.T @ dy.numbers, dw)
-        backward += blocks.take_told("backward")
-    results = [y, blocks.computed("dX", blocks.product.x, dx), blocks.weight_gradient(dw)]
-    return [*lines, *backward, *blocks.take_told("backward"), *picture(*results[1:])], results
+        backward += blocks.take_messages("backward")  # a training broadcasts the panels again
+    results = [blocks.block("dX", as_layout(product.x), dx), blocks.block("dW", transposed(product.weight), dw)]
+    results[1] = blocks.reduce(results[1], [], product.partial_weight)
+    lines += [*backward, *blocks.take_messages("backward"), *picture(*results)]
+    return lines, [shown, *results]
 
 
 def _sizes(plan: Plan) -> tuple[int, int, int]:

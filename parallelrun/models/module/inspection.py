@@ -102,7 +102,6 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         seq=shape[0] if kind == "tokens" else 0,
         norm=next(norms, "layernorm"),  # decides the norms' traffic under a grid; the first where they differ
         tied=_tied(module),
-        mask_token=_attribute(module, "mask_token"),
     )
     if how and is_small:
         checks.check_cuts(config, spec)
@@ -153,10 +152,10 @@ def _measure(
     listed: set[int] = set()
     blocks = []
     for name, measure in measured.items():
-        parts = tuple(_layers(module, name, listed))
+        specs = tuple(_layers(module, name, listed))
         blocks.append(
             BlockSpec(
-                _full(name), MEASURED, parts, measure.flops(), measure.saved_elements(width),
+                _full(name), MEASURED, specs, measure.flops(), measure.saved_elements(width),
                 saves_after_sum=measure.saved.after_sum, convolution_flops=measure.flops("conv"),
                 attention_flops=measure.flops("bmm", "attention"),
             )
@@ -192,7 +191,7 @@ def _estimate(
 def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
     """The layers of one block that hold parameters or have a role, in module order. Adds the ids of their parameters to
     `listed`; a parameter that is in it already is tied."""
-    found = []
+    specs = []
     first = _first_names(module)
     for inner, part in module.get_submodule(block).named_modules():
         name = _full(".".join(filter(None, (block, inner))))
@@ -209,8 +208,8 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
             weight = next((tuple(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2), (0, 0))
             sizes = weight if role == "embedding" else weight[::-1]
             possible = tuple(other for other, kinds in source.ROLES.items() if isinstance(part, kinds))
-            found.append(LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible))
-    return found
+            specs.append(LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible))
+    return specs
 
 
 def _tied(module: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -68,17 +68,17 @@ def block_names(module: nn.Module, patterns: Sequence[str], where: str) -> list[
     A `*` stays within one level: `layers.*` is `layers.0`, not `layers.0.fc1`. Raises ConfigError.
     """
     names = [name.split(".") for name, _ in module.named_modules() if name]
-    found: dict[str, None] = {}
+    matched: dict[str, None] = {}
     for pattern in patterns:
         parts = pattern.split(".")
         hits = [
-            x for x in names if len(x) == len(parts) and all(map(fnmatchcase, x, parts)) and ".".join(x) not in found
+            x for x in names if len(x) == len(parts) and all(map(fnmatchcase, x, parts)) and ".".join(x) not in matched
         ]
         if not hits:
             message = f"model.blocks: no module of {where} is called {pattern!r}"
             raise ConfigError(Problem(message, "model.blocks", suggested_blocks(module)))
-        found |= dict.fromkeys(map(".".join, hits))
-    return list(found)
+        matched |= dict.fromkeys(map(".".join, hits))
+    return list(matched)
 
 
 def suggested_blocks(module: nn.Module) -> str:

@@ -41,7 +41,7 @@ class Router(RoleLayer):
     """x (batch, seq, hidden) -> Routing of its tokens, in groups of spec.group_samples samples. Padding behind packed
     documents is routed nowhere.
 
-    held: the tokens of a sample that x has: all of them, or over_ranks routes those of other ranks too.
+    local_tokens: the tokens of a sample that x has: all of them, or over_ranks routes those of other ranks too.
 
     Parameters `weight` (num_experts, hidden) and, if spec.bias_rate > 0, the frozen `selection_bias` (num_experts,).
     The weight is not rounded to the compute dtype: a router in low precision is unstable (Fedus et al. 2021, 2.4).
@@ -64,7 +64,7 @@ class Router(RoleLayer):
         self._jitter_key = dropout.site_key(seed, f"{site}.jitter")
         self._second_key = dropout.site_key(seed, f"{site}.second")
         self.decisions: HeldDecisions | None = None
-        self.held = ALL
+        self.local_tokens = ALL
         self.over_ranks: RoutingOverRanks | None = None
         self._seen: dict[int, Tensor] = {}  # by microbatch: recomputation overwrites its own
 
@@ -111,7 +111,7 @@ class Router(RoleLayer):
 
     def _jittered(self, x: Tensor) -> Tensor:
         """x times uniform(1 - jitter, 1 + jitter), by element (Fedus et al. 2021)."""
-        tokens = self.held.indices(x.size(1), x.device)
+        tokens = self.local_tokens.indices(x.size(1), x.device)
         draws = self._draws(self._jitter_key, x.size(0), tokens, x.size(2))
         return x * (1.0 - self.spec.jitter + 2.0 * self.spec.jitter * draws.to(x.dtype))
 

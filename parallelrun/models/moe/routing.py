@@ -50,7 +50,7 @@ class Routing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _Selection:
     """assignments: tokens, experts, weights, kept and slots, as in Routing. load: int64 (G, E), the counts of all
     assignments; counted, the same of those that the auxiliary loss counts; kept_load, int64 (E,); lost, int64 (3,):
     dropped first choices, dropped later choices, tokens that no expert kept. Padding is in none of them."""
@@ -94,12 +94,12 @@ def route(
     if spec.topk_group < spec.n_group:
         ranking = _within_best_groups(ranking, spec)
     if spec.kind == "expert_choice":
-        chosen = _experts_choose(scores, ranking, spec, num_groups, capacity, is_padding)
+        selection = _experts_choose(scores, ranking, spec, num_groups, capacity, is_padding)
     else:
         draws = uniform if draws_second(spec, training) else None
         assert draws is not None or not draws_second(spec, training), "a random second expert needs uniform numbers"
-        chosen = _tokens_choose(scores, deciding, ranking, spec, num_groups, capacity, draws, is_padding)
-    aux = _balance_loss(chosen.counted, shares.view(logits.shape), is_token)
+        selection = _tokens_choose(scores, deciding, ranking, spec, num_groups, capacity, draws, is_padding)
+    aux = _balance_loss(selection.counted, shares.view(logits.shape), is_token)
     # log-sum-exp is the logit less its log-share, for any expert: one kernel instead of logsumexp's six
     z = _means((rows[:, :1] - log_shares[:, :1]).square().view(num_groups, group_size, 1), is_token).sum()
     counted = [term for term in ((spec.aux_coefficient, aux), (spec.z_coefficient, z)) if training and term[0]]
@@ -111,8 +111,8 @@ def route(
     num_tokens = entropy.new_full((1,), rows.size(0)) if is_token is None else is_token.sum().view(1)
     sizes = (num_tokens, entropy.new_full((1,), num_groups))  # no copy from the host
     means = (aux.detach().view(1), z.detach().view(1), entropy)
-    vector = torch.cat((chosen.load.sum(0), chosen.kept_load, *sizes, chosen.lost, *means))
-    return Routing(*chosen.assignments, rows.size(0), num_groups, capacity, num_experts, auxiliary, vector)
+    vector = torch.cat((selection.load.sum(0), selection.kept_load, *sizes, selection.lost, *means))
+    return Routing(*selection.assignments, rows.size(0), num_groups, capacity, num_experts, auxiliary, vector)
 
 
 def _scores(rows: Tensor, log_shares: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +155,7 @@ def _tokens_choose(
     capacity: int,
     draws: Tensor | None,
     is_padding: Tensor | None,
-) -> _Chosen:
+) -> _Selection:
     """Assign every token to its `top_k` best experts while they have free slots. scores, deciding, ranking: (T, E)."""
     (num_tokens, num_experts), choices = scores.shape, spec.top_k
     fixed = {"gshard": 2, "switch": 1}.get(spec.kind, choices)
@@ -194,7 +194,7 @@ def _tokens_choose(
         weights = weights * spec.scaling
     counted = _load_of(keys[:num_tokens], load) if spec.kind == "gshard" else load
     assignments = (tokens, experts, weights.reshape(-1), kept, slots)
-    return _Chosen(assignments, load, counted, kept_load, lost)
+    return _Selection(assignments, load, counted, kept_load, lost)
 
 
 def _lost(kept: Tensor, is_padding: Tensor | None) -> Tensor:
@@ -258,7 +258,7 @@ def _slots(keys: Tensor, num_keys: int, priorities: Tensor | None) -> tuple[Tens
 
 def _experts_choose(
     scores: Tensor, ranking: Tensor, spec: RouterSpec, num_groups: int, capacity: int, is_padding: Tensor | None
-) -> _Chosen:
+) -> _Selection:
     """Assign to every expert the `capacity` tokens of each group that have the best scores for it.
 
     A token's weights are its scores (Zhou et al. 2022), divided by the number of its experts unless renormalise=none
@@ -287,4 +287,4 @@ def _experts_choose(
     load = kept.view(taken.shape).sum(-1)
     lost = torch.cat((torch.zeros_like(hits[:1]).expand(2), unused.sum().view(1)))
     assignments = (tokens, experts, weights, kept, slots)
-    return _Chosen(assignments, load, load, load.sum(0), lost)
+    return _Selection(assignments, load, load, load.sum(0), lost)

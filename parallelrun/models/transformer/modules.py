@@ -14,7 +14,7 @@ from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import documents as packed
 from parallelrun.models import functions, layers
-from parallelrun.models.local_tokens import ALL, HeldTokens
+from parallelrun.models.local_tokens import ALL, LocalTokens
 from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 from parallelrun.models.transformer import spec as sizes
 from parallelrun.models.transformer.latent_spec import rotary_growth
@@ -85,17 +85,20 @@ class KeyValueCache:
 
     def __init__(self, size: int):
         self.size, self.length = size, 0
-        self._held: tuple[Tensor, Tensor] | None = None
+        self._cached: tuple[Tensor, Tensor] | None = None
 
     def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the keys and values of the next positions; return those of all."""
-        if self._held is None:
+        if self._cached is None:
             batch, heads, _, width = key.shape
-            self._held = key.new_empty(batch, heads, self.size, width), value.new_empty(batch, heads, self.size, width)
+            self._cached = (
+                key.new_empty(batch, heads, self.size, width),
+                value.new_empty(batch, heads, self.size, width),
+            )
         start, self.length = self.length, self.length + key.size(2)
-        for held, new in zip(self._held, (key, value)):
-            held[:, :, start : self.length] = new
-        return self._held[0][:, :, : self.length], self._held[1][:, :, : self.length]
+        for cached, new in zip(self._cached, (key, value)):
+            cached[:, :, start : self.length] = new
+        return self._cached[0][:, :, : self.length], self._cached[1][:, :, : self.length]
 
 
 class Attention(layers.TensorModule):
@@ -103,12 +106,12 @@ class Attention(layers.TensorModule):
 
     value_dim: features of a head's value, which may be fewer than those of its query and key: then values have zeros
     behind them. cache: set by generation, which then passes the positions of a context in turn: first several, later
-    one at a time. held: the tokens of a sample that x has.
+    one at a time. local_tokens: the tokens of a sample that x has.
     """
 
     value_dim: int
     cache: KeyValueCache | None = None
-    held: HeldTokens = ALL
+    local_tokens: LocalTokens = ALL
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (batch, seq, hidden) -> query, key and value (batch, heads, seq, features)."""
@@ -125,7 +128,7 @@ class Attention(layers.TensorModule):
         """int64 (seq,): where the tokens of (batch, heads, seq, features) are in their sample; of packed documents
         (batch, seq): where they are in their document."""
         start = 0 if self.cache is None else self.cache.length
-        indices = self.held.indices(heads.size(2), heads.device, start)
+        indices = self.local_tokens.indices(heads.size(2), heads.device, start)
         if packed.SCOPE.documents is None:
             return indices
         documents = self.product.documents()

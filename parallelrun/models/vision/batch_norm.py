@@ -153,9 +153,9 @@ class _NormaliseSpreadSets(torch.autograd.Function):
         sets, dims, area = ctx.sets, _all_but_channels(x), x[0, 0].numel()
         sums = x.new_zeros((sets.num_sets, 2, x.size(1)))
         for p in sets.pieces:
-            given = gradient[p.start : p.stop]
-            of_scale = (x[p.start : p.stop] - _per_channel(mean[p.index], x)).mul_(given).sum(dims) * scale[p.index]
-            sums[p.index] = torch.stack((given.sum(dims), of_scale))
+            part = gradient[p.start : p.stop]
+            of_scale = (x[p.start : p.stop] - _per_channel(mean[p.index], x)).mul_(part).sum(dims) * scale[p.index]
+            sums[p.index] = torch.stack((part.sum(dims), of_scale))
         for_weight, for_bias = sums[:, 1].sum(0), sums[:, 0].sum(0)  # this replica's: the data strategy sums them
         if ctx.sums is None:
             comm.all_reduce(sums, sets.group, PURPOSE)

@@ -51,8 +51,8 @@ def _branch(
     parts, shapes = [], ops.flow(operations, shape)
     for number, (operation, before, after) in enumerate(zip(operations, shapes, shapes[1:])):
         pools, passes = isinstance(operation, ops.MaxPoolOp), isinstance(operation, ops.FlattenOp | ops.DropoutOp)
-        kept = prod(before) if operation.saves_input and not is_kept else 0
-        kept += prod(after) if operation.saves_output else 0
+        saved = prod(before) if operation.saves_input and not is_kept else 0
+        saved += prod(after) if operation.saves_output else 0
         is_kept = operation.saves_output or (is_kept and passes)
         if isinstance(operation, ops.FlattenOp):
             continue  # a view
@@ -60,7 +60,7 @@ def _branch(
         parts.append(
             BackwardStep(
                 layer=layer.name if layer else "",
-                kept=kept,
+                kept=saved,
                 arriving=prod(after),
                 giving=prod(before) if number else gives,
                 indices=prod(after) if pools else 0,

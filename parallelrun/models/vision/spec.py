@@ -39,15 +39,15 @@ class ClassifierDefinition(ModelDefinition):
         is_kept, before, features = True, shape, 0  # the loader keeps the images
         for block in blocks:
             backward, is_kept = backward_of(block, before, is_kept, not specs)
-            kept = float(sum(step.kept + INDEX_ELEMENTS * step.indices for step in backward.steps))
+            saved = float(sum(step.kept + INDEX_ELEMENTS * step.indices for step in backward.steps))
             steps = block.steps(before)
-            found = (operation.layer(block.name, shape_in) for operation, shape_in in steps)
-            layers = tuple(layer for layer in found if layer is not None)
+            every = (operation.layer(block.name, shape_in) for operation, shape_in in steps)
+            layers = tuple(layer for layer in every if layer is not None)
             read = (x.in_features for x in layers if x.layer_role in ("column_parallel", "linear"))
             features = next(read, features)
             flops = sum(operation.flops(shape_in) for operation, shape_in in steps)
             slid = sum(op.flops(shape_in) for op, shape_in in steps if isinstance(op, ops.ConvolutionOp))
-            spec = BlockSpec(block.name, block.kind, layers, flops, kept, before, backward, convolution_flops=slid)
+            spec = BlockSpec(block.name, block.kind, layers, flops, saved, before, backward, convolution_flops=slid)
             specs.append(spec)
             before = block.out(before)
         assert before == (vocab,), f"{preset} gives {before}"

@@ -144,7 +144,7 @@ def document_work(spans: Sequence[Spans], samples: Sequence[Lengths], causal: bo
     for lengths in samples:
         start = 0
         for length in lengths:
-            pairs = [inside(one, start, start + length)[1] for one in spans]
+            pairs = [inside(own, start, start + length)[1] for own in spans]
             start += length
             for rank, queries in enumerate(pairs):
                 for step in range(size):
@@ -162,8 +162,8 @@ def imbalance(order: str, size: int, seq: int) -> Imbalance:
     """Return the imbalance of one sequence over `size` ranks. All steps of a ring after its first send are alike."""
     spans = [ORDERS[order].spans(size, index, seq) for index in range(size)]
     whole, total = (Span(0, 1, seq),), seq * (seq + 1) // 2
-    rank = max(num_pairs(one, whole) if one[0].step == 1 else _of_stripe(one[0]) for one in spans)
-    steps = max(num_pairs(one, one) for one in spans)
+    rank = max(num_pairs(own, whole) if own[0].step == 1 else _of_stripe(own[0]) for own in spans)
+    steps = max(num_pairs(own, own) for own in spans)
     if size > 1:
         steps += (size - 1) * max(num_pairs(spans[index], spans[index - 1]) for index in range(size))
     return Imbalance(rank * size / total, steps * size / total)

@@ -5,6 +5,8 @@ A strategy is a frozen subclass of `DataStrategy` in `strategies/data/<kind>/pla
 
 from __future__ import annotations
 
+import re
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +18,7 @@ from parallelrun.config.schema.run_schema import Config, DataStrategyConfig
 from parallelrun.planner.contract.axis_strategy import AxisStrategy
 from parallelrun.planner.contract.messages import Explanation, explanation_of_calls
 from parallelrun.planner.contract.parameters import HeldParameter
-from parallelrun.planner.contract.plan import Collective, Equivalence, Memory, Plan
+from parallelrun.planner.contract.plan import Collective, Memory, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import ParameterSpec
 
@@ -31,11 +33,10 @@ FlattenedDims = tuple[tuple[str, tuple[str, ...]], ...]
 class ExchangeForm:
     """How a strategy combines gradients, as far as the time and memory of a step depend on it.
 
-    compression: its kind; empty: none. scatters_once: gradients are scattered once a step, not in every backward pass.
-    gathers_again: weights are gathered twice a microbatch, not once a step. gathers_rounded: in the compute dtype.
+    scatters_once: gradients are scattered once a step, not in every backward pass. gathers_again: weights are gathered
+    twice a microbatch, not once a step. gathers_rounded: in the compute dtype.
     """
 
-    compression: str = ""
     scatters_once: bool = False
     gathers_again: bool = False
     gathers_rounded: bool = False
@@ -60,7 +61,7 @@ class DataStrategy(AxisStrategy):
     """
 
     config_class: ClassVar[type[DataStrategyConfig]] = DataStrategyConfig  # its keys of `strategy.data`
-    description: ClassVar[tuple[str, str]] = ("", "")  # what it does, in sentences, and the paper: for `explain`
+    is_searched: ClassVar[bool] = False  # a search tries it with its default settings (`choices`)
     shards_weights: ClassVar[bool] = False  # no rank of dp holds complete weights
     rounds_weights: ClassVar[bool] = False  # some weights may be kept in the compute dtype (`weight_dtype`)
     saves_memory: ClassVar[bool] = False  # suggested where a plan does not fit on a device
@@ -95,7 +96,15 @@ class DataStrategy(AxisStrategy):
         """The settings that a search compares, legal or not; none for strategies that a search leaves out, because
         they train otherwise than one device would, or as another strategy does. in_node: ranks of dp that share a
         host."""
-        return []
+        return [cls.config_class()] if cls.is_searched else []
+
+    @classmethod
+    def described(cls) -> tuple[str, str]:
+        """(what it does, the paper), for `explain`: `Idea:` and `Paper:` of the docstring of the strategy's package."""
+        package = sys.modules.get(cls.__module__.rpartition(".")[0], sys.modules[cls.__module__])
+        summary, *fields = re.split(r"^(Idea|Paper|Costs): ", package.__doc__ or "", flags=re.MULTILINE)
+        texts = dict(zip(fields[::2], (" ".join(text.split()) for text in fields[1::2])))
+        return texts.get("Idea", " ".join(summary.split())), texts.get("Paper", "")
 
     # Properties of the resolved strategy
 
@@ -231,13 +240,10 @@ class DataStrategy(AxisStrategy):
         """How gradients are combined, for the comparison of costs."""
         return ExchangeForm()
 
-    @abstractmethod
-    def equivalence(self, plan: Plan) -> Equivalence: ...
-
     def explain(self, plan: Plan) -> Explanation:
         coordinate = plan.mesh.coordinate(0)
         rows = self.collectives(coordinate["pp"], coordinate, plan)
-        return explanation_of_calls("data", self.kind, *self.description, plan, rows)
+        return explanation_of_calls("data", self.kind, *self.described(), plan, rows)
 
     # Memory (asked only where dp > 1, but for `gathered_bytes`)
 

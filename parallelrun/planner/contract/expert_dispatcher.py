@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
-    from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+    from parallelrun.planner.contract.plan import Collective, Plan
     from parallelrun.planner.contract.request import Request
 
 
@@ -63,6 +63,3 @@ class ExpertDispatcher(AxisStrategy):
     @abstractmethod
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return the bytes that one microbatch of `block` keeps for backward because tokens are dispatched."""
-
-    @abstractmethod
-    def equivalence(self, plan: Plan) -> Equivalence: ...

@@ -6,11 +6,12 @@ tensors. A test checks that the sums of all messages equal the predicted calls a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.model.model_spec import BlockSpec
 
 WORDS = {  # contents of collectives whose purpose is not self-explanatory
     "tied": "gradients of the tied weight",
@@ -101,14 +102,14 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
 def rows(explanation: Explanation, rank: int) -> list[Collective]:
     """The messages and collectives of `rank` in a step, as rows that can be compared with the prediction."""
     lines = []
-    rounds = [(exchange.repeats, one) for exchange in explanation.exchanges for one in exchange.rounds]
-    for repeats, one in rounds:
-        for message in one.messages:
+    rounds = [(exchange.repeats, step) for exchange in explanation.exchanges for step in exchange.rounds]
+    for repeats, step in rounds:
+        for message in step.messages:
             calls, payload = repeats * message.calls, repeats * message.payload_bytes
             for operation, end, sent in (("send", message.source, payload), ("recv", message.target, 0)):
                 if end == rank:
                     lines.append(Collective(explanation.message_axis, operation, message.purpose, calls, sent))
-        for call in one.calls:
+        for call in step.calls:
             if rank in call.ranks:
                 calls, payload = repeats * call.calls, repeats * call.payload_bytes
                 lines.append(Collective(call.axis, call.operation, call.purpose, calls, payload))
@@ -155,3 +156,22 @@ def explanation_of_calls(
     rounds = tuple(ExplainedRound(calls[0].what, calls=calls) for calls in calls_of(collectives, plan, ranks))
     exchange = ExplainedExchange("the collectives of one step", rounds)
     return Explanation(axis, kind, text, source, ranks, plan.mesh.num_ranks // len(ranks), mesh_axis, (exchange,))
+
+
+def explanation_by_block(
+    axis: str,
+    kind: str,
+    text_and_source: tuple[str, str],
+    plan: Plan,
+    message_axis: str,
+    rounds_of: Callable[[BlockSpec, tuple[int, ...]], list[ExplainedRound]],
+    repeats: int = 1,
+) -> Explanation:
+    """Explain a strategy that sends within blocks: `rounds_of` each block of rank 0's stages, over the ranks listed."""
+    ranks, exchanges = ranks_over(plan, MESH_AXES[axis]), []
+    for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
+        for name in stage.blocks:
+            if rounds := rounds_of(plan.spec.block(name), ranks):
+                exchanges.append(ExplainedExchange(name, tuple(rounds), repeats))
+    num_groups = plan.mesh.num_ranks // len(ranks)
+    return Explanation(axis, kind, *text_and_source, ranks, num_groups, message_axis, tuple(exchanges))

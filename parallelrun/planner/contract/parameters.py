@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.caching import cached
 from parallelrun.planner.contract.mesh_shape import MeshShape
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.model.model_spec import ParameterSpec
@@ -76,21 +77,20 @@ def block_dtypes(name: str, plan: Plan) -> tuple[str, ...]:
     return tuple(plan.data.weight_dtype(spec, layout, plan) for spec, layout in pairs)
 
 
+@cached("weights_cache")
 def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
     """The parameters of a pp rank in the order of stages, blocks and layers.
 
     A tied copy follows its block's own parameters. A copy on the same pp rank as its original is the same tensor and is
     not listed.
     """
-    return once(plan.weights_cache, ("held_parameters", pp_rank), lambda: tuple(_held(plan, pp_rank)))
+    stages = plan.stages_of(pp_rank)
+    return tuple(p for stage in stages for name in stage.blocks for p in _of_block(plan, stage.index, name))
 
 
+@cached("weights_cache")
 def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:
     """(parameter, count) of a pp rank: equal blocks of a stage are counted instead of listed."""
-    return once(plan.weights_cache, ("distinct_parameters", pp_rank), lambda: _distinct(plan, pp_rank))
-
-
-def _distinct(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:
     parameters: list[tuple[HeldParameter, int]] = []
     for stage in plan.stages_of(pp_rank):
         counts = Counter(plan.spec.first_alike[name] for name in stage.blocks)
@@ -98,12 +98,6 @@ def _distinct(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:
         for kind, count in counts.items():
             parameters += [(parameter, count) for parameter in _of_block(plan, stage.index, first[kind])]
     return parameters
-
-
-def _held(plan: Plan, pp_rank: int) -> Iterator[HeldParameter]:
-    for stage in plan.stages_of(pp_rank):
-        for name in stage.blocks:
-            yield from _of_block(plan, stage.index, name)
 
 
 def block_layouts(name: str, plan: Plan) -> list[Layout]:

@@ -197,10 +197,10 @@ class Plan:
 
     @cached_property
     def _of_pp_rank(self) -> dict[int, tuple[Stage, ...]]:
-        found: dict[int, list[Stage]] = {}
+        stages_by_rank: dict[int, list[Stage]] = {}
         for stage in self.stages:
-            found.setdefault(stage.pp_rank, []).append(stage)
-        return {pp_rank: tuple(stages) for pp_rank, stages in found.items()}
+            stages_by_rank.setdefault(stage.pp_rank, []).append(stage)
+        return {pp_rank: tuple(stages) for pp_rank, stages in stages_by_rank.items()}
 
     @property
     def counts_right_answers(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil, gcd
+from math import gcd
 from typing import Any
 
 from parallelrun.base.wording import counted, divisors, gib
@@ -26,6 +27,7 @@ from parallelrun.planner.resolve.suggest import with_value
 Change = dict[str, Any]  # key -> the value to type
 MOST_CHANGES = 8  # applied one after the other
 LARGEST_BUBBLE = 0.15  # of a step's time; a larger one is warned about
+MOST_ROUNDS = 64  # of pp microbatches
 MOST_SIMULATED = 20_000  # stages by microbatches of a schedule that is tried: a tenth of a second
 
 
@@ -68,11 +70,11 @@ def memory_advice(plan: Plan, config: Config) -> str:
 
     for number in range(MOST_CHANGES):
         tried = [
-            ({**typed, **change}, found)
+            ({**typed, **change}, other)
             for change in _smaller(plan, config)
-            if (found := _planned(plan, config, {**typed, **change}))
+            if (other := _planned(plan, config, {**typed, **change}))
         ]
-        enough = [f"{shown(change)} ({gib(needed(found))})" for change, found in tried if _fits(found, config)]
+        enough = [f"{shown(change)} ({gib(needed(other))})" for change, other in tried if _fits(other, config)]
         if enough and not number:
             return f"{' or '.join(enough)} fits"
         change, least = min(tried, key=lambda item: needed(item[1]), default=(typed, plan))
@@ -132,15 +134,19 @@ def _bubble_warnings(plan: Plan, config: Config, simulation: Simulation) -> list
         plan = replace(plan, pipeline=pipeline_schedule(REFERENCE_SCHEDULE)())
     said, limit = f"the bubble takes {bubble:.0%} of a step", f"{LARGEST_BUBBLE:.0%}"
     # In a steady round the busiest pp rank never waits, so a mean below its share is a bubble that stays.
-    uneven = sum(simulation.busy) / len(simulation.busy) <= (1 - LARGEST_BUBBLE) * max(simulation.busy)
-    enough = None if uneven else _enough_microbatches(plan)
-    if enough is None:
+    if sum(simulation.busy) / len(simulation.busy) <= (1 - LARGEST_BUBBLE) * max(simulation.busy):
         return [f"{said}: the stages are uneven, so more microbatches cannot bring it to {limit}; a lower pp can"]
-    for change, microbatches in _batch_changes(plan, config, enough):
+    # About as many keep the idle time of this schedule: fewer are not tried.
+    least = 0.9 * plan.batch.microbatches * bubble / (1 - bubble) * (1 - LARGEST_BUBBLE) / LARGEST_BUBBLE
+    for change, microbatches in _more_microbatches(plan, config):
+        if microbatches < least:
+            continue
+        if microbatches * len(plan.stages) > 10 * MOST_SIMULATED:
+            break  # so many that nobody trains with them
         left = simulate.of_plan(plan, microbatches).bubble_of_total
         if left <= LARGEST_BUBBLE and _planned(plan, config, {**schedule, **change}):
             return [f"{said}: {shown({**schedule, **change})} brings it to {left:.0%}"]
-    return [f"{said}: {enough} microbatches or more bring it to {limit} at most"]
+    return [f"{said}: more microbatches make it smaller"]
 
 
 def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:
@@ -149,7 +155,7 @@ def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:
     if pp == 1 or bubble <= LARGEST_BUBBLE:
         return []
     fits = _fits(plan, config)
-    found: list[tuple[float, Change, Plan]] = []
+    candidates: list[tuple[float, Change, Plan]] = []
     size = plan.batch.global_batch
     batch = {} if config.local_batch or config.global_batch == size else {"global_batch": size}  # filled
     for kind in kinds("pipeline"):
@@ -164,8 +170,8 @@ def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:
             }
             other = _planned(plan, config, change)
             if other and other.batch == plan.batch:
-                found.append((simulate.of_plan(other).bubble_of_total, change, other))
-    for left, change, other in sorted(found, key=lambda one: one[0]):
+                candidates.append((simulate.of_plan(other).bubble_of_total, change, other))
+    for left, change, other in sorted(candidates, key=lambda candidate: candidate[0]):
         if left > 0.75 * bubble:
             break
         if _fits(other, config) or not fits:
@@ -173,37 +179,17 @@ def _schedule_warnings(plan: Plan, config: Config, bubble: float) -> list[str]:
     return []
 
 
-def _enough_microbatches(plan: Plan) -> int | None:
-    """The fewest microbatches, in rounds of pp, whose bubble is at most LARGEST_BUBBLE; None if no number is enough.
-
-    Every further round adds the same time to a step and the same work to a pp rank, so two simulations determine all
-    longer ones. The first few rounds are exceptions.
-    """
-    pp = plan.mesh.size("pp")
-    few, more = simulate.of_plan(plan, 4 * pp), simulate.of_plan(plan, 5 * pp)
-    round_time = (1 - LARGEST_BUBBLE) * (more.makespan - few.makespan)
-    gained = few.ideal / 4 - round_time  # the work of a round beyond the time that it may take
-    if gained <= 0:
-        return None
-    enough = pp * max(1, ceil(((1 - LARGEST_BUBBLE) * few.makespan - 4 * round_time) / gained - 1e-9))
-    for _ in range(MOST_CHANGES):
-        if enough * len(plan.stages) > 10 * MOST_SIMULATED:
-            break  # so many that nobody trains with them
-        if simulate.of_plan(plan, enough).bubble_of_total <= LARGEST_BUBBLE:
-            return enough
-        enough += pp
-    return None
-
-
-def _batch_changes(plan: Plan, config: Config, enough: int) -> list[tuple[Change, int]]:
-    """(the change to type, its microbatches) for at least `enough`: first of the same batch, then of a larger one.
+def _more_microbatches(plan: Plan, config: Config) -> Iterator[tuple[Change, int]]:
+    """(the change to type, its microbatches), by ascending number: first of the same batch, then of larger ones.
 
     Changes the keys that the config sets: micro_batch or local_batch if it gives those.
     """
     pp, replica, micro_batch = plan.mesh.size("pp"), plan.batch.replica_batch, plan.batch.micro_batch
-    counts = [m for m in divisors(replica) if m >= enough and in_whole_rounds(m, pp)]
     in_samples = config.micro_batch is not None
-    same = [({"micro_batch": replica // m} if in_samples else {"microbatches": m}, m) for m in counts]
-    larger = enough * micro_batch
-    size = {"local_batch": larger} if config.local_batch else {"global_batch": larger * plan.mesh.size("dp")}
-    return [*same, ({**size, **({} if in_samples else {"microbatches": enough})}, enough)]
+    for count in divisors(replica):
+        if count > plan.batch.microbatches and in_whole_rounds(count, pp):
+            yield ({"micro_batch": replica // count} if in_samples else {"microbatches": count}), count
+    for count in range(pp * (plan.batch.microbatches // pp + 1), pp * MOST_ROUNDS, pp):
+        samples = count * micro_batch
+        size = {"local_batch": samples} if config.local_batch else {"global_batch": samples * plan.mesh.size("dp")}
+        yield {**size, **({} if in_samples else {"microbatches": count})}, count

@@ -13,7 +13,7 @@ from typing import Any
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.strategy_keys import completed, kinds
 from parallelrun.planner.contract.classes import data_strategy, tensor_strategy
-from parallelrun.planner.contract.plan import Plan, once
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.facts.plan_facts import facts, figures
 from parallelrun.planner.pieces.hosts import ranks_per_node
 from parallelrun.planner.resolve.freeze import filled
@@ -86,12 +86,7 @@ def data_axis(plan: Plan, config: Config) -> Alternatives | None:
     nodes = plan.mesh.size("dp") + plan.servers
     if nodes == 1:
         return None
-    return once(plan.cache, "data axis", lambda: _data_axis(plan, config, nodes))
-
-
-def _data_axis(plan: Plan, config: Config, nodes: int) -> Alternatives:
-    base = filled(config, plan)
-    counts = node_counts(nodes)
+    base, counts = filled(config, plan), node_counts(nodes)
     sections = {count: dict(_data_sections(plan, base, count)) for count in counts}
     data: Any = base.strategy.data
     own = _name(replace(data, servers=plan.servers) if plan.servers else data)
@@ -117,10 +112,6 @@ def layouts(plan: Plan, config: Config) -> Alternatives | None:
     tp = plan.mesh.size("tp")
     if tp == 1:
         return None
-    return once(plan.cache, "layouts", lambda: _layouts(plan, config, tp))
-
-
-def _layouts(plan: Plan, config: Config, tp: int) -> Alternatives:
     base, nodes = filled(config, plan), plan.mesh.size("dp") + plan.servers
     choices = [choice for kind in kinds("tensor") for choice in tensor_strategy(kind).layout_choices(tp)]
     strategies: list[Alternative] = []
@@ -136,15 +127,10 @@ def _layouts(plan: Plan, config: Config, tp: int) -> Alternatives:
             strategies.append(Alternative(choice.name, section.kind, False, None, reason=solved))
     own = plan.tensor.label(plan)
     if not any(strategy.selected for strategy in strategies):
-        own = " ".join(filter(None, (own, "" if plan.tensor.save_gathered else "lean", _form(plan, base))))
+        form = plan.tensor.asked_form(base)
+        own += ("" if plan.tensor.save_gathered else " lean") + ("" if form == "auto" else f" {form}")
         strategies.append(Alternative(own, plan.tensor.kind, True, _point(plan, base, nodes)))
     return Alternatives(nodes, plan.servers, plan.batch.replica_batch, _with_one_selected(strategies, own))
-
-
-def _form(plan: Plan, base: Config) -> str:
-    """The form of the products that the user has set, if any."""
-    form = plan.tensor.asked_form(base)
-    return "" if form == "auto" else form
 
 
 def _with_one_selected(strategies: list[Alternative], own: str) -> tuple[Alternative, ...]:

@@ -16,7 +16,6 @@ from parallelrun.planner.predict.step_time.step import step_time
 from parallelrun.planner.predict.traffic import traffic_of
 from parallelrun.planner.resolve.resolve_config import resolve
 
-EACH_CHECK = 1  # batches with a known answer that a check computes again
 EXCHANGES = 2  # of the weights with those of the known answers, and back
 UPDATED = "parameters"  # the purpose of traffic by which ranks get updated weights
 DIGESTED = 2  # times that the weights are read in every step: when they begin to rest, and before the update
@@ -26,7 +25,7 @@ DIGESTED = 2  # times that the weights are read in every step: when they begin t
 class Checks:
     """Cost of a check every `every` steps. host_bytes: copies in host memory, on the rank that holds most.
 
-    samples: of each batch that a check computes again. share_of_flops: of a run's. check_s: seconds of a check,
+    samples: of the batch that a check computes again. share_of_flops: of a run's. check_s: seconds of a check,
     share_of_time: of a run's; without the copies to host memory, None where the cluster gives no rates. wire_bytes:
     what the busiest rank sends in a check, without digests. alone: the part of the optimizer's state that no other rank
     holds as well, in which a changed bit is not seen.
@@ -47,19 +46,23 @@ def checks(plan: Plan, config: Config) -> Checks | None:
     if not config.sdc.every:
         return None
     small, every = smallest_batch(config, plan), config.sdc.every
-    flops = EACH_CHECK * small.batch.global_batch / plan.batch.global_batch + config.sdc.recompute
+    flops = small.batch.global_batch / plan.batch.global_batch + config.sdc.recompute
     _, rows = traffic_of(small)
     times = {CONTROL: 0, UPDATED: 0 if plan.data.independent else EXCHANGES}  # independent replicas do not meet
-    sent = sum(times.get(row.purpose, EACH_CHECK) * row.wire_bytes for row in rows)
+    sent = sum(times.get(row.purpose, 1) * row.wire_bytes for row in rows)
     weights, states, lone = max(_bytes_of(plan, ranks[0]) for ranks in pp_rank_classes(plan))
     copied = 2 * weights + states  # the state of the last check, and the first weights
-    found = Checks(every, copied, small.batch.global_batch, flops / every, sent, lone / states if states else 0.0)
-    one, step = step_time(small, config.cluster), step_time(plan, config.cluster)
-    if one is None or step is None:
-        return found
+    without_time = Checks(
+        every, copied, small.batch.global_batch, flops / every, sent, lone / states if states else 0.0
+    )
+    check_step, step = step_time(small, config.cluster), step_time(plan, config.cluster)
+    if check_step is None or step is None:
+        return without_time
     reading = 1 / (1e9 * (config.cluster.memory_gb_s or 0))
-    check_s = EACH_CHECK * one.step_s + config.sdc.recompute * step.step_s + (2 * weights + states) * reading
-    return replace(found, check_s=check_s, share_of_time=(check_s / every + DIGESTED * weights * reading) / step.step_s)
+    check_s = check_step.step_s + config.sdc.recompute * step.step_s + (2 * weights + states) * reading
+    return replace(
+        without_time, check_s=check_s, share_of_time=(check_s / every + DIGESTED * weights * reading) / step.step_s
+    )
 
 
 def _bytes_of(plan: Plan, pp_rank: int) -> tuple[int, int, int]:

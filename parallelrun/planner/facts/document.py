@@ -91,9 +91,7 @@ def _predictions(plan: Plan, config: Config, results: Facts) -> dict[str, Any]:
         },
         "cost": asdict(results.cost),
         "time": asdict(results.time) if results.time else None,
-        "time_unknown": {"why": why_unknown(plan, cluster), "at_least": results.known_parts}
-        if not results.time
-        else None,
+        "time_unknown": None if results.time else {"why": why_unknown(plan, cluster)},
         "training": asdict(results.training) if results.training else None,
         "goodput": asdict(results.goodput) if results.goodput else None,
         "sdc": asdict(looking) if (looking := checks(plan, config)) else None,

@@ -12,7 +12,6 @@ from parallelrun.planner.model.definitions import Packing
 from parallelrun.planner.pieces.packing import packing_of, with_packing
 from parallelrun.planner.predict import cluster_cost, prediction, simulate
 from parallelrun.planner.predict.goodput import Goodput, goodput
-from parallelrun.planner.predict.step_time.partial import known_parts
 from parallelrun.planner.predict.step_time.step import StepTime, step_time
 from parallelrun.planner.predict.traffic import TrafficRow, traffic_of
 
@@ -21,12 +20,10 @@ from parallelrun.planner.predict.traffic import TrafficRow, traffic_of
 class Facts:
     """The results of every computation about a plan.
 
-    cost: bounds at peak rates. time: the prediction, if the cluster gives the rates for it; else known_parts: what
-    parts of it take at least, in seconds.
-    memories: per pp rank, of its rank that holds most. training: the time for `tokens` tokens, if they are given.
-    goodput: the useful part of the time, if failures are given.
-    packing: of documents in samples, where it is known; FLOPs and times are then those of the documents, otherwise of
-    whole samples.
+    cost: bounds at peak rates. time: the prediction, if the cluster gives the rates for it. memories: per pp rank, of
+    its rank that holds most. training: the time for `tokens` tokens, if they are given. goodput: the useful part of the
+    time, if failures are given. packing: of documents in samples, where it is known; FLOPs and times are then those of
+    the documents, otherwise of full samples.
     """
 
     simulation: simulate.Simulation
@@ -35,7 +32,6 @@ class Facts:
     memories: dict[int, Memory]
     cost: cluster_cost.Cost
     time: StepTime | None
-    known_parts: dict[str, float]
     training: cluster_cost.TrainingTime | None
     goodput: Goodput | None
     packing: Packing | None = None
@@ -57,9 +53,8 @@ def facts(plan: Plan, config: Config) -> Facts:
     training = cluster_cost.training_time(plan, config.cluster, cost, config.tokens) if config.tokens else None
     memories = prediction.memories(plan, config.cluster)
     time = step_time(plan, config.cluster)
-    parts = {} if time else known_parts(plan, config.cluster)
     useful = goodput(plan, config, time.step_s if time else None)
-    return Facts(simulation, busiest, rows, memories, cost, time, parts, training, useful, packing)
+    return Facts(simulation, busiest, rows, memories, cost, time, training, useful, packing)
 
 
 def figures(plan: Plan, cluster: ClusterConfig, results: Facts) -> dict[str, Any]:

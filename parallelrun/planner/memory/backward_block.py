@@ -29,13 +29,13 @@ class BackwardBlock:
 
         accumulates: weight gradients are kept until the pass ends; else each is added to a sum and freed.
         """
-        remaining = total = sum(one.kept for one in self.passes)
+        remaining = total = sum(layer.kept for layer in self.passes)
         most, produced = self.forward, 0
-        for one in reversed(self.passes):
-            here = one.arriving + one.giving + one.scratch + one.weights
+        for layer in reversed(self.passes):
+            here = layer.arriving + layer.giving + layer.scratch + layer.weights
             most = max(most, remaining - total + produced + here)
-            produced += one.weights if accumulates else 0
-            remaining -= one.kept
+            produced += layer.weights if accumulates else 0
+            remaining -= layer.kept
         return self.again + most
 
 
@@ -62,8 +62,8 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
         passes = plan.tensor.layer_backwards(block, plan)
         extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
         kept = plan.tensor.saved_bytes(block, plan) + extra
-        held = kept if block.backward is None or block.backward.saves_input else 0  # of what the passes keep
-        again = sum(one.kept for one in passes) - held if plan.recompute == "full" and block.is_recomputed else 0
+        own = kept if block.backward is None or block.backward.saves_input else 0  # of what the passes keep
+        again = sum(layer.kept for layer in passes) - own if plan.recompute == "full" and block.is_recomputed else 0
         if again > 0 and rounded and (copies := plan.tensor.rounded_again_bytes(block, plan)):
             again, passes = again + copies, _with_rounded(passes, copies)
         forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
@@ -80,16 +80,18 @@ def with_rounded_gradients(block: BackwardBlock, plan: Plan) -> BackwardBlock:
     stored, compute = BYTES[plan.precision.stored], BYTES[plan.precision.compute]
     if stored == compute:
         return block
-    passes = [(one, one.weights * compute // stored) for one in block.passes]
-    changed = tuple(replace(one, weights=weights, scratch=max(0, one.scratch - weights)) for one, weights in passes)
+    passes = [(layer, layer.weights * compute // stored) for layer in block.passes]
+    changed = tuple(
+        replace(layer, weights=weights, scratch=max(0, layer.scratch - weights)) for layer, weights in passes
+    )
     return replace(block, passes=changed)
 
 
 def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[LayerBackward, ...]:
     """With the rounded weights that a second forward keeps. What a layer has saved is freed before the gradient of its
     weights, in the compute dtype until then, is there in the stored one, too."""
-    weights, found = sum(one.weights for one in passes), []
-    for one in passes:
-        kept = one.kept + rounded * one.weights // weights
-        found.append(replace(one, kept=kept, scratch=one.scratch - min(one.weights, kept)))
-    return tuple(found)
+    weights, changed = sum(layer.weights for layer in passes), []
+    for layer in passes:
+        saved = layer.kept + rounded * layer.weights // weights
+        changed.append(replace(layer, kept=saved, scratch=layer.scratch - min(layer.weights, saved)))
+    return tuple(changed)

@@ -1,4 +1,4 @@
-"""The peak memory of a worker in a step, from a walk through its schedule's backward passes.
+"""The peak memory of a worker in a step, from a traversal of its schedule's backward passes.
 
 Memory is highest in backward: a stage's backward pass begins with the activations of all its microbatches in flight,
 and adds gradients of activations and weights block by block. Forward needs less than the backward pass that follows it,
@@ -9,36 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.caching import cached
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes
 from parallelrun.planner.contract.pipeline_schedule import Action
-from parallelrun.planner.contract.plan import Plan, Stage, Value, once
+from parallelrun.planner.contract.plan import Memory, Plan, Stage, Value, once
 from parallelrun.planner.memory.backward_block import backward_blocks
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
 INDEX_BYTES = 8  # of a token, of a target and of a sample's index
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The bytes of a rank at one moment, without weights, optimizer state and the data strategy's permanent buffers.
-
-    gradients: of stages whose backward has run. activations: saved for backward. temporary: tensors that exist only
-    during a block's backward pass, and the batch.
-    """
-
-    gradients: int
-    activations: int
-    temporary: int
-
-    @property
-    def total(self) -> int:
-        return self.gradients + self.activations + self.temporary
 
 
 def gradient_bytes(plan: Plan, parameters: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
@@ -49,13 +32,9 @@ def gradient_bytes(plan: Plan, parameters: Iterable[HeldParameter], coordinate: 
     )
 
 
-def first_alike_rank(plan: Plan, pp_rank: int) -> int:
-    """The first pp rank with blocks and neighbours as this one's: their ranks send and store the same."""
-    return once(plan.weights_cache, "alike", lambda: _first_alike(plan))[pp_rank]
-
-
-def _first_alike(plan: Plan) -> list[int]:
-    """By pp rank."""
+@cached("weights_cache")
+def first_alike_ranks(plan: Plan) -> list[int]:
+    """By pp rank: the first one with equal blocks and neighbours, whose ranks send and store the same."""
     last, alike, stages = len(plan.stages) - 1, plan.spec.first_alike, plan.stages
     shapes: list[tuple[object, ...]] = [()] * plan.mesh.size("pp")
     for index, stage in enumerate(stages):
@@ -72,15 +51,15 @@ def within_stage(coordinate: dict[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((axis, index) for axis, index in coordinate.items() if axis != "pp"))
 
 
-class Walk:
-    """A walk through one rank's step. Each stage is measured once; the actions give the microbatches in flight."""
+class ScheduleTraversal:
+    """The memory of one rank along its step. A stage is measured once; the actions give the microbatches in flight."""
 
     def __init__(self, plan: Plan, pp_rank: int, coordinate: dict[str, int]):
         self._plan, self._pp_rank, self._coordinate = plan, pp_rank, coordinate
         stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
         self._number = {index: number for number, index in enumerate(stages)}  # of a stage on this rank
         # Equal pp ranks differ only in the microbatches in flight, so everything else is computed once for them.
-        key = "peak", first_alike_rank(plan, pp_rank), within_stage(coordinate)
+        key = "peak", first_alike_ranks(plan)[pp_rank], within_stage(coordinate)
         self._shared: dict[object, Any] = once(plan.cache, key, dict)
         of_weights: dict[object, Any] = once(plan.weights_cache, key, dict)
         self._gradients = {
@@ -94,20 +73,21 @@ class Walk:
         }
         self._waiting = {index: self._waits(index, 0) for index in stages}
 
-    def _once(self, what: str, index: int, number: int, compute: Callable[[], Value]) -> Value:
+    def _once(self, quantity: str, index: int, number: int, compute: Callable[[], Value]) -> Value:
         """Return `compute()` for backward pass `number` of a stage, computed once for equal pp ranks."""
-        return once(self._shared, (what, self._number[index], number), compute)
+        return once(self._shared, (quantity, self._number[index], number), compute)
 
-    def worst(self, has_messages: bool = True) -> Moment:
-        """The moment at which the rank holds most. has_messages: False for a lower bound, without buffers of messages:
-        the order of this rank's actions is enough for it."""
+    def peak(self, has_messages: bool) -> Memory:
+        """The memory when the rank holds most, without weights, optimizer state and the data strategy's buffers.
+
+        has_messages: False for a lower bound without buffers of messages, which needs this rank's actions alone.
+        """
         begun: Counter[int] = Counter()  # backward passes by stage
         batch, gradients = batch_bytes(self._plan, self._pp_rank), 0
         apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
         bytes_apart = {index: self._apart(index) for index in self._blocks}
         bytes_behind = {index: self._behind(index) for index in self._blocks}
-        worst: Moment | None = None
-        most = -1
+        peak = Memory(0, 0, 0, 0)
         for (kind, index, _), activations in self._live_bytes(has_messages):
             if kind == "F":
                 continue
@@ -119,9 +99,8 @@ class Walk:
                 number = begun[index]
                 beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
                 temporary = batch + apart + beyond
-                if gradients + activations + temporary > most:
-                    worst = Moment(gradients, activations, temporary)
-                    most = worst.total
+                if gradients + activations + temporary > peak.tensors:
+                    peak = Memory(0, gradients, 0, activations, temporary)
             if kind in "BW":
                 gradients += 0 if begun[index] else self._complete(index)
                 begun[index] += 1
@@ -131,8 +110,8 @@ class Walk:
                 apart -= bytes_apart[index] - bytes_behind[index]
         plan = self._plan
         last = plan.data.ending_bytes(self._pp_rank, self._coordinate, plan) if plan.num_data_ranks > 1 else 0
-        end = Moment(gradients, 0, last + batch)
-        return end if worst is None or end.total > most else worst
+        end = Memory(0, gradients, 0, 0, last + batch)
+        return end if end.tensors > peak.tensors else peak
 
     def _live_bytes(self, has_messages: bool) -> Iterable[tuple[Action, int]]:
         """The rank's actions, each with the bytes of activations, and messages, that are held when it begins."""
@@ -147,30 +126,31 @@ class Walk:
 
     def _apart(self, index: int) -> int:
         """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations."""
-        return sum(block.again + sum(one.reads for one in block.passes) for block in self._blocks[index])
+        return sum(block.again + sum(layer.reads for layer in block.passes) for block in self._blocks[index])
 
     def _behind(self, index: int) -> int:
         """Bytes that a stage saves behind its last layer with weights, as for the loss: freed when its I pass ends."""
-        passes = [one for block in self._blocks[index] for one in block.passes]
-        last = max((place for place, one in enumerate(passes) if one.weights), default=len(passes))
-        return sum(one.kept for one in passes[last + 1 :])
+        passes = [layer for block in self._blocks[index] for layer in block.passes]
+        last = max((place for place, layer in enumerate(passes) if layer.weights), default=len(passes))
+        return sum(layer.kept for layer in passes[last + 1 :])
 
     def _of_weights(self, index: int, kind: str, number: int) -> int:
         """Bytes of weight gradients in pass `number` of a stage before they are added up, beyond what it began with: of
         two layers, as torch holds one's until it has the next's, and of one weight as it was computed. torch takes the
         layers in forward order, and frees what each read. I: the largest stands for others."""
-        precision, found = self._plan.precision, [p for block in self._blocks[index] for p in block.passes if p.weights]
+        layers = [layer for block in self._blocks[index] for layer in block.passes if layer.weights]
         if kind == "I" or number == 0:  # the first become the sums
-            return max((one.weights for one in found), default=0)
+            return max((layer.weights for layer in layers), default=0)
 
         def compute() -> int:
+            precision = self._plan.precision
             rounded = BYTES[precision.compute] if precision.compute != precision.stored else 0
             most = before = freed = 0
-            for one in found:
-                beside = min(one.scratch, one.weights * rounded // BYTES[precision.stored])
-                most = max(most, before + one.weights + beside - freed)
-                before = one.weights
-                freed += one.kept + one.reads
+            for layer in layers:
+                beside = min(layer.scratch, layer.weights * rounded // BYTES[precision.stored])
+                most = max(most, before + layer.weights + beside - freed)
+                before = layer.weights
+                freed += layer.kept + layer.reads
             return most
 
         return self._once("weights", index, 0, compute)
@@ -198,7 +178,8 @@ class Walk:
         closing = plan.data.closing_bytes(index, number, self._coordinate, plan) if waiting is not None else []
         accumulates = number == 0 or waiting is not None
         left = [] if accumulates else self._left(index)
-        working = {id(block): block.working_bytes(accumulates) for block in {id(one): one for one in blocks}.values()}
+        distinct = {id(block): block for block in blocks}
+        working = {key: block.working_bytes(accumulates) for key, block in distinct.items()}
         freed = produced = most = 0
         for i in reversed(range(len(blocks))):
             other = waiting[i] if waiting is not None else produced
@@ -211,7 +192,7 @@ class Walk:
     def _left(self, index: int) -> list[int]:
         """Bytes, by block of a stage, of gradients that wait for the block that shares the weight: autograd adds both
         before it adds them to the sum over microbatches."""
-        plan, (stage,) = self._plan, [one for one in self._plan.stages_of(self._pp_rank) if one.index == index]
+        plan, (stage,) = self._plan, [stage for stage in self._plan.stages_of(self._pp_rank) if stage.index == index]
         numbers = dict.fromkeys(stage.blocks, 0)
         for parameter, _ in distinct_parameters(plan, self._pp_rank):
             reads = plan.spec.readers.get(parameter.spec.name)

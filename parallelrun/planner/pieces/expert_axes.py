@@ -46,7 +46,7 @@ def degree(
         filled.append(f"ep={largest} (filled: the largest that divides {of} {ranks} and {experts} experts)")
         return largest
     legal = either("ep", nearest(requested, [n for n in divisors(gcd(ranks, experts)) if n > 1] or [1]))
-    found = []
+    violations = []
     for key, number, message in (
         ("model.experts", experts, f"{experts} experts of a layer are not divisible by ep={requested}"),
         (of, ranks, f"ep={requested} does not divide {of}={ranks}, whose ranks hold the experts"),
@@ -57,9 +57,9 @@ def degree(
             step = requested // gcd(requested, cp)
             around = around if key != of or cp == 1 else sorted({max(1, dp // step) * step, -(-dp // step) * step})
             key = "dp" if key == of else key
-            found.append(Problem(message, "ep", f"{legal} or {either(key, around)}", kind="arithmetic"))
-    problems += found
-    return 1 if found else requested
+            violations.append(Problem(message, "ep", f"{legal} or {either(key, around)}", kind="arithmetic"))
+    problems += violations
+    return 1 if violations else requested
 
 
 def _listed(number: int) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from math import gcd
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import EMBEDDING, WORLD, Plan, once
+from parallelrun.planner.contract.caching import cached
+from parallelrun.planner.contract.plan import EMBEDDING, WORLD, Plan
 
 
 def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
@@ -39,11 +39,10 @@ def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
     per_node = cluster.gpus_per_node or plan.world
     if axis in (WORLD, EMBEDDING):
         return min(per_node, plan.world) if axis == WORLD else 1
-
-    compute = partial(_shares, plan, axis, per_node)
-    return min(once(plan.weights_cache, ("ranks in node", axis, per_node), compute))
+    return min(_shares(plan, axis, per_node))
 
 
+@cached("weights_cache")
 def _shares(plan: Plan, axis: str, per_node: int) -> Collection[int]:
     """The numbers of ranks of the first group of `axis` on its hosts; equal hosts of a large group only once."""
     varying, members, stride = mesh_dims(plan, axis), [0], 1

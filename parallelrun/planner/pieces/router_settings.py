@@ -55,7 +55,7 @@ def fold(config: Config, user_keys: frozenset[str]) -> tuple[ModelConfig, list[P
     return replace(config.model, router=router), problems
 
 
-def kept(config: Config) -> list[str]:
+def own_router_notes(config: Config) -> list[str]:
     """A note if the model keeps its own router although the `strategy` preset has a different one."""
     differing = [
         key for key, value in config.strategy.router.items() if getattr(config.model.router, key, value) != value

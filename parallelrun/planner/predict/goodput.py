@@ -1,8 +1,8 @@
 """How much of its time a training makes progress, although devices fail: checkpoints, restarts, repairs.
 
 A failure of any device ends the training. It restarts with a spare node in the place of the one that failed, reads the
-last checkpoint and repeats the work since then. `simulate` follows a long training from failure to failure; `young_s`
-and `daly_s` are the formulas that neglect what it does not.
+last checkpoint and repeats the work since then. `daly_s` gives the interval of checkpoints, and `simulate` follows a
+long training with it from failure to failure.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ REPAIR_HOURS = 24.0
 CONFIDENCE = 0.95  # that the spare nodes suffice
 NUM_FAILURES = 2000  # simulated
 SEED = 0
-SEARCHED = (1 / 8, 2.0)  # around Young's interval
-SEARCH_STEPS = 14  # each narrows the interval by the golden ratio: from four octaves to 0.4 %
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,8 @@ class Shares:
 class Goodput:
     """The best interval of checkpoints and the shares of time under it.
 
-    mtbf_s, save_s, restart_s, repair_s: see Interruptions. interval_s: of work between checkpoints, the best in the
-    simulation; interval_steps: the same in whole steps, None without a predicted step. young_s, daly_s: the best
-    interval by formula; useful_young, useful_daly: the useful share under it, simulated. nodes: that train.
+    mtbf_s, save_s, restart_s, repair_s: see Interruptions. interval_s: of work between checkpoints; interval_steps: the
+    same in whole steps, None without a predicted step. nodes: that train.
     """
 
     mtbf_s: float
@@ -76,11 +73,7 @@ class Goodput:
     repair_s: float
     interval_s: float
     interval_steps: int | None
-    young_s: float
-    daly_s: float
     shares: Shares
-    useful_young: float
-    useful_daly: float
     nodes: int
     spares: int
 
@@ -95,48 +88,25 @@ def goodput(plan: Plan, config: Config, step_s: float | None) -> Goodput | None:
     repair_s = (REPAIR_HOURS if config.repair_hours is None else config.repair_hours) * HOUR
     mtbf_s = config.mtbf_gpu_hours * HOUR / plan.world
     spares = spare_nodes(repair_s / mtbf_s)
-    case = Interruptions(mtbf_s, save_s, restart_s, repair_s, spares)
-    interval_s, steps = best_interval_s(case), None
+    interval_s, steps = daly_s(mtbf_s, save_s), None
     if step_s:
         steps = max(1, round(interval_s / step_s))
         interval_s = steps * step_s
-    young, daly = young_s(mtbf_s, save_s), daly_s(mtbf_s, save_s)
     nodes = -(-plan.world // ranks_per_node(config.cluster, plan.world))
-    shares, of_young, of_daly = (simulate(case, interval) for interval in (interval_s, young, daly))
-    return Goodput(
-        mtbf_s, saved, save_s, restart_s, repair_s, interval_s, steps, young, daly, shares,
-        of_young.useful, of_daly.useful, nodes, spares,
-    )  # fmt: skip
-
-
-def young_s(mtbf_s: float, save_s: float) -> float:
-    """Return the best interval to first order, sqrt(2 save_s mtbf_s) (Young 1974)."""
-    return sqrt(2 * save_s * mtbf_s)
+    shares = simulate(Interruptions(mtbf_s, save_s, restart_s, repair_s, spares), interval_s)
+    return Goodput(mtbf_s, saved, save_s, restart_s, repair_s, interval_s, steps, shares, nodes, spares)
 
 
 def daly_s(mtbf_s: float, save_s: float) -> float:
-    """Return the best interval to a higher order (Daly 2006): mtbf_s if a checkpoint takes twice that."""
+    """Return the interval of checkpoints with the largest useful share (Daly 2006): to first order sqrt(2 save_s
+    mtbf_s), and mtbf_s if a checkpoint takes twice that."""
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = save_s / (2 * mtbf_s)
-    return young_s(mtbf_s, save_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s
+    return sqrt(2 * save_s * mtbf_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s
 
 
-def best_interval_s(case: Interruptions) -> float:
-    """Return the interval with the largest useful share in the simulation, by golden-section search."""
-    center, golden = young_s(case.mtbf_s, case.save_s), (sqrt(5) - 1) / 2
-    low, high = (log(center * factor) for factor in SEARCHED)
-    useful = cache(lambda position: simulate(case, exp(position)).useful)
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    for _ in range(SEARCH_STEPS):
-        if useful(left) < useful(right):
-            low, left, right = left, right, left + golden * (high - left)
-        else:
-            high, left, right = right, right - golden * (right - low), left
-    return exp((low + high) / 2)
-
-
-def spare_nodes(mean: float, confidence: float = CONFIDENCE) -> int:
+def spare_nodes(mean: float) -> int:
     """Return how many nodes are enough for the failures of one repair time, of which there are `mean` on average.
 
     As many as are in repair at any moment with that probability: their number has a Poisson distribution.
@@ -145,7 +115,7 @@ def spare_nodes(mean: float, confidence: float = CONFIDENCE) -> int:
         return 0
     number = max(0, floor(mean - 10 * sqrt(mean)))  # fewer are as good as impossible
     covered = 0.0
-    while (covered := covered + exp(number * log(mean) - mean - lgamma(number + 1))) < confidence:
+    while (covered := covered + exp(number * log(mean) - mean - lgamma(number + 1))) < CONFIDENCE:
         number += 1
     return number
 

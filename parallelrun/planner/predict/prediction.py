@@ -15,6 +15,7 @@ from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.caching import cached
 from parallelrun.planner.contract.parameters import distinct_parameters, element_bytes
 from parallelrun.planner.contract.plan import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, once
 from parallelrun.planner.memory import device_memory, peak
@@ -115,14 +116,14 @@ def memory(plan: Plan, rank: int, has_messages: bool = True) -> Memory:
     coordinate = plan.mesh.coordinate(rank)
     pp_rank = coordinate["pp"]
     weights, gradients, states = held_bytes(plan, coordinate)
-    moment = peak.Walk(plan, pp_rank, coordinate).worst(has_messages)
-    return Memory(weights, gradients + moment.gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
+    largest = peak.ScheduleTraversal(plan, pp_rank, coordinate).peak(has_messages)
+    return Memory(weights, gradients + largest.gradients, states, largest.activations, largest.temporary, LEAVES_OUT)
 
 
 def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state that a rank holds throughout a step."""
     several = plan.batch.microbatches > 1
-    key = "held", several, peak.first_alike_rank(plan, coordinate["pp"]), peak.within_stage(coordinate)
+    key = "held", several, peak.first_alike_ranks(plan)[coordinate["pp"]], peak.within_stage(coordinate)
     return once(plan.weights_cache, key, lambda: _held_bytes(plan, coordinate))
 
 
@@ -131,15 +132,10 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     weights = gradients = states = 0
     sizes: dict[object, tuple[int, int, int]] = {}  # several stages of a rank have equal parameters
     for parameter, count in distinct_parameters(plan, pp_rank):
-        key = (
-            parameter.spec.shape,
-            parameter.spec.layer_role,
-            parameter.spec.heads,
-            parameter.spec.frozen,
-            parameter.layout,
-        )
+        spec, layout = parameter.spec, parameter.layout
+        key = spec.shape, spec.layer_role, spec.heads, spec.frozen, layout
         if key not in sizes:
-            sizes[key] = parameter_bytes(parameter.spec, parameter.layout, plan, coordinate)
+            sizes[key] = parameter_bytes(spec, layout, plan, coordinate)
         weight, gradient, state = sizes[key]
         weights += count * weight
         gradients += count * gradient
@@ -149,15 +145,13 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     return weights, gradients, states
 
 
+@cached("weights_cache")
 def stored_bytes(plan: Plan) -> int:
     """Bytes of rank 0's weights if all of them are in the stored dtype."""
     coordinate, sizes = plan.mesh.coordinate(0), plan.mesh.sizes
-
-    def compute() -> int:
-        found = [(held.layout, held.spec.shape, count) for held, count in distinct_parameters(plan, coordinate["pp"])]
-        return sum(count * layout.local_numel(shape, sizes, coordinate) for layout, shape, count in found)
-
-    return BYTES[plan.precision.stored] * once(plan.weights_cache, "elements of rank 0", compute)
+    parameters = distinct_parameters(plan, coordinate["pp"])
+    elements = (count * p.layout.local_numel(p.spec.shape, sizes, coordinate) for p, count in parameters)
+    return BYTES[plan.precision.stored] * sum(elements)
 
 
 def parameter_bytes(
@@ -196,30 +190,27 @@ def copied_bytes(config: Config, plan: Plan) -> int:
     return checkpoint_bytes(plan) if settings.asynchronous and 0 < settings.every < config.steps else 0
 
 
+@cached("weights_cache")
 def pp_rank_classes(plan: Plan) -> list[list[int]]:
-    """Group pp ranks whose ranks send the same and hold the same weights (`peak.first_alike_rank`)."""
-
-    def compute() -> list[list[int]]:
-        classes: dict[object, list[int]] = {}
-        for pp_rank in range(plan.mesh.size("pp")):
-            classes.setdefault(peak.first_alike_rank(plan, pp_rank), []).append(pp_rank)
-        return list(classes.values())
-
-    return once(plan.weights_cache, "classes of pp ranks", compute)
+    """Group pp ranks whose ranks send the same and hold the same weights (`peak.first_alike_ranks`)."""
+    classes: dict[int, list[int]] = {}
+    for pp_rank, first in enumerate(peak.first_alike_ranks(plan)):
+        classes.setdefault(first, []).append(pp_rank)
+    return list(classes.values())
 
 
 def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memory]:
     """Per pp rank, the Memory of its first rank, which holds most; with what a device of `cluster` holds besides."""
-    tensors = {pp_rank: _memory_of(plan, pp_rank) for pp_rank in range(plan.mesh.size("pp"))}
+    tensors = {pp_rank: _memory_of(plan, pp_rank, True) for pp_rank in range(plan.mesh.size("pp"))}
     if cluster is None:
         return tensors
-    return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in tensors.items()}
+    return {pp_rank: device_memory.on_device(memory, plan, pp_rank, cluster) for pp_rank, memory in tensors.items()}
 
 
 def heaviest(plan: Plan, cluster: ClusterConfig) -> Memory:
     """The largest of `memories`: of pp ranks with equal blocks and neighbours, the first holds most microbatches."""
-    tensors = {ranks[0]: _memory_of(plan, ranks[0]) for ranks in pp_rank_classes(plan)}
-    on_device = (device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in tensors.items())
+    tensors = {ranks[0]: _memory_of(plan, ranks[0], True) for ranks in pp_rank_classes(plan)}
+    on_device = (device_memory.on_device(memory, plan, pp_rank, cluster) for pp_rank, memory in tensors.items())
     return max(on_device, key=lambda memory: memory.total)
 
 
@@ -227,25 +218,23 @@ def least_bytes(plan: Plan, limit: float) -> int:
     """A lower bound of the bytes of tensors on the rank that holds most. Ends with the first rank above `limit`."""
     most = 0
     for ranks in reversed(pp_rank_classes(plan)):
-        most = max(most, _memory_of(plan, ranks[0], has_messages=False).tensors)
+        most = max(most, _memory_of(plan, ranks[0], False).tensors)
         if most > limit:
             break
     return most
 
 
-def _memory_of(plan: Plan, pp_rank: int, has_messages: bool = True) -> Memory:
+@cached("cache")
+def _memory_of(plan: Plan, pp_rank: int, has_messages: bool) -> Memory:
     """The Memory of a pp rank's first rank. Where a schedule repeats itself, a shorter step holds as much at its peak;
     only the batch is smaller."""
-
-    def compute() -> Memory:
-        rank, short = plan.mesh.rank(pp=pp_rank), once(plan.cache, "shortened", lambda: _shortened(plan))
-        needed = memory(short, rank, has_messages)
-        batch = peak.batch_bytes(plan, pp_rank) - peak.batch_bytes(short, pp_rank)
-        return replace(needed, temporary=needed.temporary + batch)
-
-    return once(plan.cache, ("memory", pp_rank, has_messages), compute)
+    short = _shortened(plan)
+    needed = memory(short, plan.mesh.rank(pp=pp_rank), has_messages)
+    batch = peak.batch_bytes(plan, pp_rank) - peak.batch_bytes(short, pp_rank)
+    return replace(needed, temporary=needed.temporary + batch)
 
 
+@cached("cache")
 def _shortened(plan: Plan) -> Plan:
     """The plan with fewer microbatches, in equal rounds, if its schedule then repeats itself; else the plan."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches

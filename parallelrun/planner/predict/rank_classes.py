@@ -33,10 +33,10 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
             tensor = plan.mesh.coordinate(first)["tp"]
             own = plan.data.sending_classes(pp_ranks[0], plan.mesh.coordinate(first), plan)
             if own is not None:
-                found = [(_replica(plan, pp_ranks[0], tensor, i), count) for i, count in own]
+                replicas = [(_replica(plan, pp_ranks[0], tensor, i), count) for i, count in own]
             else:
-                found = _alike_replicas(plan, shards, pp_ranks[0], tensor)
-            classes += [(rank, len(pp_ranks) * num_alike * count) for rank, count in found]
+                replicas = _alike_replicas(plan, shards, pp_ranks[0], tensor)
+            classes += [(rank, len(pp_ranks) * num_alike * count) for rank, count in replicas]
     return classes + [(rank, 1) for rank in range(plan.num_workers, plan.world)]
 
 

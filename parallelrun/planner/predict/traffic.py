@@ -47,9 +47,9 @@ def traffic_of(plan: Plan) -> tuple[int, tuple[TrafficRow, ...]]:
     table = []
     for key, rows_of_key in sorted(alike.items()):
         row, size = own.get(key, Collective(*key, calls=0, payload_bytes=0)), group_size(plan, key[0])
-        calls = sum(number * one.calls for number, one in rows_of_key)
-        payload = sum(number * one.payload_bytes for number, one in rows_of_key)
-        wire = sum(number * wire_bytes(one, size) for number, one in rows_of_key)
+        calls = sum(number * other.calls for number, other in rows_of_key)
+        payload = sum(number * other.payload_bytes for number, other in rows_of_key)
+        wire = sum(number * wire_bytes(other, size) for number, other in rows_of_key)
         sent = row.calls, row.payload_bytes, wire_bytes(row, size)
         table.append(TrafficRow(*key, size, *sent, calls, payload, wire, steps_between(plan, key[2]), row.most_bytes))
     return busiest, tuple(table)

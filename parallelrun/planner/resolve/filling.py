@@ -217,18 +217,18 @@ class Filling:
             return [{axes[0]: ranks}]
         workers = ranks * prod(self.given.values())
         per_host = ranks_per_node(cluster, workers) if cluster.gpus_per_node or cluster.nodes else self.gpus or workers
-        found = []
+        candidates = []
         for first in product(*(divisors(ranks) for _ in axes[1:])):
             rest, indivisible = divmod(ranks, prod(first))
             sizes = dict(zip(axes, (*first, rest)))
             if not indivisible and min(per_host, workers) % sizes.get("tp", 1) == 0:
-                found.append(sizes)
+                candidates.append(sizes)
 
         def rank(sizes: Sizes) -> tuple[int, ...]:
             too_small = sum(degree < demo.get(axis, 1) for axis, degree in sizes.items())
             return too_small, *(-degree for degree in sizes.values())
 
-        return sorted(found, key=rank)
+        return sorted(candidates, key=rank)
 
 
 def _too_large(degrees: Degrees) -> Problem:

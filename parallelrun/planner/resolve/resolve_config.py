@@ -18,7 +18,6 @@ from parallelrun.planner.pieces import router_settings as routing
 from parallelrun.planner.pieces.cluster_spec import ClusterSpec
 from parallelrun.planner.pieces.packing import packed_spec
 from parallelrun.planner.resolve import filling, rules, shorthands
-from parallelrun.planner.resolve import value_checks as independent
 from parallelrun.planner.resolve.draft import PlanDraft
 from parallelrun.planner.resolve.suggest import keep_helpful
 
@@ -62,8 +61,8 @@ def solve(
     """Return the plan, or every violation. config: with the keys of all strategies. spec: of its model on its dataset,
     if another plan has it: that of a large model takes longer than the rest."""
     if rules.too_large(config):
-        return independent.violations(config, given)
-    notes = routing.kept(config)
+        return value_violations(config, given)
+    notes = routing.own_router_notes(config)
     folded, problems = shorthands.fold(config, given)
     problems += rules.check(folded)
     config = narrowed(folded)
@@ -99,6 +98,18 @@ def solve(
     said = (*(problem.what for problem in unread), *notes)
     solved = PlanDraft.of(config, spec, degrees).solve(problems, said)
     return solved if isinstance(solved, Plan) else list(dict.fromkeys(solved))
+
+
+def value_violations(config: Config, user_keys: frozenset[str]) -> list[Problem]:
+    """The violations that need no plan: of each value by itself, and of a few combinations of keys.
+
+    Numbers that are too large to plan with come first. config: with the keys of all strategies.
+    """
+    problems = rules.too_large(config)
+    folded, violations = shorthands.fold(config, user_keys)
+    problems += violations + rules.check(folded)
+    filling.read(config, problems)
+    return list(dict.fromkeys(problems + batches.check(config)))
 
 
 def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:

@@ -162,8 +162,8 @@ def _ignored_context(config: Config, user_keys: frozenset[str], cp: int) -> dict
     """Keys of `strategy.context` that are set at cp=1, or that the chosen kind does not read."""
     kind, section = config.strategy.context.kind, "strategy.context."
     unread = _unread_keys("context", kind) if cp > 1 else {key.removeprefix(section) for key in user_keys}
-    readers = {key: [one for one in kinds("context") if key in own_keys("context", one)] for key in unread}
-    fixes = {key: "cp=2" if cp == 1 else f"strategy.context.kind={found[0]}" for key, found in readers.items() if found}
+    readers = {key: [other for other in kinds("context") if key in own_keys("context", other)] for key in unread}
+    fixes = {key: "cp=2" if cp == 1 else f"strategy.context.kind={names[0]}" for key, names in readers.items() if names}
     return {section + key: fix for key, fix in fixes.items() if section + key in user_keys}
 
 

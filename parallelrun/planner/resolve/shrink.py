@@ -51,12 +51,12 @@ def shrunk(config: Config, plan: Plan) -> Shrunk:
     best: tuple[int, int, Config, Plan] | None = None
     for candidate in _candidates(filled(config, plan), plan):
         try:
-            found = resolve(candidate)
+            small_plan = resolve(candidate)
         except ConfigError:
             continue
-        missing = len(_missing(wanted, features(found)))
-        if best is None or (missing, found.world) < best[:2]:
-            best = missing, found.world, candidate, found
+        missing = len(_missing(wanted, features(small_plan)))
+        if best is None or (missing, small_plan.world) < best[:2]:
+            best = missing, small_plan.world, candidate, small_plan
         if missing == 0:
             break
     if best is None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.planner.contract.caching import once_for
 from parallelrun.planner.contract.classes import data_strategy
 from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.mesh_shape import MeshShape
@@ -19,51 +21,26 @@ from parallelrun.planner.memory.backward_block import backward_block, with_round
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.pieces import context_axes, expert_axes
 from parallelrun.planner.predict import prediction
-from parallelrun.planner.predict.step_time.shared_times import Known
-from parallelrun.planner.predict.step_time.step import blocks_of, why_unknown
-from parallelrun.planner.search.legal import Legal, LegalGroup, tensor_of
+from parallelrun.planner.predict.step_time.step import StepModel, why_unknown
+from parallelrun.planner.search.legal import OF_STAGES, Legal, LegalGroup, tensor_of
 
 
 class Bounds:
-    """Lower bounds of the step time of a space's candidates. known: see `step_time_with`."""
+    """Lower bounds of the step time and memory of a space's candidates."""
 
-    def __init__(self, legal: Legal, cluster: ClusterConfig, known: Known):
-        self._legal, self._cluster, self._known = legal, cluster, known
-        self._found: Known = {}
+    def __init__(self, legal: Legal, cluster: ClusterConfig, times: StepModel):
+        self._legal, self._cluster, self._times = legal, cluster, times
+        self._cache: dict[object, Any] = {}
         alike = legal.spec.first_alike
         self._blocks = {name: legal.spec.block(name) for name in dict.fromkeys(alike.values())}
         counts = Counter(alike[block.name] for block in legal.spec.blocks)
         self._plainest, self._most = legal.space.recomputes()[0], legal.space.recomputes()[-1]
         self._commonest = max(counts, key=lambda name: (counts[name], self._blocks[name].forward_flops))
 
+    @once_for(*OF_STAGES)
     def paths(self, group: LegalGroup) -> list[tuple[int, float, int]]:
         """Numbers of blocks, as in `simulate.least`: forward before a pp rank can begin, of its own (on average where
         pp ranks share cores), backward after its last action. Of all pp ranks, those that can be the longest."""
-        paths: list[tuple[int, float, int]] = once(self._found, ("paths", _placed(group)), lambda: self._paths(group))
-        return paths
-
-    def seconds(self, group: LegalGroup, micro_batch: int) -> tuple[float, float, float]:
-        """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
-        form that repeats most. Zeros where the cluster gives no rates."""
-        # With sharded weights a block takes least, then with rounded ones: see `streaming.of_weights`.
-        least = max(group.datas, key=lambda data: _spares(data_strategy(data.kind)))
-        spares = _spares(data_strategy(least.kind))
-        several = not spares[0] and self._legal.space.global_batch // group.dp // micro_batch > 1
-        key = "seconds", tensor_of(group), micro_batch, spares, several
-        seconds: tuple[float, float, float] = once(self._found, key, lambda: self._seconds(group, micro_batch, least))
-        return seconds
-
-    def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
-        """Return the bounds for `data`, which stands for all data strategies that treat weights alike."""
-        plan = self._legal.plan(group, micro_batch, self._most, data)
-        if why_unknown(plan, self._cluster):
-            return 0.0, 0.0, 0.0
-        time = blocks_of(plan, self._cluster, self._known)(self._blocks[self._commonest])
-        if time is None:
-            return 0.0, 0.0, 0.0
-        return sum(time.forward.values()), sum(time.backward.values()), sum(time.again.values())
-
-    def _paths(self, group: LegalGroup) -> list[tuple[int, float, int]]:
         own, heads, before = [0] * group.pp, [0] * group.pp, 0
         stages = self._legal.stages(group)[0]
         for stage in reversed(stages):
@@ -81,22 +58,39 @@ class Bounds:
             longest[number] = max(longest.get(number, 0), sums[heads[rank]])
         return [(head, number, 0 if group.schedule.splits_backward else head) for number, head in longest.items()]
 
+    def seconds(self, group: LegalGroup, micro_batch: int) -> tuple[float, float, float]:
+        """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
+        form that repeats most. Zeros where the cluster gives no rates."""
+        # With sharded weights a block takes least, then with rounded ones: see `streaming.of_weights`.
+        least = max(group.datas, key=lambda data: _spares(data_strategy(data.kind)))
+        spares = _spares(data_strategy(least.kind))
+        several = not spares[0] and self._legal.space.global_batch // group.dp // micro_batch > 1
+        key = "seconds", tensor_of(group), micro_batch, spares, several
+        seconds: tuple[float, float, float] = once(self._cache, key, lambda: self._seconds(group, micro_batch, least))
+        return seconds
+
+    def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> tuple[float, float, float]:
+        """Return the bounds for `data`, which stands for all data strategies that treat weights alike."""
+        plan = self._legal.plan(group, micro_batch, self._most, data)
+        if why_unknown(plan, self._cluster):
+            return 0.0, 0.0, 0.0
+        time = self._times.block_time(plan, self._blocks[self._commonest])
+        if time is None:
+            return 0.0, 0.0, 0.0
+        return sum(time.forward.values()), sum(time.backward.values()), sum(time.again.values())
+
     def _number(self, stage: Stage) -> int:
         alike = self._legal.spec.first_alike
         return sum(alike[name] == self._commonest for name in stage.blocks)
 
+    @once_for(*OF_STAGES)
     def fullest(self, group: LegalGroup) -> tuple[int, int, int]:
         """The first pp rank with the most of the commonest block, how many it has, and the fewest of its stages."""
-
-        def compute() -> tuple[int, int, int]:
-            numbers: dict[int, list[int]] = {}
-            for stage in self._legal.stages(group)[0]:
-                numbers.setdefault(stage.pp_rank, []).append(self._number(stage))
-            rank = max(sorted(numbers), key=lambda number: sum(numbers[number]))
-            return rank, sum(numbers[rank]), min(numbers[rank])
-
-        fullest: tuple[int, int, int] = once(self._found, ("fullest", _placed(group)), compute)
-        return fullest
+        numbers: dict[int, list[int]] = {}
+        for stage in self._legal.stages(group)[0]:
+            numbers.setdefault(stage.pp_rank, []).append(self._number(stage))
+        rank = max(sorted(numbers), key=lambda number: sum(numbers[number]))
+        return rank, sum(numbers[rank]), min(numbers[rank])
 
     def in_flight(self, group: LegalGroup, micro_batch: int) -> int:
         """Return how many of the commonest block (at least) have run forward on the fullest pp rank when its first
@@ -109,7 +103,7 @@ class Bounds:
         more than one microbatch."""
         key = "held", group.tp, group.number, group.ep, group.dp, group.cp, group.pp > 1, several, id(data)
         splits = group.schedule.splits_backward
-        return self.fullest(group)[1] * once(self._found, (key, splits), lambda: self._held(group, data, several))
+        return self.fullest(group)[1] * once(self._cache, (key, splits), lambda: self._held(group, data, several))
 
     def kept_bytes(self, group: LegalGroup, micro_batch: int, recompute: str) -> tuple[int, int]:
         """Bytes that the commonest block keeps of one microbatch for backward, and what its backward pass needs besides
@@ -118,32 +112,31 @@ class Bounds:
         def compute() -> tuple[int, int]:
             plan = self._plan(group, micro_batch, recompute)
             blocks = [backward_block(self._commonest, plan, rounded) for rounded in (False, True)]  # by data strategy
-            least = min(
-                one.working_bytes(False) for block in blocks for one in (block, with_rounded_gradients(block, plan))
-            )
+            blocks += [with_rounded_gradients(block, plan) for block in blocks]
+            least = min(block.working_bytes(False) for block in blocks)
             return blocks[0].kept, 0 if group.schedule.splits_backward else least
 
         key = "kept", tensor_of(group), micro_batch, recompute
-        saved: tuple[int, int] = once(self._found, key, compute)
+        saved: tuple[int, int] = once(self._cache, key, compute)
         return saved
 
     def _plan(self, group: LegalGroup, micro_batch: int, recompute: str) -> Plan:
         """A plan whose blocks are those of the candidates with this tensor strategy, micro-batch and recomputation."""
         key = "group", tensor_of(group), micro_batch
-        first: LegalGroup = once(self._found, key, lambda: group)
+        first: LegalGroup = once(self._cache, key, lambda: group)
         return self._legal.plan(first, micro_batch, recompute, first.datas[0])
 
     def _held(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
         plan = self._plan(group, group.micro_batches[0], self._plainest)
         strategy = data_strategy(data.kind).resolve(self._legal.request_of(group, data))
         inner = tuple((axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("ep")) if plan.expert else ()
-        ep = inner, tuple((axis, parts) for axis, parts in plan.mesh.flattened if axis == "ep")
-        request, of_ep = self._legal.request_of(group, data), ep if inner else ((), ())
+        ep = inner, tuple((axis, parts) for axis, parts in plan.mesh.flattened if axis == "ep" and inner)
+        request = self._legal.request_of(group, data)
         data_dims = strategy.mesh_dims(request.num_data_ranks)
         if plan.context:
-            dims, flattened = context_axes.split(data_dims, type(plan.context).mesh_dims(request), of_ep)
+            dims, flattened = context_axes.split(data_dims, plan.context.mesh_dims(request), ep)
         else:
-            dims, flattened = expert_axes.split(*data_dims, *of_ep)
+            dims, flattened = expert_axes.split(*data_dims, *ep)
         tensor = plan.mesh.mesh_dims_of("tp")
         mesh = MeshShape(
             (("pp", 2), *dims, *((axis, plan.mesh.size(axis)) for axis in tensor)),
@@ -160,11 +153,6 @@ class Bounds:
 def _spares(strategy: type[DataStrategy]) -> tuple[bool, bool]:
     """What a data strategy spares a microbatch: everything that it does to its weights, or rounding them."""
     return strategy.shards_weights, strategy.rounds_weights
-
-
-def _placed(group: LegalGroup) -> object:
-    """Return the settings that decide which rank has which blocks, as a cache key."""
-    return group.pp, group.virtual_stages, group.pipeline.kind
 
 
 def _block_bytes(block: BlockSpec, plan: Plan) -> int:

@@ -96,11 +96,11 @@ def compared(config: Config, user_keys: frozenset[str], keep: int) -> tuple[list
     for devices in _between(best.devices, config.cluster.gpus_per_node or 1) if best else ():
         if devices <= most:
             size(devices)
-    sizes = sorted((one for one in tried.values() if one), key=lambda one: one.devices)
+    sizes = [tried_size for _, tried_size in sorted(tried.items()) if tried_size]
     best = _best(sizes, config) or _too_slow(config, sizes, most)
-    whole = searched(best.devices, keep, MOST_COUNTED)
-    assert whole is not None, "found a moment ago"
-    return [whole if one is best else one for one in sizes], whole
+    selected = searched(best.devices, keep, MOST_COUNTED)
+    assert selected is not None, "searched a moment ago"
+    return [selected if tried_size is best else tried_size for tried_size in sizes], selected
 
 
 def _double(size: Callable[[int], Size | None], most: int, days: float | None) -> None:

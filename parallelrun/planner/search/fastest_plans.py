@@ -25,12 +25,11 @@ from parallelrun.planner.memory import device_memory
 from parallelrun.planner.model.model_spec import ModelSpec
 from parallelrun.planner.pieces import router_settings
 from parallelrun.planner.predict import cluster_cost, prediction
-from parallelrun.planner.predict.step_time.shared_times import Known
-from parallelrun.planner.predict.step_time.step import StepTime, least_s, step_time_with, why_unknown
+from parallelrun.planner.predict.step_time.step import StepModel, StepTime, why_unknown
 from parallelrun.planner.resolve import rules
 from parallelrun.planner.resolve.resolve_config import spec_of
 from parallelrun.planner.search.bounds import Bounds
-from parallelrun.planner.search.first_pass import CandidateRow, Survey
+from parallelrun.planner.search.first_pass import CandidateRow, FirstPass
 from parallelrun.planner.search.fitting_plans import NEVER, Kept
 from parallelrun.planner.search.legal import Legal
 from parallelrun.planner.search.result import MEMORY, Found, Removed, Search
@@ -76,14 +75,15 @@ def search(
 
 
 def _search(space: Space, keep: int, against: float | None, device: str, most_counted: int) -> Search:
-    found = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep, most_counted)
-    found.find(against if keep > 1 else None)
-    return found.result(against)
+    searched = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep, most_counted)
+    searched.find(against if keep > 1 else None)
+    return searched.result(against)
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without garbage collection, which would take a fifth of a search: millions of small tuples, and no cycles."""
+    """Without garbage collection, which takes a fifth of a search (of 62,000 plans 1 s of CPU time more): millions of
+    small tuples, and no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -108,16 +108,16 @@ class _Searched:
 
     def __init__(self, legal: Legal, cluster: ClusterConfig, keep: int, most_counted: int = MOST_COUNTED):
         self.legal, self.cluster = legal, cluster
-        self.known: Known = {}
+        self.times = StepModel(cluster)
         self.limit = _most_bytes(cluster)
-        self.survey = Survey(legal, Bounds(legal, cluster, self.known), self.limit)
+        self.first_pass = FirstPass(legal, Bounds(legal, cluster, self.times), self.limit)
         self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
         self._keep, self.fitting = keep, Kept(keep)
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
         self.num_unpriced: Counter[str] = Counter()
-        self.is_counted = self.survey.may_fit <= most_counted
-        self.is_sifted = self.survey.considered <= MOST_SIFTED
+        self.is_counted = self.first_pass.may_fit <= most_counted
+        self.is_sifted = self.first_pass.considered <= MOST_SIFTED
 
     def find(self, against: float | None = None) -> None:
         """Price candidates, the ones with the least bound first, until those in front are the best. against: and
@@ -125,65 +125,65 @@ class _Searched:
         if self._leaves_all():
             return
         for plan, leaf, time in self._priced(against or 0.0):
-            found = self._found(plan, leaf, time)
-            if _is_fit(found, self.cluster):
-                self.fitting.add(leaf[0].shape, time.step_s, found)
+            priced = self._found(plan, leaf, time)
+            if priced.fits == "yes" or not self.cluster.memory_gb:
+                self.fitting.add(leaf[0].shape, time.step_s, priced)
             else:
-                self.unfit.append(found)
+                self.unfit.append(priced)
 
     def _leaves_all(self) -> bool:
         """Whether no plan can be priced, for a reason that does not depend on the plan."""
-        row = next((row for row in self.survey.rows if row.fitting), None)
+        row = next((row for row in self.first_pass.rows if row.fitting), None)
         if row is None or not why_unknown(plan := self._plan(row, row.datas[0][1]), self.cluster):
             return False
         self._leave(plan, (row, row.datas[0][1]))
-        self.num_unpriced[why_unknown(plan, self.cluster)] = self.survey.may_fit
+        self.num_unpriced[why_unknown(plan, self.cluster)] = self.first_pass.may_fit
         return True
 
     def _priced(self, against: float) -> Iterator[tuple[Plan, Leaf, StepTime]]:
         """The candidates that may fit and be kept, the fastest first."""
         number = count()
         heap: list[tuple[float, int, _Waiting]] = []
-        for row in self.survey.rows:
+        for row in self.first_pass.rows:
             if row.fitting:
                 heap.append((row.least_s, next(number), _Waiting(row)))
         heapq.heapify(heap)
         while heap:
-            least, _, one = heapq.heappop(heap)
+            least, _, waiting = heapq.heappop(heap)
             if not self.is_counted and (least >= against or len(self.fitting.all) >= MOST_RANKED):
                 if self.fitting.ends(least):
                     return
-                if not self.fitting.wants(one.row.shape, least):
+                if not self.fitting.wants(waiting.row.shape, least):
                     continue
-            if one.data is not None and one.time is not None:
-                yield self._plan(one.row, one.data), (one.row, one.data), one.time
+            if waiting.data is not None and waiting.time is not None:
+                yield self._plan(waiting.row, waiting.data), (waiting.row, waiting.data), waiting.time
                 continue
-            for seconds, closer in self._closer(one):
+            for seconds, closer in self._closer(waiting):
                 heapq.heappush(heap, (seconds, next(number), closer))
 
-    def _closer(self, one: _Waiting) -> list[tuple[float, _Waiting]]:
-        """Return the entries that replace `one` in the queue, with closer bounds: the candidates of a row, or the same
-        candidate with its data communication or its time."""
-        row, data = one.row, one.data
+    def _closer(self, waiting: _Waiting) -> list[tuple[float, _Waiting]]:
+        """Return the entries that replace `waiting` in the queue, with closer bounds: the candidates of a row,
+        or the same candidate with its data communication or its time."""
+        row, data = waiting.row, waiting.data
         if data is None:
-            found: list[tuple[float, _Waiting]] = []
+            entries: list[tuple[float, _Waiting]] = []
             bounds: dict[bool, float] = {}  # by whether weights are sharded: else a schedule takes equally long
             for _, data in row.datas[: row.fitting]:
                 shards = data_strategy(data.kind).shards_weights
                 if shards not in bounds:
-                    bounds[shards] = least_s(self.known, self._plan(row, data), self.cluster) or 0.0
-                found.append((bounds[shards], _Waiting(row, data)))
+                    bounds[shards] = self.times.least_s(self._plan(row, data)) or 0.0
+                entries.append((bounds[shards], _Waiting(row, data)))
             if not self.is_sifted:
                 self.heavy += [(held + row.kept, row, data) for held, data in row.datas[row.fitting :]]
-            return found
+            return entries
         plan = self._plan(row, data)
-        if not (self._is_light if one.is_bounded else self._may_fit)(row, data, plan):
+        if not (self._is_light if waiting.is_bounded else self._may_fit)(row, data, plan):
             return []
-        time = step_time_with(self.known, plan, self.cluster, least=not one.is_bounded)
+        time = self.times.step_time(plan, least=not waiting.is_bounded)
         if time is None:
             self._leave(plan, (row, data))
             return []
-        return [(time.step_s, _Waiting(row, data, True, time if one.is_bounded else None))]
+        return [(time.step_s, _Waiting(row, data, True, time if waiting.is_bounded else None))]
 
     def _may_fit(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
         least = self._least_bytes(row, plan)
@@ -200,7 +200,7 @@ class _Searched:
 
     def _least_bytes(self, row: CandidateRow, plan: Plan) -> int:
         """A lower bound of memory, with all that the fullest pp rank holds throughout a step."""
-        rank = plan.mesh.rank(pp=self.survey.bounds.fullest(row.group)[0])
+        rank = plan.mesh.rank(pp=self.first_pass.bounds.fullest(row.group)[0])
         return sum(prediction.held_bytes(plan, plan.mesh.coordinate(rank))) + row.kept
 
     def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
@@ -228,10 +228,10 @@ class _Searched:
     def _nearest(self, best: Found | None) -> Found | None:
         """The plan that misses least of those that do not fit and are faster than the best, of MOST_NEAR."""
         limit = best.time.step_s if best and best.time else NEVER
-        near = [one for one in self.unfit if one.time and one.time.step_s < limit]
-        nearest = min(near, key=lambda one: one.heaviest_bytes, default=None)
+        faster = [unfit for unfit in self.unfit if unfit.time and unfit.time.step_s < limit]
+        nearest = min(faster, key=lambda unfit: unfit.heaviest_bytes, default=None)
         heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
-        for row in self.survey.rows if self.is_sifted else ():
+        for row in self.first_pass.rows if self.is_sifted else ():
             for held, data in row.datas[row.fitting :]:
                 heavy.append((held + row.kept, len(heavy), row, data, False))
         heapq.heapify(heavy)
@@ -241,23 +241,24 @@ class _Searched:
             if row.least_s >= limit:
                 continue
             plan = self._plan(row, data)
-            least = step_time_with(self.known, plan, self.cluster, least=True)
+            least = self.times.step_time(plan, least=True)
             if least is None or least.step_s >= limit:
                 continue
             if not is_close:
                 heapq.heappush(heavy, (prediction.least_bytes(plan, NEVER), number, row, data, True))
                 continue
             left -= 1
-            time = step_time_with(self.known, plan, self.cluster)
+            time = self.times.step_time(plan)
             if time and time.step_s < limit:
-                found = self._found(plan, (row, data), time)
-                nearest = min((one for one in (nearest, found) if one), key=lambda one: one.heaviest_bytes)
+                candidate = self._found(plan, (row, data), time)
+                if nearest is None or candidate.heaviest_bytes < nearest.heaviest_bytes:
+                    nearest = candidate
         return nearest
 
     def result(self, against: float | None) -> Search:
         ordered, best = self.fitting.all, tuple(self.fitting.chosen())
-        examples, space, considered = self.legal.examples, self.legal.space, self.survey.considered
-        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.survey.may_fit
+        examples, space, considered = self.legal.examples, self.legal.space, self.first_pass.considered
+        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.first_pass.may_fit
         removed = [
             Removed(rule, number, examples[rule].what, examples[rule].suggestion)
             for rule, number in self.legal.removed.items()
@@ -267,7 +268,7 @@ class _Searched:
             removed.append(Removed(MEMORY, heavy, " ".join(nearest.overrides) if nearest else ""))
         return Search(
             space.world, space.global_batch, considered, fitting, best, nearest,
-            tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda one: -one.candidates)),
+            tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda rule: -rule.candidates)),
             self._rank(ordered, against), self.is_counted,
         )  # fmt: skip
 
@@ -275,15 +276,13 @@ class _Searched:
         """(the best rank that is possible, the worst)."""
         if against is None:
             return None
-        known = 1 + sum(one.time.step_s < against for one in ordered if one.time)
+        num_faster = 1 + sum(plan.time.step_s < against for plan in ordered if plan.time)
         if self.is_counted:
-            return known, known
-        may_be_faster = sum(row.fitting for row in self.survey.rows if row.least_s < against)
-        return known, max(known, min(1 + may_be_faster, self.survey.may_fit))  # one of those that fit, if it does
-
-
-def _is_fit(plan: Found, cluster: ClusterConfig) -> bool:
-    return plan.fits == "yes" or not cluster.memory_gb
+            return num_faster, num_faster
+        may_be_faster = sum(row.fitting for row in self.first_pass.rows if row.least_s < against)
+        return num_faster, max(
+            num_faster, min(1 + may_be_faster, self.first_pass.may_fit)
+        )  # one of those that fit, if it does
 
 
 def _most_bytes(cluster: ClusterConfig) -> float:

@@ -30,7 +30,7 @@ class CandidateRow(NamedTuple):
         return group.pp, group.dp, group.cp, group.tp, group.ep, group.tensor.kind
 
 
-class Survey:
+class FirstPass:
     """The rows of a space. limit: the most bytes that fit a device. considered, may_fit: legal candidates, and those
     whose lower bound of memory fits."""
 

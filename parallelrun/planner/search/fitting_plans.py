@@ -26,7 +26,7 @@ class Kept:
     @property
     def all(self) -> list[Found]:
         """Every plan that was added, the fastest first; of equally fast ones that which needs least memory."""
-        return [found for _, _, found in self._ordered()]
+        return [plan for _, _, plan in self._ordered()]
 
     def add(self, shape: Hashable, seconds: float, plan: Found) -> None:
         self._plans.append((shape, seconds, plan))

@@ -7,14 +7,16 @@ alike.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config, DataStrategyConfig, PipelineConfig, TensorStrategyConfig
 from parallelrun.config.schema.strategy_keys import narrowed
+from parallelrun.planner.contract.caching import once_for
 from parallelrun.planner.contract.classes import (
     StrategyClasses,
     context_strategy,
@@ -54,6 +56,10 @@ class LegalGroup(NamedTuple):
     datas: tuple[DataStrategyConfig, ...]
     cp: int = 1
 
+    @property
+    def has_pipeline(self) -> bool:
+        return self.pp > 1
+
     def choice(self, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Choice:
         shape = self.tensor, self.pipeline, self.cp
         return Choice(self.pp, self.dp, self.tp, self.ep, micro_batch, recompute, data, *shape)
@@ -62,6 +68,10 @@ class LegalGroup(NamedTuple):
 def tensor_of(group: LegalGroup) -> object:
     """Return, as a cache key, the settings on which a block's costs depend, beside micro-batch and recomputation."""
     return group.tp, group.number, group.ep, group.cp, group.schedule.splits_backward
+
+
+OF_STAGES = ("pp", "virtual_stages", "pipeline.kind")  # they decide which rank has which blocks
+OF_TENSOR = ("tp", "number", "schedule.splits_backward", "cp")
 
 
 Checked = tuple[list[Any], list[tuple[str, int, Problem]]]  # the legal ones; rule, number and violation of others
@@ -76,7 +86,9 @@ class Legal:
         self.small = _distinct(spec)
         self.removed: Counter[str] = Counter()
         self.examples: dict[str, Problem] = {}
-        self._known: dict[object, object] = {}
+        self._cache: dict[object, Any] = {}
+        self._tensors, self._pipelines = cache(space.tensors), cache(self._schedules)
+        self._cut = cache(partial(partition.cut, spec, space.base))
         self._sections: dict[str, DataStrategyConfig] = {}  # one of all equal ones: its id stands for it
         self._has_sets = any(layer.layer_role == SAMPLE_SET_ROLE for layer in spec.layers())
         self._recomputes = len(space.recomputes())
@@ -85,17 +97,13 @@ class Legal:
         for pp, dp, cp, tp in self.space.degrees(self.spec):
             sizes = tuple(self.space.micro_batches(dp, self.spec))
             datas = tuple(self._sections.setdefault(repr(data), data) for data in self.space.datas(dp * cp, pp, tp))
-            tensors = once(self._known, ("tensors", tp), lambda: self.space.tensors(tp))  # noqa: B023
-            pipelines = once(self._known, ("pipelines", pp), lambda: self._pipelines(pp))  # noqa: B023
             for ep in self.space.expert_degrees(dp * cp, self.spec):
-                for number, tensor in enumerate(tensors):
-                    for of_pipeline in pipelines:
-                        shape = pp, dp, tp, ep, number, tensor, *of_pipeline
-                        legal = self._legal(LegalGroup(*shape, sizes, datas, cp))
-                        if legal is not None:
-                            yield legal
+                for (number, tensor), pipeline in product(enumerate(self._tensors(tp)), self._pipelines(pp)):
+                    legal = self._legal(LegalGroup(pp, dp, tp, ep, number, tensor, *pipeline, sizes, datas, cp))
+                    if legal is not None:
+                        yield legal
 
-    def _pipelines(self, pp: int) -> list[tuple[PipelineConfig, type[PipelineSchedule], int]]:
+    def _schedules(self, pp: int) -> list[tuple[PipelineConfig, type[PipelineSchedule], int]]:
         """Schedules with their numbers of stages per rank."""
         schedules = [
             (section, pipeline_schedule(section.kind if pp > 1 else "none"))
@@ -107,7 +115,7 @@ class Legal:
         """The plan of one candidate of a group. Those that differ in recomputation alone share all but that."""
         degrees = group.pp, group.dp, group.cp, group.tp, group.ep
         key = "plans", *degrees, group.number, group.pipeline.kind, group.virtual_stages, micro_batch, id(data)
-        plans: dict[str, Plan] = once(self._known, key, dict)
+        plans: dict[str, Plan] = once(self._cache, key, dict)
         if recompute not in plans:
             some = next(iter(plans.values()), None) or self._plan(group, micro_batch, data)
             plans[recompute] = some if some.recompute == recompute else some.sharing(recompute=recompute)
@@ -122,37 +130,25 @@ class Legal:
         plan = draft.plan(request, self.stages(group)[0], sets)
         key = "weights", plan.tensor, plan.data, plan.mesh, group.virtual_stages, group.pipeline.kind
         of_block = "blocks", tensor_of(group), micro_batch
-        vars(plan).update(weights_cache=once(self._known, key, dict), blocks_cache=once(self._known, of_block, dict))
+        vars(plan).update(weights_cache=once(self._cache, key, dict), blocks_cache=once(self._cache, of_block, dict))
         return plan
 
     def _legal(self, group: LegalGroup) -> LegalGroup | None:
         """The group's legal candidates; None where there are none."""
-        tensor = group.tp, group.number, group.schedule.splits_backward, group.cp
-        problems = once(self._known, ("tensor", tensor), lambda: self._of_tensor(group))
-        if problems is not None:
-            self._count(LAYOUT, len(group.micro_batches) * len(group.datas), problems)
-            return None
-        stages = group.pp, group.virtual_stages, group.pipeline.kind
-        for rule, key, find in (
-            (STAGES, ("depth", stages), self._of_stages),
-            (EXPERTS, ("experts", group.dp, group.cp, group.ep), self._of_experts),
-        ):  # fmt: skip
-            problems = once(self._known, key, partial(find, group))
-            if problems:
+        rules_of_all = (LAYOUT, self._of_tensor), (STAGES, self._of_stages), (EXPERTS, self._of_experts)
+        for rule, check in rules_of_all:
+            if problems := check(group):
                 self._count(rule, len(group.micro_batches) * len(group.datas), problems)
                 return None
-        parts = once(self._known, ("parts", tensor), lambda: self._parts(group))
-        sizes = self._kept(
-            ("sizes", stages, group.dp, group.cp, group.ep, parts), len(group.datas), lambda: self._sizes(group, parts)
-        )
-        datas = self._kept(("datas", tensor, group.dp, group.ep, group.pp > 1), len(sizes), lambda: self._datas(group))
+        sizes = self._legal_ones(self._sizes(group, self._parts(group)), len(group.datas))
+        datas = self._legal_ones(self._datas(group), len(sizes))
         if self._has_sets:
-            sizes = self._kept((), len(datas), lambda: self._sized_sets(group, sizes, datas))
+            sizes = self._legal_ones(self._sized_sets(group, sizes, datas), len(datas))
         return group._replace(micro_batches=tuple(sizes), datas=tuple(datas)) if sizes and datas else None
 
-    def _kept(self, key: tuple[object, ...], others: int, find: Callable[[], Checked]) -> list[Any]:
+    def _legal_ones(self, checked: Checked, others: int) -> list[Any]:
         """The legal ones of several; others: the candidates that each of them stands for, without recomputation."""
-        legal, removed = once(self._known, key, find) if key else find()
+        legal, removed = checked
         for rule, number, problem in removed:
             self._count(rule, number * others, [problem])
         return legal
@@ -162,22 +158,25 @@ class Legal:
             self.removed[rule] += number * self._recomputes
             self.examples.setdefault(rule, problems[0])
 
-    def _of_tensor(self, group: LegalGroup) -> list[Problem] | None:
-        """The violations of the tensor layout; None where it is legal. One layout stands for all in an example."""
+    @once_for(*OF_TENSOR)
+    def _of_tensor(self, group: LegalGroup) -> list[Problem]:
+        """The violations of the tensor layout. One layout stands for all in an example."""
         request, strategy = self.request(group, self._config(group, group.datas[0]), self.small), group.tensor.kind
         images = rules.check_images(self.spec, request.config, group.tp)
         context = self._classes(group, group.datas[0].kind).context
         problems = images or (context.check(request) if context else [])
         if not problems and tensor_strategy(strategy).is_legal(request):
-            return None
+            return []
         return problems or (
             [self.examples[LAYOUT]] if LAYOUT in self.examples else tensor_strategy(strategy).check(request)
         )
 
+    @once_for(*OF_STAGES)
     def _of_stages(self, group: LegalGroup) -> list[Problem]:
         request = self.request(group, self._config(group, group.datas[0]), self.spec)
         return check_depth(request) + self.stages(group)[1]
 
+    @once_for("dp", "cp", "ep")
     def _of_experts(self, group: LegalGroup) -> list[Problem]:
         """The violations of the expert dispatcher by the degrees, and keys that it would have to read."""
         request = self.request(group, self._config(group, group.datas[0]), self.small)
@@ -190,12 +189,14 @@ class Legal:
         problems = routing.unread(self.space.folded, self.space.given, self.spec.experts, group.ep)
         return problems + routing.check(request, 1) + (expert.check(request) if expert else [])
 
+    @once_for(*OF_TENSOR)
     def _parts(self, group: LegalGroup) -> int:
         """Return the number that must divide every micro-batch."""
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         parts: int = tensor_strategy(group.tensor.kind).micro_batch_divisor(request)
         return parts * (self.spec.router.group_samples if self.spec.router else 1)
 
+    @once_for(*OF_STAGES, "dp", "cp", "ep")
     def _sizes(self, group: LegalGroup, parts: int) -> Checked:
         """The micro-batches without violations."""
         legal, removed = [], []
@@ -206,8 +207,8 @@ class Legal:
             if size % parts:
                 message = f"micro_batch={size} does not divide into {parts} parts"
                 removed.append((LAYOUT, 1, Problem(message, "micro_batch", f"micro_batch={parts}")))
-            elif found := once(self._known, (*key, of_experts), partial(self._of_batch, group, size)):
-                removed.append((SCHEDULE, 1, found[0]))
+            elif problems := once(self._cache, (*key, of_experts), partial(self._of_batch, group, size)):
+                removed.append((SCHEDULE, 1, problems[0]))
             else:
                 legal.append(size)
         return legal, removed
@@ -218,6 +219,7 @@ class Legal:
         problems = classes.pipeline.check(filled) + check_length(filled)
         return problems + (classes.expert.check(filled) if classes.expert else [])
 
+    @once_for(*OF_TENSOR, "dp", "ep", "has_pipeline")
     def _datas(self, group: LegalGroup) -> Checked:
         """The data strategies without violations."""
         legal, removed = [], []
@@ -244,28 +246,20 @@ class Legal:
             removed += [(SAMPLES, 1, problems_of_size[0])] if problems_of_size else []
         return legal, removed
 
+    @once_for("pp", "virtual_stages", "schedule")
     def stages(self, group: LegalGroup) -> tuple[tuple[Stage, ...], list[Problem]]:
         """(the stages, violations)."""
-        pp, number, schedule = group.pp, group.pp * group.virtual_stages, group.schedule
-
-        def compute() -> tuple[tuple[Stage, ...], list[Problem]]:
-            cuts, problems = once(
-                self._known, ("cuts", number), lambda: partition.cut(self.spec, self.space.base, number)
-            )
-            return tuple(Stage(i, schedule.pp_rank(i, pp), names) for i, names in enumerate(cuts)), problems
-
-        return once(self._known, ("stages", pp, number, schedule), compute)
+        cuts, problems = self._cut(group.pp * group.virtual_stages)
+        rank_of = group.schedule.pp_rank
+        return tuple(Stage(i, rank_of(i, group.pp), names) for i, names in enumerate(cuts)), problems
 
     def _config(self, group: LegalGroup, data: DataStrategyConfig) -> Config:
-        def compute() -> Config:
-            chosen = {"tensor": group.tensor, "pipeline": group.pipeline, "data": data}
-            return replace(self.base, strategy=replace(self.base.strategy, **chosen))  # type: ignore[arg-type]
-
-        return once(
-            self._known,
-            ("config", group.tp, group.number, group.pipeline.kind, group.virtual_stages, id(data)),
-            compute,
-        )
+        key = "config", group.tp, group.number, group.pipeline.kind, group.virtual_stages, id(data)
+        if key not in self._cache:
+            strategy = replace(self.base.strategy, tensor=group.tensor, pipeline=group.pipeline, data=data)
+            self._cache[key] = replace(self.base, strategy=strategy)
+        config: Config = self._cache[key]
+        return config
 
     def request(self, group: LegalGroup, config: Config, spec: ModelSpec) -> Request:
         return Request(config, spec, group.pp, group.dp, group.tp, group.virtual_stages, None, 0, group.ep, group.cp)

@@ -14,22 +14,10 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.resolve.suggest import with_value
 from parallelrun.planner.search.fastest_plans import search
 from parallelrun.planner.search.result import Search
+from parallelrun.planner.search.space import OPEN_KEYS
 
 MOST_DOUBLINGS = 5  # of the devices, or halvings of the batch, that are tried
-# Keys that hold for all plans if they are given, and may each be what leaves none.
-HELD = (
-    "recompute",
-    "micro_batch",
-    "microbatches",
-    "layout",
-    "schedule",
-    "virtual_stages",
-    "tp",
-    "pp",
-    "dp",
-    "cp",
-    "ep",
-)
+HELD = ("recompute", *OPEN_KEYS)  # keys that hold for all plans if they are set, and may each be what leaves none
 
 
 def error(config: Config, user_keys: frozenset[str], result: Search, gpus: int | None) -> ConfigError:

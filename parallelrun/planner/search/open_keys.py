@@ -72,8 +72,12 @@ def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
 
 def calibrated(config: Config, user_keys: frozenset[str]) -> Config:
     """`config` with the rates of this machine, if they have been measured and no cluster was chosen."""
-    chosen = any(key.partition(".")[0] == "cluster" for key in user_keys)
-    if chosen or not missing(config.cluster, config.precision.name) or not presets.own_file("cluster", presets.MINE):
+    names_cluster = any(key.partition(".")[0] == "cluster" for key in user_keys)
+    if (
+        names_cluster
+        or not missing(config.cluster, config.precision.name)
+        or not presets.own_file("cluster", presets.MINE)
+    ):
         return config
     return replace(config, cluster=replace(ClusterConfig(), **presets.values("cluster", presets.MINE)))
 

@@ -15,7 +15,7 @@ from parallelrun.planner.predict.step_time.rates import missing
 from parallelrun.planner.predict.step_time.step import StepTime
 from parallelrun.planner.resolve.shorthands import short_keys
 from parallelrun.planner.search import open_keys
-from parallelrun.planner.search.space import Space
+from parallelrun.planner.search.space import OPEN_KEYS, Space
 
 if TYPE_CHECKING:
     from parallelrun.planner.search.result import Search
@@ -69,22 +69,8 @@ def among_all(plan: Plan, config: Config, time: StepTime, gpus: int | None = Non
 
 def opened(plan: Plan, config: Config) -> Config:
     """The configuration of a plan with everything that a search chooses left open."""
-    free: dict[str, Any] = dict.fromkeys(
-        (
-            "layout",
-            "schedule",
-            "microbatches",
-            "micro_batch",
-            "local_batch",
-            "pp",
-            "dp",
-            "cp",
-            "tp",
-            "ep",
-            *short_keys(),
-        )
-    )
+    free: dict[str, Any] = dict.fromkeys((*OPEN_KEYS, "local_batch", *short_keys()))
     pipeline = replace(config.strategy.pipeline, virtual_stages=None, split=[])
     strategy = replace(config.strategy, pipeline=pipeline)
     size = plan.batch.global_batch
-    return replace(config, **free, strategy=strategy, virtual_stages=None, world=plan.world, global_batch=size)
+    return replace(config, **free, strategy=strategy, world=plan.world, global_batch=size)

@@ -40,12 +40,11 @@ class Removed:
 class Search:
     """All plans of a model on `world` ranks of a cluster.
 
-    considered: legal plans. fitting: those of them that fit a device's memory, or all where the cluster gives no memory
-    size. best: of those that fit the fastest, and some of other shapes (`kept.Kept`), the fastest first. nearest: of
-    the plans that are faster than the best and do not fit, the one that misses least. unpriced: the first plan that has
-    no time, for each reason, and `num_unpriced` by reason. removed: most candidates first. rank: of a plan that takes
-    `against` seconds: 1 + the number of fitting plans that are faster, at least and at most; None where none was given.
-    global_batch: samples of a step, equal for all plans.
+    considered: legal plans. fitting: those that fit a device's memory, or all if the cluster gives no memory size.
+    best: the fastest that fit, and some of other shapes (`fitting_plans.Kept`), fastest first. nearest: of the plans
+    that are faster than the best and do not fit, the one that needs least memory. unpriced: the first plan without a
+    time, for each reason, and `num_unpriced` by reason. removed: most candidates first. rank: of a plan that takes
+    `against` seconds: 1 + the number of faster plans that fit, at least and at most. global_batch: of all plans.
     is_counted: False in a large space, where `fitting` and the worst rank come from lower bounds (at most so many fit),
     and `nearest` is one of the plans that were looked at.
     """

@@ -29,6 +29,8 @@ from parallelrun.planner.resolve import shorthands
 
 RECOMPUTE = ("none", "selective", "full")
 AXES = ("pp", "dp", "cp", "tp")
+# What a search chooses unless the user sets it, by root keys; and recomputation.
+OPEN_KEYS = ("micro_batch", "microbatches", "layout", "schedule", "virtual_stages", "tp", "pp", "dp", "cp", "ep")
 # Not tried unless the user gives it: tensor parallel groups over more hosts (their communication in every
 # layer leaves the host) and microbatches of more tokens (kernels get no faster: `batch.EFFICIENT_TOKENS`).
 MOST_HOSTS, MOST_TOKENS = 8, 4 * EFFICIENT_TOKENS

@@ -12,7 +12,7 @@ from parallelrun.report.page import charts
 from parallelrun.report.page.charts import GanttCell
 from parallelrun.report.page.sections import MOST_ROWS
 from parallelrun.report.records.find import CONFIG
-from parallelrun.report.records.read import RunRecord, broken, read_object
+from parallelrun.report.records.read import RunRecord, broken, expecting, read_object
 from parallelrun.report.records.run_differences import Column
 
 MEASURED = "schedule.json"  # written by train.recorder
@@ -65,7 +65,7 @@ def _measured(run: RunRecord) -> str:
     document = read_object(path)
     if not document:
         return "<p>The run recorded no times of single actions: it had not finished.</p>"
-    try:
+    with expecting(path, "ranks"):
         ranks = document["ranks"]
         cells = [
             GanttCell(row, ACTIONS[action["kind"]], action["begin_s"], action["end_s"], str(action["microbatch"]))
@@ -74,8 +74,6 @@ def _measured(run: RunRecord) -> str:
         ]
         length = max(cell.end for cell in cells)
         title = f"measured schedule of step {int(document['step'])}, {seconds_text(length)}"
-    except (KeyError, TypeError, ValueError) as error:
-        raise broken(path, f"incomplete: {error!r}", "ranks") from error
     note = "The first data and tensor replica. An action begins when its input has arrived; it holds the waiting of "
     return _drawn(title, cells, note + "its own collectives.")
 

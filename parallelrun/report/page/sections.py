@@ -10,12 +10,13 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+from parallelrun.planner.predict.prediction import matches_prediction
 from parallelrun.report.figures import bytes_text, seconds_text
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine
 from parallelrun.report.records.find import CONFIG
 from parallelrun.report.records.metrics import METRICS, label_of
-from parallelrun.report.records.read import RunRecord, broken, read_object
+from parallelrun.report.records.read import RunRecord, expecting, read_object
 from parallelrun.report.records.run_differences import Column, RunComparison, spread_of
 from parallelrun.report.runs import run_comparison as tables
 from parallelrun.report.runs.expert_load import heat_colour
@@ -117,49 +118,40 @@ def time_by_part(columns: Sequence[Column]) -> str:
 
 def communication(columns: Sequence[Column]) -> str:
     """Bytes that all ranks send in a step, by axis, operation and purpose; measured beside predicted."""
-    parts = []
+    parts: list[str] = []
+    by_axis: list[tuple[str, dict[str, float]]] = []
     for column in columns:
         traffic = _traffic(column.runs[0])
         if not traffic:
             continue
-        rows = [[*key, f"{calls:,}", bytes_text(payload), bytes_text(predicted), bytes_text(wire),
-                 "yes" if payload == predicted else "no"]
-                for key, (calls, payload, predicted, wire) in sorted(traffic.items())]  # fmt: skip
+        rows = []
+        sent: dict[str, float] = {}
+        for (axis, *purpose), (calls, payload, predicted, wire, is_right) in sorted(traffic.items()):
+            sent[axis] = sent.get(axis, 0.0) + wire
+            sizes = map(bytes_text, (payload, predicted, wire))
+            rows.append([axis, *purpose, f"{calls:,}", *sizes, "yes" if is_right else "no"])
+        by_axis.append((column.name, sent))
         titles = ["axis", "operation", "purpose", "calls", "payload", "predicted", "wire", "as predicted"]
         table = grid(titles, rows, 3, f"communication of {column.name}")
         parts.append(f"<details{' open' if len(columns) == 1 else ''}><summary>{escape(column.name)}</summary>"
                      f"{table}</details>")  # fmt: skip
-    return charts_of_axes(columns) + "".join(parts) if parts else ""
+    axes = [*dict.fromkeys(axis for _, sent in by_axis for axis in sent)]
+    bars = [(name, [sent.get(axis, 0.0) for axis in axes]) for name, sent in by_axis]
+    return charts.stacked_bars("bytes sent in one step by all ranks, by axis", bars, axes, bytes_text) + "".join(parts)
 
 
-def charts_of_axes(columns: Sequence[Column]) -> str:
-    """Bars of the bytes on the wire by axis."""
-    by_axis = []
-    for column in columns:
-        total: dict[str, float] = {}
-        for (axis, _, _), (_, _, _, wire) in _traffic(column.runs[0]).items():
-            total[axis] = total.get(axis, 0.0) + wire
-        if total:
-            by_axis.append((column.name, total))
-    axes = [*dict.fromkeys(axis for _, total in by_axis for axis in total)]
-    rows = [(name, [total.get(axis, 0.0) for axis in axes]) for name, total in by_axis]
-    return charts.stacked_bars("bytes sent in one step by all ranks, by axis", rows, axes, bytes_text)
-
-
-def _traffic(run: RunRecord) -> dict[tuple[str, str, str], tuple[int, int, int, int]]:
-    """(axis, operation, purpose) -> calls, payload, predicted payload and wire bytes of all ranks."""
+def _traffic(run: RunRecord) -> dict[tuple[str, str, str], tuple[int, int, int, int, bool]]:
+    """(axis, operation, purpose) -> calls, payload, predicted payload and wire bytes of all ranks; as predicted."""
     path = run.directory / "comm.json"
-    traffic: dict[tuple[str, str, str], tuple[int, int, int, int]] = {}
-    try:
+    traffic: dict[tuple[str, str, str], tuple[int, int, int, int, bool]] = {}
+    with expecting(path, "rows"):
         for row in read_object(path).get("rows") or []:
-            if row["operation"] == "recv":  # its bytes are counted at the sender
-                continue
-            key = (str(row["axis"]), str(row["operation"]), str(row["purpose"]))
-            new = (row["calls"], row["payload_bytes"], row["predicted_payload_bytes"], row["wire_bytes"])
-            old = traffic.get(key, (0, 0, 0, 0))
-            traffic[key] = (old[0] + new[0], old[1] + new[1], old[2] + new[2], old[3] + new[3])
-    except (KeyError, TypeError) as error:
-        raise broken(path, f"a row is incomplete: {error}", "rows") from error
+            if row["operation"] != "recv":  # its bytes are counted at the sender
+                key = (str(row["axis"]), str(row["operation"]), str(row["purpose"]))
+                calls, payload, predicted, wire, is_right = traffic.get(key, (0, 0, 0, 0, True))
+                traffic[key] = (calls + row["calls"], payload + row["payload_bytes"],
+                                predicted + row["predicted_payload_bytes"], wire + row["wire_bytes"],
+                                is_right and matches_prediction(row))  # fmt: skip
     return traffic
 
 
@@ -168,10 +160,8 @@ def experts(columns: Sequence[Column]) -> str:
     parts = []
     for column in columns:
         path = column.runs[0].directory
-        try:
+        with expecting(path / "routing.jsonl"):
             maps = read_maps(path, columns=60)
-        except (KeyError, TypeError, ValueError) as error:
-            raise broken(path / "routing.jsonl", f"a row is incomplete: {error}") from error
         if maps is None:
             continue
         drawn = [charts.heat_map(layer.layer, [["" if cell is None else heat_colour(cell) for cell in row]
@@ -192,12 +182,10 @@ def memory(columns: Sequence[Column]) -> str:
         positions = run.plan.get("memory.per_position")
         if not isinstance(positions, list) or not positions:
             continue
-        try:
+        with expecting(run.directory / "plan.json", "memory.per_position"):
             heaviest = max(positions, key=lambda position: position["total"])
             bars.append((column.name, [float(heaviest.get(kind, 0)) for kind in kinds]))
             predicted = float(heaviest["total"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise broken(run.directory / "plan.json", f"incomplete: {error}", "memory.per_position") from error
         measured = run.number("peak_memory_bytes")
         rows.append([column.name, bytes_text(predicted), bytes_text(measured) if measured is not None else "-"])
     if not bars:

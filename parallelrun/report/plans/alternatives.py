@@ -24,8 +24,10 @@ TOO_LARGE = " !"  # after a memory that a device does not have
 BOUND = ">="  # before a step time that is a bound, not a prediction
 
 
-def data_axis_panel(compared: Alternatives) -> Group:
+def data_axis_panel(compared: Alternatives | None) -> Group | Text:
     """Return the data strategies on the plan's nodes, and the fastest by number of nodes."""
+    if compared is None:
+        return Text("one data replica: there is nothing to combine")
     nodes = f"{compared.nodes} nodes"
     if compared.servers:
         workers = counted(compared.nodes - compared.servers, "worker")
@@ -39,8 +41,10 @@ def data_axis_panel(compared: Alternatives) -> Group:
                                  "NAME.csv"]), "dim"))  # fmt: skip
 
 
-def layouts_panel(compared: Alternatives, tp: int) -> Group:
+def layouts_panel(compared: Alternatives | None, tp: int) -> Group | Text:
     """Return the plan in every tensor layout, and the reasons why others are not legal."""
+    if compared is None:
+        return Text("this plan has no tensor layouts to compare")
     head = Text(f"the same ranks and samples in every row, tp={tp}; * marks the plan's layout")
     return Group(head, _table(compared), *_refused(compared), Text("\n".join(_legend(compared)), "dim"))
 

@@ -16,39 +16,26 @@ from parallelrun.report.plans.search import degrees, plan_document, timed
 from parallelrun.report.screen import show_section, table
 
 
-def document(sizes: Sequence[Size], chosen: Size) -> list[dict[str, Any]]:
+def document(sizes: Sequence[Size], selected: Size) -> list[dict[str, Any]]:
     """One row per size for `plan --json`."""
     return [
-        {
-            "devices": one.devices,
-            "chosen": one is chosen,
-            **asdict(one.training),
-            "plan": plan_document(one.found.best[0]),
-        }
-        for one in sizes
-    ]
+        {"devices": size.devices, "chosen": size is selected, **asdict(size.training),
+         "plan": plan_document(size.found.best[0])} for size in sizes
+    ]  # fmt: skip
 
 
-def show(sizes: Sequence[Size], chosen: Size, config: Config, console: Console) -> None:
-    """Print the sizes, with the chosen one marked."""
-    priced = chosen.training.price is not None
-    names = (
-        ">devices",
-        ">step",
-        ">tokens/s",
-        ">of the peak",
-        ">days",
-        ">device-hours",
-        *([">price"] if priced else []),
-    )
+def show(sizes: Sequence[Size], selected: Size, config: Config, console: Console) -> None:
+    """Print the sizes, with the selected one marked."""
+    names = [">devices", ">step", ">tokens/s", ">of the peak", ">days", ">device-hours"]
+    names += [">price"] * (selected.training.price is not None)
     drawn = table("", *names, "plan", rule=False, padding=(0, 2, 0, 0))
-    for one in sizes:
-        best, time = one.found.best[0], timed(one.found.best[0])
-        cells = [f"{one.devices:,}", seconds_text(time.step_s), count_text(best.tokens_per_s or 0.0), f"{time.mfu:.0%}"]
-        cells += [digits(one.training.days), f"{one.training.device_hours:,.0f}"]
-        cells += [f"{one.training.price or 0:,.0f}"] if priced else []
-        is_chosen = one is chosen
-        drawn.add_row("*" if is_chosen else "", *cells, " ".join(degrees(best)), style="bold" if is_chosen else None)
+    for size in sizes:
+        best, time, training = size.found.best[0], timed(size.found.best[0]), size.training
+        cells = [f"{size.devices:,}", seconds_text(time.step_s), count_text(best.tokens_per_s or 0.0)]
+        cells += [f"{time.mfu:.0%}", digits(training.days), f"{training.device_hours:,.0f}"]
+        cells += [f"{training.price:,.0f}"] if training.price is not None else []
+        mark, style = ("*", "bold") if size is selected else ("", None)
+        drawn.add_row(mark, *cells, " ".join(degrees(best)), style=style)
     within = f" in at most {config.days:g} days" if config.days is not None else ""
     goal = {"cost": "the fewest device-hours", "gpus": "the fewest devices"}[config.objective or "cost"]
     note = f"* {goal} to train on {count_text(config.tokens or 0.0)} tokens{within}"

@@ -9,9 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallelrun.base.packages import require
 from parallelrun.planner.contract.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
 from parallelrun.report import chart
-from parallelrun.report.figures import bytes_text
+from parallelrun.report.figures import bytes_text, ranks_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,12 +25,12 @@ LANE, STEP = 2.1, 0.28  # inches from rank to rank, and from event to event
 
 def text(explanations: tuple[Explanation, ...]) -> str:
     """Return the screen: for each strategy its algorithm, then its rounds."""
-    return "\n\n".join("\n".join(_explained(one)) for one in explanations)
+    return "\n\n".join("\n".join(_explained(explanation)) for explanation in explanations)
 
 
 def _explained(explanation: Explanation) -> list[str]:
     groups = f"; {explanation.num_groups} groups of ranks do the same" if explanation.num_groups > 1 else ""
-    lines = [f"{explanation.axis} axis: {explanation.kind}, ranks {_ranks(explanation.ranks)}{groups}"]
+    lines = [f"{explanation.axis} axis: {explanation.kind}, ranks {ranks_text(explanation.ranks)}{groups}"]
     lines += textwrap.wrap(
         f"{explanation.text} ({explanation.source})" if explanation.source else explanation.text,
         WIDTH,
@@ -45,7 +46,7 @@ def _explained(explanation: Explanation) -> list[str]:
 
 
 def _rounds(exchange: ExplainedExchange) -> list[str]:
-    lines = [line for one in exchange.rounds for line in _round(one)]
+    lines = [line for step in exchange.rounds for line in _round(step)]
     if len(lines) <= MOST_LINES:
         return lines
     return [*lines[:MOST_LINES], f"    ... and {len(lines) - MOST_LINES} more lines; --json has all of them"]
@@ -59,7 +60,7 @@ def _round(step: ExplainedRound) -> list[str]:
         lines.append(f"      {message.source:>{senders}} -> {message.target:<{senders}}  {message.what}, {size}")
     for call in step.calls:
         size = bytes_text(call.payload_bytes)
-        lines.append(f"      {_operation(call)} over ranks {_ranks(call.ranks)}: {call.what}, {size}")
+        lines.append(f"      {_operation(call)} over ranks {ranks_text(call.ranks)}: {call.what}, {size}")
     return lines
 
 
@@ -67,24 +68,16 @@ def _operation(call: Call) -> str:
     return f"{call.calls} x {call.operation}" if call.calls > 1 else call.operation
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
-    """`0 1 2 3`, or `0 to 63` where many are consecutive, or the first few."""
-    if len(ranks) <= 8:
-        return " ".join(map(str, ranks))
-    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]} to {ranks[-1]}"
-    return f"{ranks[0]} {ranks[1]} {ranks[2]} ... {ranks[-1]} ({len(ranks)} ranks)"
-
-
 def document(explanations: tuple[Explanation, ...]) -> dict[str, Any]:
     """Return the same as one JSON document."""
-    return {"explanations": [asdict(one) for one in explanations]}
+    return {"explanations": [asdict(explanation) for explanation in explanations]}
 
 
 def write(explanations: tuple[Explanation, ...], name: str) -> list[Path]:
     """Write a picture per strategy: NAME-data.svg, NAME-tensor.svg, ... Raises EnvironmentProblem."""
-    chart.require(f"plot={name}")
-    return chart.write(name, {Path(f"{name}-{one.axis}.svg").expanduser(): picture(one) for one in explanations})
+    require("matplotlib", f"plot={name}", "plot", extra="plots")
+    pictures = {Path(f"{name}-{each.axis}.svg").expanduser(): picture(each) for each in explanations}
+    return chart.write(name, pictures)
 
 
 def picture(explanation: Explanation) -> str:

@@ -20,7 +20,7 @@ from parallelrun.planner.predict import cluster_cost, prediction
 from parallelrun.planner.predict.traffic import TrafficRow
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, degrees_text, digits
 from parallelrun.report.plans.plan_cost import corruption_text, cost_text, time_text
-from parallelrun.report.screen import framed, labelled, show_section, table
+from parallelrun.report.screen import framed, labelled, show_section, table, under_one_label
 
 MOST_LINES = 40  # of the summary
 BACKENDS = {"nccl": "nccl", "shm": "shared memory", "gloo": "gloo"}
@@ -39,15 +39,13 @@ def show(plan: Plan, config: Config, console: Console, results: Facts | None = N
     from parallelrun.report.plans import plan_details
 
     for name in config.detail.split(","):
-        for one in DETAILS if name == "all" else (name,):
-            plan_details.show(one, plan, config, results, console)
+        for section in DETAILS if name == "all" else (name,):
+            plan_details.show(section, plan, config, results, console)
 
 
 def summary(plan: Plan, config: Config, results: Facts, console: Console, more: Sequence[Row] = ()) -> Group:
     """Return the summary, with fewer warnings, filled-in values and axes where more than MOST_LINES lines result."""
-    texts = warnings(
-        plan, config, results
-    )  # once: what is advised has been planned, which takes a second at 3,072 ranks
+    texts = warnings(plan, config, results)  # once: it plans what it advises, which takes a second at 3,072 ranks
     for most in (12, 6, 4, 3, 2, 1):
         rows = [*_rows(plan, config, results, texts, most), *more, ("", "")]
         drawn = Group(labelled(rows), Text(HINT, "dim"))
@@ -60,7 +58,7 @@ def summary(plan: Plan, config: Config, results: Facts, console: Console, more: 
 
 def _rows(plan: Plan, config: Config, results: Facts, texts: list[str], most: int) -> list[Row]:
     """texts: the warnings. most: how many warnings, filled-in values and axes of traffic are shown."""
-    rows: list[Row] = [("warning" if not i else "", Text(text, "yellow")) for i, text in enumerate(texts[:most])]
+    rows: list[Row] = [*under_one_label("warning", texts[:most], "yellow")]
     if len(texts) > most:
         rows.append(("", Text(f"and {counted(len(texts) - most, 'more warning')}: see --json", "yellow")))
     return [
@@ -76,8 +74,7 @@ def _rows(plan: Plan, config: Config, results: Facts, texts: list[str], most: in
         *([("experts", Text(_experts(plan)))] if plan.spec.router else []),
         *([("context", Text(_context(plan, results.packing)))] if plan.context else []),
         ("", ""),
-        ("memory", _memory(results, config)),
-        ("", _memory_by_kind(results)),
+        *_memory(results, config),
         *([("", _copies(copied))] if (copied := prediction.copied_bytes(config, plan)) else []),
         *([("servers", Text(_servers(plan)))] if plan.servers else []),
         ("", ""),
@@ -85,7 +82,7 @@ def _rows(plan: Plan, config: Config, results: Facts, texts: list[str], most: in
         ("traffic", _traffic(results, most)),
         ("", ""),
         ("cost", Text(cost_text(plan, config, results))),
-        *([("time", Text(time_text(plan, config, results)))] if results.cost.compute_s or results.known_parts else []),
+        *([("time", Text(time_text(plan, config, results)))] if results.cost.compute_s else []),
         *([("sdc", Text(looking))] if (looking := corruption_text(plan, config)) else []),
         *(_training(results, most) if results.training or results.goodput else []),
     ]
@@ -142,10 +139,8 @@ def _batch(plan: Plan) -> str:
 def _packing(plan: Plan, packing: Packing | None) -> str:
     if packing is None:
         return "not tokenized yet: attention is counted over whole samples, which is an upper bound"
-    seq, cut = (
-        plan.spec.seq,
-        f"{counted(packing.cut, 'document')} longer than a sample are cut; " if packing.cut else "",
-    )
+    seq = plan.spec.seq
+    cut = f"{counted(packing.cut, 'document')} longer than a sample are cut; " if packing.cut else ""
     return (
         f"{packing.documents:.1f} documents and {1 - packing.tokens / seq:.1%} padding per sample; {cut}"
         f"attention has {packing.squares / seq**2:.1%} of the work of whole samples"
@@ -197,45 +192,33 @@ def _context(plan: Plan, packing: Packing | None) -> str:
 def _experts(plan: Plan) -> str:
     described, router, ep = experts(plan), plan.spec.router, plan.mesh.size("ep")
     assert described is not None and router is not None
-    layers = (
-        described["layers"]
-        if len(described["layers"]) <= 4
-        else [*described["layers"][:3], "..", described["layers"][-1]]
-    )
-    shown = ", ".join(layers)
-    number = f"{len(described['layers'])} of {plan.spec.num_layers} layers"
-    text = f"{counted(described['experts'], 'expert')} in {shown} ({number})"
-    text += f"; {router.choice}"
+    layers = described["layers"]
+    shown = layers if len(layers) <= 4 else [*layers[:3], "..", layers[-1]]
+    number = f"{len(layers)} of {plan.spec.num_layers} layers"
+    text = f"{counted(described['experts'], 'expert')} in {', '.join(shown)} ({number}); {router.choice}"
     text += f"\nrouting group: {counted(router.group_samples, 'sample')} ({described['group_tokens']:,} tokens); "
     if described["capacity"] is None:
         text += "no limit on the tokens of an expert"
     else:
-        text += (
-            f"an expert takes at most {described['capacity']:,} of them, {described['eval_capacity']:,} in evaluation"
-        )
+        limit, in_evaluation = f"{described['capacity']:,}", f"{described['eval_capacity']:,}"
+        text += f"an expert takes at most {limit} of them, {in_evaluation} in evaluation"
     if plan.expert is None:
         return f"{text}\nevery rank holds all experts"
     levels = f" in two levels ({plan.expert.group_size} ranks per inner group)" if plan.expert.group_size > 1 else ""
     chunks = f", in {plan.expert.chunks} consecutive parts" if plan.expert.chunks > 1 else ""
-    held = counted(described["held"], "expert")
-    return f"{text}\nep {ep}: each rank holds {held} of every layer; dispatch: {plan.expert.kind}{levels}{chunks}"
+    own = counted(described["held"], "expert")
+    return f"{text}\nep {ep}: each rank holds {own} of every layer; dispatch: {plan.expert.kind}{levels}{chunks}"
 
 
-def _memory(results: Facts, config: Config) -> Text:
+def _memory(results: Facts, config: Config) -> list[Row]:
     worst = results.memories[results.heaviest_pp_rank]
     fits, why = cluster_cost.fits(worst, config.cluster), cluster_cost.why_fits(worst, config.cluster)
     rank = f" (pp={results.heaviest_pp_rank})" if len(results.memories) > 1 else ""
-    return Text.assemble(
-        "fits: ",
-        (fits, FITS_STYLE.get(fits, "bold yellow")),
-        f"; the heaviest rank{rank} needs {bytes_text(worst.total)}, {why}",
-    )
-
-
-def _memory_by_kind(results: Facts) -> str:
-    worst = results.memories[results.heaviest_pp_rank]
+    verdict = Text.assemble("fits: ", (fits, FITS_STYLE.get(fits, "bold yellow")))
+    verdict.append(f"; the heaviest rank{rank} needs {bytes_text(worst.total)}, {why}")
     unit, size = byte_unit(worst.total)
-    return "= " + " + ".join(f"{kind} {digits(one / size)}" for kind, one in worst.parts.items()) + f" {unit}"
+    parts = " + ".join(f"{kind} {digits(num_bytes / size)}" for kind, num_bytes in worst.parts.items())
+    return [("memory", verdict), ("", Text(f"= {parts} {unit}"))]
 
 
 def _copies(num_bytes: int) -> str:
@@ -284,14 +267,8 @@ def _traffic(results: Facts, most: int) -> Table | Text:
         rest = rows[most:]
         others = (f"{len(rest)} other axes", "", sum(row[2] for row in rest), sum(row[3] for row in rest))
         rows = [*rows[:most], others]
-    drawn = table(
-        "axis",
-        "sent per step",
-        f">rank {results.busiest_rank} (busiest)",
-        ">all ranks",
-        rule=False,
-        padding=(0, 2, 0, 0),
-    )
+    titles = ("axis", "sent per step", f">rank {results.busiest_rank} (busiest)", ">all ranks")
+    drawn = table(*titles, rule=False, padding=(0, 2, 0, 0))
     for axis, purposes, mine, everyone in rows:
         drawn.add_row(axis, purposes, bytes_text(round(mine)), bytes_text(round(everyone)))
     if len(rows) > 1:

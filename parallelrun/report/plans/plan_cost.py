@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from parallelrun.base.wording import counted
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.planner.facts.corruption_cost import EACH_CHECK, checks
+from parallelrun.planner.facts.corruption_cost import checks
 from parallelrun.planner.facts.plan_facts import Facts
 from parallelrun.planner.predict import cluster_cost
 from parallelrun.planner.predict.step_time.rates import not_given
@@ -44,8 +44,7 @@ def time_text(plan: Plan, config: Config, results: Facts) -> str:
     """The predicted time of a step and the parts that it consists of."""
     time = results.time
     if time is None:
-        parts = f"\nat least {_sum_text(results.known_parts)}" if results.known_parts else ""
-        return f"not predicted: {why_unknown(plan, config.cluster)}{parts}"
+        return f"not predicted: {why_unknown(plan, config.cluster)}"
     return (
         f"a step takes about {seconds_text(time.step_s)} ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}): "
         f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.0%} of the peak\n"
@@ -67,9 +66,8 @@ def corruption_text(plan: Plan, config: Config) -> str:
     checked = checks(plan, config)
     if checked is None:
         return ""
-    batches = counted(EACH_CHECK, "batch", "es")
     lines = [
-        f"every {counted(checked.every, 'step')} {batches} of {counted(checked.samples, 'sample')} computed again: "
+        f"every {counted(checked.every, 'step')} 1 batch of {counted(checked.samples, 'sample')} computed again: "
         f"{checked.share_of_flops:.2%} more FLOPs",
         f"besides {bytes_text(checked.host_bytes)} of host memory on a rank for copies of its state",
     ]

@@ -17,9 +17,9 @@ from parallelrun.planner.pieces.expert_axes import axis_views
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.simulate import Simulation
 from parallelrun.planner.predict.traffic import TrafficRow
-from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, evenly
-from parallelrun.report.plans import alternatives as alternatives_report
+from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, evenly, ranks_text
 from parallelrun.report.plans import gantt_text as timeline
+from parallelrun.report.plans.alternatives import data_axis_panel, layouts_panel
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
 
 MOST_RANKS, MOST_SERVERS = 200, 16  # rows
@@ -33,25 +33,13 @@ def show(name: str, plan: Plan, config: Config, results: Facts, console: Console
         "stages": ("stages and memory", lambda: _stages(plan, results)),
         "schedule": ("schedule", lambda: schedule(plan, results.simulation, width(console))),
         "traffic": ("collectives of a step", lambda: _traffic(plan, results)),
-        "data_axis": ("data-parallel strategies side by side", lambda: _data_axis(plan, config)),
-        "layouts": ("tensor layouts side by side", lambda: _layouts(plan, config)),
-    }
+        "data_axis": ("data-parallel strategies side by side",
+                      lambda: data_axis_panel(alternatives.data_axis(plan, config))),
+        "layouts": ("tensor layouts side by side",
+                    lambda: layouts_panel(alternatives.layouts(plan, config), plan.mesh.size("tp"))),
+    }  # fmt: skip
     title, draw = sections[name]
     show_section(title, draw(), console)
-
-
-def _data_axis(plan: Plan, config: Config) -> RenderableType:
-    compared = alternatives.data_axis(plan, config)
-    if compared is None:
-        return Text("one data replica: there is nothing to combine")
-    return alternatives_report.data_axis_panel(compared)
-
-
-def _layouts(plan: Plan, config: Config) -> RenderableType:
-    compared = alternatives.layouts(plan, config)
-    if compared is None:
-        return Text("this plan has no tensor layouts to compare")
-    return alternatives_report.layouts_panel(compared, plan.mesh.size("tp"))
 
 
 def _ranks(plan: Plan, config: Config) -> Group:
@@ -80,12 +68,6 @@ def _ranks(plan: Plan, config: Config) -> Group:
     return Group(axes, Text(), ranks, *(Text(note, "dim") for note in notes))
 
 
-def ranks_text(ranks: list[int]) -> str:
-    """`0 8 16 .. 504`."""
-    shown = ranks if len(ranks) <= 8 else [*ranks[:3], "..", ranks[-1]]
-    return " ".join(map(str, shown))
-
-
 def _stages(plan: Plan, results: Facts) -> Group:
     """Return blocks, parameters and memory of the heaviest rank for each pp rank, then the servers."""
     stages, heaviest = stage_rows(plan), results.heaviest_pp_rank
@@ -100,7 +82,7 @@ def _stages(plan: Plan, results: Facts) -> Group:
             f"{pp_rank}{' *' if marked else ''}",
             "; ".join(_block_range(stage["blocks"]) for stage in mine),
             count_text(sum(stage["parameters"] for stage in mine)),
-            *(digits(one / size) for one in (*memory.parts.values(), memory.total)),
+            *(digits(num_bytes / size) for num_bytes in (*memory.parts.values(), memory.total)),
             style="bold" if marked else None,
         )
     notes = [f"weights to total: {unit} on the heaviest rank of this pp rank; *: the heaviest of all"]

@@ -19,7 +19,7 @@ from parallelrun.planner.search.fitting_plans import CLOSE, MOST_CLOSE
 from parallelrun.planner.search.result import Found, Search
 from parallelrun.report.figures import count_text, seconds_text
 from parallelrun.report.plans import waterfall
-from parallelrun.report.screen import labelled, print_command, show_section, table
+from parallelrun.report.screen import labelled, print_command, show_section, table, under_one_label
 
 SHOWN = 3  # plans side by side
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "layout")  # plans that differ in one of these are shown side by side
@@ -44,14 +44,14 @@ def document(result: Search) -> dict[str, Any]:
         "rank": result.rank[1] if result.rank else None,
         "best_rank": result.rank[0] if result.rank else None,
         "counted": result.is_counted,
-        "best": [plan_document(one) for one in result.best[:SHOWN]],
+        "best": [plan_document(plan) for plan in result.best[:SHOWN]],
         "nearest": plan_document(result.nearest) if result.nearest else None,
         "removed": [
-            {"rule": one.rule, "candidates": one.candidates, "example": one.example} for one in result.removed
+            {"rule": row.rule, "candidates": row.candidates, "example": row.example} for row in result.removed
         ],
         "unpriced": [
-            {"overrides": list(one.overrides), "reason": one.reason, "plans": result.num_unpriced[one.reason]}
-            for one in result.unpriced
+            {"overrides": list(plan.overrides), "reason": plan.reason, "plans": result.num_unpriced[plan.reason]}
+            for plan in result.unpriced
         ],
     }  # fmt: skip
 
@@ -89,13 +89,8 @@ def show(
     config, shown = context.config, side_by_side(result.best)
     title = f"search: {config.model.preset} on {counted(result.world, 'device')} of {config.cluster.name}"
     head = labelled([*first, ("searched", Text(_searched(result, config))), ("best", Text(_verdict(result)))])
-    reasons = [
-        (
-            "why" if number == 2 else "",
-            Text(f"plan 1 beats plan {number}: {waterfall.why(timed(shown[0]), timed(other))}"),
-        )
-        for number, other in enumerate(shown[1:], 2)
-    ]
+    reasons = under_one_label("why", (f"plan 1 beats plan {number}: {waterfall.why(timed(shown[0]), timed(other))}"
+                                      for number, other in enumerate(shown[1:], 2)))  # fmt: skip
     tail = [*reasons, *_close(result, shown[0], config), *_nearest(result, config), *_unpriced(result), *more]
     parts: list[RenderableType] = [head, Text(), _columns(shown, config)]
     if tail:
@@ -140,10 +135,10 @@ def side_by_side(best: Sequence[Found]) -> list[Found]:
 
     Where there are too few of those, the next fastest ones.
     """
-    chosen: dict[tuple[str, ...], Found] = {}
+    by_degrees: dict[tuple[str, ...], Found] = {}
     for plan in best:
-        chosen.setdefault(degrees(plan), plan)
-    different = list(chosen.values())[:SHOWN]
+        by_degrees.setdefault(degrees(plan), plan)
+    different = list(by_degrees.values())[:SHOWN]
     others = [plan for plan in best if plan not in different][: SHOWN - len(different)]
     return sorted([*different, *others], key=lambda plan: timed(plan).step_s)
 
@@ -177,10 +172,10 @@ def _verdict(result: Search) -> str:
 
 def _columns(shown: Sequence[Found], config: Config) -> Table:
     """The plans side by side: what they differ in, then the parts of a step, then what follows from them."""
-    times = [timed(one) for one in shown]
+    times = [timed(plan) for plan in shown]
     unit = waterfall.unit_of(max(time.step_s for time in times))
     drawn = table("", *(f">{number}" for number in range(1, len(shown) + 1)), rule=False, padding=(0, 3, 0, 0))
-    settings = {key: [_setting(one, key, config) for one in shown] for key in _keys(shown)}
+    settings = {key: [_setting(plan, key, config) for plan in shown] for key in _keys(shown)}
     equal = {key for key, values in settings.items() if len(set(values)) == 1 and len(shown) > 1}
     common = [f"{_label(key)}={settings[key][0]}" for key in settings if key in equal]
     for key, values in settings.items():
@@ -195,13 +190,13 @@ def _columns(shown: Sequence[Found], config: Config) -> Table:
     drawn.add_row(total[0], *total[1], style="bold")
     drawn.add_row("tokens/s per GPU", *(count_text(time.tokens_per_s_per_gpu) for time in times))
     drawn.add_row("part of the peak", *(f"{time.mfu:.0%}" for time in times))
-    drawn.add_row("memory", *(gib(one.heaviest_bytes) for one in shown))
+    drawn.add_row("memory", *(gib(plan.heaviest_bytes) for plan in shown))
     return drawn
 
 
 def _keys(shown: Sequence[Found]) -> list[str]:
     """The keys that any plan sets, degrees first."""
-    return list(dict.fromkeys(text.partition("=")[0] for one in shown for text in one.overrides))
+    return list(dict.fromkeys(text.partition("=")[0] for plan in shown for text in plan.overrides))
 
 
 def _label(key: str) -> str:
@@ -257,8 +252,6 @@ def _nearest(result: Search, config: Config) -> list[tuple[str, Text]]:
 
 
 def _unpriced(result: Search) -> list[tuple[str, Text]]:
-    rows = [
+    return under_one_label("no time", (
         f"{counted(result.num_unpriced[group.reason], 'plan')} ({group.reason}), such as {' '.join(group.overrides)}"
-        for group in result.unpriced[:MOST_REASONS]
-    ]
-    return [("no time" if not index else "", Text(row)) for index, row in enumerate(rows)]
+        for group in result.unpriced[:MOST_REASONS]))  # fmt: skip

@@ -40,13 +40,12 @@ def goodput_text(goodput: Goodput, training_s: float | None, brief: bool = False
     if training_s and shares.useful:
         days = f": {digits(training_s / DAY / shares.useful)} days"
     every = f"checkpoint.every={goodput.interval_steps}, " if goodput.interval_steps else "save every "
-    formulas = f"Young {_time(goodput.young_s)}, Daly {_time(goodput.daly_s)}"
     spares, sure = counted(goodput.spares, "spare node"), f"{CONFIDENCE:.0%} sure"
     lines = (
         f"{shares.useful:.1%} of the time is useful{days} with failures every {_time(goodput.mtbf_s)}",
         f"else: {shares.saving:.1%} saving ({_time(goodput.save_s)} each), {shares.repeated:.1%} repeated, "
         f"{shares.restarting:.1%} restarting, {shares.waiting:.1%} waiting",
-        f"{every}{_time(goodput.interval_s)} ({formulas})",
+        f"{every}{_time(goodput.interval_s)}",
         f"{spares} beside {goodput.nodes:,}: {sure} not to await repairs of {_time(goodput.repair_s)}",
     )
     return "\n".join(line for line in lines if not (brief and line is lines[1]))

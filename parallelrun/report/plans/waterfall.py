@@ -87,7 +87,7 @@ def why(ours: StepTime, theirs: StepTime) -> str:
         return "equally fast"
     unit, size, num_digits = unit_of(max(abs(gained), abs(parts[0][1])))
     num_digits = max(0, num_digits - 1)
-    named = [one for one in parts[:MOST_DIFFERENCES] if abs(one[1]) >= SMALL * abs(parts[0][1])]
+    named = [part for part in parts[:MOST_DIFFERENCES] if abs(part[1]) >= SMALL * abs(parts[0][1])]
     others = -gained - sum(seconds for _, seconds in named)
     named += [("others", others)] if abs(others) >= SMALL * abs(parts[0][1]) else []
     listed = ", ".join(f"{name} {seconds / size:+.{num_digits}f} {unit}" for name, seconds in named)

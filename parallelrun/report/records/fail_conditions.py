@@ -53,11 +53,11 @@ def failures(comparison: RunComparison, conditions: Sequence[Condition]) -> list
     Raises ConfigError (exit 2) for a result that no run has.
     """
     keys = [row.key for row in comparison.measures]
-    for one in conditions:
-        if one.measure not in (*keys, LOSS_DIFFERENCE):
-            near = closest(one.measure, [*keys, LOSS_DIFFERENCE])[:3]
+    for condition in conditions:
+        if condition.measure not in (*keys, LOSS_DIFFERENCE):
+            near = closest(condition.measure, [*keys, LOSS_DIFFERENCE])[:3]
             raise ConfigError(
-                Problem(f"--fail-on {one.text!r}: no run has {one.measure}", "--fail-on", ", ".join(near))
+                Problem(f"--fail-on {condition.text!r}: no run has {condition.measure}", "--fail-on", ", ".join(near))
             )
     texts = [
         _failure(comparison, condition, index)

@@ -55,7 +55,7 @@ def resolve(words: Iterable[str], runs: Path) -> list[Path]:
     return [path for word in words for path in _resolve(word, runs)]
 
 
-def one(word: str, runs: Path) -> Path:
+def single_run(word: str, runs: Path) -> Path:
     """Return the one run directory that `word` means (see `resolve`). Raises ConfigError."""
     directories = resolve([word], runs)
     if len(directories) > 1:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from parallelrun.report.records.find import CONFIG, EVENTS, STATUS
 from parallelrun.report.records.read import METRICS, flatten, read_object, read_yaml
 from parallelrun.report.records.rows import RUNNING, STARTING, age_s, last_row, read_row
+from parallelrun.report.sweeps.sweep_rows import read_jsonl
 
 _EVENTS_SHOWN = 5
 _STEPS = {"verify": ("verify.steps",), "bench": ("bench.warmup", "bench.steps")}  # verb -> the keys of its steps
@@ -72,7 +71,7 @@ def read_live(directory: Path) -> LiveRun:
         _steps(read_yaml(directory / CONFIG)),
         ranks,
         last_row(directory / METRICS),
-        _events(directory / EVENTS),
+        read_jsonl(directory / EVENTS)[-_EVENTS_SHOWN:],
         age_s(directory, status) if status else None,
     )
 
@@ -82,13 +81,3 @@ def _steps(config: Mapping[str, Any]) -> int:
     values = flatten(config)
     keys = _STEPS.get(str(config.get("verb")), ("steps",))
     return sum(steps for key in keys if isinstance(steps := values.get(key), int))
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    events = []
-    with suppress(OSError, ValueError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-_EVENTS_SHOWN:]:
-            with suppress(ValueError):
-                row = json.loads(line)
-                events += [row] if isinstance(row, dict) else []
-    return events

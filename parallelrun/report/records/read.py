@@ -5,19 +5,20 @@ A run that has failed or still trains lacks files: what is missing is empty, wha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from parallelrun.base.errors import EXIT_MISMATCH, ConfigError, ParallelrunError, Problem
 from parallelrun.report.records.find import CONFIG, MANIFEST, STATUS, is_run
 
 METRICS, PLAN = "metrics.jsonl", "plan.json"
 RESULTS = ("summary.json", "bench.json", "verify.json")  # of the verbs run, bench and verify
-FIRST_TIMED_STEP = 3  # as in train.step_record: steps 1 and 2 are slower
+FIRST_TIMED_STEP = 3  # as in training.metrics.step_records: steps 1 and 2 are slower
 _NUMBERS = ("loss", "val_loss", "step_time_s", "tokens_per_s", "grad_norm", "lr")  # of metrics.jsonl
 
 
@@ -40,7 +41,12 @@ class RunRecord:
     def number(self, key: str) -> float | None:
         """Return a result if it is a number, else None."""
         value = self.results.get(key)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        return float(value) if is_number(value) else None
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a number: True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def read(directory: Path) -> RunRecord:
@@ -67,6 +73,15 @@ def read(directory: Path) -> RunRecord:
 def broken(path: Path, what: str, key: str = "") -> ParallelrunError:
     """Return the error (exit 4) for a file that a run cannot have written."""
     return ParallelrunError(Problem(f"{path}: {what}", f"{path}{f':{key}' if key else ''}"), exit_code=EXIT_MISMATCH)
+
+
+@contextlib.contextmanager
+def expecting(path: Path, key: str = "") -> Iterator[None]:
+    """Raise the error of `broken` if the block does not find in a file's content what a run writes."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise broken(path, f"incomplete: {error!r}", key) from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

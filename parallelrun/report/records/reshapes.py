@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.base.records import write_json
+from parallelrun.report.records.find import CONFIG
 
 REQUEST, FILE, FOLDER = "reshape_request.json", "reshapes.json", "reshapes"
-CONFIG = "config.yaml"
 
 
 def ask(directory: Path, name: str, config: str) -> None:
@@ -32,10 +32,8 @@ def take(directory: Path) -> dict[str, Any] | None:
         request = json.loads((directory / REQUEST).read_text())
     with contextlib.suppress(OSError):
         (directory / REQUEST).unlink()
-    valid = (
-        isinstance(request, dict) and isinstance(request.get("name"), str) and isinstance(request.get("config"), str)
-    )
-    return request if valid else None
+    is_valid = isinstance(request, dict) and all(isinstance(request.get(key), str) for key in ("name", "config"))
+    return request if is_valid else None
 
 
 def withdraw(directory: Path, name: str) -> None:
@@ -68,8 +66,8 @@ def answer(directory: Path, fields: Mapping[str, Any], config: str = "") -> None
 
 def config_file(directory: Path) -> Path | None:
     """Return the frozen configuration of the last change of plan; None if there was none."""
-    reshaped = [(number, row) for number, row in enumerate(answers(directory), 1) if "error" not in row]
-    return directory / FOLDER / str(reshaped[-1][0]) / CONFIG if reshaped else None
+    numbers = [number for number, row in enumerate(answers(directory), 1) if "error" not in row]
+    return directory / FOLDER / str(numbers[-1]) / CONFIG if numbers else None
 
 
 def status(directory: Path) -> dict[str, Any]:
@@ -81,6 +79,4 @@ def status(directory: Path) -> dict[str, Any]:
 def summary(directory: Path) -> dict[str, Any]:
     """Return the fields of summary.json; empty for a run whose plan has not changed."""
     reshaped = [row for row in answers(directory) if "error" not in row]
-    if not reshaped:
-        return {}
-    return {"reshapes": len(reshaped), "reshape_s": sum(row["seconds"] for row in reshaped)}
+    return {"reshapes": len(reshaped), "reshape_s": sum(row["seconds"] for row in reshaped)} if reshaped else {}

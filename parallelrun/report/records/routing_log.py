@@ -44,8 +44,8 @@ class RoutingLog:
 
     def undo(self, step: int) -> None:
         """Remove the rows of all steps after `step`. Raises OSError."""
-        self._first = [one for one in self._first if one[0] <= step]
-        self._recent = deque((one for one in self._recent if one[0] <= step), maxlen=self._window)
+        self._first = [entry for entry in self._first if entry[0] <= step]
+        self._recent = deque((entry for entry in self._recent if entry[0] <= step), maxlen=self._window)
         self._rows.keep(lambda row: row["step"] <= step)
 
     def flush(self) -> None:
@@ -57,7 +57,7 @@ class RoutingLog:
         if not self._recent:
             return {}
         recent = [means for _, means in self._recent]
-        last = {name: statistics.fmean(one[name] for one in recent) for name in recent[0]}
+        last = {name: statistics.fmean(means[name] for means in recent) for name in recent[0]}
         return {
             "first_max_vio": statistics.fmean(value for _, value in self._first),
             "max_vio": last["max_vio"],

@@ -18,6 +18,11 @@ from parallelrun.report.records.find import CONFIG, STATUS
 from parallelrun.report.records.read import METRICS, RESULTS, flatten, read_object, read_yaml
 
 RUNNING, DIED, SILENT, BROKEN, STARTING, EMPTY = "running", "died", "silent", "broken", "starting", "no run"
+STYLES = {  # of the states on screen
+    **dict.fromkeys(("failed", DIED, SILENT, BROKEN), "red"),
+    **dict.fromkeys(("preempted", "interrupted"), "yellow"),
+    RUNNING: "green",
+}
 STATES = ("done", "failed", "preempted", "interrupted", RUNNING, DIED, SILENT, BROKEN, STARTING)
 YOUNG_S = 3600.0  # a directory without status.json is that of a run that is about to start
 RECENT_S = 60.0  # since status.json was written, within which a process on another host counts as alive

@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from parallelrun.report.records.read import RunRecord
@@ -18,20 +18,9 @@ MISSING = object()  # the value of a key that a run does not have
 SEED = "seed"
 # Keys that do not change what a run computes, as in plan.freeze, and texts about other keys.
 _VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
-_OF_PRESETS = (
-    "strategy.own_axis",
-    "strategy.fill_order",
-    "strategy.demo.",
-    "strategy.searches",
-)  # how degrees were filled
+_OF_PRESETS = ("strategy.own_axis", "strategy.fill_order", "strategy.demo.", "strategy.searches")  # fill degrees
 _VERSIONS = ("versions.", "code_sha256", "git.sha", "git.dirty", "platform", "hosts", "device", "cores")
-_NOT_OF_A_PLAN = (
-    "schema",
-    "warnings",
-    "filled",
-    "layouts",
-    "data_axis",
-)  # texts, and tables of plans that were not chosen
+_NOT_OF_A_PLAN = ("schema", "warnings", "filled", "layouts", "data_axis")  # texts, and tables of other plans
 
 
 @dataclass(frozen=True)
@@ -119,7 +108,7 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
     measures = [MeasureRow(key, tuple(spread_of(column, key) for column in columns)) for key in keys]
     return RunComparison(
         columns=columns,
-        config=_differences([_asked(run) for run in heads], replicated=len(columns) < len(runs)),
+        config=_differences([_configuration(run) for run in heads], replicated=len(columns) < len(runs)),
         plan=_differences([_without(run.plan, _NOT_OF_A_PLAN) for run in heads]),
         versions=_differences([_only(run.manifest, _VERSIONS) for run in heads]),
         measures=tuple(row for row in measures if any(row.values)),
@@ -143,37 +132,35 @@ def label(index: int) -> str:
 
 def columns_of(runs: Sequence[RunRecord]) -> tuple[Column, ...]:
     """Return the runs, with replicates grouped, unless two have the same seed or there would be one column."""
-    alike: dict[str, list[RunRecord]] = {}
+    replicates: dict[str, list[RunRecord]] = {}
     for run in runs:
-        alike.setdefault(_identity(run), []).append(run)
+        replicates.setdefault(_identity(run), []).append(run)
     groups = []
-    for members in alike.values():
+    for members in replicates.values():
         seeds = {member.config.get(SEED) for member in members}
-        apart = len(seeds) < len(members) or len(alike) == 1
-        groups += [[member] for member in members] if apart else [members]
+        is_split = len(seeds) < len(members) or len(replicates) == 1
+        groups += [[member] for member in members] if is_split else [members]
     return tuple(Column(label(index), tuple(members)) for index, members in enumerate(groups))
 
 
 def _identity(run: RunRecord) -> str:
     """Return a key that replicates share: versions, and the configuration without the seed."""
-    config = {key: value for key, value in _asked(run).items() if key != SEED}
+    config = {key: value for key, value in _configuration(run).items() if key != SEED}
     if not config:
         return str(run.directory)
     return json.dumps([config, _only(run.manifest, _VERSIONS)], sort_keys=True, default=str)
 
 
-def _asked(run: RunRecord) -> dict[str, Any]:
+def _configuration(run: RunRecord) -> dict[str, Any]:
+    """Return the keys of the configuration that decide what is computed."""
     config = _without(run.config, _VOLATILE)
-    return {
-        key: value
-        for key, value in config.items()
-        if not key.endswith(".description") and not key.startswith(_OF_PRESETS)
-    }
+    others = [key for key in config if key.endswith(".description") or key.startswith(_OF_PRESETS)]
+    return {key: value for key, value in config.items() if key not in others}
 
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Return the keys of the configuration whose values are not the same in all runs."""
-    return [row.key for row in _differences([_asked(run) for run in runs])]
+    return [row.key for row in _differences([_configuration(run) for run in runs])]
 
 
 def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -209,13 +196,10 @@ def losses(column: Column) -> dict[int, float]:
 
     A loss that was not finite (null) is NaN.
     """
-    of_runs = [{row["step"]: _finite_or_nan(row["loss"]) for row in run.rows if "loss" in row} for run in column.runs]
+    of_runs = [{row["step"]: math.nan if row["loss"] is None else row["loss"] for row in run.rows if "loss" in row}
+               for run in column.runs]  # fmt: skip
     common = set.intersection(*(set(of_run) for of_run in of_runs))
     return {step: statistics.fmean(losses_of_run[step] for losses_of_run in of_runs) for step in sorted(common)}
-
-
-def _finite_or_nan(loss: float | None) -> float:
-    return math.nan if loss is None else loss
 
 
 def _difference(base: float, value: float) -> float:
@@ -230,17 +214,8 @@ def _loss_difference(base: Column, column: Column) -> LossDifference:
     differences = {step: _difference(value, second[step]) for step, value in first.items() if step in second}
     if not differences:
         return LossDifference(column.label, 0)
-    apart = next((step for step, difference in differences.items() if difference != 0.0), None)
+    unequal = next((step for step, difference in differences.items() if difference != 0.0), None)
     largest, last = max(differences, key=lambda step: abs(differences[step])), max(differences)
-    gap = LossDifference(
-        column.label,
-        len(differences),
-        largest_step=largest,
-        largest=differences[largest],
-        last_step=last,
-        last=differences[last],
-    )
-    if apart is None:
-        return gap
-    by, size = differences[apart], abs(first[apart])
-    return replace(gap, first_step=apart, first=by, first_relative=by / size if size > 0 else math.inf)
+    by, size = (0.0, math.inf) if unequal is None else (differences[unequal], abs(first[unequal]))
+    part = (unequal, by, by / size if size > 0 else math.inf)
+    return LossDifference(column.label, len(differences), *part, largest, differences[largest], last, differences[last])

@@ -10,10 +10,8 @@ from parallelrun.report.plans import predicted
 from parallelrun.report.screen import open_console, table
 
 
-def show(document: dict[str, Any], enabled: bool = True) -> None:
-    """Print median and spread; nothing on ranks that do not own the console."""
-    if not enabled:
-        return
+def show(document: dict[str, Any]) -> None:
+    """Print median and spread."""
     console = open_console()
     degrees = degrees_text(document["degrees"])
     title = f"bench: {document['model']} {document['preset']} {degrees} ({document['precision']})"

@@ -1,6 +1,6 @@
-"""The load of every expert over the steps of a run, as a heat map: on the terminal, and as routing.svg.
+"""The load of every expert over the steps of a run, as a heat map on the terminal.
 
-Both are drawn from routing.jsonl, which is read line by line: of a long run only the map's cells are kept.
+routing.jsonl is read line by line: of a long run only the map's cells are kept.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from parallelrun.base.records import write_text
-from parallelrun.report import chart
-from parallelrun.report.figures import digits, evenly
+from parallelrun.report.figures import evenly
 from parallelrun.report.records.routing_log import FILE
 from parallelrun.report.screen import LABEL, WIDEST
 
-PICTURE = "routing.svg"
+COLD, EVEN, HOT = "004a80", "f2f2ec", "b83b00"  # below, at and above the mean load
 MOST_LAYERS, MOST_ROWS = 4, 16
 LEAST_WIDTH, MOST_WIDTH, MOST_BESIDE = 24, 64, 40  # columns of a map on the terminal; the last: of two side by side
 SHADES = " .:-=+*#%@"  # of loads from 0 to MOST_LOAD, where there is no colour
@@ -40,7 +38,6 @@ class LayerMap:
         num_rows = min(experts, MOST_ROWS)
         self._bounds = [*pairwise(row * experts // num_rows for row in range(num_rows + 1))]
         self._sums = [[0.0] * columns for _ in self._bounds]
-        self._vio = [0.0] * columns
         self._steps = [0] * columns
 
     def add(self, column: int, layer: dict[str, Any]) -> None:
@@ -49,26 +46,19 @@ class LayerMap:
         mean = sum(load) / len(load) or 1.0
         for sums, (start, stop) in zip(self._sums, self._bounds):
             sums[column] += sum(load[start:stop]) / (stop - start) / mean
-        self._vio[column] += layer["max_vio"]
         self._steps[column] += 1
 
     @property
     def cells(self) -> tuple[tuple[float | None, ...], ...]:
         """By row and column; 1.0 where the load is balanced, None where no step was written."""
-        return tuple(self._means(row) for row in self._sums)
-
-    @property
-    def max_vio(self) -> tuple[float | None, ...]:
-        """MaxVio by column."""
-        return self._means(self._vio)
+        return tuple(
+            tuple(total / count if count else None for total, count in zip(sums, self._steps)) for sums in self._sums
+        )
 
     @property
     def row_labels(self) -> list[str]:
         """The experts of each row, such as `3` or `0-7`."""
         return [f"{a}" if b - a == 1 else f"{a}-{b - 1}" for a, b in self._bounds]
-
-    def _means(self, sums: list[float]) -> tuple[float | None, ...]:
-        return tuple(total / count if count else None for total, count in zip(sums, self._steps))
 
 
 @dataclass(frozen=True)
@@ -79,10 +69,6 @@ class Maps:
     num_layers: int
     first: int
     last: int
-
-    def step_of(self, column: int, columns: int) -> float:
-        """Return the middle step of a column."""
-        return self.first + (column + 0.5) * (self.last + 1 - self.first) / columns - 0.5
 
 
 def read(directory: Path, columns: int) -> Maps | None:
@@ -168,8 +154,7 @@ def heat_colour(load: float) -> str:
     """Return `#rrggbb` of a load over the mean load, in 16 shades below and above 1."""
     share = 1.0 - load if load < 1.0 else (load - 1.0) / (MOST_LOAD - 1.0)
     share = round(min(max(share, 0.0), 1.0) * 16) / 16
-    even, far = (parse_rgb_hex(colour[1:]) for colour in (chart.EVEN, chart.COLD if load < 1.0 else chart.HOT))
-    return blend_rgb(even, far, share).hex
+    return blend_rgb(parse_rgb_hex(EVEN), parse_rgb_hex(COLD if load < 1.0 else HOT), share).hex
 
 
 def _key(in_colour: bool) -> Text:
@@ -179,31 +164,3 @@ def _key(in_colour: bool) -> Text:
         text.append(quote).append(*_cell(value, 2 if in_colour else 1, in_colour))
         text.append(f"{quote} {value:g}{' or more' if value == MOST_LOAD else ''}  ", "dim")
     return text
-
-
-def write(directory: Path) -> Path | None:
-    """Write routing.svg in a run directory with routing.jsonl, where matplotlib is installed."""
-    maps = read(directory, columns=60) if chart.available() else None
-    if maps is None:
-        return None
-    write_text(directory / PICTURE, to_svg(maps))
-    return directory / PICTURE
-
-
-def to_svg(maps: Maps) -> str:
-    """Draw a heat map per layer, and MaxVio over the steps."""
-    names = [*(layer_map.layer for layer_map in maps.layers), "MaxVio: largest load over mean load, less 1"]
-    drawn, panels = chart.panels("load of experts over the run", names)
-    for style, (axes, layer_map) in enumerate(zip(panels, maps.layers)):
-        chart.heat_map(axes, layer_map.cells, layer_map.row_labels, (maps.first, maps.last), MOST_LOAD)
-        chart.scale(axes, "x", digits, label="step")
-        axes.set_ylabel("expert")
-        values = layer_map.max_vio
-        points = [(maps.step_of(i, len(values)), value) for i, value in enumerate(values) if value is not None]
-        chart.line(panels[-1], style, points)
-    chart.scale(panels[-1], "x", digits, label="step")
-    chart.scale(panels[-1], "y", digits, from_zero=True)
-    notes = ["colour: load of an expert over the mean load of its layer, before any token is dropped; 1 is balanced"]
-    if maps.num_layers > len(maps.layers):
-        notes.append(f"{len(maps.layers)} of {maps.num_layers} layers with experts; {FILE} has all")
-    return chart.svg(drawn, [layer.layer for layer in maps.layers], notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_conso
 
 BARS = "▁▂▃▄▅▆▇█"
 FILES = (
-    "config.yaml", "plan.json", "metrics.jsonl", "routing.jsonl", "routing.svg", "comm.json", "schedule.json",
+    "config.yaml", "plan.json", "metrics.jsonl", "routing.jsonl", "comm.json", "schedule.json",
     "summary.json", "servers.json", "logs",
 )  # fmt: skip
 PARTS = ("compute_s", "comm_exposed_s", "data_s")  # of a step's time
@@ -95,8 +96,10 @@ def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
         measured = f"{summary['bubble_measured']:.0%} of a step measured ({seconds_text(summary['bubble_s'])})"
         rows.append(("bubble", Text(f"{measured}, {summary['bubble_predicted']:.0%} predicted")))
     if summary.get("imbalance_measured") is not None:
-        measured, foretold = summary["imbalance_measured"], summary["imbalance_predicted"]
-        text = f"the slowest cp rank's attention was {measured:.3g} times the mean, {foretold:.3g} predicted"
+        imbalance = (
+            f"{summary['imbalance_measured']:.3g} times the mean, {summary['imbalance_predicted']:.3g} predicted"
+        )
+        text = f"the slowest cp rank's attention was {imbalance}"
         rows.append(("context", Text(text)))
     if summary.get("staleness_mean") is not None:
         rows.append(("staleness", Text(_staleness(summary))))
@@ -114,11 +117,9 @@ def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
 
 
 def _saving(summary: dict[str, Any]) -> str:
-    saves, pause = counted(summary["saves"], "checkpoint"), seconds_text(summary["save_pause_median_s"])
-    written = summary["save_write_median_s"]
-    return f"{saves}; a save paused training for {pause}" + (
-        f" and took {seconds_text(written)} to write" if written is not None else ""
-    )
+    saves, write_s = counted(summary["saves"], "checkpoint"), summary["save_write_median_s"]
+    written = f" and took {seconds_text(write_s)} to write" if write_s is not None else ""
+    return f"{saves}; a save paused training for {seconds_text(summary['save_pause_median_s'])}{written}"
 
 
 def _staleness(summary: dict[str, Any]) -> str:
@@ -147,20 +148,20 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
     """Return a row per axis, operation and purpose, summed over ranks, for one step; below it the prediction, if it
     differs. Receives are left out: their bytes are counted at the sender."""
     rows = [row for row in rows if row["operation"] != "recv"]
-    merged: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    merged: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        merged.setdefault((row["axis"], row["operation"], row["purpose"]), []).append(row)
+        merged[row["axis"], row["operation"], row["purpose"]].append(row)
     exact = all(matches_prediction(row) for row in rows)
     bounded = any(row.get("predicted_most_bytes") is not None for row in rows)
     right = "within the predicted bounds" if bounded else "as predicted, to the byte"
     title = f"sent in one step, over all ranks: {right if exact else 'NOT as predicted'}"
     drawn = table("axis", "operation", "purpose", ">calls", ">payload", ">wire", rule=False, padding=(0, 2, 0, 0))
-    for (axis, operation, purpose), alike in sorted(merged.items()):
-        total = {name: sum(row[name] for row in alike) for name in _SUMMED}
-        often = f" (every {alike[0]['every']} steps)" if alike[0].get("every", 1) > 1 else ""
+    for (axis, operation, purpose), of_ranks in sorted(merged.items()):
+        total = {name: sum(row[name] for row in of_ranks) for name in _SUMMED}
+        often = f" (every {of_ranks[0]['every']} steps)" if of_ranks[0].get("every", 1) > 1 else ""
         sizes = bytes_text(total["payload_bytes"]), bytes_text(total["wire_bytes"])
         drawn.add_row(axis, operation, purpose + often, f"{total['calls']:,}", *sizes)
-        if not all(matches_prediction(row) for row in alike):
+        if not all(matches_prediction(row) for row in of_ranks):
             predicted = f"{total['predicted_calls']:,}", bytes_text(total["predicted_payload_bytes"])
             drawn.add_row("", "", "predicted", *predicted, "", style="red")
     return Group(Text(title, style="green" if exact else "red"), drawn)
@@ -168,8 +169,7 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
 
 def _files(directory: Path) -> list[tuple[str, Text]]:
     names = [name for name in FILES if (directory / name).exists()]
-    rows = [("run", Text(str(directory))), ("", Text("  ".join(names), "dim"))]
-    return rows
+    return [("run", Text(str(directory))), ("", Text("  ".join(names), "dim"))]
 
 
 def _last_checkpoint(directory: Path) -> str | None:

@@ -79,8 +79,8 @@ def document(comparison: RunComparison, failed: Sequence[str]) -> dict[str, Any]
 
     return {
         "columns": [
-            {"label": one.label, "state": [run.state for run in one.runs], "seeds": one.seeds,
-             "directories": [run.directory for run in one.runs]} for one in comparison.columns
+            {"label": column.label, "state": [run.state for run in column.runs], "seeds": column.seeds,
+             "directories": [run.directory for run in column.runs]} for column in comparison.columns
         ],
         **{name: {row.key: values(row) for row in getattr(comparison, name)} for name, _ in SECTIONS},
         "measures": {
@@ -181,14 +181,13 @@ def _results(comparison: RunComparison, width: int) -> list[Table]:
     wide = _results_table([["results", *titles], *rows])
     if len(titles) <= MOST_COLUMNS and _width(wide) <= width:
         return [wide]
-    by_run = [["results", *(row[0] for row in rows)], *([title, *cells] for title, *cells in zip(titles, *(
-        row[1:] for row in rows)))]  # fmt: skip
+    columns = [["results", *titles], *rows]
     tables, first = [], 1
-    while first <= len(rows):
-        last = len(rows) + 1
-        while last > first + 1 and _width(_results_table([[line[0], *line[first:last]] for line in by_run])) > width:
+    while first < len(columns):
+        last = len(columns)
+        while _width(drawn := _results_table([*zip(*(columns[0], *columns[first:last]))])) > width and last > first + 1:
             last -= 1
-        tables.append(_results_table([[line[0], *line[first:last]] for line in by_run]))
+        tables.append(drawn)
         first = last
     return tables
 

@@ -13,8 +13,8 @@ from parallelrun.base.wording import counted
 from parallelrun.report.figures import bytes_text
 from parallelrun.report.records import attempts
 from parallelrun.report.records.metrics import METRICS, metric_text
-from parallelrun.report.records.read import RunRecord
-from parallelrun.report.records.rows import RunRow
+from parallelrun.report.records.read import RunRecord, is_number
+from parallelrun.report.records.rows import STYLES, RunRow
 from parallelrun.report.screen import labelled, print_command
 
 _COLUMNS = ("loss", "val_loss", "tokens_per_s", "step_time_median_s", "peak_memory_bytes")
@@ -22,24 +22,13 @@ _NUM_WORDS = 4  # columns of text; the others are numbers
 _NARROW = 100  # columns of a terminal; below, the year is left out
 _MOST_STYLED = 200  # rows; rich takes seconds for thousands
 _OF_BENCH = {"step_time_median_s": "median_s"}  # in bench.json
-_STYLES = {
-    **dict.fromkeys(("failed", "died", "silent", "broken"), "red"),
-    **dict.fromkeys(("preempted", "interrupted"), "yellow"),
-    "running": "green",
-}
 
 
 def show_table(rows: Sequence[RunRow], num_more: int, console: Console) -> None:
     """Print a line per run. num_more: runs that are left out. A narrow terminal gets fewer figures."""
     titles = ["run", "name", "started", "state", "step", *(METRICS[key].title for key in _COLUMNS)]
-    cells = [
-        [
-            *_words(row, console.width < _NARROW),
-            f"{row.step:,}",
-            *(_figure(key, row.results) for key in _COLUMNS),
-        ]
-        for row in rows
-    ]
+    cells = [[*_words(row, console.width < _NARROW), f"{row.step:,}", *(_figure(key, row.results) for key in _COLUMNS)]
+             for row in rows]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(titles, *cells)]
     shown = len(titles)
     while shown > _NUM_WORDS + 1 and sum(widths[:shown]) + 2 * (shown - 1) > console.width:
@@ -56,7 +45,7 @@ def show_table(rows: Sequence[RunRow], num_more: int, console: Console) -> None:
     else:
         for row, texts in zip(rows, cells):
             text = Text(line(texts))
-            text.highlight_words([row.state], _STYLES.get(row.state, ""))
+            text.highlight_words([row.state], STYLES.get(row.state, ""))
             console.print(text, soft_wrap=True)
     if num_more:
         console.print(f"... {counted(num_more, 'older run')}: --all, or --limit N", markup=False)
@@ -111,4 +100,4 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
 
 def _figure(key: str, results: dict[str, Any]) -> str:
     value = results.get(key, results.get(_OF_BENCH.get(key, "")))
-    return metric_text(key, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+    return metric_text(key, value) if is_number(value) else ""

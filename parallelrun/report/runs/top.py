@@ -11,15 +11,10 @@ from rich.text import Text
 
 from parallelrun.report.figures import bytes_text
 from parallelrun.report.records.live import LiveRun
+from parallelrun.report.records.rows import STYLES
 from parallelrun.report.screen import table
 
 _SILENT_S = 10.0  # without progress, from which on a rank is marked
-_STYLES = {
-    "running": "green",
-    "done": "bold green",
-    **dict.fromkeys(("failed", "died", "silent"), "bold red"),
-    **dict.fromkeys(("preempted", "interrupted"), "yellow"),
-}
 _BAR = 24
 _FIXED = 8  # lines beside those of the ranks
 
@@ -43,7 +38,7 @@ def drawing(run: LiveRun, height: int) -> RenderableType:
 def _headline(run: LiveRun) -> Text:
     text = Text("/".join(run.directory.parts[-2:]), "bold")
     text.append("  ")
-    text.append(run.state, _STYLES.get(run.state, ""))
+    text.append(run.state, STYLES.get(run.state, ""))
     code = run.status.get("exit_code")
     if code is not None:
         text.append(f" (exit code {code})", "dim")
@@ -70,11 +65,11 @@ def _progress(run: LiveRun) -> Text:
 def _ranks(run: LiveRun, most: int) -> RenderableType:
     """A line for each rank; where there is no room for all, those that are slow, silent or behind come first."""
     first = max(int(_number(rank, "step")) for rank in run.ranks)  # metrics.jsonl may be newer than all these rows
-    shown = sorted(run.ranks, key=lambda one: (not _marks(one, first), one["rank"]))[:most]
+    shown = sorted(run.ranks, key=lambda rank: (not _marks(rank, first), rank["rank"]))[:most]
     drawn = table(">rank", "host", ">step", "phase", ">tokens/s", ">step time", ">computing", ">waiting", ">memory", "")
-    for one in sorted(shown, key=lambda row: int(row["rank"])):
-        marks = _marks(one, first)
-        drawn.add_row(*(Text(text) for text in _cells(one)), Text(marks, "yellow"), style="yellow" if marks else "")
+    for rank in sorted(shown, key=lambda row: int(row["rank"])):
+        marks = _marks(rank, first)
+        drawn.add_row(*(Text(text) for text in _cells(rank)), Text(marks, "yellow"), style="yellow" if marks else "")
     left = len(run.ranks) - len(shown)
     return Group(drawn, Text(f"... and {left} more ranks, as expected", "dim")) if left else drawn
 
@@ -100,13 +95,12 @@ def _marks(rank: Mapping[str, Any], step: int) -> str:
         return "not seen: nothing of it in the run directory (does its host share the disk?)"
     silent, slow = _number(rank, "silent_s"), _number(rank, "slow")
     behind = step - int(_number(rank, "step"))
-    return ", ".join(
-        [
-            *([f"slow: computes {slow:.1f} times as long as its like"] if slow else []),
-            *([f"silent for {silent:.0f} s"] if silent > _SILENT_S else []),
-            *([f"{behind} steps behind"] if behind > 1 else []),
-        ]
-    )
+    notes = {
+        f"slow: computes {slow:.1f} times as long as its like": slow > 0,
+        f"silent for {silent:.0f} s": silent > _SILENT_S,
+        f"{behind} steps behind": behind > 1,
+    }
+    return ", ".join(note for note, holds in notes.items() if holds)
 
 
 def _number(rank: Mapping[str, Any], name: str) -> float:

@@ -19,10 +19,8 @@ MEANING = {
 }
 
 
-def show(document: dict[str, Any], enabled: bool = True) -> None:
-    """Print the comparison; nothing on ranks that do not own the console."""
-    if not enabled:
-        return
+def show(document: dict[str, Any]) -> None:
+    """Print the comparison."""
     console = open_console()
     degrees = degrees_text(document["degrees"])
     title = f"{document['preset']} {degrees} against {document['against']} ({document['precision']})"

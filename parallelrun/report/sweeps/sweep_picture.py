@@ -6,7 +6,6 @@ numbers.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ CONTROL = "control"  # the purpose of traffic that carries no training data
 MOST_LINES = 20
 SPREAD = 30  # largest over smallest number; above it the axis is logarithmic
 MOST_POINTS = 150  # of a line; more are averaged
-_UNREAD = re.compile("(.+?) is (?:read by none of|not read by) ")  # the notes of plan/shorthands.py
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,10 @@ def series(directory: Path) -> list[Series]:
             continue
         measured = _measured(directory / row["directory"])
         if measured:
-            label = _label(names, row) if len(rows) > 1 else ""
+            label = " ".join(name.removeprefix("strategy=") for name in names) if len(rows) > 1 else ""
             label = label or str(row.get("strategy", f"point {row['point']}"))
             points.append(Series(row["point"], label, is_crowded(row), measured, row.get("bubble_predicted") or 0.0))
     return points
-
-
-def _label(names: list[str], row: dict[str, Any]) -> str:
-    """Return the overrides that the point's strategy reads: `ring` for `strategy=ring`, others with their keys."""
-    unread = {match[1] for note in row.get("notes", ()) if (match := _UNREAD.match(note))}
-    return " ".join(name.removeprefix("strategy=") for name in names if name not in unread)
 
 
 def _measured(run: Path) -> tuple[Measured, ...]:

@@ -24,11 +24,11 @@ def read(directory: Path) -> list[dict[str, Any]]:
     invocation's rows count; points that repeat within one invocation are all listed. A torn last line is ignored."""
     by_config: dict[str, dict[int, dict[str, Any]]] = {}
     for row in read_jsonl(directory / RESULTS):
-        alike = by_config.setdefault(row.get("config_sha256") or f"point {row.get('point')}", {})
-        if any(old.get("invocation") != row.get("invocation") for old in alike.values()):
-            alike.clear()
-        alike[row.get("point", 0)] = row
-    rows = [row for alike in by_config.values() for row in alike.values()]
+        points = by_config.setdefault(row.get("config_sha256") or f"point {row.get('point')}", {})
+        if any(old.get("invocation") != row.get("invocation") for old in points.values()):
+            points.clear()
+        points[row.get("point", 0)] = row
+    rows = [row for points in by_config.values() for row in points.values()]
     return sorted(rows, key=lambda row: row.get("point", 0))
 
 
@@ -42,12 +42,9 @@ def forget(directory: Path, names: Collection[str]) -> None:
     """Remove the rows of the points whose run directories had these names, and of points that repeat them."""
     with _locked(directory / RESULTS):
         rows = read_jsonl(directory / RESULTS)
-        gone = {(row.get("invocation"), row.get("point")) for row in rows if row.get("directory") in names}
-        left = [
-            row
-            for row in rows
-            if row.get("directory") not in names and (row.get("invocation"), row.get("same_as")) not in gone
-        ]
+        removed = {(row.get("invocation"), row.get("point")) for row in rows if row.get("directory") in names}
+        left = [row for row in rows if row.get("directory") not in names
+                and (row.get("invocation"), row.get("same_as")) not in removed]  # fmt: skip
         write_text(directory / RESULTS, "".join(json.dumps(row) + "\n" for row in left))
 
 
@@ -67,9 +64,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file's lines, without torn lines; [] if there is no such file."""
     rows = []
     with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
+                row = json.loads(line)
+                rows += [row] if isinstance(row, dict) else []
     return rows
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from parallelrun.base import registry
 from parallelrun.base.errors import EnvironmentProblem, Problem
 from parallelrun.base.packages import require
+from parallelrun.report.records.read import is_number
 
 FINISHED, FAILED, INTERRUPTED = "finished", "failed", "interrupted"  # how a run has ended
 
@@ -96,16 +97,4 @@ def check(names: Iterable[str]) -> None:
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a row of metrics.jsonl, without `step` and `schema`."""
-    return {
-        name: value
-        for name, value in row.items()
-        if name not in ("step", "schema") and isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one with dotted keys: `model.layers`."""
-    dotted: dict[str, Any] = {}
-    for key, value in values.items():
-        dotted |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return dotted
+    return {name: value for name, value in row.items() if name not in ("step", "schema") and is_number(value)}

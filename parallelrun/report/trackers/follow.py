@@ -22,22 +22,15 @@ import yaml
 
 from parallelrun.base.records import redacted
 from parallelrun.base.registry import PlugInFailed
-from parallelrun.report.trackers import (
-    FAILED,
-    FINISHED,
-    INTERRUPTED,
-    TrackedRun,
-    Tracker,
-    numbers,
-    state,
-    tracker_class,
-)
+from parallelrun.report import trackers
+from parallelrun.report.sweeps.sweep_rows import read_json
+from parallelrun.report.trackers import TrackedRun, Tracker, state
 from parallelrun.report.trackers.state import TrackerState
 
 POLL_S = 0.25
 STATUS_S = 5.0  # for the last word on a run whose launcher has ended: another rank may write it
 _MOST_BYTES = 2**20  # of metrics.jsonl that are read at once
-_STATES = {"done": FINISHED, "preempted": INTERRUPTED, "interrupted": INTERRUPTED}
+_STATES = {"done": trackers.FINISHED, **dict.fromkeys(("preempted", "interrupted"), trackers.INTERRUPTED)}
 
 
 class RowTail:
@@ -73,15 +66,15 @@ def run_of(directory: Path, before: TrackerState) -> TrackedRun:
     """Return what the files of a run directory say about the run."""
     config = yaml.safe_load((directory / "config.yaml").read_text())
     plan = json.loads((directory / "plan.json").read_text())
-    of_tracker = config["tracker"]
+    settings = config["tracker"]
     first = Path(before.first).parents[1] if before.first else directory
     return TrackedRun(
         directory=directory,
         runs=Path(config["runs"]).expanduser().absolute(),
-        project=of_tracker["project"],
-        name=of_tracker["name"] or f"{first.parent.name}/{first.name}",
-        group=of_tracker["group"],
-        tags=tuple(of_tracker["tags"]),
+        project=settings["project"],
+        name=settings["name"] or f"{first.parent.name}/{first.name}",
+        group=settings["group"],
+        tags=tuple(settings["tags"]),
         config=redacted(config),
         plan=_facts(plan),
         identity=before.identity,
@@ -94,8 +87,7 @@ def _facts(plan: Mapping[str, Any]) -> dict[str, Any]:
     memory, seconds = plan["memory"], plan["time"]
     heaviest = max(memory["per_position"], key=lambda row: row["position"] == memory["heaviest_position"])
     return {
-        "preset": plan["preset"],
-        "world": plan["world"],
+        **{key: plan[key] for key in ("preset", "world")},
         **plan["degrees"],
         "microbatches": plan["batch"]["microbatches"],
         "predicted_step_time_s": seconds["step_s"] if seconds else None,
@@ -114,21 +106,14 @@ def state_before(directory: Path, name: str) -> TrackerState:
 def end_of(directory: Path) -> tuple[str, dict[str, Any]]:
     """Return how the run has ended, and its summary."""
     deadline = time.monotonic() + STATUS_S
-    while (status := _json(directory / "status.json")).get("state") in (None, "running"):
+    while (status := read_json(directory / "status.json")).get("state") in (None, "running"):
         if time.monotonic() > deadline:
             status = {"state": "failed", "exit_code": None, "error": "the launcher has ended without a status"}
             break
         time.sleep(POLL_S)
-    ended = _STATES.get(status["state"], FAILED)
-    summary = {**_json(directory / "summary.json"), **{key: status[key] for key in ("exit_code", "error")}}
+    ended = _STATES.get(status["state"], trackers.FAILED)
+    summary = {**read_json(directory / "summary.json"), **{key: status[key] for key in ("exit_code", "error")}}
     return ended, redacted(summary)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        document: dict[str, Any] = json.loads(path.read_text())
-        return document
-    return {}
 
 
 def follow(directory: Path, name: str, ended: threading.Event) -> None:
@@ -136,7 +121,7 @@ def follow(directory: Path, name: str, ended: threading.Event) -> None:
     file = state.path_of(directory, name)
     file.parent.mkdir(mode=0o700, exist_ok=True)
     tracker_state = state_before(directory, name)
-    tracker = tracker_class(name)(run_of(directory, tracker_state))
+    tracker = trackers.tracker_class(name)(run_of(directory, tracker_state))
     logged = tracker_state.resumed_step if tracker.takes_back_steps else tracker_state.step
     tracker_state = replace(tracker_state, identity=tracker.identity, step=logged)
     state.write(file, tracker_state)
@@ -154,7 +139,7 @@ def _log(tracker: Tracker, tail: RowTail, tracker_state: TrackerState, file: Pat
     for row in tail.rows():
         if row["step"] > step:
             step = row["step"]
-            tracker.log(step, numbers(row))
+            tracker.log(step, trackers.numbers(row))
     if step == tracker_state.step:
         return tracker_state
     tracker.flush()

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.report.trackers import FINISHED, INTERRUPTED, TrackedRun, Tracker, flat, numbers
+from parallelrun.report.records.read import flatten
+from parallelrun.report.trackers import FINISHED, INTERRUPTED, TrackedRun, Tracker, numbers
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -52,7 +53,7 @@ class MlflowTracker(Tracker):
         tags = {**dict.fromkeys(run.tags, "true"), **({"group": run.group} if run.group else {})}
         created = self._client.create_run(experiment, tags=tags, run_name=run.name)
         identifier = str(created.info.run_id)
-        parameters = [Param(key, str(value)[:_LONGEST]) for key, value in flat(run.config).items()]
+        parameters = [Param(key, str(value)[:_LONGEST]) for key, value in flatten(run.config).items()]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(identifier, params=parameters[first : first + _MOST_PARAMETERS])
         return identifier

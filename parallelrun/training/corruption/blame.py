@@ -17,58 +17,60 @@ _SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Observations of one rank since the last check.
+class Difference:
+    """How a pass on one rank differs from an earlier one over the same samples and weights.
 
-    at_rest: (step, tensor) of weights that changed between two updates. lanes, given, results: of a pass whose bits
-    are not what they were: the lanes of its contributions, the numbers of those that differ, the gradients and the loss
-    that differ. replicas: of tensors that differ between replicas, (its replicas, digest) by name.
+    lanes: of all its contributions to other ranks; sent: the numbers of those that differ; results: the gradients and
+    the loss that differ.
+    """
+
+    lanes: Sequence[Lane] = ()
+    sent: Sequence[int] = ()
+    results: Sequence[str] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.results)
+
+
+@dataclass(frozen=True)
+class Evidence(Difference):
+    """Observations of one rank since the last check, with the difference of a pass if there is one.
+
+    at_rest: (step, tensor) of weights that changed between two updates. replicas: of tensors that differ between
+    replicas, (its replicas, digest) by name.
     """
 
     host: str = ""
     at_rest: Sequence[tuple[int, str]] = ()
-    lanes: Sequence[Lane] = ()
-    given: Sequence[int] = ()
-    results: Sequence[str] = ()
     replicas: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
-    def document(self) -> dict[str, Any]:
-        """Return the evidence, JSON-ready."""
-        return {**vars(self), "lanes": [list(lane) for lane in self.lanes], "replicas": dict(self.replicas)}
-
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Evidence:
-        lanes = tuple(Lane(axis, tuple(ranks), messages) for axis, ranks, messages in document["lanes"])
-        at_rest = tuple((step, name) for step, name in document["at_rest"])
-        replicas = {name: (key, value) for name, (key, value) in document["replicas"].items()}
-        return cls(**{**document, "lanes": lanes, "at_rest": at_rest, "replicas": replicas})
+    def from_json(cls, document: Mapping[str, Any]) -> Evidence:
+        """Return the evidence whose fields another rank has sent as JSON."""
+        lanes = [Lane(axis, tuple(ranks), messages) for axis, ranks, messages in document["lanes"]]
+        return cls(**{**document, "lanes": lanes})
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """ranks: those whose bits are wrong; empty if the evidence does not say which of `among`. what: what was seen.
-
-    in_computing: whether the same pass gave other bits.
-    """
+    """ranks: those whose bits are wrong; empty if the evidence does not say which of `among`. what: what was seen."""
 
     ranks: tuple[int, ...]
     what: str
     among: tuple[int, ...] = ()
-    in_computing: bool = False
 
 
 def verdict(evidence: Sequence[Evidence]) -> Verdict:
-    """Return the ranks that are wrong. found: evidence by rank; at least one rank has some."""
+    """Return the ranks that are wrong. evidence: by rank; at least one rank has some."""
     changed = {rank: own.at_rest for rank, own in enumerate(evidence) if own.at_rest}
     if changed:
         step, _ = min(seen for own in changed.values() for seen in own)
         names = _list(name for own in changed.values() for _, name in own)
         return Verdict(tuple(changed), f"memory: {names} changed before the update of step {step}")
-    if any(own.given or own.results for own in evidence):
+    if any(evidence):
         ranks = origins(evidence)
         names = _list(name for rank in ranks for name in evidence[rank].results) or "what it gives to other ranks"
-        cause = f"computation: the same samples and weights gave other bits ({names})"
-        return Verdict(ranks, cause, in_computing=True)
+        return Verdict(ranks, f"computation: the same samples and weights gave other bits ({names})")
     return _minority(evidence)
 
 
@@ -78,26 +80,25 @@ def origins(evidence: Sequence[Evidence]) -> tuple[int, ...]:
     The n-th contribution to a lane belongs together on all its members. A rank that differs is a victim if, before it
     first did, another member of a lane gave it something that differs.
     """
-    numbers: list[list[int]] = []  # by rank: which call of its lane each contribution is
-    differs: set[tuple[Lane, int, int]] = set()  # (lane, call, rank)
-    for rank, seen in enumerate(evidence):
-        counts: Counter[Lane] = Counter()
-        own, wrong = [], set(seen.given)
-        for index, lane in enumerate(seen.lanes):
-            own.append(counts[lane])
-            counts[lane] += 1
-            if index in wrong:
-                differs.add((lane, own[-1], rank))
-        numbers.append(own)
+    calls = [_numbered(seen.lanes) for seen in evidence]
+    differs = {(*calls[rank][i], rank) for rank, seen in enumerate(evidence) for i in seen.sent if i < len(calls[rank])}
     guilty = []
     for rank, seen in enumerate(evidence):
-        if not (seen.given or seen.results):
-            continue
-        first = min(seen.given, default=len(seen.lanes))
-        received = zip(seen.lanes[:first], numbers[rank])
-        if not any((lane, call, other) in differs for lane, call in received for other in lane.ranks if other != rank):
+        received = calls[rank][: min(seen.sent, default=None)]
+        others = ((lane, number, other) for lane, number in received for other in lane.ranks if other != rank)
+        if seen and differs.isdisjoint(others):
             guilty.append(rank)
     return tuple(guilty)
+
+
+def _numbered(lanes: Sequence[Lane]) -> list[tuple[Lane, int]]:
+    """Return each lane with the number of its occurrence."""
+    counts: Counter[Lane] = Counter()
+    numbered = []
+    for lane in lanes:
+        numbered.append((lane, counts[lane]))
+        counts[lane] += 1
+    return numbered
 
 
 def _minority(evidence: Sequence[Evidence]) -> Verdict:
@@ -110,9 +111,7 @@ def _minority(evidence: Sequence[Evidence]) -> Verdict:
     unknown: set[int] = set()
     names = []
     for (name, _), by_rank in sorted(groups.items()):
-        (common, count), *others = Counter(by_rank.values()).most_common()
-        if not others:
-            continue
+        (common, count), *_ = Counter(by_rank.values()).most_common()
         names.append(name)
         if count > len(by_rank) - count:
             odd |= {rank for rank, digest in by_rank.items() if digest != common}

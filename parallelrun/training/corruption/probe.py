@@ -1,21 +1,24 @@
-"""A known answer: a small batch with fixed weights, whose bits every later pass on the same devices must repeat.
+"""The bits of a forward and backward pass on one rank, and a known answer: a pass whose bits must repeat.
 
-A device that computes wrong numbers repeats its mistake when it repeats a step. So the probe is compared with itself at
-the start of the run: a defect that begins later changes its bits, on one rank of any plan. Forward, backward and the
-sums of gradients are those of a step, through the same modules and groups.
+A device that computes wrong numbers repeats its mistake when it repeats a step. So a small batch with fixed weights is
+compared with itself at the start of the run: a defect that begins later changes its bits, on one rank of any plan.
+Forward, backward and the sums of gradients are those of a step, through the same modules and groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 
+from parallelrun.distributed.comm.counter import Contributions
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.distributed.sequences import Lane
 from parallelrun.planner.facts.corruption_cost import smallest_batch
-from parallelrun.training.corruption.record import PassBits, PassRecorder
+from parallelrun.training.corruption.blame import Difference
+from parallelrun.training.corruption.digests import digest_of_all, digests
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.pipeline_runner import build_runner
 from parallelrun.training.loop.reader import Reader
@@ -25,14 +28,60 @@ from parallelrun.training.loop.step import finish_gradients, forward_backward
 # likely has not, so that a stuck bit is seen.
 SCALES = (1.0, -(2.0**-5), 2.0**5, -1.0, 2.0**-3, -(2.0**3), 2.0**-7, -(2.0**7))
 NUM_BATCHES = len(SCALES)
-Answer = tuple[tuple[list[int], list[str]], tuple[Lane, ...]]  # what differs (see `PassBits.differing`), the lanes
+
+
+@dataclass(frozen=True)
+class PassBits:
+    """sent: lane and digest of each contribution to other ranks, in order; results: digests by name."""
+
+    sent: list[tuple[Lane, int]]
+    results: dict[str, int]
+
+    def compared(self, expected: PassBits) -> Difference:
+        """Return how this pass differs. A contribution that only one of the two has differs, too."""
+        pairs = enumerate(zip_longest(self.sent, expected.sent))
+        return Difference(
+            lanes=[lane for lane, _ in self.sent],
+            sent=[number for number, (ours, theirs) in pairs if ours != theirs],
+            results=[name for name, digest in self.results.items() if digest != expected.results.get(name)],
+        )
+
+
+class PassRecorder(Contributions):
+    """Records a pass that runs while it is entered; `bits` is called when the gradients are final."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__(mesh, torch.no_grad()(digest_of_all))
+
+    @torch.no_grad()
+    def bits(self, training: Training) -> PassBits:
+        """Return the bits of the pass, in host memory."""
+        measured = [value.to(training.mesh.device) for _, value in self.found]  # that of no tensors is on the CPU
+        values = torch.stack(measured).tolist() if measured else []
+        tensors = {f"the gradient of {p.name}": p.tensor.grad for p in training.parameters}
+        results = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if training.runner.loss_sum is not None:
+            results["the loss"] = training.runner.loss_sum
+        own = digests([*results.values()]).tolist()
+        return PassBits([(lane, value) for (lane, _), value in zip(self.found, values)], dict(zip(results, own)))
+
+
+def bits_of_pass(training: Training, step: int, loss_scale: float) -> PassBits:
+    """Compute the gradients of a step, and forget them. Return the bits of the pass. Collective."""
+    with PassRecorder(training.mesh) as recorder:
+        forward_backward(training, step, loss_scale)
+        finish_gradients(training)
+    bits = recorder.bits(training)
+    training.statistics.finish_step(False)
+    training.routing.finish_step(False)
+    training.data.drop_step()
+    return bits
 
 
 class Probe:
     """Keeps the weights with which the run began, in host memory, a few small batches, and the bits that they give.
 
-    known: the bits of each batch. repeats: whether a second pass at the start has given the same bits; a probe that
-    does not repeat itself is unused.
+    repeats: whether a second pass at the start has given the same bits; a probe that does not repeat itself is unused.
     """
 
     def __init__(self, training: Training):
@@ -44,36 +93,20 @@ class Probe:
         self._weights = [parameter.tensor.detach() for parameter in training.held]
         self._copies = [weight.to("cpu", copy=True) for weight in self._weights]
         # The first pass of a pipeline sends more messages: the stages agree on shapes.
-        _, *self.known, again = self._all([0, *range(NUM_BATCHES), 0])
-        self.repeats = again.differing(self.known[0]) == ([], [])
+        _, *self._expected, again = self._run([0, *range(NUM_BATCHES), 0])
+        self.repeats = not again.compared(self._expected[0])
 
-    def answers(self, numbers: Sequence[int]) -> list[Answer]:
-        """Compute the batches of these numbers again; return what differs on this rank, and the lanes. Collective."""
-        return [(bits.differing(self.known[number]), bits.lanes) for number, bits in zip(numbers, self._all(numbers))]
+    def answer(self, number: int) -> Difference:
+        """Compute a batch again; return how it differs on this rank. Collective."""
+        return self._run([number])[0].compared(self._expected[number])
 
-    def _all(self, numbers: Sequence[int]) -> list[PassBits]:
+    def _run(self, numbers: Sequence[int]) -> list[PassBits]:
         """Compute batches with the first weights; return the bits of each pass."""
-        with self._fixed_weights():
-            return [self._run(number) for number in numbers]
-
-    def _run(self, number: int) -> PassBits:
-        """Return the bits of a pass over a batch. Collective. Gradients are lost, weights stay."""
-        training = self._training
-        with PassRecorder(training.mesh) as recorder:
-            forward_backward(training, number + 1, SCALES[number])
-            finish_gradients(training)
-        bits = recorder.bits(training)
-        training.statistics.finish_step(False)
-        training.routing.finish_step(False)
-        training.data.drop_step()
-        return bits
-
-    @contextmanager
-    def _fixed_weights(self) -> Iterator[None]:
         self._training.data.drop_step()  # one whose update was skipped would end in `finish_update`
         self._exchange()
-        yield
+        passes = [bits_of_pass(self._training, number + 1, SCALES[number]) for number in numbers]
         self._exchange()
+        return passes
 
     @torch.no_grad()
     def _exchange(self) -> None:

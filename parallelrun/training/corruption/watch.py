@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,47 +19,31 @@ from parallelrun.base.errors import CorruptionError, Problem
 from parallelrun.base.records import append_jsonl
 from parallelrun.base.wording import counted
 from parallelrun.distributed import comm
-from parallelrun.distributed.sequences import Lane
 from parallelrun.planner.contract.plan import WORLD
-from parallelrun.planner.facts.corruption_cost import EACH_CHECK
 from parallelrun.report.records.find import EVENTS
-from parallelrun.training.corruption.at_rest import AtRest
-from parallelrun.training.corruption.blame import Evidence, Verdict, verdict
-from parallelrun.training.corruption.hooks import CorruptionWatch
-from parallelrun.training.corruption.probe import NUM_BATCHES, Answer, Probe
-from parallelrun.training.corruption.record import PassBits, PassRecorder
+from parallelrun.training.corruption.blame import Difference, Evidence, Verdict, verdict
+from parallelrun.training.corruption.digests import AtRest
+from parallelrun.training.corruption.probe import NUM_BATCHES, PassBits, PassRecorder, Probe, bits_of_pass
 from parallelrun.training.corruption.replicas import Replicas
 from parallelrun.training.corruption.state import Snapshot, weights_at_rest
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.schedules import LossScaler
-from parallelrun.training.loop.step import finish_gradients, forward_backward
 
 NOT_FINITE = "the loss or a gradient is not finite"
-MAX_UNDONE = 3  # times in a row that steps are undone: then the cause is not a passing fault
 
 
-def watch_of(training: Training, scaler: LossScaler, context: WorkerContext, start: int) -> CorruptionWatch:
-    """Return the watch of a run that begins after step `start`. Collective."""
-    return _Watch(training, scaler, context, start) if training.config.sdc.every else CorruptionWatch()
+class CorruptionWatch:
+    """Hooks that the training loop calls. They do nothing unless `sdc.every` is set. start: the last step before."""
 
-
-@dataclass(frozen=True)
-class _Undone:
-    """Steps that were undone. step: of the check that noticed the fault."""
-
-    step: int
-    judged: Verdict
-    in_a_row: int = 1
-
-
-class _Watch(CorruptionWatch):
     def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext, start: int):
         self._training, self._scaler, self._context = training, scaler, context
-        self._every, self._recomputes = training.config.sdc.every, training.config.sdc.recompute
+        self._every = training.config.sdc.every
+        if not self._every:
+            return
         self._snapshot, self._replicas = Snapshot(training, scaler), Replicas(training)
         self._snapshot.take(start)
         self._probe = Probe(training)
-        self._repeats = not any(self._anyone([not self._probe.repeats]))
+        self._repeats = not any(self._on_any_rank([not self._probe.repeats]))
         if not self._repeats:
             self._say("warning: sdc: a repeated pass has other bits here, so that only weights at rest are watched")
         self._at_rest = AtRest(weights_at_rest(training))
@@ -68,133 +51,108 @@ class _Watch(CorruptionWatch):
         self._changed: list[tuple[int, str]] = []
         self._first: PassBits | None = None  # of the step that is computed twice
         self._recorder: PassRecorder | None = None
-        self._differing: tuple[list[int], list[str]] = ([], [])
-        self._lanes: tuple[Lane, ...] = ()
+        self._in_step = Difference()  # between the two passes of that step
         self._step, self._is_cold = start, True
-        self._undone: _Undone | None = None
+        self._undone = 0  # the step of the check that has noticed a fault, until it is passed
         self._num_checks = self._num_found = 0
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
+        """Around a training step. After it nothing writes to the weights until the next update."""
+        if not self._every:
+            yield
+            return
         self._step, self._first = step, None
-        if self._recomputes and step % self._every == 0 and self._repeats:
-            if self._is_cold:
-                self._computed(step)  # the first pass of a pipeline sends more messages
-            self._first = self._computed(step)
+        if self._training.config.sdc.recompute and step % self._every == 0 and self._repeats:
+            for _ in range(2 if self._is_cold else 1):  # the first pass of a pipeline sends more messages
+                self._first = bits_of_pass(self._training, step, self._scaler.scale)
         self._is_cold = False
         with nullcontext() if self._first is None else PassRecorder(self._training.mesh) as self._recorder:
             yield
         self._at_rest.begin()
         self._replicas.after_step(step)
 
-    def _computed(self, step: int) -> PassBits:
-        """Compute the gradients of a step; return the bits of the pass."""
-        training = self._training
-        with PassRecorder(training.mesh) as recorder:
-            forward_backward(training, step, self._scaler.scale)
-            finish_gradients(training)
-        bits = recorder.bits(training)
-        training.statistics.finish_step(False)
-        training.routing.finish_step(False)
-        return bits
-
     def before_update(self, training: Training) -> None:
+        """Called with the final gradients of a step."""
+        if not self._every:
+            return
         self._changed += [(self._step, name) for name in self._at_rest.changed()]
         if self._first is not None and self._recorder is not None:
-            bits = self._recorder.bits(training)
-            self._differing, self._lanes = bits.differing(self._first), bits.lanes
+            self._in_step = self._recorder.bits(training).compared(self._first)
 
     def check(self, step: int, *, saves: bool, finite: bool = True) -> int:
-        is_last = step == self._training.config.steps
-        if finite and step % self._every and not saves and not is_last:
+        """Return the step after which training continues: `step`, or an earlier one to whose state it has returned.
+
+        Called on all ranks after each step. saves: the state is about to be saved; finite: whether loss and gradients
+        are, or may overflow. Collective. Raises CorruptionError on all ranks.
+        """
+        is_due = saves or not finite or step == self._training.config.steps
+        if not self._every or not (is_due or step % self._every == 0):
             return step
         self._num_checks += 1
         evidence = self._evidence(step)
         if finite and not evidence:
-            return self._passed(step)
+            if step >= self._undone:
+                self._undone = 0
+            self._snapshot.take(step)
+            return step
         judged = verdict(evidence) if evidence else Verdict((), NOT_FINITE)
         return self._undo(step, judged, evidence, finite)
 
     def facts(self) -> dict[str, Any]:
-        return {"sdc_checks": self._num_checks, "sdc_found": self._num_found}
+        """Return the fields of summary.json."""
+        return {"sdc_checks": self._num_checks, "sdc_found": self._num_found} if self._every else {}
 
     def _evidence(self, step: int) -> list[Evidence]:
         """Return what each rank has seen since the last check, nothing if none has seen anything. Collective."""
         self._changed += [(step, name) for name in self._at_rest.changed()]
         replicas = self._replicas.differing()
-        answers = self._answers()
-        (sent, results), lanes = self._differing, self._lanes
-        seen = self._anyone([bool(self._changed), bool(replicas), bool(sent or results), *map(_is_wrong, answers)])
+        answer = self._probe.answer(self._num_checks % NUM_BATCHES) if self._repeats else Difference()
+        seen = self._on_any_rank([bool(each) for each in (self._changed, replicas, self._in_step, answer)])
         if not any(seen):
             return []
-        _, in_doubt, in_step, *in_answers = seen
-        if not in_step:
-            wrong = in_answers.index(True) if any(in_answers) else None
-            asks = wrong is None and in_doubt
-            (sent, results), lanes = answers[wrong] if wrong is not None else self._asked_again(asks)
-        own = Evidence(
-            host=socket.gethostname(),
-            at_rest=tuple(self._changed),
-            lanes=lanes,
-            given=tuple(sent),
-            results=tuple(results),
-            replicas=replicas,
-        )
-        self._changed, self._differing = [], ([], [])
-        return [Evidence.of(document) for document in comm.gather_json(own.document(), self._training.mesh)]
+        _, in_doubt, in_step, in_answer = seen
+        difference = self._in_step if in_step else answer
+        if in_doubt and not (in_step or in_answer):
+            _, difference = self._wrong_answer()
+        own = Evidence(**vars(difference), host=socket.gethostname(), at_rest=self._changed, replicas=replicas)
+        self._changed, self._in_step = [], Difference()
+        return [Evidence.from_json(document) for document in comm.gather_json(vars(own), self._training.mesh)]
 
-    def _answers(self) -> list[Answer]:
-        """Compute the known answers of this check again. Collective."""
-        first = EACH_CHECK * self._num_checks % NUM_BATCHES
-        return self._probe.answers(range(first, first + EACH_CHECK)) if self._repeats else []
+    def _wrong_answer(self) -> tuple[bool, Difference]:
+        """Compute all known answers again, up to the first one that is wrong on any rank. Collective.
 
-    def _asked_again(self, asks: bool = True) -> Answer:
-        """Compute all known answers again, up to the first one that is wrong anywhere; return it. Collective."""
-        for number in range(NUM_BATCHES) if asks and self._repeats else ():
-            (answer,) = self._probe.answers([number])
-            if any(self._anyone([_is_wrong(answer)])):
-                return answer
-        return ([], []), ()
+        Return whether there is one, and how it differs on this rank.
+        """
+        for number in range(NUM_BATCHES) if self._repeats else ():
+            answer = self._probe.answer(number)
+            if any(self._on_any_rank([bool(answer)])):
+                return True, answer
+        return False, Difference()
 
-    def _anyone(self, seen: Sequence[bool]) -> list[bool]:
+    def _on_any_rank(self, seen: Sequence[bool]) -> list[bool]:
         """Return which of several things any rank has seen. Collective."""
         mesh = self._training.mesh
         flags = torch.tensor(seen, dtype=torch.int32, device=mesh.device)
         comm.all_reduce(flags, mesh.group(WORLD), "control", op="max")
         return [bool(flag) for flag in flags.tolist()]
 
-    def _passed(self, step: int) -> int:
-        if self._undone is not None and step >= self._undone.step:
-            self._undone = None
-        self._snapshot.take(step)
-        return step
-
     def _undo(self, step: int, judged: Verdict, evidence: list[Evidence], finite: bool) -> int:
-        """Return to the state of the last check, unless the same rank was wrong before. Returns that step."""
-        before = self._undone
-        in_a_row = before.in_a_row + 1 if before is not None else 1
-        if before is not None and not finite and not judged.ranks and before.step == step:
+        """Return to the state of the last check, unless steps are being repeated already. Returns that step."""
+        before, self._undone = self._undone, step
+        if before == step and not finite and not judged.ranks:
             return step  # the repetition is not finite either: a matter of numerics
-        again = before is not None and (set(judged.ranks) & set(before.judged.ranks) or judged == before.judged)
-        if again or in_a_row > MAX_UNDONE or self._is_lasting(judged):
+        if before or (judged.ranks and self._wrong_answer()[0]):
             raise self._broken(step, judged, evidence)
-        self._undone = _Undone(step, judged, in_a_row)
         back = self._snapshot.restore()
         self._at_rest.begin()
         self._replicas.restart()
         self._report(step, judged, evidence, back)
         return back
 
-    def _is_lasting(self, judged: Verdict) -> bool:
-        """Return whether the known answer is still wrong, when a fault was found in computing. Collective."""
-        if not (judged.ranks and judged.in_computing):
-            return False
-        return any(self._anyone([_is_wrong(self._asked_again())]))
-
     def _broken(self, step: int, judged: Verdict, evidence: list[Evidence]) -> CorruptionError:
         """Return the error that ends the run. The rank that is wrong raises it as the cause, the others as victims."""
-        ranks = judged.ranks or judged.among
-        who = self._who(ranks, evidence)
+        ranks, who = judged.ranks or judged.among, _who(judged, evidence)
         self._report(step, judged, evidence, None)
         message = f"step {step}: silent data corruption again on {who}: {judged.what}"
         hosts = ", ".join(sorted({evidence[rank].host for rank in ranks}))
@@ -203,28 +161,15 @@ class _Watch(CorruptionWatch):
         error.of_another_rank = bool(ranks) and self._training.mesh.rank != ranks[0]
         return error
 
-    def _who(self, ranks: tuple[int, ...], evidence: list[Evidence]) -> str:
-        named = ", ".join(f"rank {rank} ({evidence[rank].host})" for rank in ranks)
-        return named or "an unknown rank"
-
     def _report(self, step: int, judged: Verdict, evidence: list[Evidence], back: int | None) -> None:
         """Tell the user and write to events.jsonl, on rank 0. back: the step to which training returns, if it does."""
         self._num_found += 1
-        who = self._who(judged.ranks, evidence)
-        if not judged.ranks and judged.among:
-            who = f"one of {self._who(judged.among, evidence)}"
         undone = f"; {counted(step - back, 'step')} since step {back} undone and repeated" if back is not None else ""
+        who = _who(judged, evidence)
         self._say(f"warning: step {step}: silent data corruption on {who}: {judged.what}{undone}")
         if self._context.rank == 0:
-            row = {
-                "event": "silent_data_corruption",
-                "step": step,
-                "ranks": judged.ranks,
-                "among": judged.among,
-                "hosts": [evidence[rank].host for rank in judged.ranks],
-                "what": judged.what,
-                "undone_to": back,
-            }
+            hosts = [evidence[rank].host for rank in judged.ranks]
+            row = {"event": "silent_data_corruption", "step": step, **vars(judged), "hosts": hosts, "undone_to": back}
             append_jsonl(self._context.directory / EVENTS, row)
 
     def _say(self, text: str) -> None:
@@ -232,6 +177,7 @@ class _Watch(CorruptionWatch):
             print(text, flush=True)
 
 
-def _is_wrong(answer: Answer) -> bool:
-    (sent, results), _ = answer
-    return bool(sent or results)
+def _who(judged: Verdict, evidence: list[Evidence]) -> str:
+    """Return the ranks that are wrong, or those of which one is, in words."""
+    named = ", ".join(f"rank {rank} ({evidence[rank].host})" for rank in judged.ranks or judged.among)
+    return f"one of {named}" if judged.among and not judged.ranks else named or "an unknown rank"

@@ -1,7 +1,8 @@
-"""Generates tokens, one after the other, with a cache of keys and values."""
+"""Generates tokens, one after the other, with a cache of keys and values, and prints them as they come."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.checkpoint.exchange.source import StoredModel
+from parallelrun.checkpoint.exchange.tokenizer import Codec
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.layers import PositionEmbedding
 from parallelrun.models.network import Network
@@ -105,3 +107,22 @@ def choose(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
     probabilities = torch.softmax(logits / sampling.temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=draws))
+
+
+def collected(tokens: Iterator[int], prompt: Sequence[int], codec: Codec | None, quiet: bool) -> list[int]:
+    """All the tokens; unless `quiet`, the text is printed as it grows."""
+    generated: list[int] = []
+    shown = ""
+    for token in tokens:
+        generated.append(token)
+        if quiet:
+            continue
+        text = codec.decode([*prompt, *generated]) if codec else " ".join(map(str, [*prompt, *generated]))
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(shown):  # a character may be cut
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    if not quiet:
+        text = codec.decode([*prompt, *generated]) if codec else shown
+        print(text[len(shown) :] if text.startswith(shown) else "")
+    return generated

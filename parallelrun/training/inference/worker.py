@@ -15,8 +15,7 @@ from parallelrun.checkpoint.exchange.tokenizer import Codec
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.mesh import build_mesh
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.training.inference.generate import Generator, Sampling
-from parallelrun.training.inference.text import collected
+from parallelrun.training.inference.generate import Generator, Sampling, collected
 
 GENERATED = "generated.json"
 

@@ -23,8 +23,8 @@ from parallelrun.report.runs import bench as report
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.schedules import LossScaler, learning_rate
 from parallelrun.training.loop.step import train_step
-from parallelrun.training.metrics.medians import percentile_95
 from parallelrun.training.metrics.recorder import peak_bytes
+from parallelrun.training.metrics.step_records import percentile_95
 
 
 def run(training: Training, context: WorkerContext) -> int:
@@ -51,7 +51,8 @@ def run(training: Training, context: WorkerContext) -> int:
         document["cpu_s"] = statistics.median(sum(step) for step in zip(*(rank["cpu"] for rank in everyone)))
         document["peak_memory_bytes"] = max(rank["peak_bytes"] for rank in everyone)
         write_json(context.directory / "bench.json", document)
-        report.show(document, context.console_owner)
+        if context.console_owner:
+            report.show(document)
     return EXIT_OK
 
 

@@ -11,6 +11,7 @@ import torch
 
 from parallelrun.base import registry
 from parallelrun.checkpoint.exchange.source import initial_weights
+from parallelrun.checkpoint.store import TrainingState
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.data.order import make_sampler
@@ -77,6 +78,11 @@ class Training:
     def held(self) -> list[LocalParameter]:
         """All parameters of this rank, the frozen ones last. They are saved, loaded and compared."""
         return [*self.data.parameters, *self.data.frozen]
+
+    @property
+    def state(self) -> TrainingState:
+        """What a checkpoint of this rank holds, and what loading one fills."""
+        return TrainingState(self.held, self.optimizer, self.plan, self.mesh, self.data.kept)
 
     @property
     def counts_loss(self) -> bool:

@@ -13,8 +13,7 @@ from parallelrun.base.errors import EXIT_ENVIRONMENT, SaveFailed
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.data import check_data, data_changes
-from parallelrun.checkpoint.find import FOLDER, keep_last
-from parallelrun.checkpoint.planners import LocalPart
+from parallelrun.checkpoint.find import FOLDER
 from parallelrun.checkpoint.resume import check_global_batch, keeps_last_state, resolve_resume
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import WORLD
@@ -25,14 +24,14 @@ MAX_FAILED_SAVES = 2  # in a row, then the training stops: it would be lost
 
 
 class Checkpoints:
-    """The checkpoints of one run. All ranks make the same decisions.
+    """The checkpoints of one run. All ranks make the same decisions. scaler: whose state is saved.
 
     A periodic save is written beside training (`checkpoint.asynchronous`), at most one at a time. The last save, and
     that of a run that is asked to stop, wait for the disk.
     """
 
     def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext):
-        self._training, self._scaler, self._context = training, scaler, context
+        self._training, self.scaler, self._context = training, scaler, context
         self._resumed: dict[str, Any] = {}  # `extra` of the checkpoint from which this run resumed
         self._failed_steps: list[int] = []
         self._failed_in_a_row = 0
@@ -51,7 +50,7 @@ class Checkpoints:
 
     def resume(self) -> int:
         """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
-        self._resumed = load(self._training, self._scaler)
+        self._resumed = load(self._training, self.scaler)
         self._start = int(self._resumed["step"]) if self._resumed else 0
         return self._start
 
@@ -74,7 +73,7 @@ class Checkpoints:
         config = self._training.config
         is_due, is_last = due(config, step, stopping), stopping or step >= config.steps
         if self._beside and step == self._start + 1 and config.checkpoint.every > 1 and not is_last:
-            self._beside.prepare(_parts(self._training))
+            self._beside.prepare(store.parts_of(self._training.state))
         if not is_due and not is_last:
             return
         began = time.perf_counter()
@@ -84,8 +83,8 @@ class Checkpoints:
             return
         if self._beside and not is_last:
             directory = self._context.directory / FOLDER
-            extra = _extra(self._training, self._scaler, step)
-            self._beside.start(_parts(self._training), directory, step, extra, config.checkpoint.keep)
+            extra = _extra(self._training, self.scaler, step)
+            self._beside.start(store.parts_of(self._training.state), directory, step, extra, config.checkpoint.keep)
             self._pending_step = step
         else:
             self._write(step, is_last)
@@ -109,7 +108,7 @@ class Checkpoints:
         """Save while training waits."""
         began = time.perf_counter()
         try:
-            save(self._training, self._scaler, step, self._context.directory)
+            save(self._training, self.scaler, step, self._context.directory)
         except SaveFailed as error:
             if self._failed(step, error) or is_last:
                 raise
@@ -192,14 +191,11 @@ def _next_save(config: Config, step: int) -> str:
 
 def save(training: Training, scaler: LossScaler, step: int, run_directory: Path) -> None:
     """Write `checkpoints/step_<n>` of the run and delete the ones beyond `checkpoint.keep`. Raises SaveFailed."""
-    directory, mesh = run_directory / FOLDER, training.mesh
-    extra, alone = _extra(training, scaler, step), mesh.shape.num_ranks == 1
-    store.write_parts(directory, step, _parts(training), extra, training.plan, mesh.rank, alone)
-    keep_last(directory, training.config.checkpoint.keep, mesh.rank)
-
-
-def _parts(training: Training) -> list[LocalPart]:
-    return store.parts_of(training.held, training.optimizer, training.plan, training.mesh, training.data.kept)
+    keep, alone = training.config.checkpoint.keep, training.mesh.shape.num_ranks == 1
+    extra = _extra(training, scaler, step)
+    store.write_parts(
+        run_directory / FOLDER, step, store.parts_of(training.state), extra, training.plan, keep=keep, alone=alone
+    )
 
 
 def _extra(training: Training, scaler: LossScaler, step: int) -> dict[str, Any]:
@@ -222,7 +218,7 @@ def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
     if not config.resume:
         return {}
     path = resolve_resume(config.resume, config.runs)
-    extra = store.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept)
+    extra = store.load(path, training.state)
     training.data.finish_update()  # zero1: gather the loaded shards into the weights
     training.data.after_load(extra.get("kept", ()))
     check_global_batch(extra, plan, path)

@@ -92,11 +92,11 @@ class HostSamples:
             samples = [self.split.augmented(int(index), int(number)) for index, number in zip(indices, sample_ids)]
             inputs = self._stacked([sample[0] for sample in samples]) if self.has_inputs else None
             targets = self._stacked([sample[1] for sample in samples]) if self.has_targets else None
-        documents = self._documents(indices) if self.split.packs else None
+        documents = None
+        if self.split.packs:
+            lengths = [self.split.document_lengths(int(index)).tolist() for index in indices]
+            documents = DocumentBounds.of(lengths, self.seq)
         return Batch(inputs, targets, torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)), documents)
-
-    def _documents(self, indices: np.ndarray) -> DocumentBounds:
-        return DocumentBounds.of([self.split.document_lengths(int(index)).tolist() for index in indices], self.seq)
 
     def _stacked(self, arrays: list[np.ndarray]) -> Tensor:
         stacked = torch.from_numpy(np.stack(arrays))
@@ -246,9 +246,7 @@ class Reader:
         """Return the samples of step `step` (from 1) on the device. Raises what reading them raised."""
         began = time.perf_counter()
         batch = self._ahead.take(step) if self._ahead else self.samples[step]
-        if (
-            self._device.type != "cpu"
-        ):  # on CPU, even a copy that is none would let the reading thread have Python's lock
+        if self._device.type != "cpu":  # there, even a copy of nothing would give Python's lock to the reading thread
             batch = batch.map(lambda tensor: tensor.to(self._device, non_blocking=True))
         self.seconds += time.perf_counter() - began
         return batch

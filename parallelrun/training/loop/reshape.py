@@ -26,72 +26,60 @@ from parallelrun.training.loop.schedules import LossScaler
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A request that can be granted. name: of the request; text: the frozen configuration."""
+class NextPlan:
+    """A plan under which the training goes on after `step`, and what it takes along beside the tensors.
+
+    name, text: of the request, and the frozen configuration in it.
+    """
 
     name: str
     text: str
     config: Config
     plan: Plan
-
-
-@dataclass(frozen=True)
-class NextPlan:
-    """A plan under which the training goes on after `step`, and what it takes along beside the tensors."""
-
-    wanted: Wanted
     step: int
     scaler: LossScaler
     checkpoints: Checkpoints
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """Why all ranks end their loop after this step: to stop, or by a request (`reshapes.take`)."""
+def agree(training: Training, context: WorkerContext, wants_stop: bool) -> tuple[bool, dict[str, Any] | None]:
+    """Return why all ranks end their loop: whether to stop, or the request for a plan (`reshapes.take`). Collective.
 
-    stops: bool
-    request: dict[str, Any] | None = None
-
-
-def agree(training: Training, context: WorkerContext, wants_stop: bool) -> Agreed:
-    """Return why a rank has asked the others to end the loop. Collective; a stop is more urgent than a request."""
+    A stop is more urgent than a request.
+    """
     request = reshapes.take(context.directory) if context.rank == 0 and not wants_stop else None
     everyone = comm.gather_json({"stops": wants_stop, "request": request}, training.mesh)
-    stops = any(answer["stops"] for answer in everyone)
-    request = everyone[0]["request"]
+    stops, request = any(answer["stops"] for answer in everyone), everyone[0]["request"]
     if stops and request is not None and context.rank == 0:
         reshapes.answer(context.directory, {"name": request["name"], "error": "the run is stopping"})
-    return Agreed(stops, None if stops else request)
+    return stops, None if stops else request
 
 
-def check(request: dict[str, Any], training: Training, context: WorkerContext, step: int) -> Wanted | None:
-    """Return what a request asks for; None, and an answer, if it is not possible. All ranks find the same."""
+def next_plan(
+    request: dict[str, Any], training: Training, context: WorkerContext, step: int, checkpoints: Checkpoints
+) -> NextPlan | None:
+    """Return the plan that a request asks for; None, and an answer, if it is not possible. All ranks find the same."""
     try:
         config = load_frozen(request["config"])
         plan = resolve(config)
+        cause = f"the plan has {plan.world} ranks, the run {training.plan.world}"
+        if plan.world == training.plan.world and not plan.servers and not training.plan.servers:
+            return NextPlan(request["name"], request["config"], config, plan, step, checkpoints.scaler, checkpoints)
     except ConfigError as error:
-        _refuse(context, request, step, str(error))
-        return None
-    if plan.world != training.plan.world or plan.servers or training.plan.servers:
-        _refuse(context, request, step, f"the plan has {plan.world} ranks, the run {training.plan.world}")
-        return None
-    return Wanted(request["name"], request["config"], config, plan)
-
-
-def _refuse(context: WorkerContext, request: dict[str, Any], step: int, why: str) -> None:
+        cause = str(error)
     if context.rank == 0:
-        reshapes.answer(context.directory, {"name": request["name"], "step": step, "error": why})
+        reshapes.answer(context.directory, {"name": request["name"], "step": step, "error": cause})
+    return None
 
 
 def reshaped(before: Training, change: NextPlan, context: WorkerContext) -> Training:
     """Return the training under the new plan, with the weights and the optimizer state of `before`. Collective."""
-    began, wanted = time.perf_counter(), change.wanted
+    began = time.perf_counter()
     context.heartbeat(change.step, "reshape")
-    after, num_bytes = moved(before, wanted.config, wanted.plan)
+    after, num_bytes = moved(before, change.config, change.plan)
     if context.rank == 0:
-        degrees = {"before": before.plan.degrees, "after": wanted.plan.degrees}
+        degrees = {"before": before.plan.degrees, "after": change.plan.degrees}
         cost = {"seconds": time.perf_counter() - began, "moved_bytes": num_bytes}
-        reshapes.answer(context.directory, {"name": wanted.name, "step": change.step, **degrees, **cost}, wanted.text)
+        reshapes.answer(context.directory, {"name": change.name, "step": change.step, **degrees, **cost}, change.text)
         words = [" ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) for sizes in degrees.values()]
         print(f"step {change.step}: the plan changes from {words[0] or 'one device'} to {words[1] or 'one device'}")
     return after
@@ -99,10 +87,10 @@ def reshaped(before: Training, change: NextPlan, context: WorkerContext) -> Trai
 
 def moved(before: Training, config: Config, plan: Plan) -> tuple[Training, int]:
     """Return the training of a plan with the state of `before`, and the bytes that moved between ranks. Collective."""
-    parts = store.parts_of(before.held, before.optimizer, before.plan, before.mesh, before.data.kept)
+    parts = store.parts_of(before.state)
     after = build(config, plan, before.mesh.device)
     kinds = sorted(before.data.kept)
-    num_bytes = move(parts, kinds, after.held, after.optimizer, plan, after.mesh, after.data.kept)
+    num_bytes = move(parts, kinds, after.state)
     after.data.finish_update()
     after.data.after_load(kinds)
     return after, num_bytes

@@ -8,18 +8,18 @@ from math import isfinite
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
 from parallelrun.report.records import attempts, reshapes
-from parallelrun.training.corruption.watch import watch_of
+from parallelrun.training.corruption.watch import CorruptionWatch
 from parallelrun.training.loop import reshape
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.checkpointing import Checkpoints, due
-from parallelrun.training.loop.reshape import Agreed, NextPlan
+from parallelrun.training.loop.reshape import NextPlan
 from parallelrun.training.loop.schedules import LossScaler, learning_rate
 from parallelrun.training.loop.step import Evaluation, StepResult, measure, train_step
-from parallelrun.training.loop.step_record import StepRecord
 from parallelrun.training.metrics.first_steps import FirstSteps
 from parallelrun.training.metrics.pace import PaceWatch
 from parallelrun.training.metrics.profiler import StepProfiler
 from parallelrun.training.metrics.recorder import Recorder
+from parallelrun.training.metrics.step_records import StepRecord
 from parallelrun.training.metrics.timing import StepClock
 
 MAX_SKIPS = 20
@@ -70,7 +70,7 @@ class _Loop:
         self._scaler, self._checkpoints = scaler, checkpoints
         self._first_steps = FirstSteps(mesh, config, start, context.directory, training.plan.data.full_step)
         self._clock, self._profiler = StepClock(training), StepProfiler(mesh, config, context.directory)
-        self._watch, self._pace = watch_of(training, scaler, context, start), PaceWatch(training, context)
+        self._watch, self._pace = CorruptionWatch(training, scaler, context, start), PaceWatch(training, context)
         self._skips, self._stops = 0, False
         self._began = time.perf_counter()
 
@@ -106,21 +106,20 @@ class _Loop:
     def save_or_end(self, step: int, result: StepResult) -> int | NextPlan | None:
         """Save what is due after the step. Return the exit code or the next plan if the loop ends here, else None."""
         training, context, checkpoints = self._training, self._context, self._checkpoints
-        agreed = reshape.agree(training, context, self._stops) if result.stop else Agreed(stops=False)
+        stops, request = reshape.agree(training, context, self._stops) if result.stop else (False, None)
         try:
-            checkpoints.after_step(step, agreed.stops)
+            checkpoints.after_step(step, stops)
         except SaveFailed:  # on all ranks alike; the records are complete all the same
             self.finish("failed")
             raise
-        if agreed.stops:
+        if stops:
             self.finish("preempted")
             return EXIT_PREEMPTED
-        wanted = reshape.check(agreed.request, training, context, step) if agreed.request else None
-        if wanted is None:
-            return None
-        checkpoints.finish()
-        self._recorder.close()
-        return NextPlan(wanted, step, self._scaler, checkpoints)
+        change = reshape.next_plan(request, training, context, step, checkpoints) if request else None
+        if change is not None:
+            checkpoints.finish()
+            self._recorder.close()
+        return change
 
     def finish(self, status: str) -> None:
         """Complete the records of the run."""

@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,7 +38,6 @@ class PaceWatch:
         self._tokens = training.plan.batch.global_batch * training.tokens_per_sample
         self._times: list[float] = []
         self._slow: dict[int, float] = {}
-        self._waited_s = _waited_for_core_s()
 
     def step(self, step: int, clock: StepClock) -> None:
         """Report a step that has ended. Every WINDOW timed steps, compare the ranks: collective."""
@@ -58,38 +56,32 @@ class PaceWatch:
     def _compare(self, step: int) -> None:
         mesh = self._training.mesh
         group = mesh.group(WORLD)
-        waited, self._waited_s = self._waited_s, _waited_for_core_s()
         if group.size == 1:
             return
-        mine = torch.tensor([*self._times, self._waited_s - waited], dtype=torch.float64, device=mesh.device)
+        mine = torch.tensor(self._times, dtype=torch.float64, device=mesh.device)
         rows = comm.all_gather(mine, group, "control").view(group.size, -1).tolist()
-        by_rank = {rank: row[:-1] for rank, row in enumerate(rows)}
+        by_rank = dict(enumerate(rows))
         slow = slow_ranks(by_rank, _alike(self._training))
         if slow.keys() != self._slow.keys():
             hosts = comm.gather_json(socket.gethostname(), mesh)
-            waited_s = {rank: row[-1] for rank, row in enumerate(rows)}
             for rank in slow.keys() - self._slow.keys():
-                self._report(step, rank, slow[rank], by_rank, waited_s[rank], hosts[rank])
+                self._report(step, rank, slow[rank], statistics.median(by_rank[rank]), hosts[rank])
             for rank in self._slow.keys() - slow.keys():
                 self._say(f"rank {rank} ({hosts[rank]}) computes as fast as its like again, at step {step}")
         self._slow = slow
 
-    def _report(
-        self, step: int, rank: int, ratio: float, by_rank: Mapping[int, Sequence[float]], waited_s: float, host: str
-    ) -> None:
+    def _report(self, step: int, rank: int, ratio: float, own_s: float, host: str) -> None:
         plan = self._training.plan
         coordinate = " ".join(f"{axis}={index}" for axis, index in plan.mesh.coordinate(rank).items())
-        own = statistics.median(by_rank[rank])
-        share = waited_s / sum(by_rank[rank])
-        core = f"; it waited for a core {min(share, 1.0):.0%} of that time" if share > 1 - 1 / LONGER else ""
         message = (
             f"rank {rank} ({coordinate}, {host}) is slow: in each of the last {WINDOW} steps it computed more than "
-            f"{LONGER - 1:.0%} longer than its like, {ratio:.2f} times as long in the middle ({own * 1e3:.0f} ms){core}"
+            f"{LONGER - 1:.0%} longer than its like, {ratio:.2f} times as long in the middle ({own_s * 1e3:.0f} ms)"
         )
         self._say(f"warning: step {step}: {message}")
         if self._context.rank == 0:
-            row: dict[str, Any] = {"event": "slow_rank", "step": step, "rank": rank, "host": host, "times": ratio}
-            _write(self._context.directory, {**row, "waited_for_core": share, "what": message})
+            row = {"event": "slow_rank", "step": step, "rank": rank, "host": host, "times": ratio, "what": message}
+            with suppress(OSError):  # a full disk must not end a run because of this
+                append_jsonl(self._context.directory / EVENTS, row)
 
     def _say(self, text: str) -> None:
         if self._context.console_owner:
@@ -120,11 +112,6 @@ def _alike(training: Training) -> list[tuple[int, ...]]:
     return list(shape.groups(*(dim for dim in shape.mesh_dim_names if dim not in shape.mesh_dims_of("pp"))))
 
 
-def _write(directory: Path, row: dict[str, Any]) -> None:
-    with suppress(OSError):  # a full disk must not end a run because of this
-        append_jsonl(directory / EVENTS, row)
-
-
 def _memory(device: torch.device) -> int:
     """Return the bytes that this process holds now: on the GPU, else resident."""
     if device.type == "cuda":
@@ -133,11 +120,3 @@ def _memory(device: torch.device) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     except OSError:  # macOS
         return 0
-
-
-def _waited_for_core_s() -> float:
-    """Return how long this thread has been ready without a core; 0 where the kernel does not count it."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0

@@ -20,13 +20,10 @@ from parallelrun.planner.predict import prediction
 from parallelrun.report.progress import ProgressLine
 from parallelrun.report.records import attempts, reshapes
 from parallelrun.report.records.routing_log import RoutingLog
-from parallelrun.report.runs import expert_load as routing_report
 from parallelrun.training.loop.build import Training
-from parallelrun.training.loop.step_record import StepRecord, timed
 from parallelrun.training.metrics import attention_work, summary
-from parallelrun.training.metrics.earlier_rows import EarlierRows
-from parallelrun.training.metrics.medians import median_times
 from parallelrun.training.metrics.schedule_actions import schedule_document
+from parallelrun.training.metrics.step_records import EarlierRows, StepRecord, median_times, timed
 
 STEPS_KEPT = 1000  # of whose times every rank computes its medians
 
@@ -186,8 +183,6 @@ class Recorder:
                 self._routing.flush()
 
             reserve.insist(self._directory, reserve.RECORDS, write)
-            with contextlib.suppress(OSError):  # a chart of routing.jsonl
-                routing_report.write(self._directory)
         self._progress.close()
 
     def close(self) -> None:
@@ -219,25 +214,24 @@ def _communication_rows(measured: Mapping[int, list[dict[str, Any]]], training: 
     plan = training.plan
     rows = []
     for rank, counted in sorted(measured.items()):
-        predicted = {(c.axis, c.operation, c.purpose): c for c in prediction.collectives(plan, rank)}
-        seen = {(c["axis"], c["operation"], c["purpose"]): c for c in counted}
+        predicted = {row.key: row for row in prediction.collectives(plan, rank)}
+        seen = {row.key: row for row in (Collective(**fields) for fields in counted)}
         for key in sorted(predicted.keys() | seen.keys()):
-            axis, operation, purpose = key
-            expected = predicted.get(key)
-            actual = Collective(**seen[key]) if key in seen else None
+            nothing = Collective(*key, calls=0, payload_bytes=0)
+            actual, expected = seen.get(key, nothing), predicted.get(key, nothing)
             rows.append(
                 {
                     "rank": rank,
-                    "axis": axis,
-                    "operation": operation,
-                    "purpose": purpose,
-                    "calls": actual.calls if actual else 0,
-                    "payload_bytes": actual.payload_bytes if actual else 0,
-                    "wire_bytes": prediction.wire_bytes(actual, prediction.group_size(plan, axis)) if actual else 0,
-                    "every": prediction.steps_between(plan, purpose),
-                    "predicted_calls": expected.calls if expected else 0,
-                    "predicted_payload_bytes": expected.payload_bytes if expected else 0,
-                    "predicted_most_bytes": expected.most_bytes if expected else None,
+                    "axis": actual.axis,
+                    "operation": actual.operation,
+                    "purpose": actual.purpose,
+                    "calls": actual.calls,
+                    "payload_bytes": actual.payload_bytes,
+                    "wire_bytes": prediction.wire_bytes(actual, prediction.group_size(plan, actual.axis)),
+                    "every": prediction.steps_between(plan, actual.purpose),
+                    "predicted_calls": expected.calls,
+                    "predicted_payload_bytes": expected.payload_bytes,
+                    "predicted_most_bytes": expected.most_bytes,
                 }
             )
     return rows

@@ -13,9 +13,7 @@ from parallelrun.planner.pieces.packing import packing_document
 from parallelrun.planner.predict import prediction, simulate
 from parallelrun.planner.predict.step_time.measured import STEP, beside
 from parallelrun.training.loop.build import Training
-from parallelrun.training.loop.step_record import StepRecord, timed
-from parallelrun.training.metrics.earlier_rows import EarlierRows
-from parallelrun.training.metrics.medians import mean_times, percentile_95
+from parallelrun.training.metrics.step_records import EarlierRows, StepRecord, mean_times, percentile_95, timed
 
 
 def document(

@@ -24,7 +24,7 @@ from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.loop.step import count_samples, count_valid
-from parallelrun.training.verify.single_device import single_device
+from parallelrun.training.verify.checked import single_device
 from parallelrun.training.verify.trace import RecordedDecisions, Trace, replica_name
 
 Tensors = dict[str, Tensor]

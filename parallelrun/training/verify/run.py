@@ -14,10 +14,9 @@ from parallelrun.distributed.comm import gather_json
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.report.runs import verify as report
 from parallelrun.training.loop.build import Training, build
-from parallelrun.training.verify.checked import checked_config, checked_plan
+from parallelrun.training.verify.checked import checked_config, checked_plan, single_device
 from parallelrun.training.verify.measure import BOUNDS, compare
 from parallelrun.training.verify.replay import record_replay
-from parallelrun.training.verify.single_device import single_device
 from parallelrun.training.verify.trace import RecordedDecisions, Trace, decisions_are_held, record
 
 
@@ -85,6 +84,7 @@ def conclude(document: dict[str, Any], training: Training, context: WorkerContex
     """Write and show rank 0's verify.json; return the exit code that follows from it, on every rank. Collective."""
     if context.rank == 0:
         write_json(context.directory / "verify.json", document)
-        report.show(document, context.console_owner)
+        if context.console_owner:
+            report.show(document)
     passed = gather_json({"passed": document.get("passed")}, training.mesh)[0]["passed"]
     return EXIT_OK if passed else EXIT_MISMATCH

@@ -1,17 +1,16 @@
-"""Predictions for strategies that reduce gradients in buckets: their contents, the memory that waits, the final sums.
-
-The buckets themselves are those of `DataStrategy.buckets`.
-"""
+"""Predictions for strategies that reduce gradients in buckets: contents, memory during backward, the final sums."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes, held_parameters
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Collective, Plan, once
 from parallelrun.planner.contract.request import Request
 
 from .buckets import Shape, exchanged_numel, reduce_bytes
@@ -22,16 +21,12 @@ def check_shardable(request: Request, kind: str, frozen_too: bool = True) -> lis
     if request.num_data_ranks == 1:
         return []
     over = f"dp={request.dp}" if request.cp == 1 else f"dp x cp={request.num_data_ranks}"
-    scalars = [p.name for p in request.spec.parameters.values() if not p.shape and (frozen_too or not p.frozen)]
-    return [
-        Problem(
-            f"strategy.data.kind={kind} splits dim 0 of every parameter over {over}, but {name} has no dims",
-            where="strategy.data.kind",
-            suggestion="strategy.data.kind=ddp, or give the parameter the shape (1,)",
-            kind="not_built",
-        )
-        for name in scalars[:1]
-    ]
+    where, fix = "strategy.data.kind", "strategy.data.kind=ddp, or give the parameter the shape (1,)"
+    for parameter in request.spec.parameters.values():
+        if not parameter.shape and (frozen_too or not parameter.frozen):
+            message = f"{where}={kind} splits dim 0 of every parameter over {over}, but {parameter.name} has no dims"
+            return [Problem(message, where, fix, kind="not_built")]
+    return []
 
 
 def trained_parameters(plan: Plan, pp_rank: int) -> list[HeldParameter]:
@@ -39,14 +34,14 @@ def trained_parameters(plan: Plan, pp_rank: int) -> list[HeldParameter]:
     return [parameter for parameter in held_parameters(plan, pp_rank) if not parameter.spec.frozen]
 
 
-def local_shapes(held: Sequence[HeldParameter], coordinate: dict[str, int], plan: Plan) -> list[Shape]:
+def local_shapes(parameters: Sequence[HeldParameter], coordinate: dict[str, int], plan: Plan) -> list[Shape]:
     """Shapes of the parameters before the data strategy shards them: split by the tensor axes and ep only."""
-    shapes: dict[tuple[Layout, Shape], Shape] = {}
-    for parameter in held:
-        key = parameter.layout, parameter.spec.shape
-        if key not in shapes:
-            shapes[key] = parameter.layout.local_shape(parameter.spec.shape, plan.mesh.sizes, coordinate)
-    return [shapes[parameter.layout, parameter.spec.shape] for parameter in held]
+
+    @cache  # equal blocks have equal parameters
+    def local_shape(layout: Layout, shape: Shape) -> Shape:
+        return layout.local_shape(shape, plan.mesh.sizes, coordinate)
+
+    return [local_shape(parameter.layout, parameter.spec.shape) for parameter in parameters]
 
 
 def final_collectives(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
@@ -55,32 +50,28 @@ def final_collectives(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> l
     One all-reduce per set of partial axes (per axis of the set) and one over the embedding group.
     """
     tied = {name for pair in plan.tied_copies for name in pair}
-    summed = [
-        (p, count, plan.data.state_layout(p.spec, p.layout, plan))
-        for p, count in distinct_parameters(plan, pp_rank)
-        if not p.spec.frozen and (p.layout.partial or p.name in tied)
+    partial_bytes: Counter[tuple[str, ...]] = Counter()
+    tied_bytes: list[int] = []
+    for parameter, count in distinct_parameters(plan, pp_rank):
+        spec, is_tied = parameter.spec, parameter.name in tied
+        if not spec.frozen and (parameter.layout.partial or is_tied):
+            layout = plan.data.state_layout(spec, parameter.layout, plan)
+            num_bytes = reduce_bytes(plan) * count * layout.local_numel(spec.shape, plan.mesh.sizes, coordinate)
+            partial_bytes[layout.partial] += num_bytes
+            tied_bytes += [num_bytes] if is_tied else []
+    out = [
+        Collective(axis, "all_reduce", "partial", 1, payload)
+        for axes, payload in sorted(partial_bytes.items())
+        for axis in axes
+        if plan.mesh.size(axis) > 1
     ]
-    numels = {
-        p.name: (layout.partial, count * layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate))
-        for p, count, layout in summed
-    }
-    out = []
-    for axes in sorted({layout.partial for _, _, layout in summed} - {()}):
-        payload = reduce_bytes(plan) * sum(numel for partial, numel in numels.values() if partial == axes)
-        out += [Collective(axis, "all_reduce", "partial", 1, payload) for axis in axes if plan.mesh.size(axis) > 1]
-    sizes = [numel for name, (_, numel) in numels.items() if name in tied]
-    if sizes:
-        out.append(Collective("embedding", "all_reduce", "tied", 1, reduce_bytes(plan) * sum(sizes)))
-    return out
+    return [*out, Collective("embedding", "all_reduce", "tied", 1, sum(tied_bytes))] if tied_bytes else out
 
 
 def buckets_of(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> RankBuckets:
     """The buckets of a rank, which are computed once."""
     key = "buckets", pp_rank, *sorted(coordinate.items())
-    if key not in plan.weights_cache:
-        plan.weights_cache[key] = RankBuckets(pp_rank, coordinate, plan)
-    buckets: RankBuckets = plan.weights_cache[key]
-    return buckets
+    return once(plan.weights_cache, key, lambda: RankBuckets(pp_rank, coordinate, plan))
 
 
 class RankBuckets:
@@ -99,53 +90,50 @@ class RankBuckets:
         self.element_bytes = [element_bytes(parts[0][0].spec, plan, parts[0][0].layout) for parts in self.parts]
         self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket.indices}
         self._sent: dict[tuple[int, bool], int] = {}
-        self._waiting: dict[int, list[tuple[int, list[int]]]] = {}
+        self._waiting: dict[tuple[int, str], tuple[int, list[int]]] = {}  # by stage and block
 
     def sent_bytes(self, number: int, padded: bool = True) -> int:
         """Bytes of bucket `number`, padded as ZeRO sends it or without padding."""
         if (number, padded) not in self._sent:
-            numel = sum(exchanged_numel(held, shape, self._plan, padded) for held, shape in self.parts[number])
+            numel = sum(exchanged_numel(*part, self._plan, padded) for part in self.parts[number])
             self._sent[number, padded] = reduce_bytes(self._plan) * numel
         return self._sent[number, padded]
 
     def waiting(self, stage: int) -> list[tuple[int, list[int]]]:
         """Per block of a stage, in forward order, before its backward: (bytes outside the buckets, the full buckets).
 
-        They are counted beside the buckets, which a rank always holds: backward leaves the gradient of a weight outside
-        its bucket until the bucket's last gradient is there. The later stages of the rank have already run and left the
-        gradients that fill no bucket.
+        They are counted in addition to the buckets, which a rank always holds: backward leaves the gradient of a weight
+        outside its bucket until the bucket's last gradient is there. The later stages of the rank have already run and
+        left the gradients that fill no bucket.
         """
-        if stage not in self._waiting:
-            self._waiting[stage] = self._walk_to(stage)
-        return self._waiting[stage]
+        if not self._waiting:
+            self._simulate_backward()
+        return [self._waiting[stage, block] for block in self._plan.stages[stage].blocks]
 
-    def _walk_to(self, stage: int) -> list[tuple[int, list[int]]]:
+    def _simulate_backward(self) -> None:
         plan = self._plan
         reader_of = {layer.tied: block.name for block in plan.spec.blocks for layer in block.layers if layer.tied}
         sizes = [element_bytes(p.spec, plan, p.layout) * prod(s) for p, s in zip(self._trained, self._shapes)]
-        held: dict[tuple[int, str], list[int]] = {}  # indices by stage and block
-        read: dict[str, list[int]] = {}  # indices of tied weights by the block that reads them
+        of_block: defaultdict[tuple[int, str], list[int]] = defaultdict(list)  # indices by stage and block
+        read: defaultdict[str, list[int]] = defaultdict(list)  # indices of tied weights by the block that reads them
         for index, parameter in enumerate(self._trained):
-            held.setdefault((parameter.stage, parameter.block), []).append(index)
-            read.setdefault(reader_of.get(parameter.name, ""), []).append(index)
-        missing, beside = [len(parts) for parts in self.parts], [0] * len(self.parts)
+            of_block[parameter.stage, parameter.block].append(index)
+            read[reader_of.get(parameter.name, "")].append(index)
+        missing, waiting_bytes = [len(parts) for parts in self.parts], [0] * len(self.parts)
         full: list[int] = []
         outside = 0  # bytes in no full bucket, and of tied weights from the block that reads them to their own
-        waiting: dict[str, tuple[int, list[int]]] = {}
-        for own in sorted(plan.stages_of(self._pp_rank), key=lambda candidate: -candidate.index):
-            for block in reversed(own.blocks):
-                if own.index == stage:
-                    waiting[block] = outside, [*full]
-                outside += sum(sizes[index] for index in read.get(block, ()))
-                for index in held.get((own.index, block), ()):
+        for stage in sorted(plan.stages_of(self._pp_rank), key=lambda stage: -stage.index):
+            for block in reversed(stage.blocks):
+                self._waiting[stage.index, block] = outside, [*full]
+                outside += sum(sizes[index] for index in read[block])
+                for index in of_block[stage.index, block]:
                     if index not in self._bucket_of:
                         continue
-                    is_early = reader_of.get(self._trained[index].name) in own.blocks
+                    is_early = reader_of.get(self._trained[index].name) in stage.blocks
                     outside += 0 if is_early else sizes[index]
                     bucket = self._bucket_of[index]
-                    beside[bucket] += sizes[index]
+                    waiting_bytes[bucket] += sizes[index]
                     missing[bucket] -= 1
                     if not missing[bucket]:
-                        outside -= beside[bucket]
+                        outside -= waiting_bytes[bucket]
                         full.append(bucket)
-        return [waiting[block] for block in plan.stages[stage].blocks]

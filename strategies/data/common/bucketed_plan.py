@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
-from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
+from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
@@ -18,8 +18,7 @@ from parallelrun.planner.predict.prediction import merge
 
 from .bucket_prediction import buckets_of, final_collectives
 from .buckets import Shape, partition
-from .compression import plan as compressions
-from .compression.plan import Compression, SummedMessage
+from .compression.plan import Compression, SummedMessage, requested_compression
 from .keys import BucketKeys
 
 if TYPE_CHECKING:
@@ -37,21 +36,21 @@ class BucketedAllReduce(DataStrategy):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        return compressions.of(request.config).check(request)
+        return requested_compression(request.config).check(request)
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
         bucket_bytes = BucketKeys.of(request.config).bucket_bytes
-        return cls(bucket_bytes=bucket_bytes, compression=compressions.of(request.config))
+        return cls(bucket_bytes=bucket_bytes, compression=requested_compression(request.config))
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
         return partition(trained, shapes, plan)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """The gradients that no bucket has collected yet: all of them where buckets wait for the schedule's end."""
+        """The gradients that no bucket has collected yet."""
         if plan.pipeline.splits_backward:
             return None
-        return [beside for beside, _ in buckets_of(plan.stages[stage].pp_rank, coordinate, plan).waiting(stage)]
+        return [outside for outside, _ in buckets_of(plan.stages[stage].pp_rank, coordinate, plan).waiting(stage)]
 
     def bucket_messages(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[SummedMessage]:
         """Every sum of one step, in the order in which the buckets are sent."""
@@ -75,12 +74,8 @@ class BucketedAllReduce(DataStrategy):
         return True
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Return the bytes that compression holds beside weights, gradients and optimizer state."""
+        """The bytes that compression holds in addition to weights, gradients and optimizer state."""
         return sum(self.compression.held_bytes(parts, plan) for parts in buckets_of(pp_rank, coordinate, plan).parts)
-
-    def exchange_form(self, plan: Plan) -> ExchangeForm:
-        compression = self.compression.kind if self.compression.compresses else ""
-        return ExchangeForm(compression=compression)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return self.compression.equivalence(plan)

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 def fill(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
     """Indices of `sizes` (bytes) in buckets: in reverse order, each bucket closed once it has reached its limit.
 
-    The first bucket's limit is 1 MiB, or `limit` if that is less. Every index is in exactly one bucket.
+    The first bucket's limit is 1 MiB, or `limit` if that is less.
     """
     buckets: list[tuple[int, ...]] = []
     filling: list[int] = []
@@ -50,19 +50,17 @@ def partition(
     padded: bool = False,
     only: Sequence[int] | None = None,
 ) -> list[Bucket]:
-    """The buckets of parameters with those local shapes: see `DataStrategy.buckets`.
+    """The buckets of parameters with those local shapes, in the order in which backward fills them on every rank.
 
-    padded: parameters are as large as their chunks with padding. only: the parameters with these indices.
-
-    No bucket spans two axes, nor dtypes of weights. Buckets are launched in the order in which backward fills them,
-    which is the same on every rank.
+    padded: parameters are as large as their chunks with padding. only: the parameters with these indices. No bucket
+    spans two axes, nor dtypes of weights.
     """
     by_kind: dict[tuple[str, str], list[int]] = {}
     for index in range(len(trained)) if only is None else only:
-        spec, layout = trained[index].spec, trained[index].layout
-        if is_summed(trained[index], plan):
-            kind = replica_axis(layout, plan), plan.data.weight_dtype(spec, layout, plan)
-            by_kind.setdefault(kind, []).append(index)
+        parameter = trained[index]
+        if is_summed(parameter, plan):
+            dtype = plan.data.weight_dtype(parameter.spec, parameter.layout, plan)
+            by_kind.setdefault((replica_axis(parameter.layout, plan), dtype), []).append(index)
     size, buckets = reduce_bytes(plan), []
     for (axis, _), own in by_kind.items():
         sizes = [size * exchanged_numel(trained[index], shapes[index], plan, padded) for index in own]
@@ -70,17 +68,17 @@ def partition(
     return sorted(buckets, key=lambda bucket: -bucket.indices[-1])
 
 
-def is_summed(held: HeldParameter, plan: Plan) -> bool:
+def is_summed(parameter: HeldParameter, plan: Plan) -> bool:
     """Whether a parameter has copies. Without (experts where ep is all of dp) its gradient is final after backward."""
-    return plan.mesh.size(replica_axis(held.layout, plan)) > 1
+    return plan.mesh.size(replica_axis(parameter.layout, plan)) > 1
 
 
-def exchanged_numel(held: HeldParameter, shape: Shape, plan: Plan, padded: bool) -> int:
+def exchanged_numel(parameter: HeldParameter, shape: Shape, plan: Plan, padded: bool) -> int:
     """Elements that are sent of a parameter of local `shape`. padded: to equal chunks for all its copies."""
     if not padded:
         return prod(shape)
-    axis = replica_axis(held.layout, plan)
-    return padded_numel(shape, plan.mesh.size(axis), shard_dim(held.spec, held.layout, axis, plan))
+    axis = replica_axis(parameter.layout, plan)
+    return padded_numel(shape, plan.mesh.size(axis), shard_dim(parameter.spec, parameter.layout, axis, plan))
 
 
 def padded_numel(shape: Sequence[int], parts: int, dim: int = 0) -> int:

@@ -49,22 +49,18 @@ class IndependentReplicas(DataStrategy):
         )
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
-        """Return the buckets of the weights that replicas average, which are as large as their gradients."""
         return partition(trained, shapes, plan)
 
     @property
     def detail(self) -> str:
-        """How often replicas synchronise."""
         return f"replicas meet every {self.sync_every} steps and after the last"
 
     @property
     def independent(self) -> bool:
-        """True: replicas have weights of their own between two synchronisations."""
         return True
 
     def meets(self, step: int) -> bool:
-        """Whether replicas synchronise at the end of `step` (from 1). It depends on the step's number only, so that
-        resuming changes nothing."""
+        """Whether replicas synchronise at the end of `step`. Only its number matters, so resuming changes nothing."""
         return step % self.sync_every == 0 or step == self.steps
 
     def checked(self, steps: int) -> Self:
@@ -76,14 +72,13 @@ class IndependentReplicas(DataStrategy):
         return next(later for later in count(step) if self.meets(later))
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """Return the collectives of a step that synchronises: those of every step, and one all-reduce per weight
-        bucket."""
+        """The collectives of a step that synchronises: one all-reduce per weight bucket, and those of every step."""
         sizes = self._bucket_bytes(pp_rank, coordinate, plan)
         synchronisation = [Collective("dp", "all_reduce", SYNC, len(sizes), sum(sizes))] if sizes else []
         return synchronisation + final_collectives(pp_rank, coordinate, plan)
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Return the bytes of a synchronisation at the end of its step: two flat buckets at a time."""
+        """The bytes of a synchronisation: two flat buckets at a time."""
         sizes = self._bucket_bytes(pp_rank, coordinate, plan)
         return max(map(sum, zip(sizes, [*sizes[1:], 0])), default=0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.plan import SYNC, Plan
-from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match, trained
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
 
+from .flat import bucket_pairs, flatten, unflatten
 from .independent_plan import IndependentReplicas
 
 
@@ -30,36 +30,32 @@ class IndependentRuntime(DataRuntime):
         super().__init__(pairs, plan, mesh)
         self._strategy, self._group = IndependentReplicas.of(plan), mesh.group("dp")
         self._weights = [parameter.tensor.detach() for parameter in self.parameters]
-        shapes = [tuple(weight.shape) for weight in self._weights]
-        self._buckets = plan.data.buckets([held for held, _ in trained(pairs)], shapes, plan)
+        self._buckets = [[weight.detach() for _, weight in own] for _, own in bucket_pairs(pairs, plan)[0]]
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         if self._strategy.meets(step):
             self.synchronise()
 
-    @abstractmethod
     def synchronise(self) -> None:
-        """Exchange with the other replicas. Called without autograd."""
+        """Exchange with the other replicas, here their weights. Called without autograd."""
+        self.average()
 
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor (one per weight, of its shape) by its mean over replicas, bitwise equal on all of them.
+    def average(self) -> None:
+        """Replace each weight by its mean over replicas, bitwise equal on all of them.
 
         Two buckets are pending at a time. Their flat copies are the only additional memory.
         """
         pending: list[tuple[Tensor, list[Tensor], dist.Work | None]] = []
-        for bucket in self._buckets:
-            members = [tensors[index] for index in bucket.indices]
-            flat = torch.cat([member.flatten() for member in members])
-            pending.append((flat, members, comm.all_reduce(flat, self._group, SYNC, async_op=True)))
+        for weights in self._buckets:
+            flat = flatten(weights)
+            pending.append((flat, weights, comm.all_reduce(flat, self._group, SYNC, async_op=True)))
             if len(pending) == 2:
                 self._finish(*pending.pop(0))
         for exchange in pending:
             self._finish(*exchange)
 
-    def _finish(self, flat: Tensor, members: list[Tensor], work: dist.Work | None) -> None:
+    def _finish(self, flat: Tensor, weights: list[Tensor], work: dist.Work | None) -> None:
         assert work is not None, "a group of one averages nothing"
         work.wait()
-        flat.div_(self._group.size)
-        for member, part in zip(members, flat.split([member.numel() for member in members])):
-            member.copy_(part.view_as(member))
+        unflatten(flat.div_(self._group.size), weights)

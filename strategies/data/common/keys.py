@@ -39,7 +39,7 @@ class AlgorithmKeys(CompressionKeys):
 class PeriodicKeys(BucketKeys):
     """Keys of strategies whose replicas train independently between two synchronisations."""
 
-    sync_every: int | None = key(None, "local_sgd, diloco: local steps per averaging; null: 8, diloco 10", least=1)
+    sync_every: int | None = key(None, "local_sgd, diloco: local steps between averages; null: 8 or 10", least=1)
 
 
 @dataclass
@@ -66,10 +66,10 @@ class ZeRO2Config(BucketKeys):
 class FSDPConfig(DataStrategyConfig):
     kind: str = "fsdp"
     shard: int | None = key(
-        None, "fsdp: ranks that share one copy (HSDP); null: all dp ranks", least=1, of_degrees=True
+        None, "fsdp: ranks that share one copy of the weights (HSDP); null: all dp ranks", least=1, of_degrees=True
     )
-    reshard_after_forward: bool | None = key(None, "fsdp: free gathered weights after forward; null: only at pp=1")
-    reduce_each_microbatch: bool | None = key(None, "fsdp: reduce in every backward; null: not under zero bubble")
+    reshard_after_forward: bool | None = key(None, "fsdp: free gathered weights after forward; null: only if pp=1")
+    reduce_each_microbatch: bool | None = key(None, "fsdp: reduce in every backward; null: except with zero bubble")
 
 
 @dataclass
@@ -80,22 +80,22 @@ class RingConfig(AlgorithmKeys):
 @dataclass
 class HorovodConfig(AlgorithmKeys):
     kind: str = "horovod"
-    reduction: str = key("average", "horovod: how gradients are combined", choices=("average", "adasum"))
+    reduction: str = key("average", "horovod: operation that combines gradients", choices=("average", "adasum"))
     timeline: bool = key(False, "horovod: write timeline.json, a Chrome trace of the reducer")
     stall_warn_s: float = key(60.0, "horovod: warn if a tensor waits this long for other ranks; 0: never", least=0)
-    worker_batches: list[int] = key(list, "horovod: batches of each worker before it joins; []: enough")
-    join_divisor: str = key("initial", "horovod: divide by all workers or the active", choices=("initial", "active"))
+    worker_batches: list[int] = key(list, "horovod: number of batches of each worker; []: enough for all steps")
+    join_divisor: str = key("initial", "horovod: divisor of sums: all or active workers", choices=("initial", "active"))
     process_sets: list[list[int]] = key(list, "horovod: workers that average among themselves; []: all")
 
 
 @dataclass
 class ParameterServerConfig(DataStrategyConfig):
     kind: str = "ps"
-    servers: int | None = key(None, "ps: parameter servers; null: 1", least=1)
-    consistency: str | None = key(None, "ps: null: sync, or ssp if staleness is set", choices=CONSISTENCIES)
-    staleness: int | None = key(None, "ps, ssp: steps that the fastest worker may be ahead", least=0)
-    backup_workers: int | None = key(None, "ps, sync: slowest gradients that a step does not wait for", least=0)
-    delays: list[float] = key(list, "ps: seconds that worker 0, 1, ... sleeps in each step")
+    servers: int | None = key(None, "ps: number of parameter servers; null: 1", least=1)
+    consistency: str | None = key(None, "ps: consistency; null: sync, or ssp with staleness", choices=CONSISTENCIES)
+    staleness: int | None = key(None, "ps, ssp: number of steps that the fastest worker may be ahead", least=0)
+    backup_workers: int | None = key(None, "ps, sync: number of late gradients that a step does not wait for", least=0)
+    delays: list[float] = key(list, "ps: seconds that workers 0, 1, ... sleep in each step")
     shard_min_kb: float = key(256.0, "ps: smallest part of a tensor that is split over servers, in kB", least=0)
 
 

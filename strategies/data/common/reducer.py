@@ -1,7 +1,6 @@
 """Gradients are collected in buckets during backward, and a full bucket is exchanged under the rest of backward.
 
-torch's DDP is not used: it averages by itself, and it works neither under pipeline schedules nor with separate backward
-passes for inputs and weights.
+torch's DDP is not used: it averages by itself, and works neither under pipeline schedules nor with a split backward.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from parallelrun.distributed.comm import Waitable
 from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, trained
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients
+
+from .flat import bucket_pairs, flat_views
 
 Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into a bucket's buffer
 Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
@@ -170,16 +171,12 @@ class BucketedRuntime(DataRuntime):
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
-        pairs = trained(pairs)
-        filled = plan.data.buckets([held for held, _ in pairs], [tuple(weight.shape) for _, weight in pairs], plan)
+        buckets, unique = bucket_pairs(pairs, plan)
         self._views: list[tuple[nn.Parameter, Tensor]] = []
-        self._buckets = [
-            self._bucket([pairs[i] for i in bucket.indices], self.group_of(bucket.axis)) for bucket in filled
-        ]
-        summed = {index for bucket in filled for index in bucket.indices}
-        self._unique = [weight for index, (_, weight) in enumerate(pairs) if index not in summed]  # has no copies
+        self._buckets = [self._bucket(own, self.group_of(axis)) for axis, own in buckets]
+        self._unique = [weight for _, weight in unique]  # have no copies
         self._reducer = Reducer(self._buckets, plan)
-        self.flat_gradients = by_axis((planned.axis, bucket.buffer) for planned, bucket in zip(filled, self._buckets))
+        self.flat_gradients = by_axis((axis, bucket.buffer) for (axis, _), bucket in zip(buckets, self._buckets))
 
     def group_of(self, axis: str) -> Group:
         """The group that sums over an axis."""
@@ -217,16 +214,15 @@ class BucketedRuntime(DataRuntime):
         complete_gradients(self._unique)
 
     def _bucket(self, pairs: Sequence[Pair], group: Group) -> FlatBucket:
-        like = pairs[0][1]
-        buffer = shared_memory.zeros(sum(weight.numel() for _, weight in pairs), like, group.process_group)
-        slots, parts, start = [], [], 0
-        for held, weight in pairs:
-            view = buffer[start : start + weight.numel()].view(weight.shape)
-            start += weight.numel()
-            self._views.append((weight, view))
-            slots.append(Slot(weight, lambda gradient, view=view: [(view, gradient)]))  # type: ignore[misc]
-            parts.append((held, view))
-        return FlatBucket(buffer, slots, self.sender(buffer, parts, group))
+        parameters, weights = zip(*pairs)
+        buffer = shared_memory.zeros(sum(weight.numel() for weight in weights), weights[0], group.process_group)
+        views = flat_views(buffer, [weight.shape for weight in weights])
+        self._views += zip(weights, views)
+        slots = [
+            Slot(weight, lambda gradient, view=view: [(view, gradient)])  # type: ignore[misc]
+            for weight, view in zip(weights, views)
+        ]
+        return FlatBucket(buffer, slots, self.sender(buffer, list(zip(parameters, views)), group))
 
 
 RUNTIME = BucketedRuntime  # of the strategies without a `runtime.py`

@@ -1,26 +1,23 @@
 """The base class of ZeRO stages 1 and 2 (Rajbhandari et al. 2020): every rank of dp updates its chunk of each weight.
 
 Chunks are those of `torch.chunk` along one dim of each parameter (`buckets.shard_dim`), so that the optimizer's state
-has a layout and the name of the one-device parameter. Along dim 0 chunks may be uneven or empty; they are padded when
-they are sent.
+has a layout and the name of the one-device parameter. Uneven chunks are padded when they are sent.
 
-In mixed precision a rank keeps weights that every use rounds in the compute dtype, and its own chunk in the stored one,
-which the optimizer updates (Megatron-LM's distributed optimizer). So weights and their all-gather take half the bytes,
-and no microbatch rounds them; the numbers are the same.
+In mixed precision a rank stores weights that every use rounds in the compute dtype, and its own chunk in the stored
+one, which the optimizer updates (Megatron-LM's distributed optimizer): half the bytes, and the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.planner.pieces.expert_axes import replica_axis
@@ -29,9 +26,6 @@ from parallelrun.planner.predict.prediction import merge
 from .bucket_prediction import RankBuckets, buckets_of, check_shardable, final_collectives
 from .buckets import ROUNDED_ROLES, Shape, is_summed, partition, reduce_bytes, shard_dim, shard_layout
 from .keys import BucketKeys
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -47,12 +41,11 @@ class ZeRO(DataStrategy):
         return check_shardable(request, cls.kind, frozen_too=False)
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> ZeRO:
         return cls(bucket_bytes=BucketKeys.of(request.config).bucket_bytes)
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
-        """The last stage of a rank first. No bucket spans two stages, whose backward passes alternate: each pass leaves
-        the gradients of whole buckets, which are then added up in the reduction dtype."""
+        """The last stage of a rank first. No bucket spans two stages, because their backward passes alternate."""
         buckets = []
         for stage in sorted({parameter.stage for parameter in trained}, reverse=True):
             own = [index for index, parameter in enumerate(trained) if parameter.stage == stage]
@@ -61,8 +54,8 @@ class ZeRO(DataStrategy):
 
     def weight_dtype(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> str:
         rounds = self._rounds(plan) and parameter.layer_role in ROUNDED_ROLES and not parameter.frozen
-        rounds = rounds and plan.mesh.size(replica_axis(tensor_layout, plan)) > 1
-        return plan.precision.compute if rounds else plan.precision.stored
+        has_copies = plan.mesh.size(replica_axis(tensor_layout, plan)) > 1
+        return plan.precision.compute if rounds and has_copies else plan.precision.stored
 
     def _rounds(self, plan: Plan) -> bool:
         """Whether weights may be kept in the compute dtype. Not where their gradients would be rounded to it after a
@@ -79,9 +72,9 @@ class ZeRO(DataStrategy):
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """This rank's chunks that are no part of their weights: of rounded ones, and of several experts' matrices."""
         sizes, numel = plan.mesh.sizes, 0
-        for held, count in distinct_parameters(plan, pp_rank):
-            spec, layout = held.spec, held.layout
-            if is_summed(held, plan) and not spec.frozen:
+        for parameter, count in distinct_parameters(plan, pp_rank):
+            spec, layout = parameter.spec, parameter.layout
+            if is_summed(parameter, plan) and not spec.frozen:
                 along = shard_dim(spec, layout, replica_axis(layout, plan), plan)
                 is_strided = along > 0 and layout.local_shape(spec.shape, sizes, coordinate)[0] > 1
                 if is_strided or self.weight_dtype(spec, layout, plan) != plan.precision.stored:
@@ -102,9 +95,6 @@ class ZeRO(DataStrategy):
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         return ExchangeForm(gathers_rounded=self._rounds(plan))
-
-    def equivalence(self, plan: Plan) -> Equivalence:
-        return Equivalence("exact")
 
 
 def received_bytes(number: int, buckets: RankBuckets, plan: Plan) -> int:

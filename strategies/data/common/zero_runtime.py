@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
@@ -19,13 +19,13 @@ from parallelrun.base.layout import chunk_range
 from parallelrun.distributed import comm
 from parallelrun.distributed.comm import Waitable
 from parallelrun.distributed.mesh import Group, Mesh
-from parallelrun.planner.contract.data_strategy import Bucket
-from parallelrun.planner.contract.parameters import HeldParameter, LocalParameter
+from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
-from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, trained
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients
 
 from .buckets import shard_dim
+from .flat import bucket_pairs
 from .reducer import GradientBucket, Reducer
 
 
@@ -33,9 +33,8 @@ from .reducer import GradientBucket, Reducer
 class ChunkedWeight:
     """One weight and its chunks along `dim`.
 
-    shape: of a chunk; along dim 0 it may be padded. mine: this rank's chunk, contiguous, as optimizers need it, in the
-    stored dtype. It shares the weight's storage where it is contiguous there (`shard_dim` 0, or one expert) and the
-    weight is not rounded, else it is a copy.
+    shape: of a chunk; along dim 0 it may be padded. mine: this rank's chunk, contiguous, in the stored dtype. It shares
+    the weight's storage where it is contiguous there (`dim` 0, or one expert) and the weight is not rounded.
     """
 
     weight: nn.Parameter
@@ -48,23 +47,18 @@ class ChunkedWeight:
         """Elements of a chunk, padding included."""
         return prod(self.shape)
 
-    def regions(self, rows: Tensor) -> Tensor:
-        """View `rows` (copies, numel), a chunk each, as (copies, *shape)."""
-        regions: Tensor = rows.unflatten(1, self.shape)
-        return regions
+    def pieces(self, regions: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(part of `regions`, part of `tensor`) pairs: the full chunks at once, then the shorter last one.
 
-    def pieces(self, regions: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(part of `regions`, part of `whole`) pairs: the full chunks at once, then the shorter last one.
-
-        whole: a tensor of the weight's shape. Padding is in no pair.
+        tensor: of the weight's shape. Padding is in no pair.
         """
         dim, size = self.dim, self.shape[self.dim]
         if size == 0:
             return []
-        full, rest = divmod(whole.shape[dim], size)
-        chunks = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
+        full, rest = divmod(tensor.shape[dim], size)
+        chunks = tensor.narrow(dim, 0, full * size).unflatten(dim, (full, size))
         out = [(regions[:full].movedim(0, dim), chunks)] if full else []
-        return [*out, (regions[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest))] if rest else out
+        return [*out, (regions[full].narrow(dim, 0, rest), tensor.narrow(dim, full * size, rest))] if rest else out
 
     def padding(self, regions: Tensor) -> list[Tensor]:
         """The parts of `regions` that no element of the weight is in."""
@@ -78,14 +72,15 @@ class ChunkedWeight:
         return row[: self.mine.numel()].view(self.mine.shape)
 
 
-def cut(held: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> ChunkedWeight:
-    """Cut a weight that has copies on the ranks of `group`, and round it if the plan keeps it so."""
-    dim = shard_dim(held.spec, held.layout, replica_axis(held.layout, plan), plan)
+def cut(parameter: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> ChunkedWeight:
+    """Cut a weight that has copies on the ranks of `group`, and round it if the plan says so."""
+    spec, layout = parameter.spec, parameter.layout
+    dim = shard_dim(spec, layout, replica_axis(layout, plan), plan)
     shape = list(weight.shape)
     shape[dim] = -(-shape[dim] // group.size)
     start, stop = chunk_range(weight.shape[dim], group.size, group.index)
     part = weight.detach().narrow(dim, start, stop - start)
-    dtype = plan.data.weight_dtype(held.spec, held.layout, plan)
+    dtype = plan.data.weight_dtype(spec, layout, plan)
     if dtype != plan.precision.stored:
         part = part.clone(memory_format=torch.contiguous_format)
         weight.data = weight.data.to(getattr(torch, dtype))
@@ -94,17 +89,17 @@ def cut(held: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> 
 
 
 class Chunks:
-    """The chunks of one bucket's weights.
+    """The chunks of one bucket's weights, which all have the same dtype.
 
-    gradients: this rank's summed row; shards: its part for each weight. buffer: for all chunks of all weights, kept
-    between exchanges, or None: each exchange has a buffer of its own. The weights all have the same dtype.
+    gradients: this rank's summed row; shards: its part for each weight. buffer: for all chunks of all weights; None:
+    each exchange has a buffer of its own.
     """
 
     buffer: Tensor | None = None
 
     def __init__(self, weights: Sequence[ChunkedWeight], group: Group):
         self.weights, self.group = list(weights), group
-        self._starts = [0, *accumulate(one.numel for one in weights)]
+        self._starts = [0, *accumulate(chunk.numel for chunk in weights)]
         self.gradients = weights[0].mine.new_zeros(self._starts[-1])
         self.shards = self._own_parts(self.gradients)
 
@@ -115,7 +110,7 @@ class Chunks:
     def regions(self, buffer: Tensor) -> list[Tensor]:
         """Each weight's chunks in a buffer: (copies, *shape of a chunk)."""
         rows = buffer.view(self.group.size, -1).split([chunk.numel for chunk in self.weights], dim=1)
-        return [chunk.regions(rows_of) for rows_of, chunk in zip(rows, self.weights)]
+        return [row.unflatten(1, chunk.shape) for row, chunk in zip(rows, self.weights)]
 
     def reduce(self, into: Tensor, buffer: Tensor) -> Waitable:
         """Start summing this rank's row of everyone's buffer into `into`."""
@@ -125,8 +120,8 @@ class Chunks:
 
     def gather(self) -> Callable[[], None]:
         """Start sharing this rank's updated chunks; the result waits and copies all chunks into the weights."""
-        dtype, kept = self.weights[0].weight.dtype, self.buffer
-        buffer = self.new_buffer(dtype) if kept is None else kept.view(dtype)[: kept.numel()]
+        dtype, own = self.weights[0].weight.dtype, self.buffer
+        buffer = self.new_buffer(dtype) if own is None else own.view(dtype)[: own.numel()]
         row = buffer.view(self.group.size, -1)[self.group.index]
         for part, chunk in zip(self._own_parts(row), self.weights):
             part.copy_(chunk.mine)
@@ -138,8 +133,8 @@ class Chunks:
             for chunk, regions in zip(self.weights, self.regions(buffer)):
                 for region, part in chunk.pieces(regions, chunk.weight.detach()):
                     part.copy_(region)
-            if kept is not None and kept.dtype != dtype:
-                self._clear_padding(kept)
+            if own is not None and own.dtype != dtype:
+                self._clear_padding(own)
 
         return finish
 
@@ -155,7 +150,7 @@ class Chunks:
 
 
 class PendingExchanges:
-    """Exchanges that have been started. At most `limit` are pending, so that no more of their buffers exist."""
+    """Exchanges that have been started, at most `limit` at a time, so that no more of their buffers exist."""
 
     def __init__(self, limit: int | None):
         self._limit, self._finish = limit, deque[Callable[[], None]]()
@@ -179,24 +174,25 @@ class ZeRORuntime(DataRuntime):
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
-        pairs = trained(pairs)
-        held, weights = [one for one, _ in pairs], [weight for _, weight in pairs]
-        filled = plan.data.buckets(held, [tuple(weight.shape) for weight in weights], plan)
+        buckets, unique = bucket_pairs(pairs, plan)
         self.pending = PendingExchanges(self.max_pending)
-        self._chunks = [self._cut(one, pairs) for one in filled]
+        self._chunks = [self._cut(own, mesh.group(axis)) for axis, own in buckets]
         self._buckets = [self.bucket(chunks) for chunks in self._chunks]
-        self._reducers = [Reducer(own, plan) for own in self.orders(filled, held)]
-        mine = {id(one.weight): one.mine for chunks in self._chunks for one in chunks.weights}
-        self._unique = [weight for weight in weights if id(weight) not in mine]
-        self.parameters = [self._local_parameter(one, mine.get(id(weight), weight)) for one, weight in pairs]
-        self.flat_gradients = by_axis((one.axis, chunks.gradients) for one, chunks in zip(filled, self._chunks))
+        self._reducers = [Reducer(own, plan) for own in self.orders([own[0][0].stage for _, own in buckets])]
+        mine = {id(chunk.weight): chunk.mine for chunks in self._chunks for chunk in chunks.weights}
+        self._unique = [weight for _, weight in unique]
+        self.parameters = [
+            replace(p, tensor=mine.get(id(p.tensor), p.tensor), layout=plan.data.state_layout(p.spec, p.layout, plan))
+            for p in self.parameters
+        ]
+        self.flat_gradients = by_axis((axis, chunks.gradients) for (axis, _), chunks in zip(buckets, self._chunks))
 
     @abstractmethod
     def bucket(self, chunks: Chunks) -> GradientBucket:
         """Return the bucket that reduces the gradients of some chunks."""
 
-    def orders(self, filled: Sequence[Bucket], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
-        """The buckets in groups, each of which is launched in its order."""
+    def orders(self, stages: Sequence[int]) -> Iterable[list[GradientBucket]]:
+        """The buckets in groups, each of which is launched in its order. stages: of each bucket."""
         return [self._buckets]
 
     def begin_step(self) -> None:
@@ -210,8 +206,8 @@ class ZeRORuntime(DataRuntime):
         for reducer in self._reducers:
             reducer.finish()
         for chunks in self._chunks:
-            for one, gradient in zip(chunks.weights, chunks.shards):
-                one.mine.grad = gradient
+            for chunk, gradient in zip(chunks.weights, chunks.shards):
+                chunk.mine.grad = gradient
         complete_gradients(self._unique)
 
     @torch.no_grad()
@@ -221,10 +217,5 @@ class ZeRORuntime(DataRuntime):
             self.pending.start(chunks.gather)
         self.pending.wait()
 
-    def _cut(self, bucket: Bucket, pairs: Sequence[Pair]) -> Chunks:
-        group = self._mesh.group(bucket.axis)
-        return Chunks([cut(*pairs[index], group, self._plan) for index in bucket.indices], group)
-
-    def _local_parameter(self, held: HeldParameter, mine: Tensor) -> LocalParameter:
-        layout = self._plan.data.state_layout(held.spec, held.layout, self._plan)
-        return LocalParameter(held.name, mine, held.spec, layout, held.shared)
+    def _cut(self, pairs: Sequence[Pair], group: Group) -> Chunks:
+        return Chunks([cut(*pair, group, self._plan) for pair in pairs], group)

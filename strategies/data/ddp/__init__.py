@@ -1,6 +1,6 @@
 """ddp: replicas with complete copies, whose gradients are all-reduced during backward.
 
-Idea: every rank of dp trains the complete stage on its own samples. Backward computes gradients from the last layer to
+Idea: Every rank of dp trains the complete stage on its own samples. Backward computes gradients from the last layer to
 the first; they are collected in buckets, and a full bucket is all-reduced while the rest of backward runs. Losses are
 divided by the global number of targets beforehand, so that gradients are summed, never averaged.
 Paper: Li et al. 2020 (PyTorch Distributed)

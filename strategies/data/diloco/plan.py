@@ -1,8 +1,6 @@
-"""DiLoCo (Douillard et al. 2023): replicas train alone for H steps; an outer SGD follows their mean movement.
+"""The plan of DiLoCo (Douillard et al. 2023): the traffic of local SGD, and an outer optimizer.
 
-The inner optimizer is the run's (AdamW in the paper), the outer one SGD with Nesterov momentum; its gradient is the
-mean difference between the weights at the beginning and at the end of a round. Its traffic is that of local SGD. Every
-rank keeps the shared weights of the round's beginning and the outer momentum.
+The inner optimizer is the run's (AdamW in the paper), the outer one SGD with Nesterov momentum.
 """
 
 from __future__ import annotations
@@ -23,18 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DiLoCo(IndependentReplicas):
-    """Local SGD's layouts and traffic, and two more tensors per weight.
-
-    outer_*: of the SGD that updates the shared weights by the replicas' mean movement of a round.
-    """
+    """outer_*: of the SGD that updates the shared weights by the replicas' mean movement of a round."""
 
     kind = "diloco"
     config_class = DiLoCoConfig
-    description = (
-        "Replicas train by themselves for `sync_every` steps; then one all-reduce a bucket averages how far they have "
-        "moved, and an outer SGD with Nesterov momentum follows that average.",
-        "Douillard et al. 2023",
-    )
     kept_states = 2  # the shared weights, and the outer momentum
     default_sync_every = 10  # the paper uses 500; with 10, a run of 60 steps on a laptop has six rounds
 
@@ -47,20 +37,14 @@ class DiLoCo(IndependentReplicas):
         data = DiLoCoConfig.of(request.config)
         if not (data.outer_nesterov and data.outer_momentum == 0):
             return []
-        message = "strategy.data.outer_momentum=0 leaves Nesterov's outer step nothing to look ahead by"
-        return [
-            Problem(message, "strategy.data.outer_momentum", "strategy.data.outer_nesterov=false", kind="undefined")
-        ]
+        message, where = "outer_nesterov=true needs outer_momentum > 0", "strategy.data.outer_momentum"
+        return [Problem(message, where, "strategy.data.outer_nesterov=false", kind="undefined")]
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        data = DiLoCoConfig.of(request.config)
-        return replace(
-            super().resolve(request),
-            outer_lr=data.outer_lr,
-            outer_momentum=data.outer_momentum,
-            outer_nesterov=data.outer_nesterov,
-        )
+        data, base = DiLoCoConfig.of(request.config), super().resolve(request)
+        outer_lr, outer_momentum, outer_nesterov = data.outer_lr, data.outer_momentum, data.outer_nesterov
+        return replace(base, outer_lr=outer_lr, outer_momentum=outer_momentum, outer_nesterov=outer_nesterov)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("replay", f"DiLoCo: an outer step every {self.sync_every} steps")

@@ -18,8 +18,7 @@ SHARED, MOMENTUM = "outer/shared", "outer/momentum"
 
 
 class DiLoCoRuntime(IndependentRuntime):
-    """Adds an outer optimizer. shared: the weights with which all replicas began the round; momentum: of the outer
-    optimizer. Both are identical on all replicas."""
+    """shared: the weights with which all replicas began the round; momentum: of the outer optimizer."""
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
@@ -35,7 +34,7 @@ class DiLoCoRuntime(IndependentRuntime):
         """Take the outer step; every replica continues from the new shared weights."""
         for weight, shared in zip(self._weights, self._shared):
             torch.sub(shared, weight, out=weight)  # the storage of the weights carries the movement
-        self.average(self._weights)
+        self.average()
         outer = self._outer
         for movement, shared, momentum in zip(self._weights, self._shared, self._momentum):
             momentum.mul_(outer.outer_momentum).add_(movement)
@@ -44,9 +43,9 @@ class DiLoCoRuntime(IndependentRuntime):
             movement.copy_(shared)
 
     @torch.no_grad()
-    def after_load(self, kept: Sequence[str]) -> None:
+    def after_load(self, kinds: Sequence[str]) -> None:
         """Begin a round with the loaded weights, if the checkpoint of another strategy has no outer state."""
-        if SHARED in kept:
+        if SHARED in kinds:
             return
         for weight, shared, momentum in zip(self._weights, self._shared, self._momentum):
             shared.copy_(weight)

@@ -51,12 +51,12 @@ def _smallest_part(request: Request) -> int:
 
 
 def _check_split_backward(request: Request) -> list[Problem]:
-    """Where weight gradients are computed apart, nothing can follow from the end of a backward pass."""
+    """Where weight gradients are computed separately, nothing can follow from the end of a backward pass."""
     if not splits_backward(request):
         return []
     data, kind = FSDPConfig.of(request.config), request.config.strategy.pipeline.kind
     too_early = {
-        "reshard_after_forward": (data.reshard_after_forward, "would let the weights go"),
+        "reshard_after_forward": (data.reshard_after_forward, "would free the weights"),
         "reduce_each_microbatch": (data.reduce_each_microbatch, "would reduce them"),
     }
     return [
@@ -66,6 +66,6 @@ def _check_split_backward(request: Request) -> list[Problem]:
             suggestion=f"strategy.data.{key}=false, or schedule=1f1b",
             kind="undefined",
         )
-        for key, (asked, does) in too_early.items()
-        if asked
+        for key, (is_set, does) in too_early.items()
+        if is_set
     ]

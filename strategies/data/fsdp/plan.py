@@ -1,15 +1,12 @@
-"""FSDP2 (torch's `fully_shard`), also as HSDP: weights, gradients and state split over dp or over an inner part of it.
+"""The plan of fsdp: its traffic and memory, as torch's FSDP2 of 2.11 and 2.13 has them under this folder's runtime.
 
 Layouts append the shard axis to one dim's axes: each parameter's local tensor is split, never a flat concatenation.
-Predictions follow the engine of torch 2.11 and 2.13, which send alike, as this folder's runtime drives it; tests count
-it, so a minor version of torch that sends something else fails there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
@@ -18,7 +15,7 @@ from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.classes import splits_backward
 from parallelrun.planner.contract.data_strategy import ExchangeForm
 from parallelrun.planner.contract.parameters import distinct_parameters
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.plan import Collective, Plan, once
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.memory.peak import gradient_bytes
 from parallelrun.planner.model.model_spec import ParameterSpec
@@ -28,10 +25,7 @@ from ..common.bucket_prediction import buckets_of, check_shardable, final_collec
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
 from ..common.keys import FSDPConfig
 from . import checks
-from .units import Unit, UnitSharding, is_whole
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .units import Unit, UnitSharding, is_unsharded
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
@@ -41,11 +35,6 @@ class FSDP(UnitSharding):
     """The checks and predictions of fsdp."""
 
     kind = "fsdp"
-    description = (
-        "Each rank holds a shard of every block's weights. An all-gather collects a block's weights just before it "
-        "computes, forward and backward; a reduce-scatter sums its gradients and leaves each rank its shard.",
-        "Zhao et al. 2023",
-    )
     config_class = FSDPConfig
     takes_experts = True
     takes_context = True
@@ -54,11 +43,10 @@ class FSDP(UnitSharding):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        """shard must divide dp; zero bubble needs the weights kept between microbatches."""
         return [*check_shardable(request, cls.kind), *checks.check(request)]
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> FSDP:
         data = FSDPConfig.of(request.config)
         reshard, reduce_each = data.reshard_after_forward, data.reduce_each_microbatch
         return cls(
@@ -75,57 +63,55 @@ class FSDP(UnitSharding):
 
     @property
     def detail(self) -> str:
-        kept = "freed after forward" if self.reshard_after_forward else "kept between microbatches"
+        weights = "freed after forward" if self.reshard_after_forward else "kept between microbatches"
         often = "in every backward pass" if self.reduce_each_microbatch else "once a step"
-        return f"sharded over {self.shard} ranks, gathered weights {kept}, gradients reduced {often}"
+        return f"sharded over {self.shard} ranks, gathered weights {weights}, gradients reduced {often}"
 
     def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
-        """Split as the weights, unless a step reduces several microbatches at once: until then gradients are whole."""
-        once = not self.reduce_each_microbatch
-        whole = once and (plan.batch.microbatches > 1 or plan.pipeline.splits_backward)
-        return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
+        """Sharded, unless a step reduces several microbatches at once: until then gradients are unsharded."""
+        accumulates = plan.batch.microbatches > 1 or plan.pipeline.splits_backward
+        if accumulates and not self.reduce_each_microbatch:
+            return tensor_layout
+        return self.state_layout(parameter, tensor_layout, plan)
 
     def keeps_gradients(self, plan: Plan) -> bool:
-        """A step begins without gradients, so that those of a single microbatch are there only behind its backward.
-        A split backward adds them up stage by stage (`backward_bytes`)."""
+        """A step begins without gradients, so that those of a single microbatch exist only after its backward."""
         return plan.batch.microbatches > 1 and not plan.pipeline.splits_backward
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The gathered weights that stay; see `backward_bytes` for those that are let go."""
+        """The gathered weights that stay; `backward_bytes` counts those that are freed."""
         if plan.num_data_ranks == 1:
             return 0
         units = self.counted_units(plan, pp_rank)
         return sum(count * _gathered_bytes(unit, coordinate, plan) for unit, count in units if not unit.reshard)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """Return the bytes at each block: the weights gathered for it and for the next one; in passes that reduce, the
-        gradients of the block behind, on their way, and whole ones of the root; and those of all blocks behind,
-        reduced, unless they are counted for the whole step. Until a pass reduces, whole gradients are held
-        (`gradient_layout`). Where backward is split, weights stay gathered, and nothing is reduced before the schedule
-        ends."""
+        """The bytes at each block: the weights gathered for it and for the next one; in passes that reduce, the pending
+        gradients of the block after it, the root's unsharded ones, and the reduced ones of all blocks after it, unless
+        these are counted for the complete step."""
         if plan.pipeline.splits_backward:
             return None
-        sent, let_go = self._by_block(stage, number, coordinate, plan)
+        sent, freed = self._by_block(stage, number, coordinate, plan)
         of_root = self._of_root(stage, coordinate, plan)
         sizes, reduced = [], 0
         for index in reversed(range(len(sent))):
-            behind = sent[index + 1] if index + 1 < len(sent) else 0
-            reduced += 0 if self.keeps_gradients(plan) else behind // self.shard
-            sizes.append(behind + reduced + sum(of_root[index + 1 :]) + sum(_gathered_at(index, let_go)))
+            pending = sent[index + 1] if index + 1 < len(sent) else 0
+            reduced += 0 if self.keeps_gradients(plan) else pending // self.shard
+            sizes.append(pending + reduced + sum(of_root[index + 1 :]) + sum(_gathered_at(index, freed)))
         return sizes[::-1]
 
     def closing_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-        """Return the bytes at each block: its whole gradients in the dtype of the sum (counted elsewhere if they stay
-        until the last pass), their flat copy, and this rank's part of the sum; beside them the root's whole gradients,
-        the weights that are gathered for the next block, and, unless they are counted for the whole step, the reduced
-        gradients of all blocks behind. The root itself is reduced last."""
-        copies = 1 if self._holds_whole(plan) else 2
-        sent, let_go = self._by_block(stage, number, coordinate, plan)
+        """The bytes at each block: its unsharded gradients in the dtype of the sum (counted elsewhere if they stay to
+        the last pass), their flat copy, and this rank's part of the sum; in addition the root's unsharded gradients,
+        the weights that are gathered for the next block, and, unless they are counted for the complete step, the
+        reduced gradients of all blocks after it. The root itself is reduced last."""
+        copies = 1 if self._counts_unsharded(plan) else 2
+        sent, freed = self._by_block(stage, number, coordinate, plan)
         of_root = self._of_root(stage, coordinate, plan)
         sizes, reduced = [], 0
         for index, flat in reversed([*enumerate(sent)]):
-            beside = reduced + sum(of_root[index + 1 :]) + _gathered_at(index, let_go)[1]
-            sizes.append(copies * flat + flat // self.shard + beside)
+            others = reduced + sum(of_root[index + 1 :]) + _gathered_at(index, freed)[1]
+            sizes.append(copies * flat + flat // self.shard + others)
             reduced += 0 if self.keeps_gradients(plan) else flat // self.shard
         reduces = self.reduce_each_microbatch or number == plan.batch.microbatches - 1
         for unit in self.units(plan, plan.stages[stage].pp_rank) if reduces else ():
@@ -134,62 +120,61 @@ class FSDP(UnitSharding):
                 sizes[-1] = max(sizes[-1], copies * flat + flat // self.shard + reduced)
         return sizes[::-1]
 
-    def _holds_whole(self, plan: Plan) -> bool:
-        """Whether whole gradients are held through the step (`gradient_layout`), and so counted for all of it."""
+    def _counts_unsharded(self, plan: Plan) -> bool:
+        """Whether unsharded gradients are stored, and so counted, for the complete step (`gradient_layout`)."""
         return not self.reduce_each_microbatch and self.keeps_gradients(plan)
 
     def _of_root(self, stage: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-        """Bytes, for each block of a stage, of the whole gradients that it leaves for the root to reduce: those of
-        weights that blocks share. None where they are counted for the whole step."""
-        names = plan.stages[stage].blocks
-        sizes = dict.fromkeys(names, 0)
-        for unit in self.units(plan, plan.stages[stage].pp_rank) if not self._holds_whole(plan) else ():
+        """Bytes, for each block of a stage, of the unsharded gradients that it leaves for the root to reduce: those of
+        weights that blocks share. 0 where they are counted for the complete step."""
+        sizes = dict.fromkeys(plan.stages[stage].blocks, 0)
+        for unit in self.units(plan, plan.stages[stage].pp_rank) if not self._counts_unsharded(plan) else ():
             if unit.stage == stage and not unit.block:
-                for held in unit.trained.parameters:
-                    reads = plan.spec.readers.get(held.spec.name)
-                    sizes[reads if reads in sizes else held.block] += gradient_bytes(plan, [held], coordinate)
+                for parameter in unit.trained.parameters:
+                    reader = plan.spec.readers.get(parameter.spec.name)
+                    block = reader if reader in sizes else parameter.block
+                    sizes[block] += gradient_bytes(plan, [parameter], coordinate)
         return [*sizes.values()]
 
     def _by_block(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> tuple[list[int], list[int]]:
-        """Return, for each block of a stage, the bytes of gradients that backward pass `number` reduces, and of
-        gathered weights that are let go."""
+        """For each block of a stage, bytes of the gradients that backward pass `number` reduces, and of the gathered
+        weights that are freed after forward."""
         names = plan.stages[stage].blocks
         reduces = self.reduce_each_microbatch or number == plan.batch.microbatches - 1
-        sent, let_go = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        sent, freed = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         for unit in self.units(plan, plan.stages[stage].pp_rank):
             if unit.stage == stage and unit.block:
                 sent[unit.block] += reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan) if reduces else 0
-                let_go[unit.block] += _gathered_bytes(unit, coordinate, plan) if unit.reshard else 0
-        return [*sent.values()], [*let_go.values()]
+                freed[unit.block] += _gathered_bytes(unit, coordinate, plan) if unit.reshard else 0
+        return [*sent.values()], [*freed.values()]
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The reduced gradients, unless they are counted for the whole step. Where backward is split, units are reduced
-        one after the other: a unit's weights are let go, its whole gradients become a flat copy, of which gloo makes
-        another one, and this rank's part of the sum stays."""
+        """The reduced gradients, unless they are counted for the complete step. Where backward is split, units are
+        reduced one after the other: a unit's weights are freed, its unsharded gradients become a flat copy, of which
+        gloo makes another one, and this rank's part of the sum stays."""
         if self.keeps_gradients(plan):
             return 0
-        size, beside, most = reduce_bytes(plan), 0, 0
+        current, most = 0, 0
         for unit, count in self.counted_units(plan, pp_rank):
-            flat = size * _padded_numel(unit.trained, coordinate, plan)
+            flat = reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
             if plan.pipeline.splits_backward:
-                let_go = _gathered_bytes(unit, coordinate, plan)
-                most = max(most, beside - let_go + flat + flat // self.shard)
-                beside -= count * (let_go + flat)
-            beside += count * (flat // self.shard)
-        return max(most, beside)
+                weights = _gathered_bytes(unit, coordinate, plan)
+                most = max(most, current - weights + flat + flat // self.shard)
+                current -= count * (weights + flat)
+            current += count * (flat // self.shard)
+        return max(most, current)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of
-        the shards a step); the sums of what is in no unit; then the final sums."""
+        the shards a step); the sums of parameters in no unit; then the final sums."""
         final = final_collectives(pp_rank, coordinate, plan)
         if plan.num_data_ranks == 1:
             return final
         rows = []
         for unit, count in self.counted_units(plan, pp_rank):
             calls = count * self._num_gathers(unit, plan)
-            rows.append(
-                Collective(unit.axis, "all_gather", ENGINE, calls, calls * _gathered_bytes(unit, coordinate, plan))
-            )
+            gathered = calls * _gathered_bytes(unit, coordinate, plan)
+            rows.append(Collective(unit.axis, "all_gather", ENGINE, calls, gathered))
             if not unit.trained.parameters:
                 continue
             reduced = reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
@@ -198,7 +183,7 @@ class FSDP(UnitSharding):
             if plan.mesh.size("dp_replicate") > 1:
                 shard = reduced // plan.mesh.size(unit.axis)
                 rows.append(Collective("dp_replicate", "all_reduce", ENGINE, count, count * shard))
-        if not any(is_whole(held, plan) for held, _ in distinct_parameters(plan, pp_rank)):
+        if not any(is_unsharded(parameter, plan) for parameter, _ in distinct_parameters(plan, pp_rank)):
             return merge(rows) + final
         buckets = buckets_of(pp_rank, coordinate, plan)
         for number, axis in enumerate(buckets.axes):
@@ -216,28 +201,23 @@ class FSDP(UnitSharding):
         once, again = not self.reduce_each_microbatch, self.reshard_after_forward
         return ExchangeForm(scatters_once=once, gathers_again=again, gathers_rounded=True)
 
-    def equivalence(self, plan: Plan) -> Equivalence:
-        return Equivalence("exact")
 
-
-def _gathered_at(index: int, let_go: Sequence[int]) -> tuple[int, int]:
-    """Bytes of the gathered weights of a block in its backward pass, and of those of the next one that are on their
-    way."""
-    here = let_go[index]
-    return here, let_go[index - 1] if here and index else 0
+def _gathered_at(index: int, freed: Sequence[int]) -> tuple[int, int]:
+    """Bytes of the gathered weights of a block in its backward pass, and of those that arrive for the next one."""
+    return freed[index], freed[index - 1] if freed[index] and index else 0
 
 
 def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
     """Elements of a unit as it is sent, computed once for the units of equal blocks."""
     block = plan.spec.first_alike.get(unit.block, unit.stage)
     key = "padded numel", unit.kind, block, len(unit.parameters), *sorted(coordinate.items())
-    if key not in plan.weights_cache:
+
+    def compute() -> int:
         shapes = local_shapes(unit.parameters, coordinate, plan)
-        dims = [shard_dim(held.spec, held.layout, unit.axis, plan) for held in unit.parameters]
-        sizes = [padded_numel(shape, plan.mesh.size(unit.axis), dim) for shape, dim in zip(shapes, dims)]
-        plan.weights_cache[key] = sum(sizes)
-    numel: int = plan.weights_cache[key]
-    return numel
+        dims = [shard_dim(p.spec, p.layout, unit.axis, plan) for p in unit.parameters]
+        return sum(padded_numel(shape, plan.mesh.size(unit.axis), dim) for shape, dim in zip(shapes, dims))
+
+    return once(plan.weights_cache, key, compute)
 
 
 def _gathered_bytes(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:

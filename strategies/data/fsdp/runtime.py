@@ -1,9 +1,8 @@
 """The runtime of fsdp: torch's FSDP2 wraps every unit; this module decides when it reduces.
 
-FSDP2 averages gradients by default, on every module separately, so summing is asked of each module. It reduces in every
-backward pass, or in the last one of each stage only (`reduce_each_microbatch=false`, which keeps unsharded gradients
-until then); HSDP sums the shards over the replicas in the last one. Under schedules that split backward, all of it
-follows the schedule.
+FSDP2 averages gradients by default, so each module is told to sum. It reduces in every backward pass, or in the last
+one of each stage (`reduce_each_microbatch=false`); HSDP sums the shards over the replicas in the last one. Under
+schedules that split backward, all of it follows the schedule.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, match, trained
 
 from ..common.buckets import shard_dim
-from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_whole, shard_axis
+from ..common.flat import bucket_pairs, flat_views
+from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_unsharded, shard_axis
 
 torch_private.import_compiler()  # or DTensor would, in each rank instead of once before they are forked
 torch_private.detach_shards_at_once()
@@ -65,12 +65,12 @@ class FSDPRuntime(DataRuntime):
         self.frozen = [parameter for parameter in local if parameter.spec.frozen]
         both = zip(self.parameters, trained(pairs))
         self._sharded = [(parameter, weight) for parameter, (_, weight) in both if parameter.tensor is not weight]
-        self._whole = WholeGradients(trained(pairs), plan, mesh)
-        self.flat_gradients = by_axis((group.axis, flat) for group, flat in self._whole.flat)
+        self._unsharded = UnshardedGradients(pairs, plan, mesh)
+        self.flat_gradients = by_axis((group.axis, flat) for group, flat in self._unsharded.flat)
         self._num_backwards = dict.fromkeys(parts, 0)
         self._is_last: dict[object, bool] = {}  # what each root has been told
         self._left_gathered = False
-        # Then every backward is a last one, and nothing need be said again: saying it walks all modules.
+        # Then every backward pass is the last one of its step, and the modules are told once.
         self._always_last = plan.mesh.size("pp") == 1 and plan.batch.microbatches == 1
         for part in parts:
             part.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -84,14 +84,14 @@ class FSDPRuntime(DataRuntime):
         self._left_gathered = False
         for parameter, sharded in self._sharded:
             parameter.tensor.grad = sharded.grad = None
-        self._whole.begin()
+        self._unsharded.begin()
         self._num_backwards = dict.fromkeys(self._num_backwards, 0)
         for root in self._roots:
             self._set_last(root, self._always_last)
 
     def launch_gradients(self) -> None:
         """Start the sums of the parameters that are in no unit."""
-        self._whole.launch()
+        self._unsharded.launch()
 
     def finish_gradients(self) -> None:
         """Reduce the remaining gradients, and give the optimizer the gradients of the shards."""
@@ -103,7 +103,7 @@ class FSDPRuntime(DataRuntime):
             for parameter, sharded in self._sharded:
                 parameter.tensor.grad = None if sharded.grad is None else _local(sharded.grad)
             complete_gradients([parameter.tensor for parameter, _ in self._sharded])
-        self._whole.finish()
+        self._unsharded.finish()
 
     def _before_forward(self, part: nn.Module, _: object) -> None:
         """Gather a weight of two stages."""
@@ -126,8 +126,8 @@ class FSDPRuntime(DataRuntime):
         output.register_hook(backward_begins)
 
     def _set_last(self, root: FSDPModule, last: bool) -> None:
-        """Tell a root whether its next backward pass is the last of the step: it then reduces all that is left
-        and frees the weights that were kept."""
+        """Tell a root whether its next backward pass is the last of the step: it then reduces all gradients that remain
+        and frees all gathered weights."""
         if self._is_last.get(root) == last:
             return
         self._is_last[root] = last
@@ -136,26 +136,23 @@ class FSDPRuntime(DataRuntime):
         root.set_reshard_after_backward(last or self._strategy.reshard_after_forward)
 
 
-class WholeGradients:
-    """Sums the gradients of parameters that are in no unit (`is_whole`), which FSDP2 ignores, over their copies.
+class UnshardedGradients:
+    """Sums the gradients of parameters that are in no unit (`is_unsharded`), which FSDP2 ignores, over their copies.
 
     Backward accumulates them in flat buffers, of which they are views. flat: the buffers, each with its group.
     """
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
-        buckets = plan.data.buckets([held for held, _ in pairs], [tuple(weight.shape) for _, weight in pairs], plan)
+        buckets, rest = bucket_pairs(pairs, plan)
         self.flat = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         self._works: list[Waitable | None] = []
-        for bucket in buckets:
-            weights = [pairs[index][1] for index in bucket.indices]
+        for axis, own in buckets:
+            weights = [weight for _, weight in own]
             flat = weights[0].new_zeros(sum(weight.numel() for weight in weights))
-            self.flat.append((mesh.group(bucket.axis), flat))
-            parts = flat.split([weight.numel() for weight in weights])
-            self._views += [(weight, part.view(weight.shape)) for weight, part in zip(weights, parts)]
-        summed = {index for bucket in buckets for index in bucket.indices}
-        whole = [index for index, (held, _) in enumerate(pairs) if is_whole(held, plan)]
-        self._unique = [pairs[index][1] for index in whole if index not in summed]  # has no copies at all
+            self.flat.append((mesh.group(axis), flat))
+            self._views += zip(weights, flat_views(flat, [weight.shape for weight in weights]))
+        self._unique = [weight for parameter, weight in rest if is_unsharded(parameter, plan)]  # have no copies at all
 
     def begin(self) -> None:
         """Clear the gradients."""
@@ -188,8 +185,8 @@ class UnitWrapper:
         copies = (REPLICATE,) if mesh.group(REPLICATE).size > 1 else ()  # HSDP: dim 0 of a mesh
         axes = dict.fromkeys([shard_axis(plan), *(unit.axis for unit in self._units)])
         self._meshes = {axis: mesh.device_mesh(*copies, axis) for axis in axes}
-        whole = [held for held in held_parameters(plan, pp_rank) if is_whole(held, plan)]
-        self._ignored = {self._parts[held.stage].get_parameter(held.name) for held in whole}
+        unsharded = [parameter for parameter in held_parameters(plan, pp_rank) if is_unsharded(parameter, plan)]
+        self._ignored = {self._parts[parameter.stage].get_parameter(parameter.name) for parameter in unsharded}
 
     def wrap(self) -> None:
         """Wrap shared weights, then every stage's blocks, then the stages."""
@@ -208,9 +205,9 @@ class UnitWrapper:
             module.set_force_sum_reduction_for_comms(True)
 
     def _wrap_block(self, own: list[Unit], part: nn.Module) -> list[FSDPModule]:
-        """Wrap the units of one block, the block first in what is returned.
+        """Wrap the units of one block, and return the block first.
 
-        Experts last: their unit's module holds the router too, which by then is sharded with the block, or by itself.
+        Experts are wrapped last: their module contains the router, which is in another unit.
         """
         modules = {unit.kind: part.get_submodule(unit.module) for unit in own}
         experts = {part.get_parameter(p.name) for unit in own if unit.kind == EXPERTS for p in unit.parameters}
@@ -225,23 +222,20 @@ class UnitWrapper:
     def _wrap_tied(self, unit: Unit) -> None:
         """Wrap the weights that two stages of this rank share.
 
-        FSDP lets no two roots share a unit, so each is wrapped apart, in a module of the layers that hold it, which is
+        FSDP's roots cannot share a unit, so each weight is wrapped in a module of the layers that use it, which is
         never called: the runtime gathers and reduces it.
         """
-        for held in unit.parameters:
-            part = self._parts[held.stage]
-            weight = part.get_parameter(held.name)
+        for parameter in unit.parameters:
+            part = self._parts[parameter.stage]
+            weight = part.get_parameter(parameter.name)
             modules = [module for part in self._parts.values() for module in part.modules()]
             holder = nn.Sequential(*(m for m in modules if any(p is weight for p in m.parameters(recurse=False))))
             self._wrap(holder, unit)
             setattr(part, HOLDERS, [*getattr(part, HOLDERS, []), holder])
-            self._ignored.add(part.get_parameter(held.name))
+            self._ignored.add(part.get_parameter(parameter.name))
 
     def _wrap(self, module: nn.Module, unit: Unit, others: AbstractSet[nn.Parameter] = frozenset()) -> FSDPModule:
-        """Wrap one unit. others: parameters of the module that are not in it.
-
-        Inputs and outputs are not cast: the layers do it themselves, alike under every data strategy.
-        """
+        """Wrap one unit. others: parameters of the module that are not in it. Layers cast their inputs themselves."""
         plan, precision = self._plan, self._plan.precision
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, precision.compute) if unit.rounded else None,
@@ -261,7 +255,7 @@ class UnitWrapper:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of an FSDP shard, sharing its storage (outside autograd). A whole parameter stays as it is."""
+    """This rank's part of an FSDP shard, sharing its storage (outside autograd); any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -275,10 +269,10 @@ def _tie_again(holder: nn.Module) -> None:
 
 def _prefetch(root: FSDPModule, blocks: list[list[FSDPModule]]) -> None:
     """In backward, gather each block (its units, the block itself first) while the one after it computes; in forward,
-    gather its experts while what is before them computes.
+    gather its experts while the layers before them compute.
 
-    Said explicitly, because FSDP's own guess takes the block that ran before, which may be of another microbatch; what
-    has nothing to gather names itself, which does nothing.
+    FSDP's own guess takes the block that ran before, which may be of another microbatch. A module without a
+    predecessor names itself, which does nothing.
     """
     for index, (block, *inner) in enumerate(blocks):
         block.set_modules_to_backward_prefetch(blocks[index - 1] if index else [block])

@@ -1,8 +1,7 @@
 """The settings, layouts and FSDP units of a rank, which the prediction and the runtime of fsdp share.
 
-A unit is a group of parameters that are gathered and reduced together. The plan predicts from the units, and the
-runtime wraps them. Experts that are distributed over ep have copies on fewer ranks than the rest of their block, so
-they form one unit over `expert_dp`; where no rank of the shard axis has a copy they are in no unit.
+A unit is a group of parameters that are gathered and reduced together. Experts that are distributed over ep have copies
+on fewer ranks than the rest of their block, so they form one unit over `expert_dp`; without copies they are in no unit.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ BLOCK, EXPERTS, ROUTER, ROOT, TIED = "block", "experts", "router", "root", "tied
 class Unit:
     """One group of parameters with one all-gather and one reduce-scatter.
 
-    kind: `block`, `experts` and `router` (parts of a block that are gathered apart), `root` (what the blocks of a stage
-    share: a tied weight makes its two blocks one unit), or `tied` (one weight of two stages on one rank). block: the
-    name of the block that the first three are in. reshard: let go after forward, gathered again for backward. axis: the
-    one that splits the weights.
+    kind: `block`, `experts` and `router` (parts of a block that are gathered separately), `root` (a tied weight makes
+    its two blocks of a stage one unit), or `tied` (one weight of two stages on one rank). block: the name of the block
+    that the first three are in. reshard: freed after forward, gathered again for backward. axis: that of the shards.
     """
 
     kind: str
@@ -43,13 +41,13 @@ class Unit:
     @property
     def rounded(self) -> bool:
         """Gathered in the compute dtype instead of the stored one. A weight of two stages is not: both cast it."""
-        roles = {held.spec.layer_role for held in self.parameters}
+        roles = {parameter.spec.layer_role for parameter in self.parameters}
         return bool(roles) and self.kind != TIED and roles <= set(ROUNDED_ROLES)
 
     @property
     def module(self) -> str:
         """The module to wrap, by its name in the stage. Experts are gathered for the layer that they and their router
-        make up: it runs once a microbatch, in however many parts their rows come."""
+        form, which runs once a microbatch."""
         if self.kind == BLOCK:
             return self.block
         inner = self.parameters[0].name.rpartition(".")[0]
@@ -58,17 +56,13 @@ class Unit:
     @property
     def trained(self) -> Unit:
         """The unit without its frozen parameters: what is reduced."""
-        kept = tuple(p for p in self.parameters if not p.spec.frozen)
-        return self if len(kept) == len(self.parameters) else replace(self, parameters=kept)
+        return replace(self, parameters=tuple(p for p in self.parameters if not p.spec.frozen))
 
 
 @dataclass(frozen=True)
 class UnitSharding(DataStrategy):
-    """Every rank holds its shard; the weights of a block are gathered while it computes.
-
-    reshard_after_forward: gathered weights are freed after forward. reduce_each_microbatch: gradients are reduced in
-    every backward pass, so that none are kept unsharded.
-    """
+    """reshard_after_forward: gathered weights are freed after forward. reduce_each_microbatch: gradients are reduced in
+    every backward pass, so that none are stored unsharded."""
 
     reshard_after_forward: bool = False
     reduce_each_microbatch: bool = False
@@ -86,7 +80,8 @@ class UnitSharding(DataStrategy):
         return shard_layout(parameter, tensor_layout, shard_axis(plan, tensor_layout), plan)
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
-        return partition(trained, shapes, plan, only=[i for i, held in enumerate(trained) if is_whole(held, plan)])
+        unsharded = [index for index, parameter in enumerate(trained) if is_unsharded(parameter, plan)]
+        return partition(trained, shapes, plan, only=unsharded)
 
     def units(self, plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
         """The FSDP units of a pp rank, by stage, in forward order; a stage's root and shared weight come last."""
@@ -95,83 +90,72 @@ class UnitSharding(DataStrategy):
 
     def counted_units(self, plan: Plan, pp_rank: int) -> list[tuple[Unit, int]]:
         """(unit, count) of a pp rank: equal blocks of a stage are counted instead of listed."""
-        key = "counted fsdp units", pp_rank
-        return once(plan.weights_cache, key, lambda: self._units(plan, pp_rank, True))
+        return once(plan.weights_cache, ("counted fsdp units", pp_rank), lambda: self._units(plan, pp_rank, True))
 
     def _units(self, plan: Plan, pp_rank: int, counted: bool) -> list[tuple[Unit, int]]:
-        counted_once = [parameter for parameter, _ in distinct_parameters(plan, pp_rank)] if counted else None
-        return _units(plan, pp_rank, self.reshard_after_forward, counted_once)
+        parameters = [p for p, _ in distinct_parameters(plan, pp_rank)] if counted else held_parameters(plan, pp_rank)
+        sharded = [parameter for parameter in parameters if not is_unsharded(parameter, plan)]
+        by_block: dict[str, list[HeldParameter]] = {}
+        for parameter in sharded:
+            by_block.setdefault(parameter.block, []).append(parameter)
+        units: list[tuple[Unit, int]] = []
+        stages, is_pipelined = plan.stages_of(pp_rank), plan.mesh.size("pp") > 1
+        pairs = plan.spec.tied_blocks
+        here = {block for stage in stages for block in stage.blocks}
+        # A weight of blocks in two stages of this rank (zbv) is a unit; so are blocks of one stage that share a weight.
+        across = {name for name, pair in pairs.items() if pair <= here and not any(pair <= {*s.blocks} for s in stages)}
+        for stage in stages:
+            tied = {block for pair in pairs.values() if pair <= {*stage.blocks} for block in pair}
+            for block, is_last, count in _counted_blocks(stage, plan, counted):
+                if block not in tied:
+                    # The stage's last block is needed at once for its backward (only pp=1 alternates so): freeing it
+                    # would gather it twice in a row.
+                    own = [p for p in by_block.get(block, ()) if p.name not in across]
+                    reshard = self.reshard_after_forward and (is_pipelined or not is_last)
+                    units += [(unit, count) for unit in _units_of_block(own, reshard, plan)]
+            shared = tuple(p for block in stage.blocks if block in tied for p in by_block.get(block, ()))
+            if shared:
+                assert "expert" not in {p.spec.layer_role for p in shared}, "experts in a block with a tied weight"
+                reshard = self.reshard_after_forward and is_pipelined
+                units.append((Unit(ROOT, stage.index, "", shared, reshard, shard_axis(plan)), 1))
+        if weights := tuple(p for p in sharded if p.name in across):
+            units.append((Unit(TIED, weights[0].stage, "", weights, False, shard_axis(plan)), 1))
+        return units
 
 
 def shard_axis(plan: Plan, layout: Layout | None = None) -> str:
-    """The axis that splits weights of a tensor layout: dp, or its inner factor under HSDP; of experts that are spread
-    over ep what ep leaves of it."""
-    is_whole, inner = plan.data.shard == plan.num_data_ranks, DP + "_shard"
+    """The axis that shards weights of a tensor layout: dp, or its inner dim under HSDP; of experts that are distributed
+    over ep, the copies of an expert on it."""
+    is_hsdp, inner = plan.data.shard < plan.num_data_ranks, DP + "_shard"
     if layout is not None and replica_axis(layout, plan) != plan.data_axis:
-        return EXPERT + (DP if is_whole else inner)
-    return plan.data_axis if is_whole else inner
+        return EXPERT + (inner if is_hsdp else DP)
+    return inner if is_hsdp else plan.data_axis
 
 
-def is_whole(held: HeldParameter, plan: Plan) -> bool:
+def is_unsharded(parameter: HeldParameter, plan: Plan) -> bool:
     """Whether a parameter is in no unit because it has no copies to shard over."""
-    return plan.mesh.size(shard_axis(plan, held.layout)) == 1
+    return plan.mesh.size(shard_axis(plan, parameter.layout)) == 1
 
 
-def _units(
-    plan: Plan, pp_rank: int, reshard_after_forward: bool, distinct: Sequence[HeldParameter] | None
-) -> list[tuple[Unit, int]]:
-    """distinct: parameters of the first of equal blocks, whose units are then counted."""
-    every = held_parameters(plan, pp_rank) if distinct is None else distinct
-    held = [parameter for parameter in every if not is_whole(parameter, plan)]
-    by_block: dict[str, list[HeldParameter]] = {}
-    for parameter in held:
-        by_block.setdefault(parameter.block, []).append(parameter)
-    units: list[tuple[Unit, int]] = []
-    stages, pipelined = plan.stages_of(pp_rank), plan.mesh.size("pp") > 1
-    tied = plan.spec.tied_blocks
-    here = {block for stage in stages for block in stage.blocks}
-    # A weight of blocks in two stages of this rank (zbv) is a unit; blocks of one stage that share a weight are one.
-    across = {name for name, pair in tied.items() if pair <= here and not any(pair <= {*s.blocks} for s in stages)}
-    for stage in stages:
-        together = {block for pair in tied.values() if pair <= {*stage.blocks} for block in pair}
-        for block, is_last, count in _blocks(stage, plan, distinct is not None):
-            if block not in together:
-                # The stage's last block is needed at once for its backward (only pp=1 alternates so): letting it go
-                # would gather it twice in a row.
-                mine = [p for p in by_block.get(block, ()) if p.name not in across]
-                reshard = reshard_after_forward and (pipelined or not is_last)
-                units += [(unit, count) for unit in _of_block(mine, reshard, plan)]
-        shared = tuple(p for block in stage.blocks if block in together for p in by_block.get(block, ()))
-        if shared:
-            assert {p.spec.layer_role for p in shared}.isdisjoint({"expert"}), "experts beside a tied weight"
-            unit = Unit(ROOT, stage.index, "", shared, reshard_after_forward and pipelined, shard_axis(plan))
-            units.append((unit, 1))
-    if weights := tuple(p for p in held if p.name in across):
-        units.append((Unit(TIED, weights[0].stage, "", weights, False, shard_axis(plan)), 1))
-    return units
-
-
-def _blocks(stage: Stage, plan: Plan, counted: bool) -> list[tuple[str, bool, int]]:
-    """(block, whether it is the stage's last, count). counted: equal blocks of a stage count as their first, but for
-    the last one. A block with a tied weight equals no other."""
+def _counted_blocks(stage: Stage, plan: Plan, counted: bool) -> list[tuple[str, bool, int]]:
+    """(block, whether it is the stage's last, count). counted: equal blocks of a stage count as their first, except the
+    last one. A block with a tied weight equals no other."""
     *others, last = stage.blocks
     if not counted:
         return [*((block, False, 1) for block in others), (last, True, 1)]
-    alike = plan.spec.first_alike
-    first = {alike[block]: block for block in reversed(stage.blocks)}
-    counts = Counter(first[alike[block]] for block in others)
-    return [*((block, False, count) for block, count in counts.items()), (first[alike[last]], True, 1)]
+    class_of = plan.spec.first_alike
+    first = {class_of[block]: block for block in reversed(stage.blocks)}
+    counts = Counter(first[class_of[block]] for block in others)
+    return [*((block, False, count) for block, count in counts.items()), (first[class_of[last]], True, 1)]
 
 
-def _of_block(parameters: Sequence[HeldParameter], reshard: bool, plan: Plan) -> list[Unit]:
-    """The units of one block. A router computes in higher precision than its block, so that where these differ its few
-    weights travel by themselves."""
-    apart, spread, axis = plan.precision.compute != plan.precision.stored, plan.mesh.size("ep") > 1, shard_axis(plan)
+def _units_of_block(parameters: Sequence[HeldParameter], reshard: bool, plan: Plan) -> list[Unit]:
+    """The units of one block. A router computes in the stored dtype: if its block does not, it is its own unit."""
+    is_rounded, axis = plan.precision.compute != plan.precision.stored, shard_axis(plan)
     by_kind: dict[str, list[HeldParameter]] = {BLOCK: [], ROUTER: [], EXPERTS: []}
-    for held in parameters:
-        of_block = not spread or shard_axis(plan, held.layout) == axis
-        rest = ROUTER if apart and held.spec.layer_role == "router" else BLOCK
-        by_kind[rest if of_block else EXPERTS].append(held)
+    for parameter in parameters:
+        kind = ROUTER if is_rounded and parameter.spec.layer_role == "router" else BLOCK
+        by_kind[kind if shard_axis(plan, parameter.layout) == axis else EXPERTS].append(parameter)
     return [
         Unit(kind, own[0].stage, own[0].block, tuple(own), reshard, shard_axis(plan, own[0].layout))
         for kind, own in by_kind.items()

@@ -1,6 +1,6 @@
 """horovod: ddp with what belongs to Horovod: broadcast, fusion, Adasum, process sets, join, timeline, stall warning.
 
-Idea: initial weights are broadcast from worker 0 and gradients are all-reduced in fused buffers during backward. What
+Idea: Initial weights are broadcast from worker 0 and gradients are all-reduced in fused buffers during backward. What
 Horovod negotiates in every cycle (which tensors are ready everywhere) is fixed in the plan: there is no cycle time, and
 its response cache would always hit. `bucket_mb` is the fusion threshold, `microbatches` backward_passes_per_step.
 Paper: Sergeev and Del Balso 2018; Maleki et al. 2021 (Adasum)

@@ -47,7 +47,7 @@ def all_combine(vector: Tensor, lengths: Sequence[int], group: Group) -> None:
         theirs = torch.empty_like(half)
         _swap(vector[slice(*step.give)], theirs, group, step.distance)
         first, second = (theirs, half) if group.index & step.distance else (half, theirs)
-        inside = [  # (tensor, its part of `kept`)
+        inside = [  # (tensor, its part of `half`)
             (tensor, slice(max(start, low) - low, min(stop, high) - low))
             for tensor, (start, stop) in enumerate(spans)
             if max(start, low) < min(stop, high)

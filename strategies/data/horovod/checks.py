@@ -11,21 +11,23 @@ from parallelrun.planner.contract.request import Request
 
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import ALGORITHMS
-from ..common.compression import plan as compression
+from ..common.compression.plan import requested_compression
 from ..common.keys import HorovodConfig
-from .settings import ADASUM
 
+ADASUM = "adasum"
 MOST_NAMED = 8
 
 
-def check(request: Request) -> list[Problem]:
+def check_horovod(request: Request) -> list[Problem]:
     """Return the violations of process sets, join and Adasum."""
     data = HorovodConfig.of(request.config)
-    adasum = _adasum(request) if data.reduction == ADASUM else []
-    return [*_sets(request), *_batches(request), *adasum, *(_experts(request) if request.ep > 1 else [])]
+    checks = [_check_sets, _check_batches]
+    checks += [_check_adasum] if data.reduction == ADASUM else []
+    checks += [_check_experts] if request.ep > 1 else []
+    return [problem for check in checks for problem in check(request)]
 
 
-def completed(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[int, ...], ...]:
+def complete_sets(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[int, ...], ...]:
     """Return `sets` and a set of one for each worker that is in none of them; () if there are no sets.
 
     As in Horovod: a DistributedOptimizer reduces gradients only on members of its process set, so that every other
@@ -41,16 +43,16 @@ def completed(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[in
 def filled(request: Request) -> tuple[str, ...]:
     """Return a sentence on the workers that are in no process set."""
     sets = HorovodConfig.of(request.config).process_sets
-    alone = [members[0] for members in completed(sets, request.dp)[len(sets) :]]
+    alone = [str(members[0]) for members in complete_sets(sets, request.dp)[len(sets) :]]
     if not alone:
         return ()
-    shown = ", ".join(map(str, alone[:MOST_NAMED])) + (", ..." if len(alone) > MOST_NAMED else "")
     if len(alone) == 1:
-        return (f"worker {shown} trains alone (filled: it is in no process set)",)
+        return (f"worker {alone[0]} trains alone (filled: it is in no process set)",)
+    shown = ", ".join([*alone[:MOST_NAMED], *(["..."] if len(alone) > MOST_NAMED else [])])
     return (f"workers {shown} train alone, each by itself (filled: they are in no process set)",)
 
 
-def _sets(request: Request) -> list[Problem]:
+def _check_sets(request: Request) -> list[Problem]:
     sets, where = HorovodConfig.of(request.config).process_sets, "strategy.data.process_sets"
     workers = [worker for members in sets for worker in members]
     twice = [worker for worker in workers if workers.count(worker) > 1]
@@ -64,14 +66,14 @@ def _sets(request: Request) -> list[Problem]:
         messages.append("a set has no workers")
     legal, seen = [], set()
     for members in sets:
-        kept = [worker for worker in dict.fromkeys(members) if 0 <= worker < request.dp and worker not in seen]
-        seen.update(kept)
-        legal += [kept] if kept else []
+        first = [worker for worker in dict.fromkeys(members) if 0 <= worker < request.dp and worker not in seen]
+        seen.update(first)
+        legal += [first] if first else []
     fix = f"{where}={_text(legal)}"
     return [Problem(f"{where}={_text(sets)}: {message}", where, fix, kind="arithmetic") for message in messages]
 
 
-def _batches(request: Request) -> list[Problem]:
+def _check_batches(request: Request) -> list[Problem]:
     config = request.config
     data, where = HorovodConfig.of(config), "strategy.data.worker_batches"
     batches = data.worker_batches
@@ -80,10 +82,9 @@ def _batches(request: Request) -> list[Problem]:
             return []
         message = "strategy.data.join_divisor is read only where workers run out of batches"
         return [Problem(message, "strategy.data.join_divisor", "leave strategy.data.join_divisor out", kind="unread")]
-    verb_key, steps = {
-        "verify": ("verify.steps", config.verify.steps),
-        "bench": ("bench.steps", config.bench.warmup + config.bench.steps),
-    }.get(config.verb, ("steps", config.steps))
+    of_verb = {"verify": config.verify.steps, "bench": config.bench.warmup + config.bench.steps}
+    steps = of_verb.get(config.verb, config.steps)
+    steps_key = f"{config.verb}.steps" if config.verb in of_verb else "steps"
     if len(batches) != request.dp or min(batches) < 0:
         legal = (list(map(abs, batches)) + [max(batches)] * request.dp)[: request.dp]
         if max(legal) < steps:  # at least one worker needs a batch for every step
@@ -93,7 +94,7 @@ def _batches(request: Request) -> list[Problem]:
     problems = []
     if steps > max(batches):
         message = f"{where}={_text(batches)}: nobody has a batch for step {max(batches) + 1} of {steps}"
-        problems.append(Problem(message, where, f"{verb_key}={max(batches)}", kind="arithmetic"))
+        problems.append(Problem(message, where, f"{steps_key}={max(batches)}", kind="arithmetic"))
     if data.reduction == ADASUM or data.process_sets:
         other = "adasum" if data.reduction == ADASUM else "process sets"
         message = f"join is not defined with {other}, as in Horovod"
@@ -101,7 +102,7 @@ def _batches(request: Request) -> list[Problem]:
     return problems
 
 
-def _adasum(request: Request) -> list[Problem]:
+def _check_adasum(request: Request) -> list[Problem]:
     data, problems = HorovodConfig.of(request.config), []
     sizes = {len(members) for members in data.process_sets} or {request.dp}
     for size in sorted(size for size in sizes if size & (size - 1)):
@@ -109,7 +110,7 @@ def _adasum(request: Request) -> list[Problem]:
         fix = either("dp", nearest(size, powers)) if not data.process_sets else "strategy.data.reduction=average"
         message = f"adasum combines workers in pairs: {size} is no power of two"
         problems.append(Problem(message, "strategy.data.reduction", fix, kind="undefined"))
-    if not compression.of(request.config).elementwise:
+    if not requested_compression(request.config).elementwise:
         message = "powersgd compresses sums of gradients, and adasum computes none"
         fix = "strategy.data.compression=fp16"
         problems.append(Problem(message, "strategy.data.compression", fix, kind="undefined"))
@@ -119,13 +120,13 @@ def _adasum(request: Request) -> list[Problem]:
     return problems
 
 
-def _experts(request: Request) -> list[Problem]:
+def _check_experts(request: Request) -> list[Problem]:
     """Tokens go to experts on other workers in every step, so all workers must train one model in every step."""
     data, ep = HorovodConfig.of(request.config), request.ep
     settings = [
-        ("reduction", data.reduction == ADASUM, "adasum steps every worker by its own gradient", "=average"),
-        ("process_sets", bool(data.process_sets), "each process set trains a model of its own", "=[]"),
-        ("worker_batches", bool(data.worker_batches), "a worker that has joined takes no more steps", "=[]"),
+        (data.reduction == ADASUM, "reduction", "=average", "adasum steps every worker by its own gradient"),
+        (bool(data.process_sets), "process_sets", "=[]", "each process set trains a model of its own"),
+        (bool(data.worker_batches), "worker_batches", "=[]", "a worker that has joined takes no more steps"),
     ]
     return [
         Problem(
@@ -134,8 +135,8 @@ def _experts(request: Request) -> list[Problem]:
             f"strategy.data.{key}{fix} or ep=1",
             kind="undefined",
         )
-        for key, asked, why, fix in settings
-        if asked
+        for is_set, key, fix, why in settings
+        if is_set
     ]
 
 

@@ -36,11 +36,7 @@ class WatchedExchange:
         return len(self.moments) >= 2
 
     @property
-    def is_done(self) -> bool:
-        return len(self.moments) == 4
-
-    @property
-    def waits_s(self) -> float | None:
-        """Seconds for which this rank has been waiting for the exchange; None while it does not wait."""
+    def waits_s(self) -> float:
+        """Seconds for which this rank has been waiting for the exchange; 0 while it does not wait."""
         moments = self.moments
-        return perf_counter() - moments[2] if len(moments) == 3 else None
+        return perf_counter() - moments[2] if len(moments) == 3 else 0.0

@@ -1,8 +1,8 @@
-"""The exchange of Adasum as a table: vector halving, distance doubling.
+"""The predicted exchange of Adasum: vector halving, distance doubling.
 
-At level k a rank and the rank whose number differs in bit k hold the same part of two vectors. Each gives the other one
-half of it and combines the half that it keeps. For that, the 2^(k+1) ranks that hold parts of the same two vectors sum
-their dot products, in k + 1 swaps between pairs. At the end the parts are gathered in reverse order.
+At level k a rank and the rank whose number differs in bit k have the same part of two vectors. Each gives the other one
+half of it and combines the other half. For that, the 2^(k+1) ranks that have parts of the same two vectors sum their
+dot products, in k + 1 swaps between pairs. At the end the parts are gathered in reverse order.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ NUM_DOTS = 3  # a.b, |a|^2, |b|^2 of every tensor
 DOT_BYTES = 8  # fp64
 
 
-def rows(vectors: Sequence[tuple[int, int]], size: int, index: int, element_bytes: int, axis: str) -> list[Collective]:
-    """Return the messages of member `index` that combine vectors, each (its elements, the tensors in it)."""
+def message_rows(
+    vectors: Sequence[tuple[int, int]], size: int, index: int, element_bytes: int, axis: str
+) -> list[Collective]:
+    """The messages of member `index` that combine vectors, each (its elements, the tensors in it)."""
     levels, calls, payload = size.bit_length() - 1, 0, 0
     for numel, num_tensors in vectors:
         swaps = levels * (levels + 1) // 2  # of dot products: k + 1 at level k
         calls += 2 * levels + swaps
-        payload += elements(numel, size, index) * element_bytes + swaps * NUM_DOTS * DOT_BYTES * num_tensors
+        payload += sent_elements(numel, size, index) * element_bytes + swaps * NUM_DOTS * DOT_BYTES * num_tensors
     return [
         Collective(axis, "send", "parameters", calls, payload),
         Collective(axis, "recv", "parameters", calls, 0),
     ]
 
 
-def elements(numel: int, size: int, index: Number) -> Number:
-    """Elements that member `index` (or each of an array) sends: at each level one half of a part while halving, the
-    other one while gathering."""
+def sent_elements(numel: int, size: int, index: Number) -> Number:
+    """Elements that member `index` (or each of an array) sends: at each level both halves of a part."""
     return sum(halved(numel, level, index) for level in range(size.bit_length() - 1))
 
 
 def update_bytes(lengths: Sequence[int], size: int, index: int, sent: int, stored: int) -> int:
-    """Return what member `index` holds while it combines an update of tensors of those lengths. sent, stored: bytes of
-    an element.
+    """Bytes that member `index` needs to combine an update of tensors of those lengths. sent, stored: of an element.
 
-    The update; beside it, itself in the stored dtype, or the half that the first partner gives with the largest
+    The update, and either its copy in the stored dtype or the half that the first partner gives with the largest
     tensor's parts in fp64 for their dot products (of fp64 itself the three terms of a sum) or the next one's quarter.
     """
     numel = sum(lengths)

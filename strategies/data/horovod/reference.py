@@ -11,8 +11,8 @@ from parallelrun.training.verify.replay import ReplayRule, Tensors
 
 from ..common.compression.reference import rule as rule_of_sum
 from ..common.compression.reference import stored_parts
+from .checks import ADASUM
 from .plan import Horovod
-from .settings import ADASUM
 
 
 def rule(config: Config, plan: Plan) -> ReplayRule:

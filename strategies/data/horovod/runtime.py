@@ -20,13 +20,14 @@ from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
 from parallelrun.training.loop.build import Training
-from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match, trained
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
 
 from ..common.allreduce.runtime import all_reduce
+from ..common.flat import bucket_pairs, flatten, unflatten
 from ..common.reducer import BucketedRuntime, Part
 from .adasum import all_combine
 from .exchanges import WatchedExchange
-from .settings import ADASUM, HorovodSettings
+from .plan import Horovod
 from .stalls import StallWatch
 from .timeline import Timeline
 
@@ -39,9 +40,9 @@ class HorovodRuntime(BucketedRuntime):
         """Return the runtime, after broadcasting the weights of worker 0."""
         if plan.num_data_ranks == 1:
             return super().attach(parts, plan, mesh)
-        pairs, strategy = match(parts, plan, mesh), HorovodSettings.of(plan)
-        broadcast([(held.layout, weight.detach()) for held, weight in pairs], plan, mesh)
-        runtime = AdasumRuntime if strategy.reduction == ADASUM else HorovodRuntime
+        pairs, strategy = match(parts, plan, mesh), Horovod.of(plan)
+        broadcast([(parameter.layout, weight.detach()) for parameter, weight in pairs], plan, mesh)
+        runtime = AdasumRuntime if strategy.combines_updates(plan) else HorovodRuntime
         return runtime(pairs, plan, mesh, make_group(strategy, plan, mesh))
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
@@ -58,7 +59,7 @@ class HorovodRuntime(BucketedRuntime):
 
     def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
         """Broadcast the weights and the optimizer's state of worker 0 after a resume, and start to watch."""
-        strategy = HorovodSettings.of(self._plan)
+        strategy = Horovod.of(self._plan)
         if start and not strategy.independent:
             state = [
                 (p.layout, value)
@@ -69,8 +70,7 @@ class HorovodRuntime(BucketedRuntime):
             broadcast([*weights, *state], self._plan, self._mesh)
         self._step = start
         if strategy.timeline and context.rank == 0:
-            path = context.directory / "timeline.json"
-            self._timeline = Timeline(path, self._exchanges, self.parameters, self._plan)
+            self._timeline = Timeline(context.directory, self._exchanges, self.parameters, self._plan)
         if strategy.stall_warn_s:
             self._watch = StallWatch(self._exchanges, self._buckets, self._plan, context)
 
@@ -106,11 +106,11 @@ class HorovodRuntime(BucketedRuntime):
                 torch_private.multiply(list(buffers), 1 / self._group.size)
 
     def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
-        rounds = HorovodSettings.of(self._plan).rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
+        rounds = Horovod.of(self._plan).rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
         return all_reduce(tensor, group, "gradients", rounds, async_op=True) or Done()
 
     def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
-        names = tuple(held.name for held, _ in parts)
+        names = tuple(parameter.name for parameter, _ in parts)
         exchange = WatchedExchange(names, buffer.nbytes, super().sender(buffer, parts, group))
         self._exchanges.append(exchange)
         return exchange.start
@@ -125,13 +125,12 @@ def broadcast(tensors: Sequence[tuple[Layout, Tensor]], plan: Plan, mesh: Mesh) 
         if plan.mesh.size(axis) > 1:
             by_kind.setdefault((axis, tensor.dtype), []).append(tensor)
     for (axis, _), own in by_kind.items():
-        flat = torch.cat([tensor.flatten() for tensor in own])
+        flat = flatten(own)
         comm.broadcast(flat, mesh.group(axis), "control")
-        for tensor, part in zip(own, flat.split([tensor.numel() for tensor in own])):
-            tensor.copy_(part.view_as(tensor))
+        unflatten(flat, own)
 
 
-def make_group(strategy: HorovodSettings, plan: Plan, mesh: Mesh) -> Group:
+def make_group(strategy: Horovod, plan: Plan, mesh: Mesh) -> Group:
     """Return this rank's process set along dp (Horovod's static process sets), or all of dp if there are no sets.
 
     Every rank creates the groups of all sets, in the same order.
@@ -141,7 +140,7 @@ def make_group(strategy: HorovodSettings, plan: Plan, mesh: Mesh) -> Group:
     for ranks in strategy.rank_groups(plan):
         process_group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         if mesh.rank in ranks:
-            axis = strategy.axis(mesh.coordinate["dp"])
+            axis = strategy.group_axis("dp", mesh.coordinate["dp"])
             own = Group(axis, ranks, ranks.index(mesh.rank), process_group)
     return own
 
@@ -161,20 +160,17 @@ class AdasumRuntime(DataRuntime):
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
         super().__init__(pairs, plan, mesh)
         self._group = group
-        weights = [weight.detach() for _, weight in trained(pairs)]
-        buckets = plan.data.buckets(
-            [held for held, _ in trained(pairs)], [tuple(weight.shape) for weight in weights], plan
-        )
-        self._weights = [[weights[index] for index in bucket.indices] for bucket in buckets]
-        self._before = [_flat(bucket) for bucket in self._weights]
-        self._dtype = getattr(torch, HorovodSettings.of(plan).update_dtype(plan))
+        buckets, _ = bucket_pairs(pairs, plan)
+        self._weights = [[weight.detach() for _, weight in own] for _, own in buckets]
+        self._before = [flatten(bucket) for bucket in self._weights]
+        self._dtype = getattr(torch, Horovod.of(plan).update_dtype(plan))
         self._stepping = False
 
     def begin_step(self) -> None:
         """Keep a copy of the weights before the update."""
         super().begin_step()
         for before, weights in zip(self._before, self._weights):
-            before.copy_(_flat(weights))
+            before.copy_(flatten(weights))
         self._stepping = True
 
     def drop_step(self) -> None:
@@ -188,15 +184,9 @@ class AdasumRuntime(DataRuntime):
             return
         self._stepping = False
         for before, weights in zip(self._before, self._weights):
-            update = _flat(weights).sub_(before).to(self._dtype)
+            update = flatten(weights).sub_(before).to(self._dtype)
             all_combine(update, [weight.numel() for weight in weights], self._group)
-            before.add_(update.to(before.dtype))
-            for weight, part in zip(weights, before.split([weight.numel() for weight in weights])):
-                weight.copy_(part.view_as(weight))
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
+            unflatten(before.add_(update.to(before.dtype)), weights)
 
 
 RUNTIME = HorovodRuntime

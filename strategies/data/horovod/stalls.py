@@ -14,7 +14,7 @@ from parallelrun.base.context import PendingCollective
 from parallelrun.distributed import torch_private
 
 from .exchanges import WatchedExchange
-from .settings import HorovodSettings
+from .plan import Horovod
 
 if TYPE_CHECKING:
     from parallelrun.base.context import WorkerContext
@@ -29,68 +29,43 @@ _GROUP = "gradients"
 
 @dataclass(frozen=True)
 class SubmissionProgress:
-    """The last report of one rank. num_submitted: exchanges since the start of the run; num_done: of this step;
-    waits_s: how long it has waited for exchange `num_done`; None if it does not wait.
+    """The last report of one rank. num_submitted: exchanges since the start of the run; waits_s: how long it has waited
+    for an exchange; 0 if it does not wait.
 
     tensors: of the exchange for which it waits, or else those of its next exchange whose gradients are not computed.
     """
 
     step: int
     num_submitted: int
-    num_done: int
-    waits_s: float | None
+    waits_s: float
     tensors: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Stall:
-    """Ranks that wait, and the ranks for which they wait with the tensors that these have not submitted."""
-
-    step: int
-    exchange: int
-    waiting: tuple[int, ...]
-    missing: tuple[tuple[int, tuple[str, ...]], ...]
-    seconds: float
-
-    def text(self) -> str:
-        """Return the warning, in words that users of Horovod know."""
-        lines = [
-            f"warning: step {self.step}: one or more tensors were submitted to be reduced by a subset of ranks and "
-            f"have waited for the rest for {self.seconds:.0f} s (strategy.data.stall_warn_s). Missing ranks:"
-        ]
-        for rank, names in self.missing:
-            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            lines.append(f"  rank {rank}: {', '.join(names[:MOST_NAMED])}{more}")
-        return "\n".join(lines)
-
-
-def find_stalls(
-    groups: Sequence[Sequence[int]], reports: Mapping[int, SubmissionProgress], warn_s: float
-) -> list[Stall]:
-    """Return the stalls of at least `warn_s` seconds. A pure function.
-
-    groups: the ranks that exchange with each other. reports: the last one of each rank that has begun.
-    """
-    stalls = []
-    for group in groups:
-        waiting = {r: reports[r] for r in group if r in reports and (reports[r].waits_s or 0) >= warn_s}
-        if not waiting:
-            continue
-        first = min(waiting.values(), key=lambda report: (report.step, report.num_done))
-        # An exchange that a rank has submitted may still need it: shared memory sums in the ranks' own threads. So they
-        # wait for the last exchange.
-        last = max(report.num_submitted for report in waiting.values())
-        pending = PendingCollective(_GROUP, tuple(group), "all_reduce", last, 0)
-        issued = {rank: {_GROUP: report.num_submitted} for rank, report in reports.items()}
-        missing = []
-        for rank in pending.absent(dict.fromkeys(waiting, pending), issued):
-            report = reports.get(rank)
-            named = report.tensors if report and report.step == first.step else ()
-            missing.append((rank, named or first.tensors))
-        if missing:
-            seconds = max(report.waits_s or 0 for report in waiting.values())
-            stalls.append(Stall(first.step, first.num_done, tuple(waiting), tuple(missing), seconds))
-    return stalls
+def stall_warning(group: Sequence[int], reports: Mapping[int, SubmissionProgress], warn_s: float) -> str:
+    """Return the warning, in words that users of Horovod know, if a rank of `group` has waited for at least `warn_s`
+    for others, else an empty text. reports: the last one of each rank that has begun."""
+    waiting = {rank: reports[rank] for rank in group if rank in reports and reports[rank].waits_s >= warn_s}
+    if not waiting:
+        return ""
+    longest = max(waiting.values(), key=lambda report: report.waits_s)
+    # An exchange that a rank has submitted may still need it: shared memory sums in the ranks' own threads. So the
+    # ranks wait for the last exchange that one of them has submitted.
+    last = max(report.num_submitted for report in waiting.values())
+    pending = PendingCollective(_GROUP, tuple(group), "all_reduce", last, 0)
+    issued = {rank: {_GROUP: report.num_submitted} for rank, report in reports.items()}
+    missing = pending.absent(dict.fromkeys(waiting, pending), issued)
+    if not missing:
+        return ""
+    lines = [
+        f"warning: step {longest.step}: one or more tensors were submitted to be reduced by a subset of ranks and "
+        f"have waited for the rest for {longest.waits_s:.0f} s (strategy.data.stall_warn_s). Missing ranks:"
+    ]
+    for rank in missing:
+        report = reports.get(rank, longest)
+        names = (report.tensors if report.step == longest.step else ()) or longest.tensors
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        lines.append(f"  rank {rank}: {', '.join(names[:MOST_NAMED])}{more}")
+    return "\n".join(lines)
 
 
 class StallWatch:
@@ -102,14 +77,14 @@ class StallWatch:
     def __init__(
         self, exchanges: Sequence[WatchedExchange], buckets: Sequence[FlatBucket], plan: Plan, context: WorkerContext
     ):
-        strategy = HorovodSettings.of(plan)
+        strategy = Horovod.of(plan)
         self._exchanges, self._buckets = exchanges, buckets
         self._rank, self._world, self._warn_s = context.rank, plan.mesh.num_ranks, strategy.stall_warn_s
         self._groups = strategy.rank_groups(plan)
         self._store = torch_private.default_store()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stall watch", daemon=True)
-        self._warned: dict[tuple[int, int, tuple[int, ...]], float] = {}  # when, by stall
+        self._next_warning = 0.0  # a stall is reported again every `stall_warn_s`
         self.step = 0
         self._thread.start()
 
@@ -128,22 +103,20 @@ class StallWatch:
                 return
 
     def _progress(self) -> SubmissionProgress:
-        submitted = sum(exchange.is_submitted for exchange in self._exchanges)
-        done = sum(exchange.is_done for exchange in self._exchanges)
+        num_submitted = sum(exchange.is_submitted for exchange in self._exchanges)
         waits = [(exchange.waits_s, exchange.names) for exchange in self._exchanges]
-        waits_s, tensors = next((wait for wait in waits if wait[0] is not None), (None, ()))
-        if waits_s is None and submitted < len(self._buckets):
-            slots = zip(self._exchanges[submitted].names, self._buckets[submitted].slots)
+        waits_s, tensors = next((wait for wait in waits if wait[0]), (0.0, ()))
+        if not waits_s and num_submitted < len(self._buckets):
+            slots = zip(self._exchanges[num_submitted].names, self._buckets[num_submitted].slots)
             tensors = tuple(name for name, slot in slots if not slot.filled and slot.weight.grad is None)
-        before = (self.step - 1) * len(self._exchanges)
-        return SubmissionProgress(self.step, before + submitted, done, waits_s, tensors)
+        return SubmissionProgress(self.step, (self.step - 1) * len(self._exchanges) + num_submitted, waits_s, tensors)
 
     def _warn(self) -> None:
+        if time.monotonic() < self._next_warning:
+            return
         keys = {rank: _KEY.format(rank=rank) for rank in range(self._world)}
         reported = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         reports = {rank: SubmissionProgress(**fields) for rank, fields in reported.items()}
-        for stall in find_stalls(self._groups, reports, self._warn_s):
-            key, now = (stall.step, stall.exchange, stall.waiting), time.monotonic()
-            if now - self._warned.get(key, -self._warn_s) >= self._warn_s:
-                self._warned = {key: now}
-                print(stall.text(), file=sys.stderr, flush=True)
+        for warning in filter(None, (stall_warning(group, reports, self._warn_s) for group in self._groups)):
+            self._next_warning = time.monotonic() + self._warn_s
+            print(warning, file=sys.stderr, flush=True)

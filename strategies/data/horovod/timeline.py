@@ -20,7 +20,7 @@ from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 
 from .exchanges import WatchedExchange
-from .settings import HorovodSettings
+from .plan import Horovod
 
 STEPS_ROW = 0
 
@@ -29,18 +29,18 @@ class Timeline:
     """One file. Rows (`pid`): 0 for steps, then one per buffer, then one per tensor."""
 
     def __init__(
-        self, path: Path, exchanges: Sequence[WatchedExchange], parameters: Sequence[LocalParameter], plan: Plan
+        self, directory: Path, exchanges: Sequence[WatchedExchange], parameters: Sequence[LocalParameter], plan: Plan
     ):
-        strategy = HorovodSettings.of(plan)
-        self._file = path.open("w")
+        strategy = Horovod.of(plan)
+        self._file = (directory / "timeline.json").open("w")
         self._file.write("[\n")
         self._began = perf_counter()
         self._exchanges = exchanges
         names = [name for exchange in exchanges for name in exchange.names]
         self._row_of = {name: 1 + len(exchanges) + number for number, name in enumerate(names)}
         self._ready: dict[str, float] = {}  # when the gradient was, in this step
-        backend = "NCCL" if plan.device == "cuda" else "GLOO"
-        self._operation = strategy.sum_name.upper() if strategy.sum_name else f"{backend}_ALLREDUCE"
+        native = "NCCL_ALLREDUCE" if plan.device == "cuda" else "GLOO_ALLREDUCE"
+        self._operation = native if strategy.algorithm.native else strategy.algorithm.name.upper()
         self._compression = strategy.exchange_form(plan).compression or "none"
         rows = {STEPS_ROW: "steps"} | {1 + n: f"fusion buffer {n}" for n in range(len(exchanges))}
         for row, name in (rows | {row: name for name, row in self._row_of.items()}).items():

@@ -16,10 +16,6 @@ class LocalSGD(IndependentReplicas):
 
     kind = "local_sgd"
     config_class = LocalSGDConfig
-    description = (
-        "Replicas train by themselves for `sync_every` steps; then one all-reduce a bucket averages their weights.",
-        "Stich 2019",
-    )
     default_sync_every = 8
 
     def equivalence(self, plan: Plan) -> Equivalence:

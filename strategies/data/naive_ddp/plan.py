@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from parallelrun.planner.contract.data_strategy import DataStrategy
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.pieces.expert_axes import replica_axis
 from parallelrun.planner.predict.prediction import merge
@@ -25,11 +25,6 @@ class NaiveDDP(DataStrategy):
     takes_experts = True
     takes_context = True
     overlaps_backward = False
-    description = (
-        "Each rank computes the gradients of its own samples. After backward, one all-reduce per parameter sums its "
-        "gradient over the replicas, and the rank waits for each.",
-        "Li et al. 2020 (PyTorch Distributed, section 3.2.1)",
-    )
 
     @classmethod
     def resolve(cls, request: Request) -> NaiveDDP:
@@ -38,11 +33,8 @@ class NaiveDDP(DataStrategy):
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         trained = trained_parameters(plan, pp_rank)
         calls = [
-            Collective(replica_axis(held.layout, plan), "all_reduce", "gradients", 1, reduce_bytes(plan) * prod(shape))
-            for held, shape in zip(trained, local_shapes(trained, coordinate, plan))
-            if is_summed(held, plan)
+            Collective(replica_axis(p.layout, plan), "all_reduce", "gradients", 1, reduce_bytes(plan) * prod(shape))
+            for p, shape in zip(trained, local_shapes(trained, coordinate, plan))
+            if is_summed(p, plan)
         ]
         return merge(calls) + final_collectives(pp_rank, coordinate, plan)
-
-    def equivalence(self, plan: Plan) -> Equivalence:
-        return Equivalence("exact")

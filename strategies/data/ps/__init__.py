@@ -15,7 +15,7 @@ worker, so its link is the busiest (closed form in plan.py). Workers hold no opt
 Proof: exact for sync without backup workers; else a replay of its apply log (bit for bit: reference.py,
 tests/ranks/test_ps.py, tests/cli/test_ps_failures.py).
 
-Files: plan.py (settings, checks, prediction), shards.py, protocol.py (headers of messages), apply_log.py and
-synchronization.py are torch-free. connections.py sends and receives, store.py holds a server's shards, server.py and
-worker.py are the two roles, metrics.py writes the records, runtime.py is the entry, reference.py is the proof.
+Files: plan.py, shards.py, protocol.py (headers of messages), apply_log.py and synchronization.py are torch-free.
+connections.py sends and receives, store.py has a server's shards, server.py and worker.py are the two roles, runtime.py
+is the entry.
 """

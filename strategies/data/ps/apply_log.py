@@ -37,8 +37,8 @@ class AppliedUpdate:
     """One update of one server, from version - 1 to `version`, by the mean of `pushes` in that order.
 
     applied: False for a step that was skipped because a value was not finite. coefficient: of clipping on the server.
-    loss, norm: of the update. queue: other requests that the server held when the last push arrived. gap: the clock gap
-    then. time_s: since the server began, evaluation and saving included. step_time_s: of the worker.
+    loss, norm: of the update. gap: the clock gap then. time_s: since the server began, evaluation and saving included.
+    step_time_s: of the worker.
     """
 
     server: int
@@ -50,7 +50,6 @@ class AppliedUpdate:
     norm: float
     applied: bool = True
     coefficient: float = 1.0
-    queue: int = 0
     gap: int = 0
     time_s: float = 0.0
     step_time_s: float = 0.0
@@ -76,7 +75,7 @@ class DroppedPush:
 LogRow = AppliedUpdate | DroppedPush
 
 
-def append(directory: Path, row: LogRow) -> None:
+def append_row(directory: Path, row: LogRow) -> None:
     """Append a row. Raises OSError for a full disk: a log with a missing row could not be replayed."""
     derived: dict[str, Any] = {"staleness": row.staleness} if isinstance(row, AppliedUpdate) else {}
     kind = "update" if isinstance(row, AppliedUpdate) else "dropped"
@@ -103,7 +102,7 @@ class ApplyLogReader:
         return [_row(json.loads(line)) for line in complete.splitlines()]
 
 
-def read(directory: Path) -> list[LogRow]:
+def read_log(directory: Path) -> list[LogRow]:
     """Return the complete log of a run."""
     return ApplyLogReader(directory).new_rows()
 
@@ -122,14 +121,13 @@ def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class LogStatistics:
-    """Staleness, clock gap, dropped pushes, queue and rates, from one server's rows of the apply log."""
+    """Staleness, clock gap and dropped pushes, from one server's rows of the apply log."""
 
     def __init__(self) -> None:
         self._updates: Counter[bool] = Counter()  # by whether they were applied
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)  # by worker
-        self._dropped: Counter[int] = Counter()
-        self._queue: Counter[int] = Counter()
-        self._gap, self._seconds = 0, 0.0
+        self._dropped: Counter[int] = Counter()  # by worker
+        self._gap = 0
 
     def add(self, row: LogRow) -> None:
         if isinstance(row, DroppedPush):
@@ -138,34 +136,19 @@ class LogStatistics:
         self._updates[row.applied] += 1
         for push, staleness in zip(row.pushes, row.staleness):
             self._staleness[push.worker][staleness] += 1
-        self._queue[row.queue] += 1
-        self._gap, self._seconds = max(self._gap, row.gap), row.time_s
+        self._gap = max(self._gap, row.gap)
 
     def document(self) -> dict[str, Any]:
         """Return the fields of servers.json."""
         staleness = sum(self._staleness.values(), Counter[int]())
+        num_pushes = staleness.total()
         return {
             "updates": self._updates[True],
             "skipped_updates": self._updates[False],
-            "updates_per_s": self._updates[True] / self._seconds if self._seconds else None,
-            "staleness_mean": _mean(staleness),
+            "staleness_mean": sum(s * count for s, count in staleness.items()) / num_pushes if num_pushes else None,
             "staleness_max": max(staleness, default=None),
-            "staleness": _histogram(staleness),
-            "staleness_of_worker": {w: _histogram(counts) for w, counts in sorted(self._staleness.items())},
-            "staleness_mean_of_worker": {w: _mean(counts) for w, counts in sorted(self._staleness.items())},
+            "staleness_of_worker": {worker: dict(sorted(c.items())) for worker, c in sorted(self._staleness.items())},
             "clock_gap_max": self._gap,
             "dropped_gradients": self._dropped.total(),
-            "dropped_of_worker": _histogram(self._dropped),
-            "server_queue_mean": _mean(self._queue),
-            "server_queue_max": max(self._queue, default=None),
-            "server_queue": _histogram(self._queue),
+            "dropped_of_worker": dict(sorted(self._dropped.items())),
         }
-
-
-def _histogram(counts: Counter[int]) -> dict[int, int]:
-    return dict(sorted(counts.items()))
-
-
-def _mean(counts: Counter[int]) -> float | None:
-    total = counts.total()
-    return sum(value * count for value, count in counts.items()) / total if total else None

@@ -1,4 +1,4 @@
-"""The checkpoints of one server, written beside serving where `checkpoint.asynchronous` asks for it."""
+"""The checkpoints of one server, written concurrently with serving where `checkpoint.asynchronous` asks for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import SaveFailed
 from parallelrun.checkpoint.background import BackgroundWriter
-from parallelrun.checkpoint.find import FOLDER, keep_last
+from parallelrun.checkpoint.find import FOLDER
 from parallelrun.checkpoint.store import write_parts
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.mesh import Group
@@ -21,25 +21,25 @@ from .store import ShardStore
 
 
 class ServerCheckpoints:
-    """Saves the shards of one server, together with the other servers, which decide alike. Collective over them.
+    """Saves the shards of one server, together with the other servers, which decide identically.
 
-    All calls but the first are made under the server's lock. times: paused, that workers waited for the servers.
+    Collective over the servers. All calls but the first are made under the server's lock. times: paused, that workers
+    waited for the servers.
     """
 
     def __init__(self, config: Config, plan: Plan, context: WorkerContext, store: ShardStore, group: Group):
         self._config, self._plan, self._context, self._store, self._group = config, plan, context, store, group
         self.times = SaveTimes()
-        self._step = 0  # of the save beside serving
+        self._step = 0  # of the save in the background
         self._failed_step = 0  # of a save that has failed, until the workers are told
         self._failed_in_a_row = 0
-        self._beside: BackgroundWriter | None = None
-        self._is_prepared = False
+        self._background: BackgroundWriter | None = None
         if config.checkpoint.asynchronous and config.checkpoint.every:
-            self._beside = BackgroundWriter(plan, group, torch.device("cpu"), config.timeout_s)
-            self._beside.join()
+            self._background = BackgroundWriter(plan, group, torch.device("cpu"), config.timeout_s)
+            self._background.join()
 
     def save(self, clocks: Mapping[int, int], final: bool) -> int:
-        """Save `checkpoints/step_<lowest clock>`, beside serving unless it is the final one.
+        """Save `checkpoints/step_<lowest clock>`, in the background unless it is the final one.
 
         clocks: of the live workers, which all wait at a barrier. Return the step of a save that has failed and of which
         the workers do not know yet, else 0. Raises SaveFailed for the last chance to save, and for the second failure
@@ -49,63 +49,56 @@ class ServerCheckpoints:
         self._context.heartbeat(step, "save")
         self._collect()
         parts, extra, keep = self._store.parts(), self._store.extra(clocks), self._config.checkpoint.keep
-        if self._beside and not final:
-            self._beside.start(parts, folder, step, extra, keep)
+        if self._background and not final:
+            self._background.start(parts, folder, step, extra, keep)
             self._step = step
         else:
-            group = self._group
+            group, alone = self._group.process_group, self._group.size == 1
             try:
-                write_parts(folder, step, parts, extra, self._plan, group.index, group.size == 1, group.process_group)
-                keep_last(folder, keep, group.index)
+                write_parts(folder, step, parts, extra, self._plan, keep=keep, group=group, alone=alone)
             except SaveFailed:
-                self._failed(step, final)
+                self._fail(step, final)
             else:
-                self._saved(time.perf_counter() - began)
+                self._succeed(time.perf_counter() - began)
         self.times.paused.append(time.perf_counter() - began)
-        return self._news()
+        return self._pop_failed_step()
 
     def before_update(self) -> None:
         """Wait until the shards may change."""
-        if self._beside and self._beside.is_pending:
+        if self._background and self._background.is_pending:
             began = time.perf_counter()
-            self._beside.wait_for_copies()
+            self._background.wait_for_copies()
             self.times.paused[-1] += time.perf_counter() - began
 
-    def after_update(self) -> None:
-        """After the first update, obtain the memory for copies: the optimizer's state exists now."""
-        if self._beside and not self._is_prepared:
-            self._is_prepared = True
-            self._beside.prepare(self._store.parts())
-
-    def look(self) -> None:
-        """Learn how the save beside serving has ended, if it has. Raises its error if the run must end."""
-        if self._beside and self._beside.is_done:
+    def poll(self) -> None:
+        """Record how the save in the background has ended, if it has. Raises its error if the run must end."""
+        if self._background and self._background.is_done:
             self._collect()
 
     def finish(self) -> int:
-        """Wait for the save beside serving. Return the step of a save that has failed, as `save` does."""
+        """Wait for the save in the background. Return the step of a save that has failed, as `save` does."""
         self._collect()
-        return self._news()
+        return self._pop_failed_step()
 
     def _collect(self) -> None:
-        if self._beside is None or not self._beside.is_pending:
+        if self._background is None or not self._background.is_pending:
             return
         try:
-            self._beside.collect()
+            self._background.collect()
         except SaveFailed:
-            self._failed(self._step, False)
+            self._fail(self._step, False)
         else:
-            self._saved(self._beside.seconds)
+            self._succeed(self._background.seconds)
 
-    def _news(self) -> int:
+    def _pop_failed_step(self) -> int:
         failed, self._failed_step = self._failed_step, 0
         return failed
 
-    def _saved(self, seconds: float) -> None:
+    def _succeed(self, seconds: float) -> None:
         self._failed_in_a_row = 0
         self.times.written.append(seconds)
 
-    def _failed(self, step: int, final: bool) -> None:
+    def _fail(self, step: int, final: bool) -> None:
         """Record a save that has failed. Call it while its error is handled: if the run must end, it is raised."""
         self._failed_in_a_row += 1
         self._failed_step = step

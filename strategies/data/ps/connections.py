@@ -1,8 +1,7 @@
-"""Point-to-point connections between workers and servers, seen from either end, and the flat buffers they carry.
+"""Point-to-point connections between workers and servers, and the flat buffers that they carry in CPU memory.
 
-gloo sets the rules: a blocking send returns when the peer receives, and a receive can neither be polled nor cancelled.
-So a server has one thread per worker that waits in a blocking receive, and workers send without waiting. Payloads are
-in CPU memory; on GPUs this leaves NCCL, which has no tags, to the workers.
+A receive of gloo can neither be polled nor cancelled. So a server has one thread per worker that waits in a blocking
+receive, and workers send without waiting. NCCL, which has no tags, is used among workers only.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from parallelrun.distributed import comm, torch_private
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Collective, Plan
 
+from ..common.flat import flat_views, flatten, unflatten
 from .plan import sharding
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .shards import Shard
@@ -39,22 +39,6 @@ def collect_facts(rank: int) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(torch_private.default_store().get(_FACTS.format(rank=rank))))
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat tensor of all elements."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def unflatten(flat: Tensor, into: Sequence[Tensor]) -> None:
-    """Copy a flat tensor back into the tensors that it was made of."""
-    for tensor, part in zip(into, flat.split([tensor.numel() for tensor in into])):
-        tensor.copy_(part.view_as(tensor))
-
-
-def shard_views(flat: Tensor, shards: Sequence[Shard]) -> list[Tensor]:
-    """Views of a flat buffer, one per shard, in the shape of its rows."""
-    return [part.view(shard.shape) for shard, part in zip(shards, flat.split([shard.numel for shard in shards]))]
-
-
 class PeerLost(RuntimeError):
     """The rank at the other end of a channel has exited."""
 
@@ -68,7 +52,7 @@ class Channel:
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
 
     def send(self, tensor: Tensor, purpose: str) -> None:
-        """Start to send a contiguous CPU tensor, which must not change until `flush`. Raises PeerLost."""
+        """Start to send a CPU tensor, which must not change until `flush`. Raises PeerLost."""
         assert tensor.is_contiguous() and tensor.device.type == "cpu"
         with self._guarded(), comm.label(AXIS, purpose):
             self._sent.append((dist.isend(tensor, dst=self.peer, tag=_TAGS[purpose]), tensor))
@@ -81,8 +65,7 @@ class Channel:
     def flush(self) -> list[Collective]:
         """Wait until the peer has received everything; return all messages since the last flush. Raises PeerLost.
 
-        Channels count their own messages, because a `CommunicationCounter` sees those of its own thread only. Bytes are
-        counted at the sender.
+        Channels count their own messages, because a `CommunicationCounter` sees those of its own thread only.
         """
         with self._guarded():
             for work, _ in self._sent:
@@ -101,7 +84,7 @@ class Channel:
         return into
 
     def receive_header(self, kind: type[Header]) -> Header:
-        """Wait for a header of that kind; its numbers get the types of the kind's defaults. Raises PeerLost."""
+        """Wait for a header; its numbers get the types of the kind's defaults. Raises PeerLost."""
         values = self.receive(torch.empty(len(kind._fields), dtype=torch.float64), CONTROL).tolist()
         return kind(*(type(default)(value) for default, value in zip(kind._field_defaults.values(), values)))
 
@@ -116,8 +99,8 @@ class Channel:
 class WorkerConnection:
     """A server's end of the connection to one worker: the channel, one buffer per direction, and what it measures.
 
-    num_exchanges: pushes that were answered. messages: of the counted exchange. blocked_s: seconds for which answers
-    were held back.
+    num_exchanges: pushes that were answered. messages: of the counted exchange. blocked_s: seconds for which the worker
+    waited for answers to its pushes.
     """
 
     def __init__(self, worker: int, weights: Tensor):
@@ -148,7 +131,8 @@ class ShardBuffers:
 
     def pack(self) -> None:
         """Copy the gradients into `pushes`."""
-        torch_private.copy_all(self._push_views, [_rows(self._gradient(shard.name), shard) for shard in self._shards])
+        gradients = {name: tensor.grad for name, tensor in self._parameters.items() if tensor.grad is not None}
+        torch_private.copy_all(self._push_views, [_rows(gradients[shard.name], shard) for shard in self._shards])
 
     def unpack(self) -> None:
         """Copy `pulls` into the weights."""
@@ -162,12 +146,7 @@ class ShardBuffers:
         return values
 
     def _views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        return [view for flat, shards in zip(flats, self._by_server) for view in shard_views(flat, shards)]
-
-    def _gradient(self, name: str) -> Tensor:
-        gradient = self._parameters[name].grad
-        assert gradient is not None, f"backward left no gradient for {name}"
-        return gradient
+        return [v for flat, own in zip(flats, self._by_server) for v in flat_views(flat, (s.shape for s in own))]
 
 
 def _rows(tensor: Tensor, shard: Shard) -> Tensor:
@@ -177,7 +156,7 @@ def _rows(tensor: Tensor, shard: Shard) -> Tensor:
 class ServerClient:
     """A worker's connections to all servers: pushes go to every server at once, pulls fill the module's weights.
 
-    versions: of each server's weights, as last pulled. torn_reads: pulls in which the servers' versions differed.
+    versions: of each server's weights, as last pulled.
     """
 
     def __init__(self, plan: Plan, parameters: Sequence[LocalParameter], frozen: Sequence[LocalParameter]):
@@ -185,7 +164,6 @@ class ServerClient:
         self._frozen = [parameter.tensor.detach() for parameter in frozen]
         self._channels = [Channel(plan.num_workers + server) for server in range(plan.servers)]
         self.versions = [0] * plan.servers
-        self.torn_reads = 0
 
     def read(self) -> ServerReply:
         """Pull the current weights; return the first server's reply."""
@@ -197,18 +175,17 @@ class ServerClient:
         return self._pull(requests, self.buffers.pushes)
 
     def wait_at_barrier(self, request: WorkerRequest, waiting: Callable[[], None]) -> int:
-        """Arrive at a barrier (Ask.SAVE or Ask.END) and wait for its release.
+        """Wait at a barrier (Ask.SAVE or Ask.END); return the step of a checkpoint that could not be written, or 0.
 
-        Return the step of a checkpoint that could not be written, this one or the one before it; 0 if there is none.
         waiting: called about once a second meanwhile.
         """
         for channel in self._channels:
             channel.send_header(request)
-        waiting_for, failed = self._channels, 0
-        while waiting_for:
-            replies = [channel.receive_header(ServerReply) for channel in waiting_for]
+        pending, failed = self._channels, 0
+        while pending:
+            replies = [channel.receive_header(ServerReply) for channel in pending]
             failed = max(failed, *(reply.clock for reply in replies if reply.ready), 0)
-            waiting_for = [channel for channel, reply in zip(waiting_for, replies) if not reply.ready]
+            pending = [channel for channel, reply in zip(pending, replies) if not reply.ready]
             waiting()
         for channel in self._channels:
             channel.flush()
@@ -243,7 +220,6 @@ class ServerClient:
     def _pull(self, requests: Sequence[WorkerRequest], pushes: Sequence[Tensor]) -> ServerReply:
         replies = self._exchange(self._channels, requests, pushes, self.buffers.pulls)
         self.versions = [reply.version for reply in replies]
-        self.torn_reads += len(set(self.versions)) > 1
         self.buffers.unpack()
         return replies[0]
 

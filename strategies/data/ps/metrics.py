@@ -1,7 +1,7 @@
 """Records of a run: metrics.jsonl, comm.json, summary.json and servers.json, all written by worker 0.
 
 If the workers are in step, each step of worker 0 is a row of metrics.jsonl. Otherwise each update in the first server's
-apply log is a row; the newest row is held back until the next one, so that an evaluation can be added to it.
+apply log is a row; the newest row is written with the next one, so that an evaluation can be added to it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from parallelrun.base.records import write_json
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.loop.step import Evaluation
-from parallelrun.training.loop.step_record import StepRecord
 from parallelrun.training.metrics.recorder import Recorder
+from parallelrun.training.metrics.step_records import StepRecord
 from parallelrun.training.metrics.timing import StepClock
 
 from .apply_log import AppliedUpdate, ApplyLogReader
 from .plan import ParameterServer, sharding
 from .protocol import ServerReply
 
-SUMMARY = (  # the fields of `LogStatistics` that summary.json has too
-    "updates", "updates_per_s", "staleness_mean", "staleness_max", "clock_gap_max", "dropped_gradients",
-    "server_queue_mean", "server_queue_max",
-)  # fmt: skip
+# the fields of `LogStatistics` that summary.json has too
+SUMMARY = ("updates", "staleness_mean", "staleness_max", "clock_gap_max", "dropped_gradients")
 
 
 class MetricsWriter:
@@ -39,7 +37,7 @@ class MetricsWriter:
         num_rows = (training.config.steps - start) * (1 if self._settings.synchronous else plan.num_workers)
         self.recorder = Recorder(training, context, num_rows if self.by_log else None)
         self._reader = ApplyLogReader(context.directory)
-        self._held: StepRecord | None = None
+        self._last_record: StepRecord | None = None
         self._samples = start * plan.batch.global_batch
         self._last_s = 0.0
         self._began = time.perf_counter()
@@ -68,40 +66,29 @@ class MetricsWriter:
             return
         for row in self._reader.new_rows():
             if isinstance(row, AppliedUpdate) and row.server == 0:
-                self._hold(self._record(row))
+                self._record_later(self._record(row))
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation of the weights after the newest update, as this worker pulled them, to its row."""
-        if self._held is not None:
-            self._held = replace(self._held, val_loss=evaluation.loss, val_top1=evaluation.top1)
+        if self._last_record is not None:
+            self._last_record = replace(self._last_record, val_loss=evaluation.loss, val_top1=evaluation.top1)
 
     def finish(self, everyone: dict[int, dict[str, Any]], state: str, clock: int, more: dict[str, Any]) -> None:
         """Write the last row and the files of the end. everyone: the facts of every rank that is not lost."""
         self.follow_log()
-        self._hold(None)
+        self._record_later(None)
         plan, settings = self._training.plan, self._settings
-        servers = [everyone[plan.num_workers + index] for index in range(plan.servers)]
-        statistics = servers[0]["statistics"]
-        blocked = {int(worker): seconds for worker, seconds in servers[0]["blocked_s"].items()}
+        first_server = everyone[plan.num_workers]
+        statistics = first_server["statistics"]
         facts = {
             "servers": plan.servers,
             "consistency": settings.consistency,
             "staleness_bound": settings.staleness,
             "backup_workers": settings.backup_workers,
-            "torn_reads": sum(rank.get("torn_reads", 0) for rank in everyone.values()),
-            "blocked_s": max(blocked.values(), default=0.0),
-            "lost_workers": len(servers[0]["lost"]),
+            "lost_workers": len(first_server["lost"]),
             "shard_imbalance": sharding(plan).imbalance,
         }
-        document = {
-            **statistics,
-            **facts,
-            "blocked_s_of_worker": blocked,
-            "lost_worker_numbers": servers[0]["lost"],
-            "shard_bytes": sharding(plan).num_bytes,
-            "pushed_bytes": [server["pushed_bytes"] for server in servers],
-            "pulled_bytes": [server["pulled_bytes"] for server in servers],
-        }
+        document = {**statistics, **facts, "blocked_s_of_worker": first_server["blocked_s"]}
         write_json(self._context.directory / "servers.json", document)
         summary = {"steps": clock, **{name: statistics[name] for name in SUMMARY}, **facts, **more}
         self.recorder.write_end(everyone, state, summary)
@@ -125,7 +112,7 @@ class MetricsWriter:
             row.version, row.loss, row.norm, row.lr, row.applied, seconds, row.time_s, None, 1.0, None, None, more
         )
 
-    def _hold(self, record: StepRecord | None) -> None:
-        if self._held is not None:
-            self.recorder.step(self._held)
-        self._held = record
+    def _record_later(self, record: StepRecord | None) -> None:
+        if self._last_record is not None:
+            self.recorder.step(self._last_record)
+        self._last_record = record

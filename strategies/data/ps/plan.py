@@ -6,7 +6,6 @@ The servers are the last ranks and outside the mesh: dp counts the workers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES, TABLE
@@ -22,21 +21,16 @@ from ..common.keys import ParameterServerConfig
 from .protocol import AXIS, CONTROL, NORM_BYTES, PULL, PUSH, REPLY_BYTES, REQUEST_BYTES
 from .shards import Sharding, assign, cut
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
 DEFAULT_STALENESS = 2
 
 
 @dataclass(frozen=True)
 class ParameterServer(DataStrategy):
-    """Workers hold a copy of the weights; servers own the weights and the optimizer's state.
-
-    consistency: sync (one update from all workers' gradients), async (one update per push) or ssp (async, but no worker
-    is more than `staleness` clocks ahead of the slowest). staleness: None unless ssp. backup_workers: of sync, the
-    number of gradients that an update does not wait for. delays: (worker, seconds) added to each of its steps, to show
-    the effect of a slow worker. shard_min_bytes: tensors are cut into pieces of at least this size.
+    """consistency: sync (one update from all workers' gradients), async (one update per push) or ssp (async, but no
+    worker is more than `staleness` clocks ahead of the slowest). staleness: None unless ssp. backup_workers: of sync,
+    the number of gradients that an update does not wait for. delays: (worker, seconds) added to each of its steps, to
+    show the effect of a slow worker. shard_min_bytes: tensors are cut into pieces of at least this size.
     """
 
     kind = "ps"
@@ -85,20 +79,17 @@ class ParameterServer(DataStrategy):
         return ParameterServerConfig.of(config).servers
 
     @classmethod
-    def num_servers(cls, asked: int | None) -> int:
-        """Ranks that are not workers."""
-        return asked if isinstance(asked, int) and asked > 0 else 1
+    def num_servers(cls, requested: int | None) -> int:
+        return requested if isinstance(requested, int) and requested > 0 else 1
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         problems = _check_other_axes(request)
-        checks = (
-            _check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers, _check_corruption,
-        )  # fmt: skip
+        checks = (_check_consistency, _check_delays, _check_num_servers, _check_unsupported)
         return problems or [problem for check in checks for problem in check(request)]
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> ParameterServer:
         data = ParameterServerConfig.of(request.config)
         return cls(
             servers=request.servers,
@@ -111,13 +102,11 @@ class ParameterServer(DataStrategy):
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
-        """The default bound of ssp, where the user gave none."""
         if _consistency(request) != SSP or ParameterServerConfig.of(request.config).staleness is not None:
             return ()
         return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
 
     def resolved_config(self, config: Config) -> ParameterServerConfig:
-        """Return the keys with the resolved number of servers."""
         return replace(ParameterServerConfig.of(config), servers=self.servers)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
@@ -177,20 +166,18 @@ class ParameterServer(DataStrategy):
         for the answer of each worker."""
         weights = sharding(plan).num_bytes[server]
         pushes = pulls = plan.num_workers * weights
-        return Memory(
-            weights, weights + pushes, weights * plan.optimizer_states, 0, pulls, ("the framework's own memory",)
-        )
+        states, not_counted = weights * plan.optimizer_states, ("the framework's own memory",)
+        return Memory(weights, weights + pushes, states, 0, pulls, not_counted)
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """A worker pulls the weights of each server into a buffer."""
         return sum(sharding(plan).num_bytes)
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """And pushes gradients from another."""
+        """A worker pushes gradients from another buffer."""
         return sum(sharding(plan).num_bytes)
 
     def num_shards(self, server: int, plan: Plan) -> int:
-        """Tensors, or pieces of tensors, that one server owns."""
         return len(sharding(plan).of_server[server])
 
     def equivalence(self, plan: Plan) -> Equivalence:
@@ -231,30 +218,27 @@ def _check_other_axes(request: Request) -> list[Problem]:
     ]
 
 
-def _check_staleness(request: Request) -> list[Problem]:
-    consistency, staleness = _consistency(request), ParameterServerConfig.of(request.config).staleness
-    if staleness is None or consistency == SSP:
-        return []
-    why = "every update waits for all workers, so no gradient is stale" if consistency == SYNC else "async has no bound"
-    message = f"staleness={staleness} with consistency={consistency}: {why}"
-    return [Problem(message, "staleness", "consistency=ssp, or leave staleness out", kind="contradiction")]
-
-
-def _check_backup(request: Request) -> list[Problem]:
-    backups = ParameterServerConfig.of(request.config).backup_workers or 0
-    consistency = _consistency(request)
+def _check_consistency(request: Request) -> list[Problem]:
+    """Staleness and backup workers that the consistency does not read, or that leave no gradient for an update."""
+    data, consistency, problems = ParameterServerConfig.of(request.config), _consistency(request), []
+    staleness, backups = data.staleness, data.backup_workers or 0
+    if staleness is not None and consistency != SSP:
+        cause = "every update waits for all workers, so no gradient is stale"
+        cause = cause if consistency == SYNC else "async has no bound"
+        message = f"staleness={staleness} with consistency={consistency}: {cause}"
+        fix = "consistency=ssp, or leave staleness out"
+        problems.append(Problem(message, "staleness", fix, kind="contradiction"))
     if backups and consistency != SYNC:
-        message = (
-            f"backup_workers={backups} with consistency={consistency}: an update uses one gradient, so none is spare"
-        )
-        return [
-            Problem(message, "backup_workers", "consistency=sync, or leave backup_workers out", kind="contradiction")
-        ]
-    if backups < request.dp or not backups:
-        return []
-    message = f"backup_workers={backups} of dp={request.dp}: an update needs at least one gradient"
-    more = f"dp={backups + 1}" if request.config.world is None else f"world={backups + 1 + request.servers}"
-    return [Problem(message, "backup_workers", f"{more} or backup_workers={request.dp - 1}", kind="arithmetic")]
+        cause = "an update uses one gradient, so none is spare"
+        message = f"backup_workers={backups} with consistency={consistency}: {cause}"
+        fix = "consistency=sync, or leave backup_workers out"
+        problems.append(Problem(message, "backup_workers", fix, kind="contradiction"))
+    elif backups and backups >= request.dp:
+        message = f"backup_workers={backups} of dp={request.dp}: an update needs at least one gradient"
+        more = f"dp={backups + 1}" if request.config.world is None else f"world={backups + 1 + request.servers}"
+        fix = f"{more} or backup_workers={request.dp - 1}"
+        problems.append(Problem(message, "backup_workers", fix, kind="arithmetic"))
+    return problems
 
 
 def _check_delays(request: Request) -> list[Problem]:
@@ -267,28 +251,27 @@ def _check_delays(request: Request) -> list[Problem]:
     return []
 
 
-def _check_router(request: Request) -> list[Problem]:
-    """Router biases follow the load of all workers, and workers do not exchange theirs."""
-    router, key = request.spec.router, "model.router.bias_rate"
-    if router is None or router.bias_rate == 0.0:
-        return []
-    message = f"{key}={router.bias_rate} needs the expert load of the global batch, which workers of ps do not exchange"
-    return [Problem(message, key, f"{key}=0, or strategy.data.kind=ddp", kind="not_built")]
-
-
 def _check_num_servers(request: Request) -> list[Problem]:
     """Every server must own something."""
     element_size = BYTES[TABLE[request.config.precision.name].stored]
-    least = int(ParameterServerConfig.of(request.config).shard_min_kb * 2**10)
-    pieces = len(cut(request.spec, request.servers, least, element_size))
+    min_bytes = int(ParameterServerConfig.of(request.config).shard_min_kb * 2**10)
+    pieces = len(cut(request.spec, request.servers, min_bytes, element_size))
     if request.servers <= pieces:
         return []
-    message = f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {least} bytes"
+    message = (
+        f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {min_bytes} bytes"
+    )
     return [Problem(message, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]
 
 
-def _check_corruption(request: Request) -> list[Problem]:
-    if not request.config.sdc.every:
-        return []
-    message = "sdc.every looks for silent data corruption in steps that all ranks take alike, not on parameter servers"
-    return [Problem(message, "sdc.every", "sdc.every=0 or strategy=ddp", kind="not_built")]
+def _check_unsupported(request: Request) -> list[Problem]:
+    """Features for which all workers would have to exchange something in every step."""
+    router, key, problems = request.spec.router, "model.router.bias_rate", []
+    if router is not None and router.bias_rate != 0.0:
+        message = f"{key}={router.bias_rate} needs the expert load of the global batch"
+        message += ", which workers of ps do not exchange"
+        problems.append(Problem(message, key, f"{key}=0, or strategy.data.kind=ddp", kind="not_built"))
+    if request.config.sdc.every:
+        message = "sdc.every looks for silent data corruption in steps that all ranks take, not on parameter servers"
+        problems.append(Problem(message, "sdc.every", "sdc.every=0 or strategy=ddp", kind="not_built"))
+    return problems

@@ -2,10 +2,9 @@
 
 In each step a worker sends every server a header (`control`) and the gradient of that server's shards (`push`). Each
 server answers with a header (`control`) and its weights (`pull`). Gradients and weights are flat, in the order of
-`shards.assign`, and of one dtype. Where one update averages several pushes and there are several servers, these sum the
-squared gradient norm (`control`), so that all clip alike.
+`shards.assign`. Several synchronous servers sum the squared gradient norm (`control`), so that all clip by one norm.
 
-A header is a fixed number of fp64 numbers: gloo's receives need a size known beforehand, and fp64 keeps integers exact.
+A header is a fixed number of fp64 numbers: a receive of gloo needs the size, and fp64 keeps integers exact.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The proof of a parameter server: `verify` against one device if the workers are in step, else against a replay.
 
-The replay runs the apply log in one process. It recomputes every push from the weights that the worker had used (of
-each server, the version that the log names) and applies the updates in the logged order to the same `ShardStore`s.
+The replay recomputes every push from the weights that the worker had used (of each server, the version that the log
+names) and applies the updates in the logged order to the same `ShardStore`s.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.loop.step import measure
-from parallelrun.training.verify.checked import checked_config, checked_plan
+from parallelrun.training.verify.checked import checked_config, checked_plan, single_device
 from parallelrun.training.verify.replay import weights_of
 from parallelrun.training.verify.run import conclude, judge, reference_trace
-from parallelrun.training.verify.single_device import single_device
 from parallelrun.training.verify.trace import Trace
 
-from . import apply_log
-from .apply_log import AppliedUpdate, LogRow, Push
+from .apply_log import AppliedUpdate, LogRow, Push, read_log
 from .connections import ShardBuffers
 from .plan import ParameterServer
 from .store import ShardStore
@@ -41,7 +39,7 @@ PushKey = tuple[int, int]  # (worker, clock)
 
 
 def checked(config: Config, plan: Plan) -> tuple[Config, Plan]:
-    """Return what is run in order to verify: verify's precision, optimizer and number of steps. On all ranks alike."""
+    """Return what is run in order to verify: verify's precision, optimizer and number of steps."""
     config = checked_config(config)
     return replace(config, steps=config.verify.steps), checked_plan(config, plan)
 
@@ -78,7 +76,7 @@ def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
     worker.end(clock)
     if worker.is_chief:
         trace.final = weights_of(training)
-        rows = [r for r in apply_log.read(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
+        rows = [r for r in read_log(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
         trace.losses, trace.grad_norms = [row.loss for row in rows], [row.norm for row in rows]
         trace.gradients = [_with_frozen(worker.client.read_gradient(row.version), training) for row in rows]
     if in_step:
@@ -93,7 +91,7 @@ def _replay(config: Config, plan: Plan, context: WorkerContext) -> Trace:
     """Return the trace of a replay of this run's apply log."""
     replay = LogReplay(config, plan, context.device)
     trace = Trace(initial=weights_of(replay.training))
-    replay.run(apply_log.read(context.directory))
+    replay.run(read_log(context.directory))
     training = replay.load_final()
     trace.losses, trace.grad_norms = replay.losses, replay.norms
     trace.gradients = [_with_frozen(gradients, training) for gradients in replay.gradients()]
@@ -148,24 +146,18 @@ class LogReplay:
         """
         updates = [row for row in rows if isinstance(row, AppliedUpdate)]
         self._pulled = _pulled_versions(rows, len(self.stores))
-        # A run keeps the running statistics of worker 0 only.
+        # A run saves the running statistics of worker 0 only.
         first = [row for row in updates if row.server == 0 and row.applied]
-        self._kept_statistics = {(p.worker, p.clock) for row in first for p in row.pushes if p.worker == 0}
+        self._with_statistics = {(p.worker, p.clock) for row in first for p in row.pushes if p.worker == 0}
         for row in updates:
             self._apply(row)
         if self._synchronous:
             self.norms = [self._squares[version] ** 0.5 for version in sorted(self._squares)]
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the current weights by name."""
-        return self._buffers.by_name([store.weights for store in self.stores])
-
     def gradients(self) -> list[dict[str, Tensor]]:
         """Return each version's gradient by name; of several async servers, their updates of equal number together."""
-        of_server = [
-            [by_server[server] for server in sorted(by_server)] for _, by_server in sorted(self._gradients.items())
-        ]
-        return [self._buffers.by_name(flats) for flats in of_server]
+        versions = [by_server for _, by_server in sorted(self._gradients.items())]
+        return [self._buffers.by_name([flat for _, flat in sorted(version.items())]) for version in versions]
 
     def load_final(self) -> Training:
         """Return the training with the current weights, to be evaluated."""
@@ -180,8 +172,8 @@ class LogReplay:
     def _apply(self, row: AppliedUpdate) -> None:
         store = self.stores[row.server]
         if row.version != store.version + 1:
-            said = f"update {row.version} of server {row.server} follows update {store.version} in the apply log"
-            raise VerificationError(Problem(said))
+            message = f"update {row.version} of server {row.server} follows update {store.version} in the apply log"
+            raise VerificationError(Problem(message))
         pushes = [self._recompute(push) for push in row.pushes]
         num_valid = sum(push.num_valid for push in pushes)
         counts = [float(push.num_valid) if self._synchronous and num_valid else 1.0 for push in pushes]
@@ -203,7 +195,7 @@ class LogReplay:
                 raise VerificationError(Problem("the apply log lacks rows: an update needs weights that no row makes"))
             self._load([versions[pulled] for versions, pulled in zip(self._versions, self._pulled[key])])
             loss_sum, num_valid = compute(self.training, self._readers[push.worker].batch(push.clock))
-            self.training.statistics.finish_step(key in self._kept_statistics)
+            self.training.statistics.finish_step(key in self._with_statistics)
             self._buffers.pack()
             norm = 0.0 if self._synchronous else clip(self._buffers.pushes, self._config.optimizer.clip)
             gradients = [flat.clone() for flat in self._buffers.pushes]
@@ -228,7 +220,7 @@ def _pulled_versions(rows: Sequence[LogRow], num_servers: int) -> dict[PushKey, 
 
 
 def _one_worker(config: Config, plan: Plan, device: torch.device) -> Training:
-    """A training on one device that computes as one worker does, in microbatches of the same size."""
+    """A training on one device that computes like one worker, in microbatches of the same size."""
     own_config, own_plan = single_device(config, plan)
     own_plan = replace(own_plan, batch=plan.batch, recompute=plan.recompute)
     return build(replace(own_config, recompute=config.recompute), own_plan, device)

@@ -114,7 +114,7 @@ def _end(
 ) -> None:
     """Wait for the other workers; worker 0 evaluates the final weights and writes the facts of all ranks."""
     plan, context = worker.training.plan, worker.context
-    own_facts = {**writer.recorder.facts(counted), "torn_reads": worker.client.torn_reads}
+    own_facts = writer.recorder.facts(counted)
     if not worker.is_chief:
         publish_facts(context.rank, own_facts)
     worker.end(clock, writer.follow_log)

@@ -23,10 +23,10 @@ from parallelrun.training.loop.gradients import clip_coefficient
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.metrics.recorder import peak_bytes
 
-from . import apply_log
-from .apply_log import AppliedUpdate, DroppedPush, LogRow, LogStatistics, Push
+from ..common.flat import flatten, unflatten
+from .apply_log import AppliedUpdate, DroppedPush, LogRow, LogStatistics, Push, append_row
 from .checkpoints import ServerCheckpoints
-from .connections import PeerLost, WorkerConnection, flatten, publish_facts, unflatten
+from .connections import PeerLost, WorkerConnection, publish_facts
 from .plan import ParameterServer
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .store import ShardStore
@@ -57,21 +57,18 @@ class Server:
         self._pending: dict[int, tuple[WorkerRequest, Tensor]] = {}  # synchronous: pushes of the next update, by worker
         self._last_reply = ServerReply()  # synchronous: to the pushes of the last update
         self._barriers = {Ask.SAVE: Barrier(), Ask.END: Barrier()}
-        self._num_open = 0  # pushes that have arrived and are not answered
         self._error: BaseException | None = None
         self._left: set[int] = set()
         self._gradients: list[Tensor] = []  # verify: of every update
         self._statistics = LogStatistics()
-        self._norm_sums: list[Collective] = []  # the first ones; the last of them is counted
+        self._norm_sum: list[Collective] = []  # the message of each update, once one was sent
         self._began = time.perf_counter()
         self.stopped = False  # whether a worker was asked to stop
 
     def serve(self) -> None:
         """Serve until all workers have left. Raises the first error of a thread."""
         for connection in self._connections:
-            threading.Thread(
-                target=self._attend, args=(connection,), daemon=True, name=f"worker-{connection.worker}"
-            ).start()
+            threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
         while True:
             with self._changed:
                 self._changed.wait(HEARTBEAT_S)
@@ -79,7 +76,7 @@ class Server:
                     raise self._error
                 if self._left >= self._clocks.live:
                     return
-                self._checkpoints.look()
+                self._checkpoints.poll()
             self._context.heartbeat(max(self._clocks.completed.values()), "serve")
 
     # one thread per worker
@@ -108,7 +105,7 @@ class Server:
                 self._changed.notify_all()
 
     def _lose(self, worker: int, error: BaseException) -> None:
-        """Go on without a worker whose connection is lost. Raise any other error, or if the plan cannot spare it."""
+        """Continue without a worker whose connection is lost, if the plan can spare it. Raise any other error."""
         spare = self._settings.spare_workers(self._plan.num_workers)
         if not isinstance(error, PeerLost) or worker == 0 or len(self._clocks.lost) >= spare:
             raise error
@@ -145,11 +142,9 @@ class Server:
         """Take in one push; return the reply and the weights, when the worker may have them."""
         with self._changed:
             arrived = time.perf_counter()
-            self._num_open += 1
             self.stopped = self.stopped or request.stop > 0
             take = self._join_update if self._settings.synchronous else self._apply_at_once
             reply = take(connection.worker, request, connection.push)
-            self._num_open -= 1
             connection.blocked_s += time.perf_counter() - arrived
             if self._settings.in_step:
                 return reply, self._store.weights
@@ -167,10 +162,7 @@ class Server:
         return reply._replace(version=self._store.version, stop=float(self.stopped))
 
     def _join_update(self, worker: int, request: WorkerRequest, gradient: Tensor) -> ServerReply:
-        """Make one update per clock, of several pushes (sync, backup workers, ssp with staleness 0).
-
-        A worker pushes for the next update, since it waits for each, or, with backup workers, for an earlier one.
-        """
+        """Make one update per clock, of several pushes (sync, backup workers, ssp with staleness 0)."""
         clock, version = request.clock, self._store.version
         if clock <= version:
             self._log(DroppedPush(self._index, worker, clock, request.pulled, version))
@@ -201,14 +193,12 @@ class Server:
         return self._apply(clock, pushes, loss, norm, applied, coefficient)
 
     def _sum_over_servers(self, squares: float) -> float:
-        """All servers clip by one norm."""
         if self._group is None:
             return squares
         total = torch.tensor([squares], dtype=torch.float64)
         with comm.label(AXIS, CONTROL, "sum"):
             dist.all_reduce(total, group=self._group)
-        if len(self._norm_sums) < COUNTED:
-            self._norm_sums.append(Collective(AXIS, "all_reduce", CONTROL, 1, total.nbytes))
+        self._norm_sum = [Collective(AXIS, "all_reduce", CONTROL, 1, total.nbytes)]
         return total.item()
 
     def _apply(
@@ -222,17 +212,16 @@ class Server:
         if applied:
             self._checkpoints.before_update()
             self._store.update(lr, coefficient)
-            self._checkpoints.after_update()
         self._store.version += 1
         version = self._store.version
         row = AppliedUpdate(self._index, version, clock, pushes, lr, loss, norm, applied, coefficient)
-        self._log(replace(row, queue=self._num_open - 1, gap=self._clocks.gap, step_time_s=step_time_s))
+        self._log(replace(row, gap=self._clocks.gap, step_time_s=step_time_s))
         self._changed.notify_all()
         return ServerReply(1, version, clock, float(applied), 1.0, loss, norm, float(self.stopped))
 
     def _log(self, row: LogRow) -> None:
         row = replace(row, time_s=time.perf_counter() - self._began)
-        apply_log.append(self._context.directory, row)
+        append_row(self._context.directory, row)
         self._statistics.add(row)
 
     # barriers
@@ -266,22 +255,17 @@ class Server:
             ending.release(failed)
 
     def _facts(self) -> dict[str, Any]:
-        """Return the facts of this server that worker 0 writes. rows: of a steady step, the second exchange with every
-        worker."""
-        connections, messages = self._connections, self._norm_sums[COUNTED - 1 :]
-        rows = [
-            asdict(row) for row in merge(messages + [row for connection in connections for row in connection.messages])
-        ]
+        """Return the facts of this server that worker 0 writes. rows: of the counted exchange with every worker."""
+        connections = self._connections
+        rows = merge(self._norm_sum + [row for connection in connections for row in connection.messages])
         return {
             "peak_bytes": peak_bytes(torch.device("cpu")),
             "times": {},
             "saves": asdict(self._checkpoints.times),
             "lost": sorted(self._clocks.lost),
             "statistics": self._statistics.document(),
-            "rows": rows if all(connection.num_exchanges >= COUNTED for connection in connections) else None,
+            "rows": [asdict(row) for row in rows] if all(c.num_exchanges >= COUNTED for c in connections) else None,
             "blocked_s": {connection.worker: connection.blocked_s for connection in connections},
-            "pushed_bytes": sum(connection.num_exchanges * connection.push.nbytes for connection in connections),
-            "pulled_bytes": sum(connection.num_exchanges * connection.pull.nbytes for connection in connections),
         }
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None = None) -> None:

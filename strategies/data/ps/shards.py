@@ -29,17 +29,14 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """One-device name of the parameter."""
         return self.parameter.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of these rows; () for a scalar."""
         return (self.stop - self.start, *self.parameter.shape[1:]) if self.parameter.shape else ()
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
 
@@ -49,17 +46,14 @@ def num_rows(parameter: ParameterSpec) -> int:
 
 
 def cut(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> list[Shard]:
-    """Cut all trained parameters, in order.
-
-    A tensor has at most one piece per server. No piece is smaller than `min_bytes` unless its tensor is.
-    """
+    """Cut all trained parameters, in order, into at most one piece per server, none below `min_bytes` if possible."""
     trained = [parameter for parameter in spec.parameters.values() if not parameter.frozen]
     fair_share = sum(parameter.numel for parameter in trained) * element_size / servers
-    least = max(1, min_bytes, fair_share / FINEST)
+    smallest = max(1, min_bytes, fair_share / FINEST)
     pieces: list[Shard] = []
     for parameter in trained:
         rows = num_rows(parameter)
-        parts = max(1, min(servers, rows, int(parameter.numel * element_size / least)))
+        parts = max(1, min(servers, rows, int(parameter.numel * element_size / smallest)))
         ranges = (chunk_range(rows, parts, index) for index in range(parts))
         pieces += [Shard(parameter, start, stop) for start, stop in ranges if stop > start]
     return pieces

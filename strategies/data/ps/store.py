@@ -1,7 +1,6 @@
 """The shards of one server: their weights and optimizer state, how an update changes them, and their checkpoints.
 
-The replay of an apply log uses the same class, so that equal updates give equal bits. Checkpoints hold one-device names
-and can be loaded under any plan.
+The replay of an apply log uses the same class, so that equal updates give equal bits.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from parallelrun.base.errors import EXIT_ENVIRONMENT
 from parallelrun.base.layout import Layout
 from parallelrun.checkpoint.data import check_data
 from parallelrun.checkpoint.exchange.source import initial_weights
-from parallelrun.checkpoint.index import check_model
-from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner
+from parallelrun.checkpoint.index import Index
 from parallelrun.checkpoint.resume import check_global_batch, resolve_resume
-from parallelrun.checkpoint.storage import SafetensorsReader
-from parallelrun.checkpoint.store import parts_to_load, parts_to_save, read_parts
+from parallelrun.checkpoint.storage import LocalPart
+from parallelrun.checkpoint.store import StateOf, parts_to_load, parts_to_save, read_checked
+from parallelrun.checkpoint.together import CheckpointRanks
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.models import initialise
@@ -33,12 +32,12 @@ from parallelrun.planner.model.definitions import Dataset
 from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.training.loop.schedules import LossScaler
 
-from .connections import shard_views
+from ..common.flat import flat_views
 from .plan import ParameterServer, sharding
 
 
 class ShardStore:
-    """Weights and gradient of a server's shards, each one flat CPU buffer in the order of `plan.sharding`.
+    """Weights and gradient of a server's shards, each one flat CPU buffer in the order of `sharding`.
 
     version: number of updates so far (of synchronous updates: the step; a skipped one counts too). frozen: on server 0,
     the parameters that are not trained, for checkpoints.
@@ -48,19 +47,18 @@ class ShardStore:
         self._config, self._plan, self._server = config, plan, server
         stored = getattr(torch, plan.precision.stored)
         shards = sharding(plan).of_server[server]
-        numel = sum(shard.numel for shard in shards)
+        numel, shapes = sum(shard.numel for shard in shards), [shard.shape for shard in shards]
         self.weights, self.gradient = torch.zeros(numel, dtype=stored), torch.zeros(numel, dtype=stored)
         self.parameters: list[LocalParameter] = []
         self._starts: dict[str, int] = {}  # of the rows of each of `parameters`
-        for shard, weight, gradient in zip(
-            shards, shard_views(self.weights, shards), shard_views(self.gradient, shards)
-        ):
+        views = (flat_views(self.weights, shapes), flat_views(self.gradient, shapes))
+        for shard, weight, gradient in zip(shards, *views):
             weight.grad = gradient
             self.parameters.append(_local(f"{shard.name}[{shard.start}:]", weight, shard.parameter))
             self._starts[self.parameters[-1].name] = shard.start
         frozen = [spec for spec in plan.spec.parameters.values() if spec.frozen and server == 0]
         self.frozen = [_local(spec.name, torch.zeros(spec.shape, dtype=stored), spec) for spec in frozen]
-        self._held = [*self.parameters, *self.frozen]
+        self._stored = [*self.parameters, *self.frozen]
         self.optimizer = Optimizer(config.optimizer, self.parameters)
         self.version = 0
 
@@ -71,7 +69,7 @@ class ShardStore:
             network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
         own = network.own_values(config.seed) if network.own_values is not None else {}
         initial = initial_weights(config, plan.spec)
-        for parameter in self._held:
+        for parameter in self._stored:
             initialise.fill(parameter.tensor, parameter.spec, self._ranges(parameter), config.seed, own, initial)
 
     def mean(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> None:
@@ -93,13 +91,10 @@ class ShardStore:
 
     def parts(self) -> list[LocalPart]:
         """Return what this server writes into a checkpoint."""
-        return [part for parameter in self._held for part in parts_to_save(parameter, self.optimizer, self._as_part)]
+        return [part for parameter in self._stored for part in parts_to_save(parameter, self.optimizer, self._as_part)]
 
     def extra(self, clocks: Mapping[int, int]) -> dict[str, Any]:
-        """Return the values that an exact resume needs beside the tensors.
-
-        clocks: of the live workers, which all wait at a barrier, so that no push is on its way.
-        """
+        """Return the values that an exact resume needs in addition to the tensors. clocks: of the live workers."""
         config, plan, step = self._config, self._plan, min(clocks.values())
         return {
             "step": step,
@@ -125,14 +120,17 @@ class ShardStore:
         if not config.resume:
             return dict.fromkeys(workers, 0)
         path = resolve_resume(config.resume, config.runs)
-        reader = SafetensorsReader(path)
-        check_model(reader.index, plan, path)
-        to_load = {parameter.name: parts_to_load(parameter, reader.index, self._as_part) for parameter in self._held}
-        read_parts(reader, PartLoadPlanner(part for parts, _ in to_load.values() for part in parts), 0, alone=True)
-        for name, (_, state) in to_load.items():
-            if state:
-                self.optimizer.load_state(name, state)
-        extra = dict(reader.index.extra)
+        states: list[StateOf] = []
+
+        def wants(index: Index) -> list[LocalPart]:
+            wanted = [(parameter, *parts_to_load(parameter, index, self._as_part)) for parameter in self._stored]
+            states.extend((parameter, state) for parameter, _, state in wanted if state)
+            return [part for _, parts, _ in wanted for part in parts]
+
+        ranks = CheckpointRanks(f"{path} could not be loaded", saving=False, alone=True)
+        extra = read_checked(path, plan, ranks, wants).extra
+        for parameter, state in states:
+            self.optimizer.load_state(parameter.name, state)
         check_global_batch(extra, plan, path)
         check_data(extra, self._dataset, config, path, EXIT_ENVIRONMENT)
         step, clocks = int(extra["step"]), extra.get("clocks", [])

@@ -50,11 +50,10 @@ class WorkerClocks:
 
 
 class Barrier:
-    """A reusable barrier that runs an action when all expected workers have arrived.
+    """A reusable barrier.
 
     waiting: the workers that have arrived since the last release. final: one of them will not arrive again.
-    failed_step: of the checkpoint of which the last release says that it was not written, else 0; it stays until all
-    who were released have arrived again.
+    failed_step: of a checkpoint that was not written before the last release, else 0.
     """
 
     def __init__(self) -> None:
@@ -63,15 +62,12 @@ class Barrier:
         self.failed_step = 0
 
     def arrive(self, worker: int, final: bool) -> None:
-        """Note that `worker` is here."""
         self.waiting.add(worker)
         self.final = self.final or final
 
     def is_complete(self, expected: Set[int]) -> bool:
-        """Whether all expected workers have arrived. False if none has."""
         return bool(self.waiting) and self.waiting >= expected
 
     def release(self, failed_step: int) -> None:
-        """Let the workers that have arrived go on."""
         self.waiting.clear()
         self.final, self.failed_step = False, failed_step

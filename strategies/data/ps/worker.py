@@ -55,16 +55,13 @@ class Worker:
         return reply.clock
 
     def step(self, clock: int, stop: bool) -> tuple[int, ServerReply]:
-        """Compute the gradient of this worker's part of global batch `clock`, push it, pull. Raises NumericsError.
-
-        Return the clock that is then completed (a late worker skips some) and the first server's reply.
-        """
+        """Compute the gradient of this worker's part of global batch `clock`, push it, pull; return the completed clock
+        (a late worker skips some) and the first server's reply. Raises NumericsError."""
         batch = self.training.reader.batch(clock)
         loss_sum, num_valid = compute(self.training, batch, self.scaler.scale, self._auxiliary_weight(batch, clock))
         self.client.buffers.pack()
-        norm, synchronous = 0.0, self._settings.synchronous
-        if not synchronous:
-            norm = clip(self.client.buffers.pushes, self.training.config.optimizer.clip)
+        synchronous, limit = self._settings.synchronous, self.training.config.optimizer.clip
+        norm = 0.0 if synchronous else clip(self.client.buffers.pushes, limit)
         pause_before_push(self._settings, self.index, clock)
         now = time.perf_counter()
         request = WorkerRequest(Ask.UPDATE, clock, 0, loss_sum, num_valid, norm, stop, now - self._pushed_at)
@@ -89,8 +86,7 @@ class Worker:
         """Return the step in (before, clock] after which the run saves, if any. A late worker skips clocks."""
         if stopping:
             return clock
-        steps = range(before + 1, clock + 1)
-        return next((step for step in steps if due(self.training.config, step, False)), None)
+        return next((step for step in range(before + 1, clock + 1) if due(self.training.config, step, False)), None)
 
     def save(self, step: int, final: bool) -> None:
         """Wait at a barrier of all running workers until the servers have begun to save, or, the last time, saved."""
@@ -101,7 +97,7 @@ class Worker:
             self._note(self.client.wait_at_barrier(request, lambda: self.context.heartbeat(step, "save")))
 
     def _note(self, failed_step: int) -> None:
-        """Record and print that a checkpoint could not be written; 0: that there is none."""
+        """Record and print that the checkpoint of a step (0: none) could not be written."""
         if not failed_step:
             return
         self.failed_saves.append(failed_step)
@@ -134,10 +130,9 @@ class Worker:
 
 
 def compute(training: Training, batch: Batch, scale: float = 1.0, auxiliary_weight: float = 1.0) -> tuple[float, int]:
-    """Set the parameters' gradients to those of the mean loss over `batch`; return (loss sum, valid targets).
+    """Compute the gradients of the mean loss over `batch`; return (loss sum, valid targets).
 
-    scale: of the loss in backward; the gradients are divided by it again. auxiliary_weight: of the mean of the routing
-    groups' losses.
+    scale: of the loss in backward only. auxiliary_weight: of the mean of the routing groups' losses.
     """
     num_valid = count_valid(training, batch)
     training.data.begin_step()
@@ -145,8 +140,8 @@ def compute(training: Training, batch: Batch, scale: float = 1.0, auxiliary_weig
     loss_sum = training.runner.train(batch, scale / max(num_valid, 1))
     training.data.finish_gradients()
     if scale != 1.0:
-        gradients = [parameter.tensor.grad for parameter in training.parameters]
-        torch_private.multiply([g for g in gradients if g is not None], 1.0 / scale)
+        gradients = [p.tensor.grad for p in training.parameters if p.tensor.grad is not None]
+        torch_private.multiply(gradients, 1.0 / scale)
     return float(loss_sum), num_valid
 
 

@@ -1,6 +1,6 @@
 """ring: ddp with an all-reduce of its own, as messages between the ranks.
 
-Idea: the buffer is cut into one block per rank. In n - 1 rounds of scatter-reduce every rank sends a block to the next
+Idea: The buffer is cut into one block per rank. In n - 1 rounds of scatter-reduce every rank sends a block to the next
 rank, which adds it to its own; in n - 1 rounds of all-gather the sums travel around the ring. Other algorithms can be
 chosen: halving_doubling, hierarchical, tree, or native (the backend's).
 Paper: Patarasuk and Yuan 2009; Gibiansky 2017

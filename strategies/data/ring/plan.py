@@ -17,8 +17,3 @@ class Ring(AlgorithmAllReduce):
     config_class = RingConfig
     default_algorithm = RingAllReduce
     compared = ({}, *({"algorithm": name} for name in ("halving_doubling", "tree", "hierarchical")))
-    description = (
-        "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "
-        "a full bucket is summed over the replicas by messages between the ranks while the rest of backward runs.",
-        "Gibiansky 2017",
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.plan import Plan
 
 from ..common.bucket_prediction import buckets_of
@@ -18,17 +17,9 @@ class ZeRO1(ZeRO):
     """Weights and gradients are complete on every rank of dp."""
 
     kind = "zero1"
+    is_searched = True
     saves_memory = True
     config_class = ZeRO1Config
-    description = (
-        "Each rank owns a part of every tensor's optimizer state. A reduce-scatter gives it the summed gradients of "
-        "its part, it updates that part, and an all-gather gives every rank the new weights.",
-        "Rajbhandari et al. 2020",
-    )
-
-    @classmethod
-    def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
-        return [ZeRO1Config()]
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Each bucket's padding and its sum, of which this rank keeps its part."""
@@ -41,20 +32,18 @@ class ZeRO1(ZeRO):
         )
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """The gradients that no bucket has collected yet, all of them where buckets wait for the schedule's end; in
-        the last pass, also the receive buffers of full buckets."""
+        """The gradients that no bucket has collected; in the last pass, also the receive buffers of full buckets."""
         if plan.pipeline.splits_backward:
             return None
         buckets = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
         is_last = number == plan.batch.microbatches - 1
         return [
-            beside + (sum(received_bytes(bucket, buckets, plan) for bucket in full) if is_last else 0)
-            for beside, full in buckets.waiting(stage)
+            outside + (sum(received_bytes(bucket, buckets, plan) for bucket in full) if is_last else 0)
+            for outside, full in buckets.waiting(stage)
         ]
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The receive buffers of all buckets. Where backward is split, each comes when its bucket has just taken the
-        gradients in."""
+        """The receive buffers of all buckets. Where backward is split, each comes after its bucket's gradients."""
         buckets = buckets_of(pp_rank, coordinate, plan)
         received = [received_bytes(number, buckets, plan) for number in range(len(buckets.axes))]
         if not plan.pipeline.splits_backward:

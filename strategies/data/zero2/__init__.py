@@ -1,6 +1,6 @@
 """zero2: zero1 whose gradients are sharded as well.
 
-Idea: every backward pass reduce-scatters its buckets into this rank's shards and frees the complete gradients, so that
+Idea: Every backward pass reduce-scatters its buckets into this rank's shards and frees the complete gradients, so that
 at most two buckets of those exist.
 Paper: Rajbhandari et al. 2020
 Costs: with m microbatches the gradients are reduced m times; gradients and optimizer state are divided by dp.

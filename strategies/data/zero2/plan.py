@@ -1,8 +1,6 @@
-"""The plan of zero2: as zero1, but a rank keeps only its part of the gradients.
+"""The plan of zero2: gradients are reduced in every backward pass, so that a rank keeps only its part of them.
 
-So gradients are reduced in every backward pass and not once a step: with m microbatches their volume is m times
-zero1's, the price of never holding complete gradients. Schedules that compute weight gradients apart from backward
-(zero bubble) keep complete gradients until they end: there, traffic and memory are those of zero1.
+Schedules that split backward (zero bubble) keep complete gradients until they end: there, traffic is that of zero1.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallelrun.base.layout import Layout
-from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.model_spec import ParameterSpec
 
@@ -25,17 +22,8 @@ class ZeRO2(ZeRO):
     """Weights are complete on every rank of dp; gradients, optimizer state and the update are sharded."""
 
     kind = "zero2"
+    is_searched = True
     config_class = ZeRO2Config
-    description = (
-        "Each rank owns a part of every tensor's gradient and optimizer state. In every backward pass a reduce-scatter "
-        "gives it the summed gradients of its part; it updates that part, and an all-gather gives every rank the new "
-        "weights.",
-        "Rajbhandari et al. 2020",
-    )
-
-    @classmethod
-    def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
-        return [ZeRO2Config()]
 
     def num_exchanges(self, plan: Plan) -> int:
         return 1 if plan.pipeline.splits_backward else plan.batch.microbatches
@@ -44,8 +32,7 @@ class ZeRO2(ZeRO):
         return self.state_layout(parameter, tensor_layout, plan)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """The gradients that no bucket holds yet, and the pending buckets, those of earlier passes included. Where
-        backward is split, nothing is reduced before the schedule ends."""
+        """The gradients that no bucket holds yet, and the pending buckets, those of earlier passes included."""
         if plan.pipeline.splits_backward:
             return None
         buckets = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
@@ -53,17 +40,16 @@ class ZeRO2(ZeRO):
         # (bucket, is its sum added to earlier ones?): where buckets are few, those of two passes before are pending too
         started = [(bucket, before > 0) for before in range(max(0, number - MAX_PENDING), number) for bucket in own]
         sizes = []
-        for beside, full in buckets.waiting(stage):
+        for outside, full in buckets.waiting(stage):
             pending = [*started, *((bucket, number > 0) for bucket in full if bucket in own)][-MAX_PENDING:]
-            sizes.append(beside + sum(_pending_bytes(*one, buckets, plan) for one in pending))
+            sizes.append(outside + sum(_pending_bytes(*bucket, buckets, plan) for bucket in pending))
         return sizes
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The last pending buckets. Where backward is split, all are sent after the schedule, beside the gradients of
-        those that wait: a bucket's are freed once its buffer is filled."""
+        """The last pending buckets. Where backward is split, all are sent after the schedule."""
         buckets, last = buckets_of(pp_rank, coordinate, plan), plan.batch.microbatches - 1
         if plan.pipeline.splits_backward:
-            return _most_beside(buckets, plan)
+            return _split_backward_bytes(buckets, plan)
         sizes = [
             _pending_bytes(bucket, number > 0, buckets, plan)
             for number in range(max(0, last - MAX_PENDING + 1), last + 1)
@@ -72,9 +58,9 @@ class ZeRO2(ZeRO):
         return sum(sizes[-MAX_PENDING:])
 
 
-def _most_beside(buckets: RankBuckets, plan: Plan) -> int:
-    """Bytes beside the whole gradients at the peak of the exchanges that begin when all of them are there. A stage's
-    have ended before the next one's begin."""
+def _split_backward_bytes(buckets: RankBuckets, plan: Plan) -> int:
+    """Bytes in addition to the complete gradients at the peak of the exchanges after a schedule. A bucket's gradients
+    are freed once its buffer is filled. A stage's exchanges have ended before the next one's begin."""
     most, freed, stage = 0, 0, -1
     pending: list[int] = []
     for number, parts in enumerate(buckets.parts):

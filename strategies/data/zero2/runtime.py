@@ -1,7 +1,4 @@
-"""The runtime of zero2: every backward pass reduces its gradients into this rank's shards and frees the others.
-
-Gradients take the memory of the shards, of two pending buckets, and of what has not yet filled a bucket.
-"""
+"""The runtime of zero2: every backward pass reduces its gradients into this rank's shards and frees the others."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ import torch
 from torch import Tensor
 
 from parallelrun.distributed import torch_private
-from parallelrun.planner.contract.data_strategy import Bucket
-from parallelrun.planner.contract.parameters import HeldParameter
 
 from ..common.buckets import MAX_PENDING
 from ..common.reducer import GradientBucket
@@ -33,10 +28,8 @@ class TransientBucket(GradientBucket):
         self._pending.wait()
 
     def _reduce(self, first: bool) -> Callable[[], None]:
-        """Start the sum of the weights' gradients and free them. The result waits and adds the sum to the shards.
-
-        first: in the first pass of a step the sum overwrites the shards.
-        """
+        """Start the sum of the weights' gradients and free them. The result waits and adds the sum to the shards, or,
+        in the first pass of a step, overwrites them."""
         buffer, gradients = self._collected(), self._chunks.gradients
         for weight in self.weights:
             weight.grad = None
@@ -55,9 +48,9 @@ class TransientBucket(GradientBucket):
         buffer = self._chunks.new_buffer()
         pairs = [
             pair
-            for one, regions in zip(self._chunks.weights, self._chunks.regions(buffer))
-            if one.weight.grad is not None
-            for pair in one.pieces(regions, one.weight.grad)
+            for chunk, regions in zip(self._chunks.weights, self._chunks.regions(buffer))
+            if chunk.weight.grad is not None
+            for pair in chunk.pieces(regions, chunk.weight.grad)
         ]
         with torch.no_grad():
             torch_private.copy_all([target for target, _ in pairs], [part for _, part in pairs])
@@ -72,11 +65,11 @@ class ZeRO2Runtime(ZeRORuntime):
     def bucket(self, chunks: Chunks) -> TransientBucket:
         return TransientBucket(chunks, self.pending)
 
-    def orders(self, filled: Sequence[Bucket], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
+    def orders(self, stages: Sequence[int]) -> Iterable[list[GradientBucket]]:
         """By stage: the passes of a rank's stages alternate in the order of the schedule, the same on all replicas."""
         by_stage: dict[int, list[GradientBucket]] = {}
-        for part, bucket in zip(filled, self._buckets):
-            by_stage.setdefault(held[part.indices[0]].stage, []).append(bucket)
+        for stage, bucket in zip(stages, self._buckets):
+            by_stage.setdefault(stage, []).append(bucket)
         return by_stage.values()
 
 

@@ -22,18 +22,23 @@ from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.models.moe.memory import num_kept, num_slots, router_of, row_bytes
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
-from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.messages import ExplainedRound, Explanation, calls_of, explanation_by_block
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec
 
 AXIS, OUTER, INNER = "ep", "ep_outer", "ep_inner"
 KEY = "strategy.expert"
 ROWS, COUNTS, OPERATION = "experts", "routing", "all_to_all"  # purposes: rows of tokens, and how many rows will come
-WHAT = {
+CONTENTS = {
     ROWS: "rows of tokens to their experts and back, then their gradients, of all microbatches",
     COUNTS: "how many rows will come",
 }
+EXPLAINED = (
+    "The router of every rank chooses experts for its own tokens. An all-to-all brings each token's row to the rank of "
+    "its expert, the experts compute, and a second all-to-all brings the rows back, where they are weighted and added. "
+    "Backward sends the gradients along the same paths."
+)
 INDEX_BYTES, FLAG_BYTES = 8, 1  # of a row number, and of "kept or dropped"
 
 
@@ -124,23 +129,13 @@ class AllToAllDispatcher(ExpertDispatcher):
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the all-to-alls of the layers with experts of rank 0's stages."""
-        ranks, exchanges = ranks_over(plan, AXIS), []
-        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
-            for name in stage.blocks:
-                by_row = calls_of(self.collectives((plan.spec.block(name),), plan), plan, ranks)
-                rounds = tuple(ExplainedRound(WHAT[calls[0].purpose], calls=calls) for calls in by_row)
-                exchanges += [ExplainedExchange(name, rounds)] if rounds else []
-        groups = plan.mesh.num_ranks // len(ranks)
-        text = (
-            "The router of every rank chooses experts for its own tokens. An all-to-all brings each token's row to the "
-            "rank of its expert, the experts compute, and a second all-to-all brings the rows back, where they are "
-            "weighted and added. Backward sends the gradients along the same paths. " + self.explained[0]
-        )
-        return Explanation("expert", self.kind, text, self.explained[1], ranks, groups, AXIS, tuple(exchanges))
 
-    def equivalence(self, plan: Plan) -> Equivalence:
-        """Routing belongs to the model, so function and gradients are the same as on one device."""
-        return Equivalence("exact")
+        def rounds_of(block: BlockSpec, ranks: tuple[int, ...]) -> list[ExplainedRound]:
+            by_row = calls_of(self.collectives((block,), plan), plan, ranks)
+            return [ExplainedRound(CONTENTS[calls[0].purpose], calls=calls) for calls in by_row]
+
+        sizes, source = self.explained
+        return explanation_by_block("expert", self.kind, (f"{EXPLAINED} {sizes}", source), plan, AXIS, rounds_of)
 
 
 def levels(plan: Plan) -> tuple[str, ...]:
@@ -152,11 +147,11 @@ def levels(plan: Plan) -> tuple[str, ...]:
 def kept_rows(plan: Plan) -> tuple[Rows, ...]:
     """Return the rows of `AllToAllDispatcher.rows` where only kept assignments are sent."""
     experts, ep = plan.spec.experts, plan.mesh.size("ep")
-    kept = [_kept(1, experts, plan)]
+    rows = [_kept(1, experts, plan)]
     if len(levels(plan)) > 1:
         inner = plan.mesh.size(INNER)
-        kept.append(_kept(inner, experts // inner, plan))  # of an inner group, to the ranks of one inner index
-    return (*kept, _kept(ep, experts // ep, plan))
+        rows.append(_kept(inner, experts // inner, plan))  # of an inner group, to the ranks of one inner index
+    return (*rows, _kept(ep, experts // ep, plan))
 
 
 def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:

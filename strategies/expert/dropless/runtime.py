@@ -68,11 +68,11 @@ class DroplessTokenDispatcher(TokenDispatcher):
         table = [[part.tolist() for part in row.split(widths)] for row in torch.cat(parts, dim=1).cpu()]
         return [list(zip(row[::2], row[1::2])) for row in table]
 
-    def _chunk(self, chunk: int, routing: Routing, kept: Tensor, counts: _RowCounts, sizes: Sizes) -> ChunkDispatch:
-        """Return how a chunk is sent. kept: the assignments that are sent, in send order."""
+    def _chunk(self, chunk: int, routing: Routing, sent: Tensor, counts: _RowCounts, sizes: Sizes) -> ChunkDispatch:
+        """Return how a chunk is sent. sent: the assignments that are sent, in send order."""
         num_tokens = routing.num_tokens // self.settings.chunks
-        tokens = routing.tokens[kept].remainder(num_tokens)
-        order = rows.order_rows(kept, tokens, counts.packed[chunk].flatten(), num_tokens)
+        tokens = routing.tokens[sent].remainder(num_tokens)
+        order = rows.order_rows(sent, tokens, counts.packed[chunk].flatten(), num_tokens)
         arrived = counts.arrived[:, chunk]
         local = torch.arange(arrived.size(1), device=arrived.device).repeat(arrived.size(0))
         by_expert = sort_segments(arrived.flatten(), local, sum(sizes[-1][1]))

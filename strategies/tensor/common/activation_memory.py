@@ -72,8 +72,8 @@ def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
         copied = own if by_head or spec.latent else 0
         return num_rows * ((outputs + copied) * compute + heads * accurate) + angles
     probabilities = num_rows * heads * spec.seq
-    kept = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK
-    return num_rows * 3 * own * compute + kept + angles  # k and v are repeated for every query head
+    saved = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK
+    return num_rows * 3 * own * compute + saved + angles  # k and v are repeated for every query head
 
 
 def activates_again(block: BlockSpec, plan: Plan) -> bool:

@@ -85,7 +85,7 @@ class VocabParallelLoss(nn.Module):
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """logits (..., local vocab) -> (..., vocab), the same on every rank of the group; for generation."""
-        whole = logits.new_zeros(*logits.shape[:-1], self.vocab)
-        whole[..., self.start : self.start + logits.size(-1)] = logits
-        comm.all_reduce(whole, self.group, PURPOSE)
-        return whole
+        gathered = logits.new_zeros(*logits.shape[:-1], self.vocab)
+        gathered[..., self.start : self.start + logits.size(-1)] = logits
+        comm.all_reduce(gathered, self.group, PURPOSE)
+        return gathered

@@ -36,7 +36,8 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
         return 2 * own
     if compute != accurate or plan.tensor.sequence_parallel:
         return own
-    counted = any(layer.layer_role == "column_parallel" for layer in _behind(block))  # a shared expert reads it too
+    roles = [layer.layer_role for layer in block.layers]
+    counted = "column_parallel" in roles[roles.index("router") :]  # a shared expert reads it too
     return 0 if counted or recomputed(block, plan) else own
 
 
@@ -44,29 +45,29 @@ def routing_bytes(plan: Plan) -> int:
     """Scores, choices and what the auxiliary losses read."""
     spec, router, tokens = plan.spec, router_of(plan), plan.num_rows
     accurate, scores = BYTES[plan.precision.accurate], tokens * spec.experts
-    kept = scores * accurate
+    saved = scores * accurate
     if router.score == "softmax" or router.z_coefficient:
-        kept += scores * accurate  # of the logarithms
+        saved += scores * accurate  # of the logarithms
     if router.score != "softmax" and router.aux_coefficient:
-        kept += 2 * tokens * accurate  # sums over experts
+        saved += 2 * tokens * accurate  # sums over experts
     if router.aux_coefficient:
-        kept += num_groups(plan) * spec.experts * accurate
+        saved += num_groups(plan) * spec.experts * accurate
     if router.z_coefficient:
-        kept += tokens * accurate
-    return kept + _choices(plan)
+        saved += tokens * accurate
+    return saved + _choices(plan)
 
 
 def _choices(plan: Plan) -> int:
     router, tokens, accurate = router_of(plan), plan.num_rows, BYTES[plan.precision.accurate]
     if router.kind == "expert_choice":
         return num_kept(plan) * INDEX * (1 if router.renormalise == "none" else 2)
-    kept = tokens * router.top_k * INDEX
+    saved = tokens * router.top_k * INDEX
     if router.top_k > 1 and router.renormalise != "none":
-        kept += tokens * (router.top_k + 2) * accurate
+        saved += tokens * (router.top_k + 2) * accurate
     group = tokens // num_groups(plan)
     refuses = router.capacity(group, plan.spec.experts) < group
     refuses |= router.kind == "gshard" and router.second_expert == "random"
-    return kept + (tokens * router.top_k * MASK if refuses else 0)
+    return saved + (tokens * router.top_k * MASK if refuses else 0)
 
 
 def as_computed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
@@ -82,9 +83,9 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
     product, combining. waiting: bytes of the gradients that go past the layer."""
     count, compute = num_kept(plan), BYTES[plan.precision.compute]
     indices = (2 * count + num_assignments(plan) + plan.num_rows) * INDEX
-    given = count * plan.spec.hidden * compute
+    rows_bytes = count * plan.spec.hidden * compute
     inside = count * expert_width(layer, plan) * compute
-    between = count * row_bytes(layer, block, plan) - 2 * given  # of the activation's input and result
+    between = count * row_bytes(layer, block, plan) - 2 * rows_bytes  # of the activation's input and result
     result = 0 if activates_again(block, plan) else inside
     *opening, closing = (local_numel(parameter, plan) // plan.mesh.size("ep") for parameter in layer.parameters)
     stored = element_bytes(layer.parameters[0], plan)
@@ -92,16 +93,16 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
     opened, again = len(opening) * inside, 0 if result else inside
     return (
         LayerBackward(
-            indices + given + _weights(layer, plan),
+            indices + rows_bytes + _weights(layer, plan),
             waiting + opened,
-            len(opening) * given,
+            len(opening) * rows_bytes,
             max(opening) * rounded,
             sum(opening) * stored,
             opened,
         ),
         LayerBackward(between - result, waiting + inside, opened),
-        LayerBackward(result, waiting + given, inside + again, closing * rounded, closing * stored, given),
-        LayerBackward(given + count * compute, waiting, given, given),
+        LayerBackward(result, waiting + rows_bytes, inside + again, closing * rounded, closing * stored, rows_bytes),
+        LayerBackward(rows_bytes + count * compute, waiting, rows_bytes, rows_bytes),
     )
 
 
@@ -110,9 +111,3 @@ def _weights(layer: LayerSpec, plan: Plan) -> int:
     product, and keeps none)."""
     ends = len(layer.parameters) * plan.spec.experts // plan.mesh.size("ep") * OFFSET
     return ends if plan.precision.compute != "float64" else 0
-
-
-def _behind(block: BlockSpec) -> tuple[LayerSpec, ...]:
-    """The router and the layers behind it."""
-    roles = [layer.layer_role for layer in block.layers]
-    return block.layers[roles.index("router") :]

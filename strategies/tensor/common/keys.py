@@ -11,7 +11,7 @@ from parallelrun.config.schema.run_schema import TensorStrategyConfig
 @dataclass
 class MegatronConfig(TensorStrategyConfig):
     kind: str = "megatron"
-    sequence_parallel: bool = key(False, "1d: shard norms and dropout along the sequence")
+    sequence_parallel: bool = key(False, "1d: shard the norms and dropout along the sequence")
 
 
 @dataclass
@@ -19,7 +19,7 @@ class GridConfig(TensorStrategyConfig):
     """Keys of every grid, and all keys of kind=3d. A grid that lacks a key has its neutral value as a property."""
 
     kind: str = "3d"
-    save_gathered: bool = key(True, "2d, 2.5d, 3d: save gathered operands for backward, or gather again")
+    save_gathered: bool = key(True, "2d, 2.5d, 3d: save gathered operands for backward instead of gathering them again")
 
     @property
     def grid(self) -> str | None:
@@ -39,9 +39,9 @@ class Grid2DConfig(GridConfig):
     """Of kind=2d."""
 
     kind: str = "2d"
-    grid: str | None = key(None, "2d, 2.5d: rows x columns, as 2x3; null: square", of_degrees=True)
+    grid: str | None = key(None, "2d, 2.5d: rows x columns, such as 2x3; null: a square", of_degrees=True)
     form: str = key(
-        "auto", "2d, 2.5d: the operand that stays; auto: by volume",
+        "auto", "2d, 2.5d: operand that is not sent; auto: by volume",
         choices=("auto", "stationary_x", "stationary_y", "stationary_w", "summa"),
     )  # fmt: skip
 
@@ -51,4 +51,4 @@ class Grid25DConfig(Grid2DConfig):
     """Of kind=2.5d."""
 
     kind: str = "2.5d"
-    depth: int | None = key(None, "2.5d: number of grids; null: the largest legal one", least=1, of_degrees=True)
+    depth: int | None = key(None, "2.5d: number of grids; null: the largest legal number", least=1, of_degrees=True)

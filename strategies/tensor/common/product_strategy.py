@@ -31,7 +31,6 @@ from parallelrun.planner.contract.parameters import block_dtypes, element_bytes
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import MEASURED, SAMPLE_SET_ROLE, BlockSpec, LayerSpec
-from parallelrun.planner.model.model_spec.backward import BackwardStep
 from parallelrun.planner.model.product import ActivationLayout, Product, degree, num_panels, transfers
 
 from . import expert_memory, latent_memory, step_memory
@@ -105,11 +104,15 @@ class ProductStrategy(ProductTraffic):
     def _layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         if block.backward is not None:
             layers = {layer.name: layer for layer in block.layers}
-            return tuple(self._step_backward(step, layers.get(step.layer), plan) for step in block.backward.steps)
+            weights = {name: _weight_gradients(x, self.product_of(x, plan), plan) for name, x in layers.items()}
+            return tuple(
+                step_memory.step_backward(step, layers.get(step.layer), weights.get(step.layer, 0), plan)
+                for step in block.backward.steps
+            )
         if _says_itself(block, plan):
             elements = (block.saved_elements or 0) * plan.batch.micro_batch
-            kept = LayerBackward(kept=round(elements * BYTES[plan.precision.compute]))
-            return (kept, *self._measured_loss(block, plan))
+            stated = LayerBackward(kept=round(elements * BYTES[plan.precision.compute]))
+            return (stated, *self._measured_loss(block, plan))
         in_order = expert_memory.as_computed(block.layers)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
         return (*backwards, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
@@ -121,7 +124,7 @@ class ProductStrategy(ProductTraffic):
 
     def _layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """A column layer's second part is what reads its outputs: attention or an activation."""
-        product, kept = self.product_of(layer, plan), self._saved(layer, block, plan)
+        product, saved = self.product_of(layer, plan), self._saved(layer, block, plan)
         between = _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
         waiting = between if block.kind in RESIDUAL_KINDS else 0
         waiting += self._beside(layer, block, plan)
@@ -132,7 +135,7 @@ class ProductStrategy(ProductTraffic):
             if layer.layer_role == "norm":
                 norm = between = _bytes(self.activation_layout(layer, plan), layer.in_features, plan)
             own = _weight_gradients(layer, None, plan)
-            return (LayerBackward(kept, waiting + between, norm, own if _adds_to_head(layer, plan) else 0, own, norm),)
+            return (LayerBackward(saved, waiting + between, norm, own if _adds_to_head(layer, plan) else 0, own, norm),)
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
         scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
@@ -142,7 +145,7 @@ class ProductStrategy(ProductTraffic):
         reads = rows * self.local_outputs(layer, product, plan) * compute
         gathered = reads * (plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1)
         arriving = waiting if layer.layer_role == "row_parallel" else waiting + reads
-        first = LayerBackward(kept, arriving, gives, scratch, own, gathered)
+        first = LayerBackward(saved, arriving, gives, scratch, own, gathered)
         if layer.layer_role != "column_parallel":
             return (first,)
         of_product = latent_memory.product_gradients(layer, block, plan)
@@ -153,11 +156,7 @@ class ProductStrategy(ProductTraffic):
         if of_product is not None:
             waiting -= self._beside(layer, block, plan)
         passing = plan.context.passing_bytes(plan) if plan.context and attends(layer) else 0
-        return replace(first, kept=kept - behind), LayerBackward(behind, waiting + mixed, of_product or reads, passing)
-
-    def _step_backward(self, step: BackwardStep, layer: LayerSpec | None, plan: Plan) -> LayerBackward:
-        weights = _weight_gradients(layer, self.product_of(layer, plan), plan) if layer else 0
-        return step_memory.step_backward(step, layer, weights, plan)
+        return replace(first, kept=saved - behind), LayerBackward(behind, waiting + mixed, of_product or reads, passing)
 
     def _beside(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
         """Bytes of the gradients of latent attention that wait while a layer of it runs backward."""
@@ -192,8 +191,10 @@ class ProductStrategy(ProductTraffic):
                 return norm_bytes(rows, layer, plan) + beside
             return rows * (features * BYTES[plan.precision.compute] + BYTES[plan.precision.accurate])
         if role == "dropout":
-            kept = prod(self.activation_layout(layer, plan).local(plan.num_rows, layer.out_features, plan.mesh.sizes))
-            return kept * MASK if plan.dropout > 0 else 0
+            elements = prod(
+                self.activation_layout(layer, plan).local(plan.num_rows, layer.out_features, plan.mesh.sizes)
+            )
+            return elements * MASK if plan.dropout > 0 else 0
         if role == "router":
             return expert_memory.input_bytes(block, plan) + expert_memory.routing_bytes(plan)
         if product is not None and product.lookup:  # a gathered table is read by index
@@ -234,12 +235,12 @@ class ProductStrategy(ProductTraffic):
             own = 0
         if "x" in gathered:
             if layer.layer_role != "row_parallel":
-                kept = False
+                saves_input = False
             elif follows_attention(layer, block):
-                kept = not plan.spec.attention_dropout and plan.spec.kv_heads == plan.spec.heads
+                saves_input = not plan.spec.attention_dropout and plan.spec.kv_heads == plan.spec.heads
             else:
-                kept = plan.spec.activation == "relu"
-            own = gathered["x"] * compute + (own if kept else 0)
+                saves_input = plan.spec.activation == "relu"
+            own = gathered["x"] * compute + (own if saves_input else 0)
         return own + weight * compute
 
     def _behind(self, layer: LayerSpec, block: BlockSpec, product: Product, plan: Plan) -> int:

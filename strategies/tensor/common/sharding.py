@@ -30,11 +30,11 @@ class TakesOver(nn.Module):
 def shard_parameters(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Give every Parameter its local shape (uninitialised); one that several modules share stays shared."""
     originals = {copy: plan.spec.parameters[original] for copy, original in plan.spec.tied}
-    known: dict[str, ParameterSpec] = {**plan.spec.parameters, **originals}
+    specs: dict[str, ParameterSpec] = {**plan.spec.parameters, **originals}
     local: dict[int, nn.Parameter] = {}
     for name, parameter in list(network.named_parameters(remove_duplicate=False)):
         if id(parameter) not in local:
-            layout = plan.tensor.layout(known[name], plan)
+            layout = plan.tensor.layout(specs[name], plan)
             shape = layout.local_shape(tuple(parameter.shape), plan.mesh.sizes, mesh.coordinate)
             local[id(parameter)] = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
         module, _, attribute = name.rpartition(".")

@@ -20,7 +20,7 @@ from math import prod
 from typing import ClassVar
 
 from parallelrun.base.precision import BYTES
-from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
+from parallelrun.planner.contract.messages import ExplainedRound, Explanation, calls_of, explanation_by_block
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.tensor_strategy import (
     BACKWARD,
@@ -70,13 +70,13 @@ class ProductTraffic(TensorStrategy):
             return []
         counts: Counter[tuple[str, str, str]] = Counter()
         payload: Counter[tuple[str, str, str]] = Counter()
-        known: dict[object, list[Collective]] = {}
+        rows_by_class: dict[object, list[Collective]] = {}
         for block in blocks:
             is_last, reached = block.name == plan.spec.blocks[-1].name, self.has_input_gradient(block.layers[0], plan)
             alike = plan.spec.first_alike[block.name], is_last, reached
-            if alike not in known:
-                known[alike] = [call.row for call in self.traffic(block, plan)]
-            for call in known[alike]:
+            if alike not in rows_by_class:
+                rows_by_class[alike] = [call.row for call in self.traffic(block, plan)]
+            for call in rows_by_class[alike]:
                 counts[call.key] += plan.batch.microbatches * call.calls
                 payload[call.key] += plan.batch.microbatches * call.payload_bytes
         return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
@@ -97,16 +97,15 @@ class ProductTraffic(TensorStrategy):
 
     def explain(self, plan: Plan) -> Explanation:
         """The collectives of the blocks of rank 0."""
-        ranks, exchanges = ranks_over(plan, AXIS), []
-        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
-            for name in stage.blocks:
-                messages = self.traffic(plan.spec.block(name), plan)
-                rounds = tuple(
-                    ExplainedRound(message.title, calls=calls_of([message.row], plan, ranks)[0]) for message in messages
-                )
-                exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
-        groups = plan.mesh.num_ranks // len(ranks)
-        return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
+
+        def rounds_of(block: BlockSpec, ranks: tuple[int, ...]) -> list[ExplainedRound]:
+            return [
+                ExplainedRound(message.title, calls=calls_of([message.row], plan, ranks)[0])
+                for message in self.traffic(block, plan)
+            ]
+
+        about = self.explanation, self.source
+        return explanation_by_block("tensor", self.kind, about, plan, AXIS, rounds_of, plan.batch.microbatches)
 
     def rounded_again_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Only of weights that a product reads as they are stored: gathered ones are counted as operands."""

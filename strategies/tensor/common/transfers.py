@@ -1,8 +1,8 @@
-"""Collectives in flight: each begins at once and gives its result when it is asked for."""
+"""Collectives in flight, each of which begins at once and gives its result later, and what runs beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -27,9 +27,9 @@ def start_all_gather(part: Tensor, group: Group | None, purpose: str) -> Finish:
     """Begin to gather equal parts (...). The result is (size, ...). group None: the part is the whole."""
     if group is None:
         return lambda: part.unsqueeze(0)
-    whole = part.new_empty((group.size, *part.shape))
-    work = comm.all_gather_into(whole.flatten(0, 1), part.contiguous(), group, purpose, async_op=True)
-    return when_done(work, whole)
+    gathered = part.new_empty((group.size, *part.shape))
+    work = comm.all_gather_into(gathered.flatten(0, 1), part.contiguous(), group, purpose, async_op=True)
+    return when_done(work, gathered)
 
 
 def start_reduce_scatter(parts: Tensor, group: Group | None, purpose: str) -> Finish:
@@ -38,3 +38,11 @@ def start_reduce_scatter(parts: Tensor, group: Group | None, purpose: str) -> Fi
         return lambda: parts[0]
     own = parts.new_empty(parts.shape[1:])
     return when_done(comm.reduce_scatter_into(own, parts.flatten(0, 1), group, purpose, async_op=True), own)
+
+
+def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return the input gradient of a layer: the sum over its outputs of grad @ weight, accumulated in one buffer."""
+    total: Tensor = grads[0] @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:]):
+        total.addmm_(grad, weight)
+    return total

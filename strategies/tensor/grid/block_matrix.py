@@ -59,9 +59,9 @@ class BlockMatrix:
         """As one tensor: copied unless there is one part."""
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, self.dim)
 
-    def fill(self, whole: Tensor) -> None:
+    def fill(self, matrix: Tensor) -> None:
         """Copy a tensor of the same shape into the parts."""
-        for part, source in zip(self.parts, whole.split([part.size(self.dim) for part in self.parts], self.dim)):
+        for part, source in zip(self.parts, matrix.split([part.size(self.dim) for part in self.parts], self.dim)):
             part.copy_(source)
 
 

@@ -118,8 +118,8 @@ class ActivationPacking:
 
     def scatter(self, partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Sum partial activations, each one tensor; return this rank's part of each."""
-        buffer, whole = self.new(partial[0])
-        for matrix, source in zip(whole, partial):
+        buffer, matrices = self.new(partial[0])
+        for matrix, source in zip(matrices, partial):
             matrix.fill(source.flatten(0, -2))
         return self.start_scatter(buffer)()
 
@@ -173,9 +173,9 @@ class WeightPacking:
         if len(self.rows) == 1 and not self.is_padded:
             return [BlockMatrix((buffer.flatten(0, 1),))]
         matrices = []
-        for whole, valid in zip(buffer.split(self.rows, dim=1), self.valid):
-            parts = tuple(part[:real] for part, real in zip(whole, valid) if real)
-            matrices.append(BlockMatrix(parts or (whole[0, :0],)))
+        for gathered, valid in zip(buffer.split(self.rows, dim=1), self.valid):
+            parts = tuple(part[:real] for part, real in zip(gathered, valid) if real)
+            matrices.append(BlockMatrix(parts or (gathered[0, :0],)))
         return matrices
 
     def start(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Callable[[], Sequence[Tensor]]:
@@ -185,9 +185,9 @@ class WeightPacking:
         gathering = self.start_gather(weights, dtype)
         return lambda: [gathering()]
 
-    def read(self, held: Sequence[Tensor], dtype: torch.dtype) -> list[BlockMatrix]:
+    def read(self, operands: Sequence[Tensor], dtype: torch.dtype) -> list[BlockMatrix]:
         """Return every W: out of the gathered buffer, or, where none is gathered, out of the stored ones."""
-        return self.matrices(held[0]) if self.groups else [BlockMatrix((w.to(dtype),)) for w in held]
+        return self.matrices(operands[0]) if self.groups else [BlockMatrix((w.to(dtype),)) for w in operands]
 
     def new(self, like: Tensor, columns: int) -> list[Tensor]:
         """Return what `read` reads, for gradients of weights with so many columns."""
@@ -247,8 +247,8 @@ def weight_packing(
     ]
     valid = tuple(tuple(layout.local_numel((length,), sizes, part) for part in parts) for length in out_features)
     largest = tuple(layout.local_numel((length,), sizes, {}) for length in out_features)
-    whole = Layout(product.gathered_weight.dims[:1])
-    widths = tuple(whole.local_numel((length,), sizes, {}) for length in out_features)
+    outputs = Layout(product.gathered_weight.dims[:1])
+    widths = tuple(outputs.local_numel((length,), sizes, {}) for length in out_features)
     return WeightPacking(groups, largest, valid, widths)
 
 

@@ -22,7 +22,7 @@ from parallelrun.planner.model import definitions
 from ..common import checks as common
 from ..common.keys import GridConfig
 from .forms import FormChoice
-from .shape import Shape, read_grid, shown
+from .shape import KEYS, arrange_request, broken_rule, format_sizes, possible_depths, read_grid
 
 # roles of layers that may have parameters
 ROLES = ("column_parallel", "row_parallel", "linear", "embedding", "position_embedding", "norm", "head")
@@ -32,16 +32,16 @@ FORM, SAVE = "strategy.tensor.form", "strategy.tensor.save_gathered"
 
 @dataclass(frozen=True)
 class GridRequest:
-    """A request for a grid strategy, with its shape and the form that is asked for."""
+    """A request for the grid strategy of a layout, with the requested form."""
 
     request: Request
-    shape: type[Shape]
+    layout: str
     form: str
 
     @property
     def sizes(self) -> dict[str, int] | None:
         """The degree of every tensor axis; None where tp makes no grid."""
-        return self.shape.arranged(self.request)
+        return arrange_request(self.layout, self.request)
 
     @property
     def choice(self) -> FormChoice:
@@ -174,7 +174,7 @@ class GridRequest:
         legal, problems, spec = self._nearest_tp() if parts else [], [], self.request.spec
         for (key, size), count in parts.items():
             subject = f"{key}={size} is not" if key.startswith("model.") else f"layer {key}: {size} features are not"
-            message = f"{subject} divisible by {count} ({shown(sizes)})"
+            message = f"{subject} divisible by {count} ({format_sizes(sizes)})"
             copies = key == "model.kv_heads" and size != spec.heads and count % size == 0
             step = lcm(count, spec.heads or 1) if key == "model.hidden" else count
             fixes = [either("tp", legal), either(key, nearest(size, common.legal_sizes(key, size, step, spec)))]
@@ -190,10 +190,10 @@ class GridRequest:
         request, batch, parts, config = self.request, self.request.batch, self.sample_parts, self.request.config
         if batch is None or batch.micro_batch % parts == 0:
             return []
-        cut = f"{parts} parts ({shown(sizes)}): only whole samples are split"
+        cut = f"{parts} parts ({format_sizes(sizes)}): only whole samples are split"
         message = f"micro_batch={batch.micro_batch} does not divide into {cut}"
-        asked = (key for key in ("micro_batch", "microbatches") if getattr(config, key) is not None)
-        where, fixes = next(asked, "global_batch"), []
+        batch_keys = (key for key in ("micro_batch", "microbatches") if getattr(config, key) is not None)
+        where, fixes = next(batch_keys, "global_batch"), []
         if where == "micro_batch":
             legal = [n for n in divisors(batch.replica_batch) if n % parts == 0] or [parts]
             fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
@@ -212,12 +212,12 @@ class GridRequest:
             grid = read_grid(tensor.grid)
         except ValueError as error:
             return [Problem(str(error), "grid", self._nearest_grid() or "leave grid out", kind="arithmetic")]
-        where, message = self.shape.broken_rule(self.request.tp, grid, tensor.depth)
+        where, message = broken_rule(self.layout, self.request.tp, grid, tensor.depth)
         fixes = [either("tp", self._nearest_tp()), self._nearest_grid(), self._nearest_depth()]
         fix = " or ".join(filter(None, [*fixes, *self._fitting_worlds()]))
         if not fix:  # no one value would do
-            free = self._with(**dict.fromkeys(self.shape.sets))
-            unset = [f"{name}=null" for name in self.shape.sets if getattr(tensor, name) is not None]
+            free = self._with(**dict.fromkeys(KEYS[self.layout]))
+            unset = [f"{name}=null" for name in KEYS[self.layout] if getattr(tensor, name) is not None]
             fix = " or ".join(" ".join([f"tp={tp}", *unset]) for tp in free._nearest_tp())
         return [Problem(message, where, fix, kind="arithmetic")]
 
@@ -229,9 +229,10 @@ class GridRequest:
 
     def _nearest_grid(self) -> str:
         """Return the grid nearest to a square that makes tp, at the depth asked for."""
-        if "grid" not in self.shape.sets:
+        if "grid" not in KEYS[self.layout]:
             return ""
-        tp, depths = self.request.tp, self.shape.depths(self.request.tp, GridConfig.of(self.request.config).depth)
+        tp, depth = self.request.tp, GridConfig.of(self.request.config).depth
+        depths = possible_depths(self.layout, tp, depth)
         possible = [(rows, tp // deep // rows) for deep in depths for rows in divisors(tp // deep)]
         possible.sort(key=lambda grid: abs(grid[0] - grid[1]))  # of two alike the wide one comes first
         texts = (f"{rows}x{columns}" for rows, columns in possible)

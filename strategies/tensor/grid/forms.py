@@ -6,7 +6,7 @@ activation may be split otherwise than between blocks, so both forms are chosen 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product as combinations
 from math import gcd, lcm
@@ -15,13 +15,6 @@ from parallelrun.planner.model.model_spec import LayerSpec, ModelSpec, Pair, Par
 from parallelrun.planner.model.product import ActivationLayout, Product, Sizes, degree, num_panels, transfers
 from parallelrun.planner.model.product import forms as products
 
-MAKE: dict[str, Callable[[ActivationLayout], Product]] = {
-    "stationary_y": products.stationary_y,
-    "stationary_x": products.stationary_x,
-    "stationary_w": products.stationary_w,
-    "summa": products.summa,
-    "cube": products.cube,
-}
 KEPT = ("stationary_y", "stationary_x")  # forms that keep the layout of their input
 
 Key = tuple[int, int, int, int]
@@ -50,30 +43,36 @@ def key_of(pair: Pair) -> Key:
     return (*first, row.in_features, row.out_features) if row else (*first, 0, 0)
 
 
+def make_product(form: str, outside: ActivationLayout) -> Product:
+    """Return the product of a form (`products`), whose input has the layout `outside`."""
+    product: Product = getattr(products, form)(outside)
+    return product
+
+
 def pair_products(forms: Forms, outside: ActivationLayout) -> tuple[Product, Product]:
     """(product of the column layers, of the row layer); for the half that is missing, that of the other."""
-    first = MAKE[forms[0] or forms[1]](outside)
-    return first, MAKE[forms[1]](first.y if forms[0] else outside) if forms[1] else first
+    first = make_product(forms[0] or forms[1], outside)
+    return first, make_product(forms[1], first.y if forms[0] else outside) if forms[1] else first
 
 
-def candidates(pair: Pair, asked: str) -> Iterator[Forms]:
-    """Every pair of forms that could be, under `strategy.tensor.form`, or `cube` in 3D.
+def candidates(pair: Pair, form: str) -> Iterator[Forms]:
+    """Every pair of forms that could be, under `form`: `strategy.tensor.form`, or `cube` in 3D.
 
     Under `stationary_w` and `cube` the axes change roles, so that only complete pairs have them. In 2D, several column
     layers side by side could also be one after the other: only forms that keep the layout suit both.
     """
-    swap = "cube" if asked == "cube" else "stationary_w"
-    can_swap = pair.columns and pair.row and (asked == "cube" or len(pair.columns) == 1)
-    if asked != swap or not can_swap:
-        single = {"auto": KEPT, "stationary_w": KEPT, "cube": KEPT[:1]}.get(asked, (asked,))
+    swap = "cube" if form == "cube" else "stationary_w"
+    can_swap = pair.columns and pair.row and (form == "cube" or len(pair.columns) == 1)
+    if form != swap or not can_swap:
+        single = {"auto": KEPT, "stationary_w": KEPT, "cube": KEPT[:1]}.get(form, (form,))
         yield from combinations(single if pair.columns else ("",), single if pair.row else ("",))
-    if can_swap and asked in ("auto", swap):
+    if can_swap and form in ("auto", swap):
         yield swap, swap
 
 
 @dataclass(frozen=True)
 class FormChoice:
-    """The forms of a model's pairs on a grid. asked: `strategy.tensor.form`, `cube` in 3D; sizes: of the axes, in mesh
+    """The forms of a model's pairs on a grid. form: `strategy.tensor.form`, `cube` in 3D; sizes: of the axes, in mesh
     order.
 
     num_rows: rows of X in a microbatch; samples: of a microbatch (0: not known yet). compute, reduce: bytes of an
@@ -81,7 +80,7 @@ class FormChoice:
     """
 
     spec: ModelSpec
-    asked: str
+    form: str
     sizes: Sizes
     num_rows: int = 1
     samples: int = 0
@@ -102,13 +101,13 @@ class FormChoice:
         choices = []
         for key, pairs in self.groups.items():
             # nothing fits only where nothing is checked: the matmul lesson
-            possible = self.legal(pairs) or list(candidates(pairs[0], self.asked))
+            possible = self.legal(pairs) or list(candidates(pairs[0], self.form))
             choices.append((key, min(possible, key=lambda forms: self.volume(pairs[0], forms))))
         return tuple(choices)
 
     def legal(self, pairs: list[Pair]) -> list[Forms]:
         """The forms in which all of the pairs divide."""
-        return [forms for forms in candidates(pairs[0], self.asked) if not self._misfits_of(pairs, forms)]
+        return [forms for forms in candidates(pairs[0], self.form) if not self._misfits_of(pairs, forms)]
 
     def volume(self, pair: Pair, forms: Forms) -> float:
         """Bytes that a rank receives in the forward and backward pass of a microbatch through the pair."""
@@ -145,7 +144,7 @@ class FormChoice:
         boundary, features = boundary_layout(self.sizes), self.spec.boundary_shape[-1]
         misfits = [Misfit(self._key(features, "the model"), features, degree(boundary.features, self.sizes))]
         for pairs in self.groups.values():
-            of_forms = [self._misfits_of(pairs, forms) for forms in candidates(pairs[0], self.asked)]
+            of_forms = [self._misfits_of(pairs, forms) for forms in candidates(pairs[0], self.form)]
             fewest = min(of_forms, key=len)
             misfits += fewest
         alone = [layer for layer in self.spec.distinct_layers if layer.layer_role == "linear"]

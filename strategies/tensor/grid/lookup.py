@@ -48,18 +48,18 @@ class _LookUp(torch.autograd.Function):
     ) -> Tensor:
         ctx.packed, ctx.reduce, ctx.own, ctx.stored = packed, options.reduce, table.size(0), table.dtype
         ctx.save_for_backward(index)
-        whole, width = packed.start_gather([table], options.compute)().flatten(0, 1), (table.size(1),)
-        elsewhere = index >= whole.size(0)
-        rows = functional.embedding(index.masked_fill(elsewhere, 0), whole).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        gathered, width = packed.start_gather([table], options.compute)().flatten(0, 1), (table.size(1),)
+        elsewhere = index >= gathered.size(0)
+        rows = functional.embedding(index.masked_fill(elsewhere, 0), gathered).masked_fill_(elsewhere.unsqueeze(-1), 0)
         outputs = ctx.outputs = ActivationPacking(move, index.numel(), tuple(index.shape[1:]), width, width)
         return outputs.scatter([rows])[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (index,), packed = ctx.saved_tensors, ctx.packed
-        (whole,) = ctx.outputs.gather([grad])
+        (gathered,) = ctx.outputs.gather([grad])
         num_rows = packed.num_parts * packed.rows[0]
-        sums = grad.new_zeros((num_rows + 1, whole.size(-1)), dtype=ctx.reduce)
-        sums.index_add_(0, index.flatten(), whole.flatten(0, -2).to(ctx.reduce))
+        sums = grad.new_zeros((num_rows + 1, gathered.size(-1)), dtype=ctx.reduce)
+        sums.index_add_(0, index.flatten(), gathered.flatten(0, -2).to(ctx.reduce))
         (own,) = packed.start_scatter(sums[:num_rows].view(packed.num_parts, packed.rows[0], -1))()
         return own[: ctx.own].to(ctx.stored), *(None,) * 4

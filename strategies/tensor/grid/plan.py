@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isqrt, prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
@@ -26,8 +26,8 @@ from ..common.keys import Grid2DConfig, Grid25DConfig, GridConfig
 from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from .checks import GridRequest
-from .forms import MAKE, boundary_layout, key_of, pair_products
-from .shape import Cube, Deep, Shape, Square, cube_root
+from .forms import boundary_layout, key_of, make_product, pair_products
+from .shape import KEYS, cube_root
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,16 +37,14 @@ if TYPE_CHECKING:
 class GridStrategy(ProductStrategy):
     """Samples, features and weights are split over several mesh dims; subclasses say over how many.
 
-    shape: the grids that tp ranks may form. only_form: the form of all complete pairs and of the head, where there is
-    no choice.
+    only_form: the form of all complete pairs and of the head, where there is no choice.
     """
 
-    shape: ClassVar[type[Shape]]
     only_form: ClassVar[str | None] = None
 
     @classmethod
     def _of(cls, request: Request) -> GridRequest:
-        return GridRequest(request, cls.shape, cls.only_form or cls.asked_form(request.config))
+        return GridRequest(request, cls.layout_name, cls.only_form or cls.asked_form(request.config))
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -66,14 +64,14 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def mesh_dims(cls, request: Request) -> MeshDims:
         """row x col, depth x row x col, or x x y x z; `tp` is made of them."""
-        sizes = cls.shape.arranged(request)
+        sizes = cls._of(request).sizes
         assert sizes, "checked before"
         return tuple(sizes.items()), ((AXIS, tuple(sizes)),)
 
     @classmethod
     def vocab_degrees(cls, request: Request) -> tuple[int, ...]:
         """Those of the rows of the head's weight; none where tp makes no grid."""
-        sizes = cls.shape.arranged(request)
+        sizes = cls._of(request).sizes
         return tuple(sizes[axis] for axis in cls.head(boundary_layout(sizes)).weight.dims[0]) if sizes else ()
 
     @classmethod
@@ -84,16 +82,16 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def head_parts(cls, request: Request) -> int:
         """As the form of the layers around attention splits their features."""
-        return cls._of(request).choice.head_parts() if cls.shape.arranged(request) else request.tp
+        return cls._of(request).choice.head_parts() if cls._of(request).sizes else request.tp
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """Grid and depth, where they were not given."""
-        tensor, sizes = GridConfig.of(request.config), cls.shape.arranged(request)
-        if request.tp == 1 or "grid" not in cls.shape.sets or not sizes:
+        tensor, sizes = GridConfig.of(request.config), cls._of(request).sizes
+        if request.tp == 1 or "grid" not in KEYS[cls.layout_name] or not sizes:
             return ()
         values, why = [] if tensor.grid else [f"grid={sizes['row']}x{sizes['col']}"], f"tp {request.tp}"
-        if "depth" in cls.shape.sets and tensor.depth is None:
+        if "depth" in KEYS[cls.layout_name] and tensor.depth is None:
             values.append(f"depth={sizes.get('depth', 1)}")
             why += ", the largest legal depth"
         return (f"{' '.join(values)} (filled: {why})",) if values else ()
@@ -101,7 +99,7 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def head(cls, boundary: ActivationLayout) -> Product:
         """Return the product of hidden states -> logits, split over the vocabulary."""
-        return MAKE[cls.only_form or "stationary_y"](boundary)
+        return make_product(cls.only_form or "stationary_y", boundary)
 
     @classmethod
     def table(cls, boundary: ActivationLayout) -> Product:
@@ -122,6 +120,12 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def asked_form(cls, config: Config) -> str:
         return GridConfig.of(config).form
+
+    def resolved_config(self, config: Config, plan: Plan) -> GridConfig:
+        """Return the keys with the grid and the depth of the plan."""
+        mesh, section = plan.mesh, GridConfig.of(config)
+        values: dict[str, Any] = {"grid": f"{mesh.size('row')}x{mesh.size('col')}", "depth": mesh.size("depth")}
+        return replace(section, **{key: values[key] for key in KEYS[self.layout_name]})
 
     def label(self, plan: Plan) -> str:
         """`2d 2x3`."""
@@ -218,7 +222,6 @@ class Tensor2D(GridStrategy):
 
     kind: ClassVar[str] = "2d"
     layout_name: ClassVar[str] = "2d"
-    shape: ClassVar[type[Shape]] = Square
     config_class = Grid2DConfig
     source: ClassVar[str] = "van de Geijn and Watts 1997; Xu et al. 2021 (Optimus)"
     explanation: ClassVar[str] = (
@@ -239,9 +242,6 @@ class Tensor2D(GridStrategy):
             LayoutChoice(f"{name} summa", replace(flat, form="summa"), name, searched=False),
         ]
 
-    def resolved_config(self, config: Config, plan: Plan) -> Grid2DConfig:
-        return replace(Grid2DConfig.of(config), grid=f"{plan.mesh.size('row')}x{plan.mesh.size('col')}")
-
 
 @dataclass(frozen=True)
 class Tensor25D(Tensor2D):
@@ -249,7 +249,6 @@ class Tensor25D(Tensor2D):
 
     kind: ClassVar[str] = "2.5d"
     layout_name: ClassVar[str] = "2.5d"
-    shape: ClassVar[type[Shape]] = Deep
     config_class = Grid25DConfig
     copies_weights: ClassVar[bool] = True
     source: ClassVar[str] = "Wang et al. 2021 (Tesseract)"
@@ -268,11 +267,6 @@ class Tensor25D(Tensor2D):
         ]
         return configs or [LayoutChoice("2.5d", Grid25DConfig(depth=2))]
 
-    def resolved_config(self, config: Config, plan: Plan) -> Grid25DConfig:
-        section = super().resolved_config(config, plan)
-        assert isinstance(section, Grid25DConfig)
-        return replace(section, depth=plan.mesh.size("depth"))
-
 
 @dataclass(frozen=True)
 class Tensor3D(GridStrategy):
@@ -280,7 +274,6 @@ class Tensor3D(GridStrategy):
 
     kind: ClassVar[str] = "3d"
     layout_name: ClassVar[str] = "3d"
-    shape: ClassVar[type[Shape]] = Cube
     only_form: ClassVar[str | None] = "cube"
     config_class = GridConfig
     source: ClassVar[str] = "Agarwal et al. 1995; Bian et al. 2021"

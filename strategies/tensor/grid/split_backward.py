@@ -24,9 +24,9 @@ class _Move(torch.autograd.Function):
     """Activations gathered, or partial sums scattered; backward does the other one with the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, packing: ActivationPacking, gathers: bool, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, packing: ActivationPacking, gathers: bool, *activations: Tensor) -> tuple[Tensor, ...]:
         ctx.packing, ctx.gathers = packing, gathers
-        return packing.gather(given) if gathers else packing.scatter(given)
+        return packing.gather(activations) if gathers else packing.scatter(activations)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -66,8 +66,8 @@ def multiply(
     if inputs.move.group:
         (x,) = apply_to_all(_Move, inputs, True, x)
     if packing.groups:
-        whole = apply_to_all(_GatherWeights, packing, x.dtype, reduce, *weights)
+        gathered = apply_to_all(_GatherWeights, packing, x.dtype, reduce, *weights)
     else:
-        whole = tuple(rounded(weight, x.dtype) for weight in weights)
-    out = tuple(functional.linear(x, weight) for weight in whole)
+        gathered = tuple(rounded(weight, x.dtype) for weight in weights)
+    out = tuple(functional.linear(x, weight) for weight in gathered)
     return out if outputs.move.group is None else apply_to_all(_Move, outputs, False, *out)

@@ -23,7 +23,7 @@ from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.models.autograd import apply_to_all
 from parallelrun.planner.model.product import Product, num_panels
 
-from ..common.transfers import Finish, when_done
+from ..common.transfers import Finish, sum_of_products, when_done
 from .buffers import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS
 
 
@@ -129,7 +129,9 @@ class _Summa(torch.autograd.Function):
         for number, x_panel, w_panel in grid.panels(x if wants_weights else None, packed):
             landing, flying = flying, []
             if dx is not None:
-                flying.append(grid.x.start_reduce(_sum_of_products(rows, w_panel, widths), number, dx, ACTIVATIONS))
+                flying.append(
+                    grid.x.start_reduce(sum_of_products(rows, w_panel.split(widths)), number, dx, ACTIVATIONS)
+                )
             if dw is not None:
                 partial = x_panel.new_empty((sum(widths), x_panel.size(1)))
                 for grad, part in zip(rows, partial.split(widths)):
@@ -140,17 +142,8 @@ class _Summa(torch.autograd.Function):
         for finish in flying:
             finish()
         own = dw.split(widths) if dw is not None else [None] * len(weights)
-        given = [None if part is None else part.to(weight.dtype) for part, weight in zip(own, weights)]
-        return None if dx is None else dx.view(shape), None, *given
-
-
-def _sum_of_products(grads: Sequence[Tensor], panel: Tensor, widths: Sequence[int]) -> Tensor:
-    """dY W of every output, added up."""
-    first, *others = zip(grads, panel.split(list(widths)))
-    total: Tensor = first[0] @ first[1]
-    for grad, part in others:
-        total.addmm_(grad, part)
-    return total
+        gradients = [None if part is None else part.to(weight.dtype) for part, weight in zip(own, weights)]
+        return None if dx is None else dx.view(shape), None, *gradients
 
 
 def _packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

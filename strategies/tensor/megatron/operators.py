@@ -21,7 +21,7 @@ from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply, apply_to_all
 from parallelrun.models.functions import cast_all, linear
 
-from ..common.transfers import Finish, start_all_gather, start_reduce_scatter, when_done
+from ..common.transfers import Finish, start_all_gather, start_reduce_scatter, sum_of_products, when_done
 
 PURPOSE = "activations"
 SEQUENCE_DIM = 1
@@ -94,9 +94,9 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.has_bias = [bias is not None for bias in weights[1::2]]
         ctx.save_for_backward(x, *weights[::2])
-        whole = comm.all_gather(x, group, PURPOSE, SEQUENCE_DIM) if sequence_parallel else x
+        gathered = comm.all_gather(x, group, PURPOSE, SEQUENCE_DIM) if sequence_parallel else x
         rounded = cast_all(weights, x.dtype)
-        return tuple([functional.linear(whole, weight, bias) for weight, bias in zip(rounded[::2], rounded[1::2])])
+        return tuple([functional.linear(gathered, weight, bias) for weight, bias in zip(rounded[::2], rounded[1::2])])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -107,22 +107,14 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         reducing = None
         if ctx.needs_input_grad[0]:
             shape = (*grads[0].shape[:-1], x.size(-1))
-            reducing = _start_reduce(_input_gradient(flat, cast_all(weights, x.dtype)).view(shape), ctx)
-        whole = gathering() if gathering else x
-        rows = whole.flatten(0, -2)
+            reducing = _start_reduce(sum_of_products(flat, cast_all(weights, x.dtype)).view(shape), ctx)
+        gathered = gathering() if gathering else x
+        rows = gathered.flatten(0, -2)
         out: list[Tensor | None] = []
         for number, grad in enumerate(flat):
             wanted = ctx.needs_input_grad[3 + 2 * number]
             out += grad.t() @ rows if wanted else None, grad.sum(0) if ctx.has_bias[number] else None
         return reducing() if reducing else None, None, None, *cast_all(out, weights[0].dtype)
-
-
-def _input_gradient(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """Sum over outputs of grad @ weight, accumulated in one buffer."""
-    total = grads[0] @ weights[0]
-    for grad, weight in zip(grads[1:], weights[1:]):
-        total.addmm_(grad, weight)
-    return total
 
 
 def _start_gather(x: Tensor, group: Group) -> Finish:
@@ -157,5 +149,5 @@ def column_parallel_linear(x: Tensor, weights: list[tuple[Tensor, Tensor | None]
     if tp.overlap:
         flat = [part for pair in weights for part in pair]
         return apply_to_all(_OverlappedColumnLinear, x, tp.group, tp.sequence_parallel, *flat)
-    whole = copy_or_gather(x, tp)
-    return tuple([linear(whole, weight, bias, x.dtype) for weight, bias in weights])
+    gathered = copy_or_gather(x, tp)
+    return tuple([linear(gathered, weight, bias, x.dtype) for weight, bias in weights])

@@ -101,20 +101,20 @@ class Megatron1D(ProductStrategy):
         by what a slice of every expert gives. Partial over tp_copy: copies of a kv head, each of which serves its own
         query heads.
         """
-        whole, axes = Layout.replicated(len(parameter.shape)), plan.mesh.mesh_dims_of(AXIS)
+        replicated, axes = Layout.replicated(len(parameter.shape)), plan.mesh.mesh_dims_of(AXIS)
         if parameter.layer_role == "row_parallel" and len(parameter.shape) == 2:
             return Layout(((), axes))
         if parameter.layer_role in ("column_parallel", "embedding", "head"):
             if plan.mesh.size(COPY_AXIS) > 1 and parameter.heads == plan.mesh.size(KV_AXIS):
-                return Layout(((KV_AXIS,), *whole.dims[1:]), (COPY_AXIS,))
-            return Layout((axes, *whole.dims[1:]))
+                return Layout(((KV_AXIS,), *replicated.dims[1:]), (COPY_AXIS,))
+            return Layout((axes, *replicated.dims[1:]))
         if parameter.layer_role == "expert":
             return Layout(tuple(axes if dim == inside_dim(parameter) else () for dim in range(len(parameter.shape))))
         if parameter.layer_role in ("router", "per_head"):
             is_partial = plan.mesh.size(AXIS) > 1 and not parameter.frozen
         else:
             is_partial = self.sequence_parallel
-        return Layout(whole.dims, (AXIS,)) if is_partial else whole
+        return Layout(replicated.dims, (AXIS,)) if is_partial else replicated
 
     def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         """Column or row product; an embedding sums rows of a split table."""

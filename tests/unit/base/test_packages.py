@@ -15,36 +15,26 @@ from parallelrun.launch.host import preflight
 from tests.plans import tiny_config, tiny_plan
 from tests.vision import RESNET
 
+WITHOUT = [
+    ({"tracker.use": ["tensorboard"]}, "tracker=tensorboard", "tensorboard", "'parallelrun[trackers]'"),
+    ({**RESNET, "dataset.name": "digits", "dataset.vocab": None}, "dataset=digits", "scikit-learn", "scikit-learn"),
+    ({**RESNET, "dataset.name": "imagefolder", "dataset.path": "/", "dataset.vocab": 2, "model.image": 8},
+     "dataset=imagefolder", "pillow", "pillow"),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("keys", "told", "pip"),
-    [
-        (
-            {"tracker.use": ["tensorboard"]},
-            "tracker=tensorboard needs the package tensorboard",
-            "pip install 'parallelrun[trackers]'",
-        ),
-        (
-            {**RESNET, "dataset.name": "digits", "dataset.vocab": None},
-            "dataset=digits needs the package scikit-learn",
-            "pip install scikit-learn",
-        ),
-        (
-            {**RESNET, "dataset.name": "imagefolder", "dataset.path": "/", "dataset.vocab": 2, "model.image": 8},
-            "dataset=imagefolder needs the package pillow",
-            "pip install pillow",
-        ),
-    ],
-)
-def test_a_run_without_the_package_of_an_option_ends_before_it_begins(monkeypatch, tmp_path, keys, told, pip):
+
+@pytest.mark.parametrize(("keys", "option", "package", "pip"), WITHOUT)
+def test_a_run_without_the_package_of_an_option_ends_before_it_begins(
+    monkeypatch, tmp_path, keys, option, package, pip
+):
     config = tiny_config({**keys, "runs": str(tmp_path)})
     plan = tiny_plan(keys)
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem) as caught:
         start.start(config, plan, [], [])
     (problem,) = caught.value.problems
-    assert problem.what == f"{told}, which is not installed"
-    assert (problem.command, caught.value.exit_code) == (pip, 3)
+    assert problem.what == f"{option} needs the package {package}, which is not installed"
+    assert (problem.command, caught.value.exit_code) == (f"pip install {pip}", 3)
     assert not list(tmp_path.iterdir())
 
 

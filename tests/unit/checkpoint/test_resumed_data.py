@@ -7,7 +7,6 @@ import json
 import pytest
 
 from parallelrun.base.errors import CheckpointError
-from parallelrun.checkpoint.data import check_data
 from parallelrun.launch.entry.start import start
 from parallelrun.planner.model.definitions import Dataset
 from tests.checkpoints import written
@@ -108,10 +107,3 @@ def test_an_older_checkpoint_resumes_and_says_what_is_not_compared(trained_on, c
 def test_what_an_older_checkpoint_records_is_compared(trained_on):
     with pytest.raises(CheckpointError, match="seed is 1234, and was 5"):
         trained_on({"name": "text", "fingerprint": NEW}, seed=5)
-
-
-def test_a_rank_refuses_with_the_code_that_sets_no_checkpoint_aside(tmp_path):
-    extra, dataset = {"dataset": SAME | {"fingerprint": OLD}}, Dataset("text", 32, NEW, None, None, settings=SETTINGS)
-    with pytest.raises(CheckpointError) as caught:
-        check_data(extra, dataset, tiny_config(), tmp_path, 3)
-    assert caught.value.exit_code == 3

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.cli import errors
-from parallelrun.cli.main import main
 
 
 def test_the_shape_of_a_message():
@@ -53,21 +50,3 @@ def test_our_own_errors_pass_through_hydras():
 def test_an_error_that_is_not_hydras_is_not_called_a_configuration_error():
     assert errors.translate(KeyError("x")) is None
     assert errors.translate(ValueError("x")) is None
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        (
-            "seed=${oc.env:NO_SUCH_VARIABLE}",
-            "error: the environment variable NO_SUCH_VARIABLE is not set\n  where: seed",
-        ),
-        ("seed=${oc.env:HOME}", "could not be converted to Integer"),
-        ("strategy=../../x", "error: strategy=../../x: choose a strategy by its name; ../../x points to"),
-        ("model=/etc/passwd", "error: model=/etc/passwd: choose a model by its name; /etc/passwd points to"),
-        ("model=mine/small", "error: model=mine/small: no such model\n  where: model\n  try: parallelrun ls model"),
-    ],
-)
-def test_what_hydra_cannot_find_is_named(word, said, capsys):
-    assert main(["plan", word]) == 2
-    assert said in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pytest
 
 from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
-from parallelrun.config.keys import GROUPS
+from parallelrun.config.keys import GROUPS, known_keys
 from parallelrun.config.overrides import split
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.strategy_keys import completed
@@ -96,6 +96,8 @@ def alternatives(suggestion: str) -> list[str]:
 
 def default_of(key: str) -> str:
     """What the schema has for `key`, as text."""
+    if key not in known_keys():  # one of Hydra's
+        return "1"
     node: Any = completed(Config())
     for part in key.split("."):
         node = getattr(node, part)
@@ -190,7 +192,7 @@ def _judge(shell: Shell, line: str, said: Said, changed: list[str], suggestion: 
     shown = f"{line!r} -> {suggestion!r}, typed as {changed}"
     if code == 0:
         return []
-    if code not in (2, 3):
+    if code not in (2, 3, 4):
         return [f"{shown}: exit {code}, {after}"]
     before = shlex.split(line)
     already = {one.what for one in shell(before)[1]}

@@ -66,59 +66,6 @@ def test_a_sweep_over_texts_keeps_its_commas():
     assert rewritten("path=a b,c", multirun=True) == "dataset.path='a b','c'"
 
 
-@pytest.mark.parametrize(
-    ("texts", "said"),
-    [
-        (["tpp=8"], "no such key: tpp"),
-        (["+nosuch=foo"], "no such key: nosuch"),
-        (["++nosuch=foo"], "no such key: nosuch"),
-        (["tp=8", "tp=4"], "given twice: tp=8 and tp=4"),
-        (["path=a", "dataset.path=b"], "given twice"),
-        (["tp=1,2"], "a sweep"),
-        (["schedule=gpipe,1f1b"], "a sweep"),
-        (["strategy=ddp,tp"], "a sweep"),
-        (["tp=[1]"], "not a list"),
-        (["profile=true"], "profile takes a list: steps that"),
-        (["profile=3,4"], "profile takes a list"),
-        (["model.arguments=3"], "takes a mapping"),
-        (["tp=010"], "parsed as 8 from 010"),
-        (["~tp"], "cannot be removed"),
-        (["model="], "a name is missing"),
-        (["+model=mlp"], "without +"),
-        (["strategy=null"], "must be chosen"),
-        (["eval=3"], "eval holds keys"),
-        (["tp =8"], "not key=value"),
-    ],
-)
-def test_every_mistake_is_told(texts, said):
-    assert said in problem(*texts).what
-
-
-def test_the_fix_is_named():
-    assert problem("tpp=8").suggestion.startswith("tp")
-    assert problem("profile=3,4").suggestion == "profile=[3,4]"
-    assert problem("profile=true").suggestion == "profile=[]"
-    assert problem("tp =8").suggestion == "tp=8"
-    assert problem("tp=1,2").command == "parallelrun -m ... tp=1,2"
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("grid=[2,4]", "grid=2x4"),
-        ("strategy.tensor.grid=[2, 4]", "strategy.tensor.grid=2x4"),
-        ("tp=[2,4]", "tp=2"),
-        ("optimizer.lr=[1e-3]", "optimizer.lr=1e-3"),
-        ("strategy.pipeline.partition=[uniform]", "strategy.pipeline.partition=uniform"),
-        ("strategy.pipeline.partition=[1,2]", "strategy.pipeline.partition=cost"),
-        ("compile=[true]", "compile=true"),
-    ],
-)
-def test_a_list_for_a_key_of_one_value_is_answered_with_what_to_type(typed, meant):
-    refused = problem(typed)
-    assert "takes one value, not a list" in refused.what and refused.suggestion == meant
-
-
 def test_each_value_of_a_sweep_is_checked():
     assert "parsed as 8 from 010" in problem("tp=2,010", multirun=True).what
     assert read(["tp=range(1,4)", "world=choice(4,8)"], True, "here")[1] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import string
 from random import Random
 
@@ -10,7 +9,6 @@ import pytest
 
 from parallelrun.base import spelling
 from parallelrun.base.wording import closest
-from parallelrun.cli.main import main
 from parallelrun.config import presets
 from parallelrun.config.keys import _ELSEWHERE, GROUPS, example, known_keys, nearest_keys
 from parallelrun.config.overrides import read, suggest_pairs
@@ -74,33 +72,6 @@ def test_typos_of_the_values_of_choices():
         best = min(letters_between(typo, one) for one in suggested)
         wrong += [(typo, value, suggested)] if best > letters_between(typo, value) else []
     assert not wrong and hits > 0.95 * drawn, (hits, drawn, wrong[:9])
-
-
-@pytest.mark.parametrize(
-    ("words", "suggestion"),
-    [
-        ("lora.rank=8", None),
-        ("model.name_or_path=gpt2", "model.from_hf=gpt2"),
-        ("model.name_or_path=", "model.from_hf=..."),
-        ("latest", "resume=latest"),
-        ("precison=bf16", "precision=bf16"),
-        ("model.router.topk=2", "model.router.top_k=2"),
-        ("checkpoint.every=1.5", "checkpoint.every=1 or checkpoint.every=2"),
-        ("model.layers=0.5", "model.layers=1"),
-        ("strategy=gpipe pp=2 strategy.pipeline.split=[nosuch]", "strategy.pipeline.split=[layers.4]"),
-        ("strategy=gpipe pp=2 strategy.pipeline.split=[layer.1]", "strategy.pipeline.split=[layers.1]"),
-        ("full", "recompute=full"),
-        ("bf16", "precision=bf16"),
-        ("recompute=ful", "recompute=full"),
-        ("num_attention_heads=4", "model.heads=4"),
-        ("zzzzzzzz=1", None),
-        ("recompte=some", "recompute=..."),
-    ],
-)
-def test_what_is_suggested(words, suggestion, capsys):
-    assert main(["plan", *words.split()]) == 2
-    found = re.search(r"did you mean: (.*)", capsys.readouterr().err)
-    assert (found and found[1]) == suggestion
 
 
 def test_names_of_other_tools_are_names_of_keys_of_ours():

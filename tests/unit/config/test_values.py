@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallelrun.config.keys import Key, known_keys, nearest_keys, sections
+from parallelrun.config.keys import Key, known_keys, sections
 from parallelrun.config.values import string_trap, trap
 
 DEGREE, TRUTH = Key("tp", "int", optional=True), Key("compile", "bool", optional=False)
@@ -97,23 +97,3 @@ def test_the_schema_is_walked_to_its_leaves():
     assert keys["optimizer.betas"].kind == "list" and keys["model.roles"].kind == "dict"
     assert keys["compile"] == Key("compile", "bool", False)
     assert {"strategy.data", "model", "eval"} <= sections() and "tp" not in sections()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("tpp", "tp"),
-        ("lr", "optimizer.lr"),
-        ("layers", "model.layers"),
-        ("model.layrs", "model.layers"),
-        ("straegy", "strategy"),
-        ("batch_size", "global_batch"),
-        ("learning_rate", "optimizer.lr"),
-        ("sed", "seed"),
-        ("strategy.data.shards", "strategy.data.shard"),
-        ("recompte", "recompute"),
-        ("globalbatch", "global_batch"),
-    ],
-)
-def test_the_nearest_key_comes_first(wrong, right):
-    assert nearest_keys(wrong)[0] == right

@@ -112,52 +112,20 @@ def test_a_single_long_document_is_split_by_pieces(tmp_path):
     assert 5 < len(dataset.val) < 400 and len(dataset.train) + len(dataset.val) > 1200
 
 
-def damage_magic(raw):
-    return b"WRONG" + raw[5:]
+DAMAGES = {
+    "another magic": (lambda raw: b"WRONG" + raw[5:], "no Megatron index"),
+    "another version": (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "version 2"),
+    "an unknown type": (lambda raw: raw[:17] + b"\x09" + raw[18:], "element type 9"),
+    "a type of floats": (lambda raw: raw[:17] + b"\x07" + raw[18:], "element type 7"),
+    "cut off": (lambda raw: raw[:-3], "truncated"),
+    "a wrong length": (lambda raw: raw[:34] + struct.pack("<i", 99) + raw[38:], "running sum"),
+    "a wrong boundary": (lambda raw: raw[:-8] + struct.pack("<q", 77), "document boundaries"),
+    "a huge count": (lambda raw: raw[:18] + struct.pack("<Q", 2**60) + raw[26:], "truncated"),
+    "empty": (lambda raw: b"", "no Megatron index"),
+}
 
 
-def damage_version(raw):
-    return raw[:9] + struct.pack("<Q", 2) + raw[17:]
-
-
-def damage_type(raw):
-    return raw[:17] + b"\x09" + raw[18:]
-
-
-def float_type(raw):
-    return raw[:17] + b"\x07" + raw[18:]
-
-
-def truncate(raw):
-    return raw[:-3]
-
-
-def damage_length(raw):
-    return raw[:34] + struct.pack("<i", 99) + raw[38:]
-
-
-def damage_boundary(raw):
-    return raw[:-8] + struct.pack("<q", 77)
-
-
-def huge_count(raw):
-    return raw[:18] + struct.pack("<Q", 2**60) + raw[26:]
-
-
-@pytest.mark.parametrize(
-    "damage, said",
-    [
-        (damage_magic, "no Megatron index"),
-        (damage_version, "version 2"),
-        (damage_type, "element type 9"),
-        (float_type, "element type 7"),
-        (truncate, "truncated"),
-        (damage_length, "running sum"),
-        (damage_boundary, "document boundaries"),
-        (huge_count, "truncated"),
-        (lambda raw: b"", "no Megatron index"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_index_is_refused_before_use(example, damage, said):
     path = example.with_suffix(".idx")
     path.write_bytes(damage(path.read_bytes()))

@@ -56,16 +56,6 @@ def test_every_count_differs_from_its_share_by_less_than_one_and_never_falls(wei
         before = counts
 
 
-@pytest.mark.parametrize("weights, batch", [((1,) * 50, 1), ((97, 1, 1, 1), 3), ((27, 2, 27, 5, 2), 1), ((1, 999), 7)])
-def test_many_and_rare_parts_keep_their_shares_over_whole_periods(weights, batch):
-    total = sum(weights)
-    for step in range(2 * total + 1):
-        counts = counts_after(weights, batch, step)
-        assert sum(counts) == step * batch
-        for count, weight in zip(counts, weights):
-            assert abs(count * total - weight * step * batch) < total
-
-
 def test_weights_become_whole_numbers():
     assert whole_weights([Fraction("0.7"), Fraction("0.3")]) == (7, 3)
     assert whole_weights([Fraction(2), Fraction(4), Fraction("0.5")]) == (4, 8, 1)

@@ -65,17 +65,6 @@ def test_a_position_sees_what_comes_after_it() -> None:
     assert not torch.allclose(bert(tokens)[0, 0], bert(changed)[0, 0])
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_attention_is_the_same_written_out(rate: float) -> None:
-    """With a dropout of zero kept probabilities, both forms of attention agree in both directions."""
-    from parallelrun.models.functions import attend, attend_with_dropout
-
-    query, key, value = torch.randn(3, 2, 4, 8, 4, dtype=torch.float64)
-    keep = torch.ones(2, 4, 8, 8, dtype=torch.bool)
-    written = attend_with_dropout(query, key, value, keep, 0.0, causal=False)
-    torch.testing.assert_close(attend(query, key, value, causal=False), written)
-
-
 def test_what_makes_a_bert_cannot_be_changed() -> None:
     with pytest.raises(ConfigError) as caught:
         tiny_plan({**SMALL, "model.norm": "rmsnorm"})

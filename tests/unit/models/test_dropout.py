@@ -90,27 +90,8 @@ def test_uniform_numbers_are_the_first_bits_of_that_hash(key: int, sample: int, 
     assert dropout.uniform(key, *where, torch.arange(1)).tolist() == [[[(hashed(key, sample, row, 0) >> 8) / 2**24]]]
 
 
-def test_uniform_numbers_fill_their_range_evenly() -> None:
-    numbers = dropout.uniform(5, torch.arange(64), torch.arange(64), torch.arange(64))
-    assert numbers.shape == (64, 64, 64) and numbers.dtype == torch.float32
-    assert numbers.min().item() >= 0.0 and numbers.max().item() < 1.0
-    expected = numbers.numel() / 16
-    found = torch.histc(numbers, 16, 0.0, 1.0)
-    assert (found - expected).abs().max().item() < 5 * expected**0.5
-
-
 def test_site_keys_are_pinned() -> None:
     assert dropout.site_key(1234, "layers.3.mlp.dropout") == 1224264678990824792
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_any_slice_sees_the_same_slice_of_the_mask(data: st.DataObject) -> None:
-    first, last = sorted(data.draw(st.tuples(st.integers(0, 63), st.integers(0, 63))))
-    left, right = sorted(data.draw(st.tuples(st.integers(0, 127), st.integers(0, 127))))
-    sample = data.draw(st.integers(0, 7))
-    part = dropout.keep_mask(5, torch.tensor([sample]), torch.arange(first, last), torch.arange(left, right), RATE)
-    assert torch.equal(part[0], whole_mask()[sample, first:last, left:right])
 
 
 def test_a_layer_on_a_slice_drops_what_the_whole_layer_drops_there() -> None:
@@ -124,18 +105,6 @@ def test_a_layer_on_a_slice_drops_what_the_whole_layer_drops_there() -> None:
     with dropout.scope(ids[1:]):
         assert torch.equal(layer(x[1:]), whole[1:])
     assert set(whole.unique().tolist()) == {0.0, 1 / 0.7}
-
-
-def test_attention_on_some_heads_drops_what_all_heads_drop_there() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, 2, 4, 8, 6, dtype=F64, generator=generator)
-    layer = AttentionProduct(0.3, 11, "layers.0.attention", F64)
-    with dropout.scope(torch.tensor([5, 6])):
-        whole = layer(query, key, value)
-        layer.head_offset = 2
-        assert torch.equal(layer(query[:, 2:], key[:, 2:], value[:, 2:]), whole[:, 2:])
-        layer.head_offset = 1
-        assert not torch.equal(layer(query[:, 2:], key[:, 2:], value[:, 2:]), whole[:, 2:])
 
 
 def test_explicit_attention_without_drops_is_the_fused_one_grouped_heads_too() -> None:
@@ -155,16 +124,6 @@ def test_without_samples_in_scope_it_says_what_to_do() -> None:
     assert torch.equal(layer.eval()(torch.ones(1, 2, 16)), torch.ones(1, 2, 16))
     with pytest.raises(ValueError, match="below 1"):
         HashDropout(1.0, 11, "embedding.dropout", 16, F64)
-
-
-def test_scopes_nest_and_end() -> None:
-    outer, inner = torch.tensor([1]), torch.tensor([2])
-    with dropout.scope(outer):
-        with pytest.raises(RuntimeError), dropout.scope(inner):
-            assert dropout.current_sample_ids() is inner
-            raise RuntimeError
-        assert dropout.current_sample_ids() is outer
-    assert dropout.current_sample_ids() is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -7,8 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import TABLE
@@ -46,16 +44,6 @@ def test_shards_of_any_layout_are_slices_of_one_tensor(layout: Layout, kind: str
         local = torch.full([stop - start for start, stop in ranges], 7.0)
         initialise.fill(local, spec, ranges, 1, {})
         assert torch.equal(local, whole[tuple(slice(*pair) for pair in ranges)])
-
-
-@pytest.mark.usefixtures("small_blocks")
-@settings(max_examples=60, deadline=None)
-@given(st.tuples(st.integers(0, 37), st.integers(0, 37)), st.tuples(st.integers(0, 12), st.integers(0, 12)))
-def test_any_rectangle_is_a_slice(rows: tuple[int, int], columns: tuple[int, int]) -> None:
-    ranges = (min(rows), max(rows)), (min(columns), max(columns))
-    local = torch.full([stop - start for start, stop in ranges], 7.0)
-    initialise.fill(local, WEIGHT, ranges, 1, {})
-    assert torch.equal(local, initialise.logical(WEIGHT, 1)[tuple(slice(*pair) for pair in ranges)])
 
 
 def test_a_rank_draws_only_the_blocks_it_needs_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

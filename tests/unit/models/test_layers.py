@@ -18,27 +18,6 @@ def filled(layer: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return layer
 
 
-def test_columns_gives_its_outputs_in_order_from_separate_weights() -> None:
-    layer = filled(layers.ColumnLinear(6, {"q": 8, "k": 4}, True, F64).double())
-    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
-        "q.weight": (8, 6),
-        "q.bias": (8,),
-        "k.weight": (4, 6),
-        "k.bias": (4,),
-    }
-    x = torch.randn(2, 3, 6, dtype=F64)
-    q, k = layer(x)
-    torch.testing.assert_close(q, x @ layer.q.weight.T + layer.q.bias)
-    torch.testing.assert_close(k, x @ layer.k.weight.T + layer.k.bias)
-
-
-def test_columns_with_one_unnamed_output_is_a_linear_layer() -> None:
-    layer = filled(layers.ColumnLinear(6, {"": 8}, True, F32))
-    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
-    x = torch.randn(2, 6)
-    torch.testing.assert_close(layer(x), functional.linear(x, layer.weight, layer.bias))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -96,27 +75,6 @@ def test_loss_sums_in_fp32_over_valid_targets_only() -> None:
     assert loss.dtype == F32
     torch.testing.assert_close(loss, each[targets.view(8) >= 0].sum())
     assert layers.TokenLoss()(logits, torch.full((2, 4), -1)) == 0
-
-
-def test_label_smoothing_gives_every_token_its_share() -> None:
-    logits, targets = torch.randn(5, 10, dtype=F64), torch.tensor([1, 2, -1, 3, 0])
-    wanted = torch.full((5, 10), 0.2 / 10, dtype=F64)
-    wanted[range(5), targets] += 0.8
-    expected = -(wanted * logits.log_softmax(-1)).sum(-1)[targets >= 0].sum()
-    torch.testing.assert_close(layers.TokenLoss(0.2)(logits, targets), expected)
-
-
-def test_a_tied_head_reads_the_embeddings_own_parameter() -> None:
-    embedding = filled(layers.TokenEmbedding(10, 4, F32))
-    head = layers.VocabHead(4, 10, F32, tied=embedding)
-    assert head.weight is embedding.weight
-    out = head(embedding(torch.tensor([[3]])))
-    torch.testing.assert_close(out[0, 0], embedding.weight @ embedding.weight[3])
-
-
-def test_learned_positions_start_at_the_sequence_seen() -> None:
-    layer = filled(layers.PositionEmbedding(8, 4, F32))
-    torch.testing.assert_close(layer(torch.zeros(2, 5, 4))[1], layer.weight[:5])
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:

@@ -14,7 +14,7 @@ from parallelrun.base.precision import TABLE
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.mesh import build_mesh
 from parallelrun.models import dropout, initialise, recompute
-from parallelrun.models.local_tokens import HeldTokens, hold
+from parallelrun.models.local_tokens import LocalTokens, hold
 from parallelrun.models.module import network, source, spec
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.training.loop.build import build
@@ -350,9 +350,9 @@ def test_attributes_of_the_users_are_not_taken_for_ours() -> None:
     assert {layer.layer_role for layer in made.layers()} == {"", "dropout"}
     net = network.build(given, made, TABLE["fp32"])
     recompute.apply(net, "selective")
-    hold(net, HeldTokens())
+    hold(net, LocalTokens())
     compile_blocks(net, "eager")
-    assert net.module.held == 3
+    assert net.module.local_tokens == 3
 
 
 @pytest.mark.parametrize("value", ["3", "(3, 'x', 8)", "()", "(3, -8, 8)", "[2.0]"])

@@ -9,7 +9,6 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from parallelrun.base.errors import EnvironmentProblem
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text, digits, seconds_text
 
@@ -31,7 +30,6 @@ def texts(picture: str) -> list[str]:
 def test_the_same_numbers_give_the_same_file_without_a_date():
     def drawn() -> str:
         figure, axes = one_panel([(1, 1), (2, 4)], [(1, 2), (2, 3)])
-        chart.heat_map(figure.add_subplot(), [[0.0, 2.0]], ["a"], (1, 2), 2.0)
         chart.scale(axes, "x", digits)
         return chart.svg(figure, ["one", "two"], ["a note"])
 
@@ -60,12 +58,6 @@ def test_zeros_on_an_axis_of_factors_are_drawn_at_its_lower_end():
     chart.scale(axes, "x", "{:g}".format, log=True)
     chart.scale(axes, "y", digits)
     assert axes.get_xlim()[0] == 0 and axes.get_xscale() == "symlog" and "0" in texts(chart.svg(figure))
-
-
-def test_an_axis_from_zero_begins_at_zero():
-    _, axes = one_panel([(4, 1), (8, 2)])
-    chart.scale(axes, "x", digits, from_zero=True)
-    assert axes.get_xlim()[0] == 0
 
 
 def test_bytes_are_written_at_powers_of_two():
@@ -123,10 +115,3 @@ def test_a_thick_line_is_drawn_on_top():
     chart.line(axes, 1, [(1, 2), (2, 1)], thick=True)
     thin, thick = axes.lines
     assert thick.get_zorder() > thin.get_zorder() and thick.get_linewidth() > thin.get_linewidth()
-
-
-def test_without_matplotlib_the_user_is_told_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EnvironmentProblem, match="plot=x needs matplotlib") as caught:
-        chart.require("plot=x")
-    assert caught.value.exit_code == 3 and caught.value.problems[0].command == "pip install 'parallelrun[plots]'"

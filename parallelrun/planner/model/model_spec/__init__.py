@@ -197,7 +197,7 @@ class ModelSpec:
         originals = {original for _, original in self.tied}
         owners = [(p.name, block.name) for block in self.blocks for p in block.parameters if p.name in originals]
         readers = [(layer.tied, block.name) for block in self.blocks for layer in block.layers if layer.tied]
-        return {name: frozenset(block for one, block in owners + readers if one == name) for name in originals}
+        return {name: frozenset(block for tied, block in owners + readers if tied == name) for name in originals}
 
     @cached_property
     def readers(self) -> dict[str, str]:

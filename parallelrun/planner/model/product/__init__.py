@@ -180,7 +180,9 @@ def _gathers(
         forward.append(Transfer("forward", "y", "all_reduce", product.sum_y, partial_y))
     if not saved and not product.lookup:
         needed = {"x": weight_gradient, "w": input_gradient}
-        backward += [replace(one, phase="backward", again=True) for one in forward if needed.get(one.operand)]
+        backward += [
+            replace(transfer, phase="backward", again=True) for transfer in forward if needed.get(transfer.operand)
+        ]
     if input_gradient and not product.lookup:
         if into_x:
             backward.append(Transfer("backward", "dx", "reduce_scatter", into_x.axis, gathered_x))

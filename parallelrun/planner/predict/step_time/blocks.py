@@ -111,8 +111,8 @@ def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[st
     """(kind of work, pass, collective, the part of it that belongs to one microbatch in that pass)."""
     passes = {FORWARD: time.forward, RECOMPUTATION: time.again, BACKWARD: time.backward}
     if plan.mesh.size("tp") > 1:
-        for one in plan.tensor.traffic(block, plan):
-            yield TENSOR, passes[one.during], one.row, 1.0
+        for collective in plan.tensor.traffic(block, plan):
+            yield TENSOR, passes[collective.during], collective.row, 1.0
     if plan.expert:  # rows are dispatched and combined alike in every pass
         used = [
             time.forward,
@@ -243,7 +243,7 @@ def _add_streaming(
         both = streaming.of_block(block, plan, rates, stack)
     else:
         both = other_blocks.streaming(block, plan, rates)
-    of_experts = sum(one.numel for one in block.parameters if one.layer_role == "expert")
+    of_experts = sum(parameter.numel for parameter in block.parameters if parameter.layer_role == "expert")
     dense = sum(inner * columns for _, inner, columns in shapes)
     elements = dense + of_experts / plan.mesh.size("ep") / plan.mesh.size("tp")
     weights = streaming.of_weights(elements, plan, rates, stack)

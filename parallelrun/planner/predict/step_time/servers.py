@@ -31,11 +31,11 @@ def exchange(plan: Plan, cluster: ClusterConfig, rates: Rates, computing_s: floa
     coordinate = plan.mesh.coordinate(0)
     own = _seconds(plan.data.collectives(0, coordinate, plan), plan, cluster, rates)
     numbers = range(plan.servers)
-    of_servers = [_seconds(plan.data.server_collectives(one, plan), plan, cluster, rates) for one in numbers]
+    of_servers = [_seconds(plan.data.server_collectives(server, plan), plan, cluster, rates) for server in numbers]
     if own is None or any(seconds is None for seconds in of_servers):
         return None
     busiest = max(seconds or 0.0 for seconds in of_servers)
-    heaviest = max((plan.data.server_memory(one, plan) for one in numbers), key=lambda memory: memory.total)
+    heaviest = max((plan.data.server_memory(server, plan) for server in numbers), key=lambda memory: memory.total)
     update = streaming_s(2 * heaviest.optimizer + 3 * heaviest.weights, OPTIMIZER_KERNELS, rates)
     if plan.data.in_step:
         return 2 * max(own, busiest), update
@@ -47,5 +47,5 @@ def exchange(plan: Plan, cluster: ClusterConfig, rates: Rates, computing_s: floa
 def _seconds(rows: list[Collective], plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
     """Seconds of what one rank sends."""
     times = [collective_s(row, plan, cluster, rates) for row in rows if row.operation != "recv"]
-    seconds = [one for one in times if one is not None]
+    seconds = [row_s for row_s in times if row_s is not None]
     return sum(seconds) if len(seconds) == len(times) else None

@@ -1,16 +1,13 @@
-"""Cache of partial times that several plans of one search share, keyed by the settings they depend on."""
+"""Keys of partial times that several plans of one search share: the settings on which they depend."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from parallelrun.planner.contract.plan import Plan, once
-
-Known = dict[object, Any]
+from parallelrun.planner.contract.caching import cached
+from parallelrun.planner.contract.plan import Plan
 
 
 class _Key:
-    """A key of `Known`: equal where its values are. Its hash, that of many strategies' fields, is computed once."""
+    """Equal where its values are. Its hash, that of many strategies' fields, is computed once."""
 
     __slots__ = ("_hash", "_values")
 
@@ -24,28 +21,25 @@ class _Key:
         return isinstance(other, _Key) and self._values == other._values
 
 
+@cached("cache")
 def of_blocks(plan: Plan) -> _Key:
     """Return the key of a block's time: all settings on which it depends."""
-
-    def compute() -> _Key:
-        axes = (axis for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
-        shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
-        return _Key(
-            plan.tensor, plan.expert, plan.context, *((axis, plan.mesh.size(axis)) for axis in axes),
-            plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward, plan.world, plan.servers, shared,
-            plan.data.shards_weights, plan.data.exchange_form(plan).gathers_rounded, plan.batch.microbatches > 1,
-        )  # fmt: skip
-
-    return once(plan.cache, "of blocks", compute)
+    axes = (axis for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
+    shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
+    return _Key(
+        plan.tensor, plan.expert, plan.context, *((axis, plan.mesh.size(axis)) for axis in axes),
+        plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward, plan.world, plan.servers, shared,
+        plan.data.shards_weights, plan.data.exchange_form(plan).gathers_rounded, plan.batch.microbatches > 1,
+    )  # fmt: skip
 
 
+@cached("cache")
 def of_stages(plan: Plan) -> _Key:
     """Return the key of a microbatch's time on every stage and of the messages between stages."""
-    values = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), of_blocks(plan)
-    return once(plan.cache, "of stages", lambda: _Key(*values))
+    return _Key(plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages), of_blocks(plan))
 
 
+@cached("weights_cache")
 def of_weights(plan: Plan) -> _Key:
     """Return the key of the bytes of weights and optimizer state; with the microbatches, of the gradients' traffic."""
-    values = plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers
-    return once(plan.weights_cache, "of weights", lambda: _Key(*values))
+    return _Key(plan.tensor, plan.data, plan.mesh, plan.pipeline.kind, len(plan.stages), plan.servers)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
@@ -17,7 +18,7 @@ from parallelrun.planner.predict.step_time.blocks import BlockTime, Parts, block
 from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.rates import Rates, not_given, rates_of
-from parallelrun.planner.predict.step_time.shared_times import Known, of_blocks, of_stages, of_weights
+from parallelrun.planner.predict.step_time.shared_times import of_blocks, of_stages, of_weights
 from parallelrun.planner.predict.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
 from parallelrun.planner.predict.step_time.stack import OURS, SoftwareStack
 
@@ -35,87 +36,6 @@ class StepTime:
     parts: Mapping[str, float]
 
 
-CountedBlocks = tuple[tuple[str, int], ...]  # of a stage: the first equal block of the model, and how many of them
-
-
-def step_time(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS) -> StepTime | None:
-    """Predict a step; None for the reasons that `why_unknown` gives. stack: the program that runs the plan."""
-    return step_time_with({}, plan, cluster, stack)
-
-
-def step_time_with(
-    cached: Known, plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS, least: bool = False
-) -> StepTime | None:
-    """`step_time` of one of many plans. cached: parts that plans share, by what they depend on; it is filled.
-
-    Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
-    optimizer, cluster, stack and partition. least: with a lower bound of the schedule's length, which is not simulated.
-    """
-    setting = _setting(plan, cluster, stack, cached)
-    if setting is None:
-        return None
-    rates, stack = setting
-    stages = stages_of(plan, cluster, rates, stack, cached)
-    messages = messages_of(plan, cluster, rates, stack, cached)
-    data = once(cached, ("data", of_weights(plan), plan.batch.microbatches), lambda: _data(plan, cluster, rates, stack))
-    if stages is None or messages is None or data is None:
-        return None
-    key = "schedule", least, plan.pipeline, plan.batch.microbatches, of_stages(plan)
-    makespan, busy = once(cached, key, lambda: _schedule(plan, cluster, stages, messages, least))
-    parts = _parts_of(plan, stages)
-    parts[PIPELINE] = messages * plan.batch.microbatches
-    parts[BUBBLE] = makespan - busy
-    parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # such a host hides nothing
-    parts[DATA] += host.around_data_s(plan, rates)
-    weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
-    if plan.data.rounds_weights:  # the factors below are of weights in the stored dtype
-        weights = prediction.stored_bytes(plan)
-    parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
-    parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
-    if plan.servers:
-        exchanged = servers.exchange(plan, cluster, rates, makespan)
-        if exchanged is None:
-            return None
-        parts[DATA], parts[OPTIMIZER] = exchanged
-    total = sum(parts.values())
-    tokens = plan.batch.global_batch * max(plan.spec.seq, 1) / total / plan.world
-    flops = 3 * plan.spec.forward_flops * plan.batch.global_batch
-    mfu = flops / total / plan.num_workers / rates.peak_flops
-    shown = {name: seconds for name, seconds in parts.items() if seconds}
-    return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
-
-
-def _setting(
-    plan: Plan, cluster: ClusterConfig, stack: SoftwareStack, cached: Known
-) -> tuple[Rates, SoftwareStack] | None:
-    """(the rates of one rank, what the program does on such a device); None where the time of a step is unknown."""
-    return once(cached, ("setting", plan.world, plan.servers), lambda: _compute_setting(plan, cluster, stack))
-
-
-def _compute_setting(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack) -> tuple[Rates, SoftwareStack] | None:
-    rates = rates_of(cluster, plan.precision.name)
-    if rates is None or why_unknown(plan, cluster):
-        return None
-    rates = cores.of_a_rank(rates, plan, cluster)
-    keeps_scores = rates.synchronous and host.keeps_scores(plan.spec)
-    return rates, replace(stack, fused_attention=False) if keeps_scores else stack
-
-
-def least_s(cached: Known, plan: Plan, cluster: ClusterConfig) -> float | None:
-    """A lower bound of the schedule's length, and so of a step; None as `step_time`. cached: see `step_time_with`."""
-    setting = _setting(plan, cluster, OURS, cached)
-    if setting is None:
-        return None
-    stages, messages = stages_of(plan, cluster, *setting, cached), messages_of(plan, cluster, *setting, cached)
-    return None if stages is None or messages is None else _schedule(plan, cluster, stages, messages, True)[0]
-
-
-def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
-    """Return why the time of a step cannot be predicted; empty if it can."""
-    reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
-    return reason or not_given(plan, cluster)
-
-
 @dataclass(frozen=True)
 class StageTime:
     """Seconds of one microbatch. parts: of both passes together."""
@@ -125,34 +45,106 @@ class StageTime:
     parts: Parts
 
 
-def stages_of(
-    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, cached: Known
-) -> list[StageTime] | None:
-    """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
-
-    time_of = _blocks_of(plan, cluster, rates, stack, cached)
-    key = plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages)
-    blocks = once(cached, ("blocks of stages", *key), lambda: [_counted(stage, plan) for stage in plan.stages])
-    return once(cached, ("stages", of_stages(plan)), lambda: _stages(plan, blocks, time_of))
+CountedBlocks = tuple[tuple[str, int], ...]  # of a stage: the first equal block of the model, and how many of them
 
 
-def blocks_of(plan: Plan, cluster: ClusterConfig, cached: Known) -> Callable[[BlockSpec], BlockTime | None]:
-    """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
-    setting = _setting(plan, cluster, OURS, cached)
-    assert setting is not None, "asked only where the cluster gives the rates"
-    return _blocks_of(plan, cluster, *setting, cached)
+def step_time(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS) -> StepTime | None:
+    """Predict a step; None for the reasons that `why_unknown` gives. stack: the program that runs the plan."""
+    return StepModel(cluster, stack).step_time(plan)
 
 
-def _blocks_of(
-    plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, cached: Known
-) -> Callable[[BlockSpec], BlockTime | None]:
-    times: Known = once(cached, ("blocks", of_blocks(plan)), dict)
+class StepModel:
+    """The step times of plans on one cluster, by one program. Parts that plans share are computed once.
 
-    def time_of(block: BlockSpec) -> BlockTime | None:
-        alike = plan.spec.first_alike[block.name]
-        return once(times, alike, lambda: block_time(block, plan, cluster, rates, stack))
+    The plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
+    optimizer and partition.
+    """
 
-    return time_of
+    def __init__(self, cluster: ClusterConfig, stack: SoftwareStack = OURS):
+        self._cluster, self._stack = cluster, stack
+        self._cache: dict[object, Any] = {}
+
+    def step_time(self, plan: Plan, least: bool = False) -> StepTime | None:
+        """Predict a step. least: with a lower bound of the schedule's length, which is not simulated."""
+        setting = self._setting(plan)
+        if setting is None:
+            return None
+        rates, stack = setting
+        stages, messages = self.stages(plan), self.messages(plan)
+        of_data = "data", of_weights(plan), plan.batch.microbatches
+        data = once(self._cache, of_data, lambda: _data(plan, self._cluster, rates, stack))
+        if stages is None or messages is None or data is None:
+            return None
+        key = "schedule", least, plan.pipeline, plan.batch.microbatches, of_stages(plan)
+        makespan, busy = once(self._cache, key, lambda: _schedule(plan, self._cluster, stages, messages, least))
+        parts = _parts_of(plan, stages)
+        parts[PIPELINE] = messages * plan.batch.microbatches
+        parts[BUBBLE] = makespan - busy
+        parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # a CPU hides nothing
+        parts[DATA] += host.around_data_s(plan, rates)
+        weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
+        if plan.data.rounds_weights:  # the factors below are of weights in the stored dtype
+            weights = prediction.stored_bytes(plan)
+        parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
+        parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
+        if plan.servers:
+            exchanged = servers.exchange(plan, self._cluster, rates, makespan)
+            if exchanged is None:
+                return None
+            parts[DATA], parts[OPTIMIZER] = exchanged
+        total = sum(parts.values())
+        tokens = plan.batch.global_batch * max(plan.spec.seq, 1) / total / plan.world
+        flops = 3 * plan.spec.forward_flops * plan.batch.global_batch
+        mfu = flops / total / plan.num_workers / rates.peak_flops
+        shown = {name: seconds for name, seconds in parts.items() if seconds}
+        return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
+
+    def least_s(self, plan: Plan) -> float | None:
+        """A lower bound of the schedule's length, and so of a step; None as `step_time`."""
+        if self._setting(plan) is None:
+            return None
+        stages, messages = self.stages(plan), self.messages(plan)
+        return None if stages is None or messages is None else _schedule(plan, self._cluster, stages, messages, True)[0]
+
+    def stages(self, plan: Plan) -> list[StageTime] | None:
+        """The stages of a plan; None if the cluster gives no rate for a link that a block needs."""
+        key = "blocks of stages", plan.mesh.size("pp"), plan.pipeline.kind, len(plan.stages)
+        blocks = once(self._cache, key, lambda: [_counted(stage, plan) for stage in plan.stages])
+        time_of = partial(self.block_time, plan)
+        return once(self._cache, ("stages", of_stages(plan)), lambda: _stages(plan, blocks, time_of))
+
+    def block_time(self, plan: Plan, block: BlockSpec) -> BlockTime | None:
+        """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
+        setting = self._setting(plan)
+        assert setting is not None, "asked only where the cluster gives the rates"
+        key = "block", of_blocks(plan), plan.spec.first_alike[block.name]
+        return once(self._cache, key, lambda: block_time(block, plan, self._cluster, *setting))
+
+    def messages(self, plan: Plan) -> float | None:
+        """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
+        setting = self._setting(plan)
+        if plan.mesh.size("pp") == 1 or setting is None:
+            return 0.0
+        return once(self._cache, ("messages", of_stages(plan)), lambda: _messages(plan, self._cluster, *setting))
+
+    def _setting(self, plan: Plan) -> tuple[Rates, SoftwareStack] | None:
+        """(the rates of one rank, what the program does on such a device); None if the time of a step is unknown."""
+
+        def compute() -> tuple[Rates, SoftwareStack] | None:
+            rates = rates_of(self._cluster, plan.precision.name)
+            if rates is None or why_unknown(plan, self._cluster):
+                return None
+            rates = cores.of_a_rank(rates, plan, self._cluster)
+            keeps_scores = rates.synchronous and host.keeps_scores(plan.spec)
+            return rates, replace(self._stack, fused_attention=False) if keeps_scores else self._stack
+
+        return once(self._cache, ("setting", plan.world, plan.servers), compute)
+
+
+def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
+    """Return why the time of a step cannot be predicted; empty if it can."""
+    reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
+    return reason or not_given(plan, cluster)
 
 
 def _counted(stage: Stage, plan: Plan) -> CountedBlocks:
@@ -180,13 +172,6 @@ def _stages(
     return [times[counted] for counted in blocks]
 
 
-def messages_of(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack, cached: Known) -> float | None:
-    """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
-    if plan.mesh.size("pp") == 1:
-        return 0.0
-    return once(cached, ("messages", of_stages(plan)), lambda: _messages(plan, cluster, rates, stack))
-
-
 def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> float | None:
     seconds = 0.0
     for row in prediction.merge(plan.pipeline.collectives(plan.mesh.size("pp") // 2, plan)):
@@ -211,7 +196,7 @@ def _schedule(
     lower bound."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     each = messages * pp / len(stages) / 2
-    forward, backward = [one.forward + each for one in stages], [one.backward + each for one in stages]
+    forward, backward = [stage.forward + each for stage in stages], [stage.backward + each for stage in stages]
     busy = count * (sum(forward) + sum(backward)) / pp
     if pp == 1:
         return busy, busy
@@ -268,7 +253,7 @@ def _data_rows(plan: Plan, stack: SoftwareStack) -> list[Collective]:
         return rows
     share = BYTES[plan.precision.compute] / BYTES[plan.precision.reduce] / plan.data.num_exchanges(plan)
     rounded = {row.axis: round(share * row.payload_bytes) for row in rows if row.operation == "reduce_scatter"}
-    return [replace(one, payload_bytes=rounded[one.axis]) if one.operation == "all_gather" else one for one in rows]
+    return [replace(row, payload_bytes=rounded[row.axis]) if row.operation == "all_gather" else row for row in rows]
 
 
 def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
@@ -289,5 +274,5 @@ def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
 def _exposed(plan: Plan, data: DataTime, stages: list[StageTime], stack: SoftwareStack) -> float:
     """Return the seconds of the data strategy's communication that a pp rank's computation does not hide."""
     pp = plan.mesh.size("pp")
-    forward, backward = (sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
+    forward, backward = (sum(getattr(stage, name) for stage in stages) / pp for name in ("forward", "backward"))
     return data.late + overlap.data_s(data.gathers, data.sums, forward, backward, stack, plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from parallelrun.base.errors import Problem
 from parallelrun.planner.contract.plan import Collective, Plan
@@ -14,16 +14,11 @@ from parallelrun.planner.contract.request import Request
 from ..keys import AlgorithmKeys
 from .rounds import SCATTER_REDUCE, Number, Rounds
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 GROUP_SIZE = "strategy.data.group_size"
-BUFFERS_ON_CPU = 2  # on gloo the receives of a round are posted while those of the round before are added
 
 
 class Counts(NamedTuple):
-    """Counts of one rank (or of each in an array) in one all-reduce: messages sent, elements in them, messages
-    received."""
+    """Messages sent in one all-reduce by a rank (or each in an array), elements in them, messages received."""
 
     sends: Number
     elements: Number
@@ -45,13 +40,12 @@ class Algorithm(ABC):
     group_size: int = 1
 
     @classmethod
-    def of(cls, request: Request) -> Self:
+    def of(cls, request: Request) -> Algorithm:
         """The algorithm with the settings of a request without violations."""
         return cls()
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        """Return the violations: settings that the algorithm does not read, or that are illegal."""
         group_size = AlgorithmKeys.of(request.config).group_size
         if group_size is None:
             return []
@@ -63,7 +57,7 @@ class Algorithm(ABC):
         """Sentences on settings that were filled in."""
         return ()
 
-    def over(self, axis: str, plan: Plan) -> Self:
+    def over(self, axis: str, plan: Plan) -> Algorithm:
         """The algorithm for a sum over `axis`: dp, or what ep leaves of it."""
         return self
 
@@ -75,7 +69,7 @@ class Algorithm(ABC):
     def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
         """Count the messages of a member in closed form. index may be an array, which counts several members at once.
 
-        limit: elements of a piece of a message; None: messages are sent whole.
+        limit: elements of a piece of a message; None: messages are not cut.
         """
 
     def longest_added(self, size: int, index: int, numel: int) -> int:
@@ -83,14 +77,10 @@ class Algorithm(ABC):
         adding = [turn for turn in self.rounds(size, index, numel) if turn.phase == SCATTER_REDUCE]
         return max((turn.receive.numel for turn in adding if turn.receive), default=0)
 
-    def buffer_elements(self, size: int, index: int, numel: int, on_cpu: bool) -> int:
-        """Elements of the buffers in which a member receives what it adds."""
-        return self.longest_added(size, index, numel) * (BUFFERS_ON_CPU if on_cpu else 1)
-
     def collectives(
         self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
     ) -> list[Collective]:
-        """The predicted rows of one sum of gradients over `axis`. limit: see `counts`."""
+        """The predicted rows of one sum of gradients over `axis`."""
         counts = self.counts(size, index, numel, limit)
         return [
             Collective(axis, "send", "gradients", counts.sends, counts.elements * element_bytes),
@@ -98,7 +88,7 @@ class Algorithm(ABC):
         ]
 
     def links(self, size: int, numel: int) -> dict[tuple[int, int], int]:
-        """Elements sent from one member to another: (from, to) -> how many, where there are any."""
+        """(source, target) -> the elements that one member sends to another."""
         elements: Counter[tuple[int, int]] = Counter()
         for index in range(size):
             for turn in self.rounds(size, index, numel):

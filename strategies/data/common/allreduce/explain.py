@@ -15,16 +15,10 @@ MOST_RANKS = 128  # their messages take seconds and tens of megabytes to list; b
 TITLES = {SCATTER_REDUCE: "scatter-reduce", ALL_GATHER: "all-gather"}
 
 
-def exchange(
-    algorithm: Algorithm,
-    ranks: Sequence[int],
-    numel: int,
-    element_bytes: int,
-    limit: int | None,
-    title: str,
-    purpose: str = "gradients",
+def explain_all_reduce(
+    algorithm: Algorithm, ranks: Sequence[int], numel: int, element_bytes: int, limit: int | None, title: str
 ) -> ExplainedExchange:
-    """One all-reduce of `numel` elements. limit: elements of a piece of a message; None: messages are sent whole.
+    """One all-reduce of `numel` elements. limit: elements of a piece of a message; None: messages are not cut.
 
     Raises ConfigError for more than MOST_RANKS ranks.
     """
@@ -34,51 +28,44 @@ def exchange(
         raise ConfigError(Problem(message, "dp", "dp=8"))
     tables = [algorithm.rounds(size, index, numel) for index in range(size)]
     blocks = _blocks(tables, numel)
-    holders = [[frozenset({index}) for _ in blocks] for index in range(size)]  # whose gradients a rank's block has
+    summed = [[frozenset({index}) for _ in blocks] for index in range(size)]  # the ranks whose gradients a block sums
     rounds = []
-    for number, together in enumerate(zip(*tables, strict=True)):
-        before = [list(held) for held in holders]
+    for number, turns in enumerate(zip(*tables, strict=True)):
+        before = [list(of_rank) for of_rank in summed]
         messages = []
-        for index, turn in enumerate(together):
-            if turn.send is not None:
-                content = _what(turn.send, blocks, before[index], ranks)
-                size_bytes = turn.send.numel * element_bytes
-                calls = 1 if limit is None else sum(1 for _ in turn.send.pieces(limit))
-                messages.append(
-                    ExplainedMessage(ranks[index], ranks[turn.send.peer], content, size_bytes, purpose, calls)
-                )
-            if turn.receive is not None:
-                for block in _covered(turn.receive, blocks):
-                    arrived = before[turn.receive.peer][block]
-                    adds = turn.phase == SCATTER_REDUCE
-                    holders[index][block] = holders[index][block] | arrived if adds else arrived
-        rounds.append(
-            ExplainedRound(f"round {number + 1} of {len(tables[0])}, {TITLES[together[0].phase]}", tuple(messages))
-        )
-    assert all(block == frozenset(range(size)) for held in holders for block in held), "a rank lacks a part of the sum"
+        for index, turn in enumerate(turns):
+            if sent := turn.send:
+                content = _describe(sent, blocks, before[index], ranks)
+                calls = 1 if limit is None else len(list(sent.pieces(limit)))
+                num_bytes, target = sent.numel * element_bytes, ranks[sent.peer]
+                messages.append(ExplainedMessage(ranks[index], target, content, num_bytes, "gradients", calls))
+            if received := turn.receive:
+                for block in _covered(received, blocks):
+                    arrived = before[received.peer][block]
+                    summed[index][block] = arrived | summed[index][block] if turn.phase == SCATTER_REDUCE else arrived
+        text = f"round {number + 1} of {len(tables[0])}, {TITLES[turns[0].phase]}"
+        rounds.append(ExplainedRound(text, tuple(messages)))
+    assert all(block == frozenset(range(size)) for of_rank in summed for block in of_rank), "a part of the sum is lost"
     return ExplainedExchange(title, tuple(rounds))
 
 
 def _blocks(tables: Sequence[Rounds], numel: int) -> list[Span]:
     """The spans between all borders of messages: the finest blocks that are sent."""
-    borders = {0, numel}
-    for rounds in tables:
-        for turn in rounds:
-            borders |= {edge for part in (turn.send, turn.receive) if part for edge in (part.start, part.stop)}
-    return list(pairwise(sorted(borders)))
+    parts = [part for rounds in tables for turn in rounds for part in (turn.send, turn.receive) if part]
+    return list(pairwise(sorted({0, numel, *(part.start for part in parts), *(part.stop for part in parts)})))
 
 
 def _covered(part: PeerMessage, blocks: Sequence[Span]) -> list[int]:
     return [number for number, (start, stop) in enumerate(blocks) if part.start <= start and stop <= part.stop]
 
 
-def _what(part: PeerMessage, blocks: Sequence[Span], held: Sequence[frozenset[int]], ranks: Sequence[int]) -> str:
+def _describe(part: PeerMessage, blocks: Sequence[Span], summed: Sequence[frozenset[int]], ranks: Sequence[int]) -> str:
     """`block 2, sum of ranks 0 1`."""
     covered = _covered(part, blocks)
     name = f"block {covered[0]}" if len(covered) == 1 else f"blocks {covered[0]} to {covered[-1]}"
-    if len(covered) == len(blocks) > 1 or len(blocks) == 1:
+    if len(covered) == len(blocks):
         name = "the whole buffer"
-    owners = sorted(ranks[index] for index in held[covered[0]])
+    owners = sorted(ranks[index] for index in summed[covered[0]])
     if len(owners) == len(ranks):
         return f"{name}, the total"
     return f"{name}, {'sum of ranks' if len(owners) > 1 else 'of rank'} {' '.join(map(str, owners))}"

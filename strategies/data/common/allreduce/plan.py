@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.wording import one_of
@@ -18,22 +18,23 @@ from ..bucket_prediction import final_collectives
 from ..bucketed_plan import BucketedAllReduce
 from ..compression.plan import SummedMessage
 from ..keys import AlgorithmKeys
-from . import explain
 from .algorithm import Algorithm, NativeAllReduce
-from .members import alike, places_on
+from .explain import explain_all_reduce
 from .rings import HierarchicalAllReduce, RingAllReduce
-from .rounds import Number, Rounds, SumsByMessages, piece_elements
+from .rounds import Number, Rounds, piece_elements
 from .trees import HalvingDoubling, TreeAllReduce
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from typing_extensions import Self
 
 _CLASSES = (NativeAllReduce, RingAllReduce, HalvingDoubling, HierarchicalAllReduce, TreeAllReduce)
 ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in _CLASSES}
+BUFFERS_ON_CPU = 2  # on gloo the receives of a round are posted while those of the round before are added
 
 
 @dataclass(frozen=True)
-class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
+class AlgorithmAllReduce(BucketedAllReduce):
     """A `BucketedAllReduce` with a choice of algorithms. default_algorithm: where the user names none."""
 
     default_algorithm: ClassVar[type[Algorithm]] = NativeAllReduce
@@ -41,7 +42,7 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
     algorithm: Algorithm = field(default_factory=NativeAllReduce)
 
     @classmethod
-    def asked_algorithm(cls, request: Request) -> type[Algorithm]:
+    def requested_algorithm(cls, request: Request) -> type[Algorithm]:
         """The class of the algorithm that the user names, or of the default."""
         return ALGORITHMS[AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name]
 
@@ -53,34 +54,45 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
     def check_algorithm(cls, request: Request) -> list[Problem]:
         """An unknown algorithm, or what the named one refuses."""
         name = AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name
-        return one_of("strategy.data.algorithm", name, ALGORITHMS) or cls.asked_algorithm(request).check(request)
+        return one_of("strategy.data.algorithm", name, ALGORITHMS) or ALGORITHMS[name].check(request)
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        return replace(super().resolve(request), algorithm=cls.asked_algorithm(request).of(request))
+        return replace(super().resolve(request), algorithm=cls.requested_algorithm(request).of(request))
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
-        return cls.asked_algorithm(request).filled(request)
+        return cls.requested_algorithm(request).filled(request)
 
     def summing_group(self, axis: str, coordinate: dict[str, int], plan: Plan) -> tuple[int, int]:
         """(size, index) of a rank in the group that sums over `axis`."""
         return plan.mesh.size(axis), coordinate[axis]
 
+    def group_axis(self, axis: str, worker: int) -> str:
+        """The name of the group in which `worker` (a dp coordinate) sums over `axis`."""
+        return axis
+
     def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds:
+        """The rounds of member `index` of a group of `size` along `axis` for a tensor of `numel` elements.
+
+        There are none where the backend chooses the messages.
+        """
         return self.algorithm.over(axis, plan).rounds(size, index, numel)
 
     def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         size, index = self.summing_group(message.axis, coordinate, plan)
+        if size == 1:
+            return []
         algorithm, limit = self.algorithm.over(message.axis, plan), _limit(message, plan)
-        return algorithm.collectives(size, index, message.numel, message.element_bytes, limit, message.axis)
+        axis = self.group_axis(message.axis, coordinate["dp"])
+        return algorithm.collectives(size, index, message.numel, message.element_bytes, limit, axis)
 
     def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: their segments may differ by an element."""
         return [
             (members[first], times * count)
             for members, times in self.summing_members(plan)
-            for first, count in alike(self.counts_of(len(members), pp_rank, coordinate, plan), len(members))
+            for first, count in equal_members(self.counts_of(len(members), pp_rank, coordinate, plan), len(members))
         ]
 
     def summing_members(self, plan: Plan) -> list[tuple[Sequence[int], int]]:
@@ -91,69 +103,102 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
         """The counts of a step, each as an array over the `size` members of a group of `summing_members`."""
         totals: defaultdict[tuple[str, str], Number] = defaultdict(int)
         for message, times in Counter(self.bucket_messages(pp_rank, coordinate, plan)).items():
-            num_members, places = places_on(message.axis, size, plan)
-            algorithm, limit = self.algorithm.over(message.axis, plan), _limit(message, plan)
-            counts = algorithm.counts(num_members, places, message.numel, limit)
+            num_members, indices = indices_on(message.axis, size, plan)
+            algorithm = self.algorithm.over(message.axis, plan)
+            counts = algorithm.counts(num_members, indices, message.numel, _limit(message, plan))
             totals[message.axis, "sends"] += times * counts.sends
             totals[message.axis, "bytes"] += times * counts.elements * message.element_bytes
             totals[message.axis, "receives"] += times * counts.receives
         return totals.values()
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Buffers for what the messages bring, kept per group of ranks and as large as its largest sum needs."""
+        """The receive buffers, which a rank keeps per group, as large as the group's largest sum needs."""
         largest: Counter[str] = Counter()
+        num_buffers = BUFFERS_ON_CPU if plan.device == "cpu" else 1
         for message in set(self.bucket_messages(pp_rank, coordinate, plan)):
             size, index = self.summing_group(message.axis, coordinate, plan)
-            algorithm = self.algorithm.over(message.axis, plan)
-            elements = algorithm.buffer_elements(size, index, message.numel, on_cpu=plan.device == "cpu")
-            largest[message.axis] = max(largest[message.axis], elements * message.element_bytes)
+            longest = self.algorithm.over(message.axis, plan).longest_added(size, index, message.numel)
+            largest[message.axis] = max(largest[message.axis], num_buffers * longest * message.element_bytes)
         return largest.total()
+
+    def explained_group(self, plan: Plan) -> tuple[int, str]:
+        """(a rank, the axis) of the group that `explain` describes."""
+        return 0, DP
 
     def explain(self, plan: Plan) -> Explanation:
         """Every message of every bucket, or one all-reduce a bucket where the backend chooses them."""
-        if self.algorithm.native:
-            return super().explain(plan)
-        coordinate = plan.mesh.coordinate(0)
-        messages = self.bucket_messages(coordinate["pp"], coordinate, plan)
-        exchanges = [
-            self.explained_sum(f"bucket {number} of {len(messages)}", message, plan, ranks_over(plan, message.axis))
-            for number, message in enumerate(messages, start=1)
-        ]
-        ranks = ranks_over(plan, DP)
-        final = calls_of(final_collectives(coordinate["pp"], coordinate, plan), plan, ranks)
-        if final:
-            exchanges.append(
-                ExplainedExchange("the final gradients", tuple(ExplainedRound(c[0].what, calls=c) for c in final))
+        rank, axis = self.explained_group(plan)
+        coordinate, ranks = plan.mesh.coordinate(rank), ranks_over(plan, axis, rank)
+        text, exchanges = self.described(), []
+        rows, title = self.collectives(coordinate["pp"], coordinate, plan), "the collectives of one step"
+        if not self.algorithm.native and len(ranks) > 1:
+            messages = self.bucket_messages(coordinate["pp"], coordinate, plan)
+            text, exchanges = (
+                self.algorithm.text,
+                [
+                    self._explain_sum(f"bucket {number} of {len(messages)}", message, rank, plan)
+                    for number, message in enumerate(messages, start=1)
+                ],
             )
-        groups = plan.mesh.num_ranks // len(ranks)
-        return Explanation("data", self.kind, *self.algorithm.text, ranks, groups, DP, tuple(exchanges))
+            rows, title = final_collectives(coordinate["pp"], coordinate, plan), "the final gradients"
+        rounds = tuple(ExplainedRound(calls[0].what, calls=calls) for calls in calls_of(rows, plan, ranks))
+        exchanges += [ExplainedExchange(title, rounds)] if rounds else []
+        num_groups = plan.mesh.num_ranks // len(ranks)
+        return Explanation("data", self.kind, *text, ranks, num_groups, axis, tuple(exchanges))
 
-    def explained_sum(
-        self, title: str, message: SummedMessage, plan: Plan, ranks: tuple[int, ...]
-    ) -> ExplainedExchange:
-        """The messages of one sum over `ranks`."""
+    def _explain_sum(self, title: str, message: SummedMessage, rank: int, plan: Plan) -> ExplainedExchange:
+        """The messages of one sum in the group of `rank`."""
         algorithm = self.algorithm.over(message.axis, plan)
-        return explain.exchange(algorithm, ranks, message.numel, message.element_bytes, _limit(message, plan), title)
+        axis = self.group_axis(message.axis, plan.mesh.coordinate(rank)["dp"])
+        limit, ranks = _limit(message, plan), ranks_over(plan, axis, rank)
+        return explain_all_reduce(algorithm, ranks, message.numel, message.element_bytes, limit, title)
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
         decides which rank sends to which."""
         sizes: Counter[tuple[int, int]] = Counter()
-        if self.algorithm.native:
-            return sizes
-        for axis in (DP, EXPERT + DP):
+        for axis in () if self.algorithm.native else (DP, EXPERT + DP):
             size, algorithm = plan.mesh.size(axis), self.algorithm.over(axis, plan)
             for ranks in plan.mesh.groups(axis) if size > 1 else ():
                 coordinate = plan.mesh.coordinate(ranks[0])
-                sums = Counter(self.bucket_messages(coordinate.get("pp", 0), coordinate, plan))
-                for message, times in sums.items():
-                    if message.axis != axis:
-                        continue
-                    for (source, target), elements in algorithm.links(size, message.numel).items():
+                for message, times in Counter(self.bucket_messages(coordinate["pp"], coordinate, plan)).items():
+                    pairs = algorithm.links(size, message.numel) if message.axis == axis else {}
+                    for (source, target), elements in pairs.items():
                         sizes[ranks[source], ranks[target]] += times * elements * message.element_bytes
         return sizes
 
 
 def _limit(message: SummedMessage, plan: Plan) -> int | None:
-    """Elements of a piece of a message; None: messages are sent whole."""
+    """Elements of a piece of a message; None: messages are not cut."""
     return piece_elements(message.element_bytes) if plan.device == "cpu" else None
+
+
+# numpy is imported on call: most plans need none of this.
+
+
+def indices_on(axis: str, size: int, plan: Plan) -> tuple[int, NDArray[Any]]:
+    """(size of a group of `axis`, the index in its group of each member of the data axis, in order).
+
+    size: members of the data axis that sum with each other; an axis of experts has fewer, where all of them do.
+    """
+    import numpy
+
+    rest = numpy.arange(size)
+    if axis == plan.data_axis:
+        return size, rest
+    digits, indices = {}, numpy.zeros_like(rest)
+    for name in reversed(plan.mesh.mesh_dims_of(plan.data_axis)):
+        rest, digits[name] = divmod(rest, plan.mesh.size(name))
+    for name in plan.mesh.mesh_dims_of(axis):
+        indices = indices * plan.mesh.size(name) + digits[name]
+    return plan.mesh.size(axis), indices
+
+
+def equal_members(numbers: Iterable[Number], size: int) -> list[tuple[int, int]]:
+    """(the first, how many) of the members whose numbers are all equal. numbers: arrays over `size` members, or one
+    number for all of them."""
+    import numpy
+
+    table = numpy.stack([numpy.zeros(size, dtype=numpy.int64), *(numpy.broadcast_to(n, size) for n in numbers)])
+    _, first, counts = numpy.unique(table, axis=1, return_index=True, return_counts=True)
+    return sorted(zip(first.tolist(), counts.tolist()))

@@ -1,13 +1,9 @@
-"""The ring, and the hierarchical all-reduce that is made of rings.
-
-Their messages are counted in closed form, because lists of thousands of rounds for thousands of ranks are long.
-"""
+"""The ring, and the hierarchical all-reduce that is made of rings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.wording import divisors, either, nearest
@@ -16,10 +12,7 @@ from parallelrun.planner.contract.request import Request
 
 from ..keys import AlgorithmKeys
 from .algorithm import GROUP_SIZE, Algorithm, Counts, num_pieces
-from .rounds import Number, Rounds, Span, all_gather, ring, scatter_reduce, segments
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .rounds import Number, Rounds, all_gather, ring, scatter_reduce, segments
 
 
 @dataclass(frozen=True)
@@ -39,8 +32,8 @@ class RingAllReduce(Algorithm):
         return ring(range(size), index, (0, numel))
 
     def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
-        counts_of_rings = [_counts_of_ring(*ring, limit) for ring in self.rings(size, index, numel)]
-        return Counts(*(sum(numbers) for numbers in zip(*counts_of_rings)))
+        counts = [_counts_of_ring(*ring, limit) for ring in self.rings(size, index, numel)]
+        return Counts(*map(sum, zip(*counts)))
 
     def longest_added(self, size: int, index: int, numel: int) -> int:
         """A member adds to every segment but the one with its own number, which it sends first."""
@@ -56,8 +49,8 @@ class RingAllReduce(Algorithm):
 class HierarchicalAllReduce(RingAllReduce):
     """Scatter-reduce inside the group, a ring across groups among ranks that own the same segment, all-gather inside.
 
-    The size of the groups is as given; else the members of dp that share a host; where hosts are unknown the divisor of
-    dp next to its root, with which a rank has the fewest rounds.
+    The default group is the members of dp that share a host; where hosts are unknown it has the divisor of dp next to
+    its root, with which a rank has the fewest rounds.
     """
 
     has_groups = True
@@ -70,7 +63,7 @@ class HierarchicalAllReduce(RingAllReduce):
     name: str = field(default="hierarchical", init=False)
 
     @classmethod
-    def of(cls, request: Request) -> Self:
+    def of(cls, request: Request) -> HierarchicalAllReduce:
         group_size, per_node = AlgorithmKeys.of(request.config).group_size, request.config.cluster.gpus_per_node
         if group_size is None and per_node is not None:
             group_size = min(request.num_data_ranks, max(1, per_node // request.tp))
@@ -81,7 +74,7 @@ class HierarchicalAllReduce(RingAllReduce):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        """Groups that do not make up dp, or that hold different numbers of an expert's copies, every ep-th of dp."""
+        """Groups that do not make up dp, or with different numbers of an expert's copies (every ep-th of dp)."""
         group_size, dp, ep = AlgorithmKeys.of(request.config).group_size, request.num_data_ranks, request.ep
         if group_size is not None and group_size < 1:  # the rules of keys report it
             return []
@@ -90,8 +83,7 @@ class HierarchicalAllReduce(RingAllReduce):
             source = "" if group_size is not None else f" (cluster.gpus_per_node / tp={request.tp})"
             message, legal = f"inner groups of {size}{source} do not make up dp={dp}", divisors(dp)
         elif size % ep and ep % size:
-            held = f"equally many copies of an expert, one in {ep} members"
-            message = f"inner groups of {size} members of dp do not hold {held}"
+            message = f"inner groups of {size} members of dp do not hold equally many copies of an expert, one in {ep}"
             legal = [n for n in divisors(dp) if n % ep == 0 or ep % n == 0]
         else:
             return []
@@ -99,39 +91,32 @@ class HierarchicalAllReduce(RingAllReduce):
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
-        """The source of the groups' size, where the user gave none."""
         if AlgorithmKeys.of(request.config).group_size is not None or request.num_data_ranks == 1:
             return ()
         per_node = request.config.cluster.gpus_per_node
         reason = "the ranks of dp in a host" if per_node else "cluster.gpus_per_node is not set"
         return (f"group_size={cls.of(request).group_size} (filled: dp {request.num_data_ranks}, {reason})",)
 
-    def over(self, axis: str, plan: Plan) -> Self:
+    def over(self, axis: str, plan: Plan) -> HierarchicalAllReduce:
         """Inner groups are of the same ranks, or of one."""
-        apart = plan.num_data_ranks // plan.mesh.size(axis)
-        return replace(self, group_size=self.group_size // gcd(self.group_size, apart))
+        distance = plan.num_data_ranks // plan.mesh.size(axis)
+        return replace(self, group_size=self.group_size // gcd(self.group_size, distance))
 
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
         assert size % self.group_size == 0, f"groups of {self.group_size} do not make up {size}"
-        group, place = divmod(index, self.group_size)
+        group, inner = divmod(index, self.group_size)
         inside = range(group * self.group_size, (group + 1) * self.group_size)
-        across = range(place, size, self.group_size)
-        return (
-            *scatter_reduce(inside, place, (0, numel)),
-            *ring(across, group, self._own(place, numel)),
-            *all_gather(inside, place, (0, numel)),
-        )
+        across = range(inner, size, self.group_size)
+        own = segments(0, numel, self.group_size)[(inner + 1) % self.group_size]
+        around = ring(across, group, own)
+        return (*scatter_reduce(inside, inner, (0, numel)), *around, *all_gather(inside, inner, (0, numel)))
 
     def rings(self, size: int, index: Number, numel: int) -> list[tuple[int, Number, Number]]:
-        """Return the rings: that of the inner group, in two halves, and the one across groups."""
-        group, place = divmod(index, self.group_size)
+        """That of the inner group, in two halves, and the one across groups, over the segment that a member owns."""
+        group, inner = divmod(index, self.group_size)
         base, num_longer = divmod(numel, self.group_size)
-        own = base + ((place + 1) % self.group_size < num_longer)  # elements of `_own`
-        return [(self.group_size, place, numel), (size // self.group_size, group, own)]
-
-    def _own(self, place: int, numel: int) -> Span:
-        """The segment that member `place` of an inner group sums across groups."""
-        return segments(0, numel, self.group_size)[(place + 1) % self.group_size]
+        own = base + ((inner + 1) % self.group_size < num_longer)
+        return [(self.group_size, inner, numel), (size // self.group_size, group, own)]
 
 
 def _counts_of_ring(size: int, index: Number, numel: Number, limit: int | None) -> Counts:

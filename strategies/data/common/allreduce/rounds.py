@@ -1,19 +1,15 @@
 """The rounds of an all-reduce by messages between ranks, and those of the ring.
 
-In every round a rank sends at most one message and receives at most one; it may send once it has received the messages
-of all earlier rounds. `runtime` carries the rounds out; `algorithms` has the other algorithms and counts messages.
+In every round a rank sends at most one message and receives at most one. It may send once it has received the messages
+of all earlier rounds. `runtime.py` sends them; `rings.py` and `trees.py` have the algorithms and count their messages.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
-
-from parallelrun.planner.contract.data_strategy import DataStrategy
-from parallelrun.planner.contract.plan import Plan
 
 SCATTER_REDUCE, ALL_GATHER = "scatter_reduce", "all_gather"  # what arrives is added; what arrives is the sum
 Span = tuple[int, int]
@@ -50,17 +46,6 @@ class Round:
 Rounds = tuple[Round, ...]
 
 
-class SumsByMessages(DataStrategy):
-    """A data strategy that can choose the messages of a sum: sender, receiver and segment."""
-
-    @abstractmethod
-    def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds:
-        """The rounds of member `index` of a group of `size` along `axis` for a tensor of `numel` elements.
-
-        There are none where the backend chooses them.
-        """
-
-
 def piece_elements(element_bytes: int) -> int:
     """Elements of a full piece of a message on gloo."""
     return max(1, PIECE_BYTES // element_bytes)
@@ -93,10 +78,7 @@ def halvings(numel: int, size: int, index: int) -> tuple[Halving, ...]:
 
 
 def halved(numel: Number, times: int, index: Number) -> Number:
-    """Elements that member `index` still has after so many of its `halvings`: of two halves the lower is longer by one.
-
-    numel, index: numbers, or arrays of them.
-    """
+    """Elements that member `index` has after so many of its `halvings`; the lower half may be longer by one."""
     return (numel + 2**times - 1 - index % 2**times) // 2**times
 
 

@@ -35,7 +35,7 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, rounds: Rounds, async
     """Sum the contiguous `tensor` over the group, in place; every member ends with the same bits.
 
     rounds: this rank's; empty: the backend's own all-reduce. async_op: return the started exchange (None on a group of
-    one); the tensor may not be used before its end. Calls run in their order, which must be the same on all members.
+    one). Calls run in their order, which must be the same on all members.
     """
     if not rounds or group.size == 1:
         return comm.all_reduce(tensor, group, purpose, async_op=async_op)
@@ -109,14 +109,14 @@ class _Scratch:
     """The receive buffer of the thread. It is kept because fresh memory costs as much as the sum."""
 
     def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def rows(self, numel: int, like: Tensor) -> Tensor:
         """Return (2, numel) of like's dtype, uninitialised."""
-        wanted = 2 * numel * like.element_size()
-        if self._held.numel() < wanted:
-            self._held = torch.empty(wanted, dtype=torch.uint8)
-        return self._held[:wanted].view(like.dtype).view(2, numel)
+        num_bytes = 2 * numel * like.element_size()
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffer[:num_bytes].view(like.dtype).view(2, numel)
 
 
 class _Pieces:
@@ -197,13 +197,12 @@ def _on_stream(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> Wait
 def run_in_batches(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> None:
     """Run one round at a time with uncut messages and both directions in one batch, as NCCL needs it; also on gloo."""
     for turn in rounds:
-        buffer, receives = flat[:0], []
+        target, receives = None, []
         if turn.receive is not None:
-            place = (turn.receive.start, turn.receive.stop)
-            buffer = flat[slice(*place)] if turn.phase == ALL_GATHER else flat.new_empty(turn.receive.numel)
-            receives = [(buffer, turn.receive.peer)]
+            target = flat[turn.receive.start : turn.receive.stop]
+            receives = [(target if turn.phase == ALL_GATHER else torch.empty_like(target), turn.receive.peer)]
         sends = [(flat[turn.send.start : turn.send.stop], turn.send.peer)] if turn.send else []
         for work in comm.exchange(sends, receives, group, purpose):
             work.wait()
-        if turn.receive is not None and turn.phase == SCATTER_REDUCE:
-            flat[slice(*place)].add_(buffer)
+        if target is not None and turn.phase == SCATTER_REDUCE:
+            target.add_(receives[0][0])

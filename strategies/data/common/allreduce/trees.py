@@ -10,10 +10,10 @@ from .rounds import ALL_GATHER, SCATTER_REDUCE, Number, Round, Rounds, Span, hal
 
 @dataclass(frozen=True)
 class HalvingDoubling(Algorithm):
-    """Vector halving, distance doubling, and back (Rabenseifner 2004; Thakur, Rabenseifner, Gropp 2005).
+    """Vector halving, distance doubling, and back.
 
-    The members beyond a power of two fold in first: each odd one among the first pairs gives all it has to the even one
-    before it, waits, and gets the result. Every segment is summed by one rank and copied, so all have the same bits.
+    Members beyond a power of two: each odd one among the first pairs gives its vector to the even one before it, waits,
+    and gets the result. Every segment is summed by one rank and copied, so all have the same bits.
     """
 
     text = (
@@ -25,43 +25,43 @@ class HalvingDoubling(Algorithm):
     name: str = field(default="halving_doubling", init=False)
 
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
-        core, extra = folded(size)
-        whole: Span = (0, numel)
+        core, extra = split_size(size)
+        vector: Span = (0, numel)
         if index < 2 * extra and index % 2:
-            idle = core.bit_length() - 1
-            reducing, gathering = [(Round(phase, None, None),) * idle for phase in (SCATTER_REDUCE, ALL_GATHER)]
-            all_of_it = message(index - 1, whole)
-            return (Round(SCATTER_REDUCE, all_of_it, None), *reducing, *gathering, Round(ALL_GATHER, None, all_of_it))
-        place = index // 2 if index < 2 * extra else index - extra
+            num_idle = core.bit_length() - 1
+            reducing, gathering = [(Round(phase, None, None),) * num_idle for phase in (SCATTER_REDUCE, ALL_GATHER)]
+            full = message(index - 1, vector)
+            return (Round(SCATTER_REDUCE, full, None), *reducing, *gathering, Round(ALL_GATHER, None, full))
+        own_index = index // 2 if index < 2 * extra else index - extra
         halving, doubling = [], []
-        for step in halvings(numel, core, place):
-            partner = place ^ step.distance
+        for step in halvings(numel, core, own_index):
+            partner = own_index ^ step.distance
             peer = 2 * partner if partner < extra else partner + extra
             halving.append(Round(SCATTER_REDUCE, message(peer, step.give), message(peer, step.keep)))
             doubling.append(Round(ALL_GATHER, message(peer, step.keep), message(peer, step.give)))
         middle = (*halving, *reversed(doubling))
         if not extra:
             return middle
-        other = message(index + 1, whole) if index < 2 * extra else None
+        other = message(index + 1, vector) if index < 2 * extra else None
         return (Round(SCATTER_REDUCE, None, other), *middle, Round(ALL_GATHER, other, None))
 
     def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
-        """A member that folds in sends everything once; its even neighbour does so beside its halvings."""
-        core, extra = folded(size)
-        is_paired, whole = index < 2 * extra, num_pieces(numel, limit)
-        idle, place = is_paired * (index % 2), index - extra + is_paired * (extra - (index + 1) // 2)
+        """Both members of a pair send the complete vector once; the odd one of them takes part in no halving."""
+        core, extra = split_size(size)
+        is_paired = index < 2 * extra
+        is_idle, own_index = is_paired * (index % 2), index - extra + is_paired * (extra - (index + 1) // 2)
         sends, elements = 0, 0
         for level in range(core.bit_length() - 1):
-            before, keep = halved(numel, level, place), halved(numel, level + 1, place)
+            before, keep = halved(numel, level, own_index), halved(numel, level + 1, own_index)
             sends += num_pieces(keep, limit) + num_pieces(before - keep, limit)
             elements += before
-        sends, elements = (1 - idle) * sends + is_paired * whole, (1 - idle) * elements + is_paired * numel
-        return Counts(sends, elements, sends)
+        sends = (1 - is_idle) * sends + is_paired * num_pieces(numel, limit)
+        return Counts(sends, (1 - is_idle) * elements + is_paired * numel, sends)
 
 
 @dataclass(frozen=True)
 class TreeAllReduce(Algorithm):
-    """Reduce up a binomial tree to member 0, then broadcast down it (Thakur, Rabenseifner and Gropp 2005)."""
+    """Reduce up a binomial tree to member 0, then broadcast down it."""
 
     text = (
         "Sums go up a binomial tree to the first rank, and the total comes down the same way. 2 log2(n) rounds, but "
@@ -84,7 +84,6 @@ class TreeAllReduce(Algorithm):
         return (*up, *reversed(down))
 
     def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
-        """One message up and one down for each neighbour in the tree."""
         neighbours, distance = 1 * (index > 0), 1
         while distance < size:
             neighbours = neighbours + (index % (2 * distance) == 0) * (index + distance < size)
@@ -93,7 +92,7 @@ class TreeAllReduce(Algorithm):
         return Counts(sends, neighbours * numel, sends)
 
 
-def folded(size: int) -> tuple[int, int]:
-    """(the largest power of two up to `size`, how many members are beyond it)."""
+def split_size(size: int) -> tuple[int, int]:
+    """(the largest power of two up to `size`, the number of members beyond it)."""
     core = 1 << (size.bit_length() - 1)
     return core, size - core

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
@@ -17,9 +17,6 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Equivalence, Plan
 from parallelrun.planner.contract.request import Request
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 from ..keys import CompressionKeys
 
@@ -51,31 +48,25 @@ class Compression:
     rank: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> Self:
+    def of(cls, config: Config) -> Compression:
         """The compression with the settings of a configuration."""
         return cls()
 
     def check(self, request: Request) -> list[Problem]:
         """Settings that contradict the compression."""
-        data, problems = CompressionKeys.of(request.config), []
-        if data.powersgd_rank is not None and not self.rank:
-            message = f"strategy.data.powersgd_rank={data.powersgd_rank} is read by compression=powersgd only"
-            where = "strategy.data.powersgd_rank"
-            problems.append(Problem(message, where, "strategy.data.compression=powersgd", kind="unread"))
-        if self.compresses and request.cp > 1:
-            message = (
-                f"strategy.data.compression={self.kind} with cp={request.cp}: the reference of compressed sums has one"
-            )
-            message += " gradient for each data replica, and here every part of a sequence has its own"
-            fix = "strategy.data.compression=none or cp=1"
-            problems.append(Problem(message, "strategy.data.compression", fix, kind="not_built"))
-        if self.compresses and request.ep > 1:
-            message = (
-                f"strategy.data.compression={self.kind} with ep={request.ep}: experts' gradients are summed over "
-                "fewer ranks than the others, and the reference of compressed sums has one set of ranks"
-            )
-            fix = "strategy.data.compression=none or ep=1"
-            problems.append(Problem(message, "strategy.data.compression", fix, kind="not_built"))
+        rank, where, problems = CompressionKeys.of(request.config).powersgd_rank, "strategy.data.compression", []
+        if rank is not None and not self.rank:
+            message = f"strategy.data.powersgd_rank={rank} is read by compression=powersgd only"
+            problems.append(Problem(message, "strategy.data.powersgd_rank", f"{where}=powersgd", kind="unread"))
+        causes = {
+            "cp": "each part of a sequence has a gradient of its own, and the reference has one for each data replica",
+            "ep": "experts' gradients are summed over fewer ranks than the others, and the reference has one set",
+        }
+        for axis, cause in causes.items():
+            degree = getattr(request, axis)
+            if self.compresses and degree > 1:
+                message = f"{where}={self.kind} with {axis}={degree}: {cause}"
+                problems.append(Problem(message, where, f"{where}=none or {axis}=1", kind="not_built"))
         return problems
 
     def dtype(self, plan: Plan) -> str:
@@ -120,7 +111,7 @@ class HalfPrecision(Compression):
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """Matrices are sent as two factors, where these are smaller; other gradients as they are."""
+    """Matrices are sent as two factors, where these are smaller; other gradients are sent as they are."""
 
     compresses = True
     elementwise = False
@@ -129,7 +120,7 @@ class PowerSGD(Compression):
     rank: int = DEFAULT_RANK
 
     @classmethod
-    def of(cls, config: Config) -> Self:
+    def of(cls, config: Config) -> PowerSGD:
         return cls(CompressionKeys.of(config).powersgd_rank or DEFAULT_RANK)
 
     def check(self, request: Request) -> list[Problem]:
@@ -138,28 +129,25 @@ class PowerSGD(Compression):
             message = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
             problems.insert(0, Problem(message, "strategy.data.compression", "precision=bf16", kind="undefined"))
         if request.config.sdc.every and request.num_data_ranks > 1:
-            message = (
-                "sdc.every repeats sums of gradients bit by bit, and PowerSGD's depend on the errors of earlier sums"
-            )
-            problems.append(
-                Problem(message, "sdc.every", "sdc.every=0 or strategy.data.compression=fp16", kind="not_built")
-            )
+            message = "sdc.every repeats sums of gradients bit by bit, and PowerSGD's depend on earlier sums"
+            fix = "sdc.every=0 or strategy.data.compression=fp16"
+            problems.append(Problem(message, "sdc.every", fix, kind="not_built"))
         return problems
 
-    def is_factored(self, held: HeldParameter, shape: Sequence[int], plan: Plan) -> bool:
+    def is_factored(self, parameter: HeldParameter, shape: Sequence[int], plan: Plan) -> bool:
         """Whether this parameter's gradient (local `shape`) is sent as factors.
 
         It is where the factors are smaller. A gradient that is summed again after the exchange over dp (partial over an
         axis, a copy of a tied weight) is sent as it is, or the plan would change the result.
         """
-        if len(shape) < 2 or held.layout.partial or held.name in {name for pair in plan.tied_copies for name in pair}:
+        tied = {name for pair in plan.tied_copies for name in pair}
+        if len(shape) < 2 or parameter.layout.partial or parameter.name in tied:
             return False
         rows, columns = matrix_shape(shape)
         return 0 < (rows + columns) * num_columns(shape, self.rank) < rows * columns
 
     def messages(self, bucket: Parts, plan: Plan) -> list[SummedMessage]:
-        """Return the messages of a bucket, each flat: tensors that are not factored, left factors, right factors. Empty
-        ones are left out."""
+        """Tensors that are not factored, left factors, right factors, each flat. Empty ones are left out."""
         factored = self._factored(bucket, plan)
         uncompressed = sum(prod(shape) for _, shape in bucket) - sum(rows * columns for rows, columns, _ in factored)
         left = sum(rows * rank for rows, _, rank in factored)
@@ -179,7 +167,7 @@ class PowerSGD(Compression):
 
     def _factored(self, bucket: Parts, plan: Plan) -> list[tuple[int, int, int]]:
         """(rows, columns, rank) of the factored gradients of a bucket."""
-        shapes = [shape for held, shape in bucket if self.is_factored(held, shape, plan)]
+        shapes = [shape for parameter, shape in bucket if self.is_factored(parameter, shape, plan)]
         return [(*matrix_shape(shape), num_columns(shape, self.rank)) for shape in shapes]
 
 
@@ -193,9 +181,9 @@ def num_columns(shape: Sequence[int], rank: int) -> int:
     return min(rank, *matrix_shape(shape))
 
 
-KINDS: dict[str, type[Compression]] = {one.kind: one for one in (Compression, HalfPrecision, PowerSGD)}
+KINDS: dict[str, type[Compression]] = {cls.kind: cls for cls in (Compression, HalfPrecision, PowerSGD)}
 
 
-def of(config: Config) -> Compression:
+def requested_compression(config: Config) -> Compression:
     """The compression that a configuration asks for."""
     return KINDS[CompressionKeys.of(config).compression].of(config)

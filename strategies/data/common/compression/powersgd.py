@@ -1,6 +1,8 @@
-"""PowerSGD at run time (Vogels, Karimireddy and Jaggi 2019).
+"""PowerSGD at run time (Vogels, Karimireddy, Jaggi 2019, algorithms 1 and 2).
 
-After the wait a bucket's buffer holds the approximation, bitwise equal on every rank.
+A gradient M (rows x columns) is approximated by P Q^T with P = M Q made orthonormal and Q = M^T P: one step of subspace
+iteration, started from the last step's Q. Sums of M, P and Q over ranks stand for M, P and Q, so two small all-reduces
+sum the approximation. After the wait a bucket's buffer holds the approximation, bitwise equal on every rank.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -17,8 +20,8 @@ from parallelrun.distributed.comm import Waitable
 from parallelrun.planner.contract.plan import Plan
 
 from ..bucketed_plan import BucketedAllReduce
+from ..flat import flat_views, flatten
 from ..reducer import Part, Sum
-from . import factors
 from .plan import PowerSGD, matrix_shape, num_columns
 
 
@@ -26,12 +29,49 @@ def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) ->
     """Return a function that starts the exchange of `buffer`, in the messages that `PowerSGD.messages` predicts."""
     compression = BucketedAllReduce.of(plan).compression
     assert isinstance(compression, PowerSGD)
-    factored = [(held, gradient) for held, gradient in parts if compression.is_factored(held, gradient.shape, plan)]
+    factored = [part for part in parts if compression.is_factored(part[0], part[1].shape, plan)]
     if not factored:
         return partial(start_sum, buffer)
-    names = {held.name for held, _ in factored}
-    whole = [gradient for held, gradient in parts if held.name not in names]
-    return FactoredSum(whole, factored, compression.rank, start_sum).start
+    names = {parameter.name for parameter, _ in factored}
+    uncompressed = [gradient for parameter, gradient in parts if parameter.name not in names]
+    return FactoredSum(uncompressed, factored, compression.rank, start_sum).start
+
+
+def first_right_factor(name: str, columns: int, rank: int) -> Tensor:
+    """The Q (columns, rank) that a parameter starts from: the same on every rank and in every run. fp64, on the CPU."""
+    generator = torch.Generator().manual_seed(crc32(f"{name} {columns} {rank}".encode()))
+    return unit_columns(torch.randn(columns, rank, generator=generator, dtype=torch.float64))
+
+
+def unit_columns(matrices: Tensor) -> Tensor:
+    """(..., n, r) with every column scaled to length 1; columns of zeros stay."""
+    lengths = torch.linalg.vector_norm(matrices, dim=-2, keepdim=True)
+    return matrices / torch.where(lengths > 0, lengths, 1.0)
+
+
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Columns of (..., n, r) made orthonormal by Gram and Schmidt, each projected twice.
+
+    A column that lies in the span of those before it, up to the cube root of the precision, becomes zero: what is left
+    of it is rounding, and would point elsewhere on every machine.
+    """
+    out = torch.zeros_like(matrices)
+    lengths = torch.linalg.vector_norm(matrices, dim=-2, keepdim=True)
+    least = torch.finfo(matrices.dtype).eps ** (1 / 3) * lengths.amax(dim=-1, keepdim=True)
+    for index in range(matrices.shape[-1]):
+        column, before = matrices[..., index : index + 1], out[..., :index]
+        for _ in range(2 if index else 0):
+            column = column - before @ (before.mT @ column)
+        length = torch.linalg.vector_norm(column, dim=-2, keepdim=True)
+        out[..., index : index + 1] = torch.where(length > least, column / torch.where(length > 0, length, 1.0), 0.0)
+    return out
+
+
+def next_right_factor(summed: Tensor, first: Tensor) -> Tensor:
+    """Return the right factor of the next step: this step's summed Q with columns of norm 1. A column of zeros starts
+    again from the first Q."""
+    is_used = torch.linalg.vector_norm(summed, dim=-2, keepdim=True) > 0
+    return torch.where(is_used, unit_columns(summed), first)
 
 
 class Stack:
@@ -46,7 +86,7 @@ class Stack:
         like = self.gradients[0]
         rows, columns = like.shape
         rank = num_columns(like.shape, rank)
-        first = [factors.first_right_factor(held.name, columns, rank) for held, _ in parts]
+        first = [first_right_factor(parameter.name, columns, rank) for parameter, _ in parts]
         self.first = torch.stack(first).to(like)
         self.right = self.first
         self.error = like.new_zeros(len(parts), rows, columns)
@@ -59,14 +99,14 @@ class Stack:
 
     def answer(self) -> None:
         """Make the summed P orthonormal, compute Q = (gradient + error)^T P, and keep the error of P Q^T."""
-        self.left.copy_(factors.orthonormal(self.left))
+        self.left.copy_(orthonormal(self.left))
         torch.bmm(self.error.mT, self.left, out=self.summed_right)
         self.error.baddbmm_(self.left, self.summed_right.mT, alpha=-1)
 
     def finish(self) -> None:
         """Replace the gradients by P Q^T with the summed Q."""
         torch_private.copy_all(self.gradients, list(torch.bmm(self.left, self.summed_right.mT).unbind()))
-        self.right = factors.next_right_factor(self.summed_right, self.first)
+        self.right = next_right_factor(self.summed_right, self.first)
 
 
 class FactoredSum:
@@ -75,13 +115,14 @@ class FactoredSum:
     The error is kept in memory only: a resumed run starts with an error of zero.
     """
 
-    def __init__(self, whole: Sequence[Tensor], factored: Sequence[Part], rank: int, start_sum: Sum):
+    def __init__(self, uncompressed: Sequence[Tensor], factored: Sequence[Part], rank: int, start_sum: Sum):
         self._start_sum = start_sum
-        self._whole = list(whole)
-        self._flat = factored[0][1].new_empty(sum(gradient.numel() for gradient in whole))
+        self._uncompressed = list(uncompressed)
+        self._flat = factored[0][1].new_empty(sum(gradient.numel() for gradient in uncompressed))
+        self._views = flat_views(self._flat, [gradient.shape for gradient in uncompressed])
         by_shape: dict[tuple[int, int], list[Part]] = defaultdict(list)
-        for held, gradient in factored:
-            by_shape[matrix_shape(gradient.shape)].append((held, gradient))
+        for part in factored:
+            by_shape[matrix_shape(part[1].shape)].append(part)
         self.stacks = [Stack(parts, rank) for parts in by_shape.values()]
         self._left = _joined([stack.left for stack in self.stacks])
         self._right = _joined([stack.summed_right for stack in self.stacks])
@@ -91,8 +132,8 @@ class FactoredSum:
     def start(self) -> Waitable:
         """Start the sums of the gradients that are not factored and of P."""
         self._works = []
-        if self._whole:
-            torch_private.copy_all(_views(self._flat, self._whole), self._whole)
+        if self._uncompressed:
+            torch_private.copy_all(self._views, self._uncompressed)
             self._works.append(self._start_sum(self._flat))
         for stack in self.stacks:
             stack.project()
@@ -108,19 +149,15 @@ class FactoredSum:
         self._works.append(self._start_sum(self._right))
         for work in self._works:
             work.wait()
-        if self._whole:
-            torch_private.copy_all(self._whole, _views(self._flat, self._whole))
+        if self._uncompressed:
+            torch_private.copy_all(self._uncompressed, self._views)
         for stack in self.stacks:
             stack.finish()
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """One flat tensor, of which the tensors become views."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    for tensor, view in zip(tensors, _views(flat, tensors)):
+    flat = flatten(tensors)
+    for tensor, view in zip(tensors, flat_views(flat, [tensor.shape for tensor in tensors])):
         tensor.data = view
     return flat
-
-
-def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    return [part.view_as(tensor) for part, tensor in zip(flat.split([t.numel() for t in like]), like)]

@@ -1,11 +1,9 @@
 """The reference rules of compressed sums: the result of n workers' gradients, one tensor after the other.
 
-They share with the runtime only the arithmetic of one matrix (`factors.py`) and the choice of factored tensors.
+They share with the runtime only the arithmetic of one matrix and the choice of factored tensors.
 """
 
 from __future__ import annotations
-
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,8 +14,8 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.verify.replay import ReplayRule
 
 from ..bucketed_plan import BucketedAllReduce
-from .factors import first_right_factor, next_right_factor, orthonormal
 from .plan import HalfPrecision, PowerSGD, matrix_shape, num_columns
+from .powersgd import first_right_factor, next_right_factor, orthonormal
 
 Tensors = dict[str, Tensor]
 StoredPart = tuple[HeldParameter, tuple[int, ...], tuple[slice, ...]]
@@ -54,8 +52,8 @@ class PowerSGDRule(ReplayRule):
         self._factored = {
             (name, key)
             for name, places in self._parts.items()
-            for key, (held, shape, _) in places.items()
-            if compression.is_factored(held, shape, plan)
+            for key, (parameter, shape, _) in places.items()
+            if compression.is_factored(parameter, shape, plan)
         }
         self._errors: dict[tuple[str, str], list[Tensor]] = {}
         self._right: dict[tuple[str, str], Tensor] = {}
@@ -86,18 +84,14 @@ class PowerSGDRule(ReplayRule):
 
 def stored_parts(plan: Plan) -> dict[str, dict[str, StoredPart]]:
     """Per trained parameter, by a key of its place: (HeldParameter, local shape, place) of each part that ranks store
-    before any data strategy. One part, the whole, where no tensor strategy splits it."""
+    before any data strategy."""
     out: dict[str, dict[str, StoredPart]] = {}
-    mesh_dims = [(mesh_dim, degree) for mesh_dim, degree in plan.mesh.mesh_dims if mesh_dim not in ("pp", "dp")]
-    for pp_rank in range(plan.mesh.size("pp")):
-        for held in held_parameters(plan, pp_rank):
-            if held.shared or held.spec.frozen:
-                continue
-            for place in product(*(range(degree) for _, degree in mesh_dims)):
-                coordinate = {"pp": pp_rank, "dp": 0, **dict(zip([mesh_dim for mesh_dim, _ in mesh_dims], place))}
-                rank = plan.mesh.rank(**coordinate)
-                ranges = held.layout.ranges(held.spec.shape, plan.mesh.sizes, plan.mesh.coordinate(rank))
+    for rank in range(plan.num_workers):
+        coordinate = plan.mesh.coordinate(rank)
+        for parameter in held_parameters(plan, coordinate["pp"]) if coordinate["dp"] == 0 else ():
+            if not parameter.shared and not parameter.spec.frozen:
+                ranges = parameter.layout.ranges(parameter.spec.shape, plan.mesh.sizes, coordinate)
                 shape = tuple(stop - start for start, stop in ranges)
                 slices = tuple(slice(start, stop) for start, stop in ranges)
-                out.setdefault(held.name, {})[str(ranges)] = (held, shape, slices)
+                out.setdefault(parameter.name, {})[str(ranges)] = (parameter, shape, slices)
     return out

@@ -9,7 +9,7 @@ from parallelrun.config.schema.field import key
 from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.parameters import held_parameters
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 
 
@@ -30,7 +30,6 @@ class EachTensor(DataStrategy):
 
     kind = "each_tensor"
     config_class = EachTensorConfig
-    description = ("After backward, one all-reduce per parameter sums its gradient over the replicas.", "")
 
     max_pending: int = 1
 
@@ -44,6 +43,3 @@ class EachTensor(DataStrategy):
         held = [parameter for parameter in held_parameters(plan, pp_rank) if not parameter.spec.frozen]
         numel = sum(p.layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate) for p in held)
         return [Collective("dp", "all_reduce", "gradients", len(held), numel * BYTES[plan.precision.reduce])]
-
-    def equivalence(self, plan: Plan) -> Equivalence:
-        return Equivalence("exact")

@@ -11,10 +11,7 @@ import pytest
 
 import parallelrun
 from parallelrun.base.errors import CheckpointError
-from parallelrun.base.records import sha256_of
-from parallelrun.checkpoint.exchange.imported import write_checkpoint
-from parallelrun.checkpoint.exchange.weights import CheckpointWeights
-from parallelrun.checkpoint.index import Index
+from parallelrun.checkpoint.exchange.export import write_checkpoint
 from parallelrun.cli.main import main
 from parallelrun.planner.resolve.freeze import freeze
 from tests.checkpoints import written
@@ -86,18 +83,3 @@ def test_a_full_disk_is_exit_3_in_every_format(form, tmp_path, capsys):
         signal.signal(signal.SIGXFSZ, before)
     assert code == 3 and "File too large" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["in"]
-
-
-@pytest.mark.parametrize("damaged", ["rank_00000.safetensors", "rank_00001.safetensors", "rank_00002.safetensors"])
-def test_each_file_of_a_checkpoint_is_checked(damaged, tmp_path):
-    names = [f"rank_0000{rank}.safetensors" for rank in range(3)]
-    weights = object.__new__(CheckpointWeights)
-    weights.path, files = tmp_path, {}
-    for name in names:
-        (tmp_path / name).write_text(name)
-        files[name] = (len(name), sha256_of(tmp_path / name))
-    weights.index = Index(1, "sgd", {}, {}, {}, files)
-    weights.verify()
-    (tmp_path / damaged).write_text("x" * len(damaged))
-    with pytest.raises(CheckpointError, match=f"{damaged} is damaged"):
-        weights.verify()

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallelrun.checkpoint.exchange.export import export
-from parallelrun.checkpoint.exchange.imported import write_checkpoint
+from parallelrun.checkpoint.exchange.export import export, write_checkpoint
 from parallelrun.checkpoint.exchange.source import open_source
 from parallelrun.data.megatron import write_indexed
 from tests.exchange import make

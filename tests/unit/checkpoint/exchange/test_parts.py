@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallelrun.checkpoint.exchange.export import export
-from parallelrun.checkpoint.exchange.imported import write_checkpoint
+from parallelrun.checkpoint.exchange.export import export, write_checkpoint
 from parallelrun.checkpoint.exchange.source import open_source
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights, Weights
 from parallelrun.checkpoint.index import Index, StoredPart, StoredTensor

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import resource
-import select
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -147,43 +143,6 @@ echo "${{COMPREPLY[@]}}"
 """
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["precision=bf16"], done
-
-
-@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
-def test_fish_completes_with_the_script_that_is_installed(tmp_path):
-    program = Path(sys.executable).parent / "parallelrun"
-    script = f"{program} -sc install=fish | source; complete -C '{program} plan precision=b'"
-    done = subprocess.run(["fish", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "precision=bf16" in done.stdout.split(), done
-
-
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
-def test_zsh_completes_with_the_script_of_bash(tmp_path):
-    """At a terminal: bashcompinit calls the function with other options set than a script has."""
-    program = Path(sys.executable).parent / "parallelrun"
-    setup = "autoload -Uz compinit bashcompinit; compinit -u -d dump; bashcompinit"
-    terminal, zsh_end = pty.openpty()
-    environment = {**os.environ, "TERM": "dumb", "ZDOTDIR": str(tmp_path), "PS1": "> "}
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), zsh_end)
-    with subprocess.Popen(["zsh", "-fi"], cwd=tmp_path, env=environment, start_new_session=True, **streams) as shell:
-        try:
-            os.write(terminal, f"{setup}; eval \"$({program} -sc install=bash)\"; echo READ''Y\n".encode())
-            _shown(terminal, "READY")
-            os.write(terminal, f"{program} plan precision=b\t".encode())
-            assert "precision=bf16" in _shown(terminal, "=bf16")
-        finally:
-            shell.kill()
-            os.close(terminal)
-            os.close(zsh_end)
-
-
-def _shown(terminal: int, awaited: str) -> str:
-    """What a terminal shows until it has shown the text, or for a minute."""
-    shown, deadline = "", time.monotonic() + 60
-    while awaited not in shown and time.monotonic() < deadline:
-        if select.select([terminal], [], [], 1)[0]:
-            shown += os.read(terminal, 65536).decode(errors="replace")
-    return shown
 
 
 def test_what_each_shell_asks_is_answered(tmp_path, monkeypatch, capsys):

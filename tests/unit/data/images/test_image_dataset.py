@@ -227,13 +227,8 @@ def test_only_some_small_images_are_counted_and_broken_ones_left_to_training(ima
     (image_folder / "class0" / "0.png").write_bytes(b"no image")
     asked = {"dataset__name": "imagefolder", "dataset__path": str(image_folder), "dataset__vocab": None}
     dataset = opened(**asked, model__image=16, global_batch=8)
-    small = sum(
-        "class1" not in str(file) for file in (dataset.train.data.files[index] for index in dataset.train.chosen)
-    )
-    broken = sum(
-        file.name == "0.png" and "class0" in str(file)
-        for file in (dataset.train.data.files[index] for index in dataset.train.chosen)
-    )
+    files = [str(dataset.train.data.files[index]) for index in dataset.train.indices]
+    small, broken = sum("class1" not in file for file in files), sum(file.endswith("class0/0.png") for file in files)
     (told,) = notes(dataset, **asked, model__image=16)
     assert told.startswith(f"{small - broken} of {len(dataset.train) - broken} images looked at are smaller than 18")
 

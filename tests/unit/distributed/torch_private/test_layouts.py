@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -13,8 +12,6 @@ from torch import Tensor
 from parallelrun.base.layout import Layout
 from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed import torch_private
-from parallelrun.distributed.torch_private import products
-from parallelrun.models.fused_norms import SwiGLU
 from parallelrun.models.moe.experts import grouped_multiply, one_by_one
 from parallelrun.models.network import allocate
 from parallelrun.models.optimizer import Optimizer
@@ -155,56 +152,6 @@ def test_groups_that_the_kernel_does_not_serve() -> None:
         assert not torch_private.has_grouped_product(other, one)
     for other, one in ((rows[:0], weights), (rows.double(), weights), (rows[:, :6], weights[..., :6])):
         assert not torch_private.has_grouped_product(other, one)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_products_by_onednn() -> None:
-    for seed in range(20):
-        draws = Draws(seed, torch.float32)
-        left, right, bias = draws.tensor(64, 64), draws.tensor(64, 64), draws.tensor(64)
-        expected = left.double() @ right.double()
-        for result, exact in (
-            (products._multiply(left, right), expected),
-            (products._multiply(left, right, bias), expected + bias.double()),
-        ):
-            torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-3)
-    with pytest.raises(RuntimeError, match="batch"):
-        products._bmm(torch.ones(2, 256, 256), torch.ones(3, 256, 256))
-
-
-def test_gradients_of_swiglu() -> None:
-    for seed in range(DRAWS):
-        draws = Draws(seed)
-        shape = draws.size(0, 3), draws.size()
-        leaves = [draws.tensor(*shape).requires_grad_() for _ in range(2)]
-        grad = draws.tensor(*shape)
-        plain = torch.nn.functional.silu(leaves[0]) * leaves[1]
-        mine = SwiGLU.apply(*leaves)
-        _check(mine, plain, seed)
-        for one, other in zip(*(torch.autograd.grad(y, leaves, grad) for y in (mine, plain))):
-            _check(one, other, seed)
-
-
-@pytest.mark.parametrize(
-    ("operation", "plain"),
-    [
-        (torch_private.copy_all, lambda target, source: source.clone()),
-        (torch_private.add_all, lambda target, source: target + source),
-        (lambda targets, _: torch_private.multiply(targets, 3.0), lambda target, source: 3.0 * target),
-    ],
-)
-def test_operations_on_lists(operation: Callable[..., None], plain: Callable[[Tensor, Tensor], Tensor]) -> None:
-    operation([], [])
-    for seed in range(DRAWS):
-        draws = Draws(seed)
-        shapes = [(draws.size(0, 3), draws.size()) for _ in range(3)]
-        targets, sources = ([draws.tensor(*shape) for shape in shapes] for _ in range(2))
-        targets = [x.clone() if 0 in x.stride() else x for x in targets]  # nobody writes where several numbers are
-        expected = [plain(*both) for both in zip(targets, sources)]
-        norms = [x.flatten().square().sum().sqrt() for x in sources]
-        operation(targets, sources)
-        for mine, other in zip([*targets, *torch_private.norms(sources)], [*expected, *norms]):
-            _check(mine, other, seed)
 
 
 def _local(name: str, tensor: Tensor) -> LocalParameter:

@@ -165,16 +165,6 @@ def test_groups_of_rows(chosen: list[tuple[int, ...]], counts: tuple[int, ...]) 
 
 
 @has_library
-def test_torchs_own_products_come_back(chosen: list[tuple[int, ...]]) -> None:
-    left, right = torch.randn(160, 192), torch.randn(192, 160)
-    with torch_private.torchs_own_products():
-        left @ right
-        assert chosen == []
-    left @ right
-    assert len(chosen) == 1
-
-
-@has_library
 def test_calibration_times_small_products_as_trainings_compute_them(chosen: list[tuple[int, ...]]) -> None:
     """A training whose products are all small keeps torch's kernels."""
     left, right = torch.randn(160, 192), torch.randn(192, 160)
@@ -182,12 +172,6 @@ def test_calibration_times_small_products_as_trainings_compute_them(chosen: list
         with torch_private.products_of_training(largest):
             left @ right
         assert len(chosen) == replaced
-
-
-def test_other_processors_keep_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "is_faster", lambda: False)
-    with torch_private.torchs_own_products():
-        assert not torch_private.use_fast_products()
 
 
 def test_products_that_are_all_too_small_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

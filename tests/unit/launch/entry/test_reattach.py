@@ -111,7 +111,7 @@ def test_a_rank_that_was_cut_off_writes_nothing_into_the_run_that_goes_on(tmp_pa
     (first,) = attempts.read(job.directory)
     attempts.write(job.directory, [first, replace(first, number=2)])
     assert attach._reporter(attached, job, screen, peers, lambda: None, HeartbeatFile(1))(own) == 6
-    assert not screen.getvalue() and failure.read(job.directory, 1) is None
+    assert not screen.getvalue() and failure.read_failure(job.directory, 1) is None
     assert json.loads((job.directory / "status.json").read_text())["state"] == "running"
     assert attach._reporter(attached, replace(job, attempt=2), screen, peers, lambda: None, HeartbeatFile(1))(own) == 6
     assert json.loads((job.directory / "status.json").read_text())["state"] == "failed"
@@ -141,7 +141,7 @@ def test_who_is_told_of_a_lost_host_writes_the_end_and_waits_for_those_who_know_
     peers = SimpleNamespace(wait_recorded=lambda: waits.append("others"), is_first_to_report=lambda: True)
     monkeypatch.setattr(attach.time, "sleep", waits.append)
     attached = Attached(1, 4, 1, "127.0.0.1", 1, source, "job")
-    attach._conclude_told(attached, job, io.StringIO(), peers, lambda own: pytest.fail("its own failure"), lost)
+    attach._conclude_loss(attached, job, io.StringIO(), peers, lambda own: pytest.fail("its own failure"), lost)
     assert waits == (["others"] if host == "here" else [20.0] if source == "mpirun" else [])
     status = json.loads((job.directory / "status.json").read_text())
     assert (status["state"], status["failed_rank"]) == ("failed", 2)
@@ -151,5 +151,5 @@ def test_a_rank_without_its_launcher_reports_its_own_failure(tmp_path):
     job, told = a_run(tmp_path), []
     own = failure.Failure(1, reach.LAUNCHER_LOST, 6)
     attached = Attached(1, 4, 1, "127.0.0.1", 1, "mpirun", "job")
-    attach._conclude_told(attached, job, io.StringIO(), SimpleNamespace(), told.append, own)
+    attach._conclude_loss(attached, job, io.StringIO(), SimpleNamespace(), told.append, own)
     assert told == [own]

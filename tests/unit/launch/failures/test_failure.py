@@ -93,11 +93,11 @@ def test_an_end_without_a_word_is_told_by_its_status(status, out_of_memory, what
 
 def test_a_failure_survives_its_file(tmp_path):
     told = Failure(2, "loss is nan", 5, 123, 0, 77, 9, "step", (Problem("loss is nan", "lr", "lr=1"),), "Traceback ...")
-    failure.write(tmp_path, told)
-    assert failure.read(tmp_path, 2) == told
-    assert failure.read(tmp_path, 0) is None
+    failure.write_failure(tmp_path, told)
+    assert failure.read_failure(tmp_path, 2) == told
+    assert failure.read_failure(tmp_path, 0) is None
     (tmp_path / "errors" / "rank_1.json").write_text("{")  # the rank was killed, or the disk is full
-    assert failure.read(tmp_path, 0) is None
+    assert failure.read_failure(tmp_path, 0) is None
 
 
 def test_the_last_words_name_rank_place_step_checkpoint_and_command(tmp_path):
@@ -190,5 +190,5 @@ def test_an_exception_in_a_users_own_file_names_the_lines_of_that_file(tmp_path,
     assert len(found.frames) == 3, "nothing of Python's own json package"
     lines = message(found, tiny_plan(), tmp_path)
     assert [line.strip() for line in lines if line.startswith("  in: ")] == [f"in: {frame}" for frame in found.frames]
-    failure.write(tmp_path, found)
-    assert failure.read(tmp_path, 0) == found
+    failure.write_failure(tmp_path, found)
+    assert failure.read_failure(tmp_path, 0) == found

@@ -49,27 +49,27 @@ def test_a_stopped_rank_is_told_by_its_neighbour(tmp_path, gone, monkeypatch):
 
 def test_rank_0_blames_the_rank_that_another_host_has_seen_die_and_not_one_that_is_late(tmp_path, gone):
     gone.add(3)
-    failure.write(tmp_path, victim(2, lost=seen_from(2, tmp_path).lost()))
+    failure.write_failure(tmp_path, victim(2, lost=seen_from(2, tmp_path).lost()))
     found = seen_from(0, tmp_path).cause(victim(0))  # rank 1 has not written yet
     assert (found.rank, found.host, found.pid, found.exit_code) == (3, "b", 13, 6)
 
 
 def test_a_host_that_is_silent_as_a_whole_is_blamed(tmp_path, gone):
-    failure.write(tmp_path, victim(1))
+    failure.write_failure(tmp_path, victim(1))
     found = seen_from(0, tmp_path).cause(victim(0))
     assert (found.rank, found.host) == (2, "b") and found.what.startswith("died, or its host was cut off: ")
 
 
 def test_a_failure_that_its_own_rank_tells_comes_before_what_others_have_seen(tmp_path, gone):
     gone.add(3)
-    failure.write(tmp_path, Failure(1, "ValueError", 6))
-    failure.write(tmp_path, victim(2, lost=seen_from(2, tmp_path).lost()))
+    failure.write_failure(tmp_path, Failure(1, "ValueError", 6))
+    failure.write_failure(tmp_path, victim(2, lost=seen_from(2, tmp_path).lost()))
     assert seen_from(0, tmp_path).cause(victim(0)).rank == 1
 
 
 def test_one_survivor_reports_for_a_silent_rank_0(tmp_path, gone, monkeypatch):
     monkeypatch.setattr(peers, "LEADER_S", 0.0)
     for rank in (1, 2, 3):
-        failure.write(tmp_path, victim(rank))
+        failure.write_failure(tmp_path, victim(rank))
     monkeypatch.setattr(peers, "is_stopped", lambda pid: pid == 10)
     assert [seen_from(rank, tmp_path).must_report(victim(rank)) for rank in (1, 2, 3)] == [True, False, False]

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from parallelrun.launch.failures import reach, watchdog
-from parallelrun.launch.failures.reach import RESENT, LostHost, Reach
+from parallelrun.launch.failures.failure import Failure
+from parallelrun.launch.failures.reach import RESENT, Reach
 from parallelrun.launch.host.environment import Attached
 from parallelrun.launch.host.heartbeat import HeartbeatFile
 from parallelrun.launch.store.rendezvous import Member
@@ -25,15 +26,15 @@ def members(hosts: str) -> list[Member]:
     ]
 
 
-def lost(monkeypatch, hosts: str, rank: int, silent: str, connected: str = "abcd") -> tuple[str, int, str] | None:
+def lost(monkeypatch, hosts: str, rank: int, silent: str, connected: str = "abcd") -> tuple[str, str, int] | None:
     """What a rank tells when the hosts `silent` do not answer it: host, first rank, ranks."""
     found = Reach(rank, members(hosts))
     others = sorted(set(hosts) - {hosts[rank]})
     numbers = {host: number for number, host in enumerate(others) if host in connected}
-    monkeypatch.setattr(found, "_found", lambda: numbers)
+    monkeypatch.setattr(found, "_probed", lambda: numbers)
     monkeypatch.setattr(reach, "_resent", lambda number: RESENT if others[number] in silent else RESENT - 1)
     told = found.lost_host()
-    return told and (told.name, told.first_rank, told.ranks)
+    return told and (told.what, told.host, told.rank)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,8 @@ def lost(monkeypatch, hosts: str, rank: int, silent: str, connected: str = "abcd
     ],
 )
 def test_all_ranks_name_the_same_lost_host(monkeypatch, hosts, rank, silent, expected):
-    assert lost(monkeypatch, hosts, rank, silent) == expected
+    told = expected and f"the connection to host {expected[0]} ({expected[2]}) was lost: it does not answer"
+    assert lost(monkeypatch, hosts, rank, silent) == (expected and (told, *expected[:2]))
 
 
 def test_a_rank_without_a_connection_to_every_host_does_not_know_the_sides(monkeypatch):
@@ -68,14 +70,14 @@ def test_the_connection_to_another_host_is_found_probed_and_left_to_its_owner(mo
             found._host_of = {"127.0.0.1": "b"}
             for _ in range(2):
                 assert found.lost_host() is None
-                assert found._found()["b"] in (one.fileno(), accepted.fileno())
+                assert found._probed()["b"] in (one.fileno(), accepted.fileno())
             options = [s.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for s in (one, accepted)]
             assert sorted(map(bool, options)) == [False, True]
             one.sendall(b"x")
             assert accepted.recv(1) == b"x"
             monkeypatch.setattr(reach, "_resent", lambda number: RESENT)
             told = found.lost_host()
-            assert told and told.failure.what == "the connection to host b (rank 1) was lost: it does not answer"
+            assert told and told.what == "the connection to host b (rank 1) was lost: it does not answer"
     assert found.lost_host() is None, "nothing is connected any more"
 
 
@@ -98,20 +100,19 @@ def test_a_rank_that_waits_is_ended_by_its_watchdog_and_the_lost_host_is_the_cau
 
     done = SimpleNamespace(looks=0, wait=wait)
     monkeypatch.setattr(watchdog.os, "_exit", exit_)
-    lost = LostHost("worker-2", 2, "ranks 2 to 3")
-    look = partial(reach.told, lambda: lost if done.looks > 2 else None, None, heartbeats, 1)
+    lost = Failure(2, "worker-2 does not answer", 6, host="worker-2")
+    look = partial(reach.find_loss, lambda: lost if done.looks > 2 else None, None, heartbeats, 1)
     watchdog.Watchdog(heartbeats, 1, 60.0, io.StringIO(), told.append, None, look, told.append, done).watch()
     (cause,) = told
     assert codes == [6] and (cause.rank, cause.host, cause.step) == (2, "worker-2", 12)
-    assert cause.what == "the connection to host worker-2 (ranks 2 to 3) was lost: it does not answer"
 
 
 def test_a_rank_whose_launcher_is_gone_tells_it():
     heartbeats = HeartbeatFile(1, first_rank=3)
     heartbeats.beat(3, 12, "forward")
-    assert reach.told(lambda: None, None, heartbeats, 3) is None
-    assert reach.told(lambda: None, os.getppid(), heartbeats, 3) is None
-    found = reach.told(lambda: None, 1_000_000_000, heartbeats, 3)
+    assert reach.find_loss(lambda: None, None, heartbeats, 3) is None
+    assert reach.find_loss(lambda: None, os.getppid(), heartbeats, 3) is None
+    found = reach.find_loss(lambda: None, 1_000_000_000, heartbeats, 3)
     assert found is not None and (found.rank, found.exit_code, found.step) == (3, 6, 12)
     assert found.what == reach.LAUNCHER_LOST
 

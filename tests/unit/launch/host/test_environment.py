@@ -135,14 +135,13 @@ def test_ranks_share_the_cores_and_the_user_s_wish_wins(monkeypatch):
     assert threads_per_rank({"OMP_NUM_THREADS": "0"}, 8) == 1
 
 
-def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
+def test_gpus_are_counted_without_torch(monkeypatch):
     monkeypatch.setattr("parallelrun.launch.host.environment._torch_is_cpu_only", lambda: False)
-    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "null"):
-        (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path) == 3
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == 2
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, tmp_path) == 1
-    assert visible_gpus({}, tmp_path / "absent") == 0
+    monkeypatch.setattr(os, "listdir", lambda folder: ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "null"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == 3
+    for listed, expected in (("0,1", 2), ("", 0), ("1,-1,0", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        assert visible_gpus() == expected
     monkeypatch.setattr("parallelrun.launch.host.environment._torch_is_cpu_only", lambda: True)
-    assert visible_gpus({}, tmp_path) == 0
+    assert visible_gpus() == 0

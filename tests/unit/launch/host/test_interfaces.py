@@ -14,8 +14,13 @@ def test_it_is_the_one_towards_the_host():
 
 
 def test_what_the_user_has_chosen_stays():
-    assert interfaces.chosen({}, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
-    assert interfaces.chosen({"GLOO_SOCKET_IFNAME": "eth5"}, "127.0.0.1") == {"NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+    assert interfaces.socket_variables({}, "127.0.0.1") == {
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": f"={LOOPBACK}",
+    }
+    assert interfaces.socket_variables({"GLOO_SOCKET_IFNAME": "eth5"}, "127.0.0.1") == {
+        "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"
+    }
 
 
 def test_one_that_this_host_does_not_have_is_told_with_those_that_it_has():

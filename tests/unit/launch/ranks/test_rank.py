@@ -1,12 +1,15 @@
-"""The exit code of a rank, and its exit."""
+"""The exit code of a rank, its exit, and what signals do in it."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
 import torch.distributed as dist
 
+from parallelrun.launch.host.heartbeat import HeartbeatFile
 from parallelrun.launch.ranks import rank
 
 
@@ -30,3 +33,15 @@ def test_rank_0_which_serves_the_store_exits_last(monkeypatch):
     threading.Timer(0.3, store.add, ("exited", 1)).start()  # as rank 1, which needs the store until then
     rank._leave(store, rank=0, world=2)
     assert store.add("exited", 0) == 2
+
+
+def test_a_closed_terminal_does_not_end_a_rank_and_sigterm_asks_all_to_stop():
+    heartbeats = HeartbeatFile(2)
+    pid = os.fork()
+    if not pid:
+        rank.take_signals(heartbeats)
+        for number in (signal.SIGHUP, signal.SIGTTOU, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert heartbeats.stop_requested()

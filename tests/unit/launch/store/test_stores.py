@@ -31,13 +31,12 @@ def operations(store) -> list[object]:
     store.set("a", "1")
     store.multi_set(["b", "c"], ["2", "3"])
     store.append("log", "x")
-    store.append("log", "yz")
+    store.append("log", bytes(range(256)))
     found = [store.get("a"), store.multi_get(["b", "c"]), store.get("log"), store.add("n", 3), store.add("n", -1)]
     found += [store.check(["a", "n"]), store.check(["a", "none"]), store.compare_set("d", "", "new")]
     found += [store.compare_set("d", "other", "lost"), store.compare_set("d", "new", "newer"), store.get("d")]
     found += [store.compare_set("e", "something", "lost"), store.check(["e"])]
-    found += [store.delete_key("a"), store.delete_key("a"), store.check(["a"]), store.num_keys()]
-    return found
+    return [*found, store.delete_key("a"), store.delete_key("a"), store.check(["a"])]
 
 
 @pytest.mark.parametrize("through", ["python", "c++"])
@@ -45,8 +44,7 @@ def test_it_answers_as_torch_s_own_store(address, through):
     ours = TokenStore([address], "token", 10.0, f"{through}/")
     theirs = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     expected = operations(PrefixStore("p", theirs))
-    found = operations(ours if through == "python" else PrefixStore("p", ours))
-    assert found[:-1] == expected[:-1]
+    assert operations(ours if through == "python" else PrefixStore("p", ours)) == expected
 
 
 def test_waiting_ends_with_the_key_or_with_the_time(address):
@@ -89,7 +87,12 @@ def test_a_proof_is_of_no_use_to_who_has_heard_it(address):
 
 def test_a_client_that_breaks_the_rules_is_dropped_alone(address):
     good = TokenStore([address], "token", 10.0, "rules/")
-    for message in (b"\xff\xff\xff\xff", store_server.packed([b"nothing"]), b"\0\0\0\5\0\0\0\9x"):
+    for message in (
+        b"\xff\xff\xff\xff",
+        store_server.packed(["nothing"]),
+        store_server.packed([]),
+        b"\0\0\0\5\0\0\0\9x",
+    ):
         bad = TokenStore([address], "token", 10.0)
         bad._socket.sendall(message)
         bad._socket.settimeout(10)

@@ -16,9 +16,8 @@ from parallelrun.distributed import torch_private
 from parallelrun.models import dropout
 from parallelrun.models.functions import activate
 from parallelrun.models.gpt import spec as gpt
-from parallelrun.models.moe import rows
-from parallelrun.models.moe.experts import Experts, grouped_multiply, one_by_one
-from parallelrun.models.moe.layer import AuxiliaryLoss, LocalDispatcher, MoE
+from parallelrun.models.moe.experts import Experts, grouped_multiply
+from parallelrun.models.moe.layer import LocalDispatcher, MoE
 from parallelrun.models.moe.routing import Routing
 from parallelrun.models.moe.spec import has_experts, router_spec
 from parallelrun.models.transformer.modules import LayerFactory
@@ -102,25 +101,6 @@ def test_output_and_gradients_are_those_of_loops(router: RouterConfig, sizes: di
     assert (dropped > 0) == (router.capacity_factor is not None), "the case shows nothing"
 
 
-def test_a_token_that_no_expert_keeps_gets_nothing() -> None:
-    moe, (x, _) = layer(ROUTERS["switch"]), inputs()
-    with dropout.scope(IDS):
-        y, routing = moe(x).flatten(0, 1), moe.router(x)
-    lost = ~routing.kept
-    assert lost.any() and (y[lost] == 0).all() and (y[~lost] != 0).all()
-
-
-def test_without_a_limit_it_is_the_limited_one_with_room_for_all() -> None:
-    x, grad = inputs()
-    results = []
-    for factor in (None, 2.0 * EXPERTS):
-        moe = layer(RouterConfig(capacity_factor=factor))
-        y = moe(x)
-        results.append({"y": y.detach(), **trained(moe, (y * grad).sum(), x)})
-    for name, value in results[0].items():
-        assert torch.equal(value, results[1][name]), name
-
-
 def test_evaluation_has_no_auxiliary_loss() -> None:
     moe, (x, grad) = layer(RouterConfig(aux_coefficient=100.0)), inputs()
     gradients = [trained(moe.train(mode), (moe.train(mode)(x) * grad).sum(), x) for mode in (True, False)]
@@ -162,22 +142,6 @@ def test_input_gradients_alone_and_weight_gradients_later_are_the_same() -> None
 # Products -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [0, 0, 0, 0]], ids=str)
-def test_a_grouped_product_is_that_of_each_expert(counts: list[int], dtype: torch.dtype) -> None:
-    sizes, generator = torch.tensor(counts), torch.Generator().manual_seed(0)
-    x = torch.randn(sum(counts), HIDDEN, generator=generator).to(dtype).requires_grad_()
-    weights = torch.randn(EXPERTS, 16, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    results = []
-    for multiply in (torch_private.grouped_product, one_by_one, grouped_multiply):
-        y = multiply(x, weights, sizes)
-        grads = torch.autograd.grad(y, (x, weights), torch.linspace(-1, 1, y.numel()).view_as(y).to(dtype))
-        results.append((y.detach(), *grads))
-    for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
-
-
 def test_fp64_and_lines_that_no_kernel_takes_go_expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_private, "grouped_product", None)
     counts = torch.tensor([1, 2])
@@ -210,30 +174,6 @@ def test_experts_without_any_row_still_give_every_weight_a_gradient(precision: s
         (y * grad.flatten(0, 1)).sum(), [x, moe.router.weight, *moe.experts.parameters()]
     ):
         assert (gradient == 0).all()
-
-
-def test_rows_go_where_they_are_said_to() -> None:
-    """Two tokens of five have no row, one has three; forward and backward are those of adding rows to places."""
-    tokens, num_tokens = torch.tensor([4, 1, 4, 0, 4]), 5
-    order = rows.order_rows(torch.tensor([2, 0, 1, 4, 3]), tokens, torch.tensor([2, 3]), num_tokens)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(num_tokens, 3, dtype=torch.float64, generator=generator, requires_grad=True)
-    weights = torch.randn(6, dtype=torch.float64, generator=generator, requires_grad=True)
-    y = rows.combine(rows.spread(x, order).sin(), weights, order)
-    each = x[tokens].sin() * weights[order.assignments].unsqueeze(1)
-    expected = torch.zeros_like(x).index_add(0, tokens, each)
-    torch.testing.assert_close(y, expected)
-    assert (y[2:4] == 0).all()
-    for found, right in zip(*(torch.autograd.grad(one.cos().sum(), (x, weights)) for one in (y, expected))):
-        torch.testing.assert_close(found, right)
-
-
-def test_the_auxiliary_loss_adds_its_gradient_and_nothing_else() -> None:
-    y, auxiliary = torch.randn(2, 3, requires_grad=True), torch.tensor(4.0, requires_grad=True)
-    out = AuxiliaryLoss.apply(y, auxiliary, 0.25)
-    assert torch.equal(out, y)
-    gradients = torch.autograd.grad((3 * out).sum(), (y, auxiliary))
-    assert torch.equal(gradients[0], torch.full_like(y, 3.0)) and gradients[1] == 0.25
 
 
 # What `plan` works from -----------------------------------------------------------------------------------------------
@@ -292,21 +232,20 @@ def test_impossible_sizes_are_refused(values: dict[str, int], key: str, suggesti
     assert (problem.where, problem.suggestion) == (key, suggestion)
 
 
-@pytest.mark.parametrize("kind", ["2d", "2.5d", "3d"])
-def test_grid_layouts_say_that_experts_are_not_built_for_them(kind: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        tiny_plan({"tp": 8 if kind == "3d" else 4, "strategy.tensor.kind": kind, "model.experts": 4, "model.heads": 8})
-    (problem,) = error.value.problems
-    assert (problem.kind, problem.suggestion) == ("not_built", "layout=1d") and "experts" in problem.what
+LATENT = {"model.kv_lora_rank": 8, "model.qk_nope_head_dim": 4, "model.qk_rope_head_dim": 4, "model.v_head_dim": 4}
+UNBUILT = {
+    "experts": {"model.experts": 4, "model.heads": 8},
+    "latent attention": {"model.position": "rope", **LATENT},
+}
 
 
+@pytest.mark.parametrize("part", UNBUILT)
 @pytest.mark.parametrize("kind", ["2d", "2.5d", "3d"])
-def test_grid_layouts_say_that_latent_attention_is_not_built_for_them(kind: str) -> None:
-    latent = {"model.kv_lora_rank": 8, "model.qk_nope_head_dim": 4, "model.qk_rope_head_dim": 4, "model.v_head_dim": 4}
+def test_grid_layouts_name_what_is_not_built_for_them(kind: str, part: str) -> None:
     with pytest.raises(ConfigError) as error:
-        tiny_plan({"tp": 8 if kind == "3d" else 4, "strategy.tensor.kind": kind, "model.position": "rope", **latent})
+        tiny_plan({"tp": 8 if kind == "3d" else 4, "strategy.tensor.kind": kind, **UNBUILT[part]})
     (problem,) = error.value.problems
-    assert (problem.kind, problem.suggestion) == ("not_built", "layout=1d") and "latent attention" in problem.what
+    assert (problem.kind, problem.suggestion) == ("not_built", "layout=1d") and part in problem.what
 
 
 @pytest.mark.parametrize(("sizes", "legal"), [({"model.expert_ffn": 9}, "tp=1 or model.expert_ffn=8"), ({}, None)])

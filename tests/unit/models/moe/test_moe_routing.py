@@ -282,20 +282,6 @@ def test_hand_made_logits_drop_whom_they_must() -> None:
     assert named(crowded)["overflow"] == 2  # nothing left: the residual carries them
 
 
-def test_second_choices_stand_in_line_behind_all_first_ones() -> None:
-    logits = torch.tensor([[[1.0, 2.0], [2.0, 1.0]]], dtype=F64)  # token 0 wants 1 then 0; token 1 wants 0 then 1
-    routing = route(logits, replace(TOP_K, capacity_factor=0.5), training=True)
-    assert [sorted(row) for row in reached(routing)] == [[1], [0]]
-
-
-def test_a_larger_weight_beats_an_earlier_token_when_probability_decides() -> None:
-    logits = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [3.0, 0.0]]], dtype=F64)
-    spec = replace(SWITCH, capacity_factor=1.0)
-    kept = {p: route(logits, replace(spec, drop_policy=p), training=True).kept for p in ("position", "probability")}
-    assert kept["position"].tolist() == [True, True, False, False]
-    assert kept["probability"].tolist() == [False, True, False, True]
-
-
 def test_evaluation_draws_nothing_and_has_its_own_capacity() -> None:
     logits, uniform = drawn(2, 12, 4)
     spec = replace(GSHARD, capacity_factor=0.5, eval_capacity_factor=1.0, aux_coefficient=0.1, z_coefficient=0.1)
@@ -306,28 +292,6 @@ def test_evaluation_draws_nothing_and_has_its_own_capacity() -> None:
     assert route(logits, spec, training=True, uniform=uniform).capacity == 3
     with pytest.raises(AssertionError, match="uniform"):
         route(logits, spec, training=True)
-
-
-def test_with_room_for_all_it_is_the_dense_sum_of_the_two_best() -> None:
-    logits, _ = drawn(2, 16, 5)
-    shares = logits.softmax(-1).flatten(0, 1)
-    two = shares.topk(2)
-    expected = torch.zeros_like(shares).scatter(1, two.indices, two.values / two.values.sum(1, keepdim=True))
-    for spec in (DROPLESS, replace(GSHARD, second_expert="all", capacity_factor=100.0)):
-        routing = route(logits, spec, training=True)
-        assert routing.kept.all() and routing.capacity == 16
-        torch.testing.assert_close(dense(routing), expected, rtol=1e-12, atol=0)
-        assert named(routing)["overflow"] == 0
-
-
-@pytest.mark.parametrize("renormalise", ["before", "after"])
-def test_weights_of_what_is_chosen_or_kept_sum_to_one(renormalise: str) -> None:
-    logits, _ = drawn(2, 16, 5)
-    spec = replace(TOP_K, capacity_factor=0.5, renormalise=renormalise, top_k=3)
-    sums = dense(route(logits, spec, training=True)).sum(1)
-    if renormalise == "after":
-        assert all(total == pytest.approx(1) or total == 0 for total in sums.tolist())
-    assert (sums <= 1 + 1e-12).all() and (sums < 0.99).any()
 
 
 @pytest.mark.parametrize("spec", [SWITCH, replace(TOP_K, top_k=1)], ids=["switch", "top_1"])
@@ -412,22 +376,6 @@ def test_gradients_of_weights_and_losses_are_those_of_differences(kind: str, sco
 # Losses and statistics
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_uniform_routing_gives_the_auxiliary_loss_its_balanced_value(kind: str, score: str) -> None:
-    """One token prefers each expert, all equally: three groups of value 1 each."""
-    logits = torch.eye(5, dtype=F64).roll(1, 1).add(2 * torch.eye(5, dtype=F64)).repeat(3, 2, 1)
-    spec = replace(KINDS[kind], score=score, aux_coefficient=0.01)
-    routing = route(logits, spec, training=True, uniform=torch.zeros(3, 10))
-    assert named(routing)["aux"] == pytest.approx(3.0, rel=1e-12)
-    assert routing.auxiliary is not None and routing.auxiliary.item() == pytest.approx(0.03, rel=1e-12)
-
-
-def test_all_for_one_expert_costs_as_much_as_there_are_experts() -> None:
-    logits = torch.tensor([40.0, 0.0, 0.0, 0.0], dtype=F64).repeat(2, 8, 1)
-    assert named(route(logits, SWITCH, training=True))["aux"] == pytest.approx(2 * 4.0, rel=1e-9)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(KINDS)), sizes, st.sampled_from(["softmax", "sigmoid"]), st.integers(0, 999))
 def test_losses_and_statistics_are_the_written_sums(
@@ -467,19 +415,6 @@ def test_losses_and_statistics_are_the_written_sums(
     assert routing.statistics.dtype == F64 and not routing.statistics.requires_grad
 
 
-def test_the_auxiliary_loss_pulls_load_away_from_the_busy_expert() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0], dtype=F64).repeat(1, 8, 1).requires_grad_()
-    routing = route(logits, replace(SWITCH, aux_coefficient=1.0, capacity_factor=None), training=True)
-    assert routing.auxiliary is not None
-    (gradient,) = torch.autograd.grad(routing.auxiliary, logits)
-    assert (gradient[..., 0] > 0).all() and (gradient[..., 1:] < 0).all()
-
-
-def test_without_coefficients_there_is_no_auxiliary_loss_but_its_statistics() -> None:
-    routing = route(drawn(1, 8, 4)[0], DROPLESS, training=True)
-    assert routing.auxiliary is None and named(routing)["aux"] > 0 and named(routing)["z"] > 0
-
-
 def test_what_statistics_mean() -> None:
     """Two experts of three places in each of two groups of four tokens; see the hand-made vector."""
     spec = replace(TOP_K, capacity_factor=0.75, group_samples=2)
@@ -495,14 +430,6 @@ def test_what_statistics_mean() -> None:
     assert statistics.describe(vector, replace(spec, capacity_factor=None), seq=2)["capacity_used"] is None
     one_choice = statistics.describe([4.0, 4.0, 4.0, 4.0, 8.0, 1.0, *[0.0] * 6], replace(SWITCH), seq=8)
     assert (one_choice["drop_second"], one_choice["max_vio"], one_choice["load_entropy"]) == (0.0, 0.0, 1.0)
-
-
-def test_experts_that_choose_fill_every_place() -> None:
-    logits, _ = drawn(2, 8, 4)
-    routing = route(logits, EXPERT_CHOICE, training=True)
-    found = statistics.describe(routing.statistics.tolist(), EXPERT_CHOICE, seq=8)
-    assert (found["capacity_used"], found["max_vio"], found["drop_first"], found["drop_second"]) == (1.0, 0.0, 0.0, 0.0)
-    assert found["load_entropy"] == pytest.approx(1.0)
 
 
 # Numbers and devices
@@ -572,14 +499,6 @@ def test_an_expert_takes_its_even_share_rounded_up(kind, num_tokens, num_experts
     assert spec.capacity(num_tokens, num_experts) == slots
     evaluated = replace(spec, capacity_factor=0.01, eval_capacity_factor=factor)
     assert evaluated.capacity(num_tokens, num_experts, training=False) == slots
-
-
-def test_tokens_for_one_expert_fill_its_share_rounded_up() -> None:
-    """Ten tokens want the first of four experts, which has three slots: one of them would be lost by rounding down."""
-    logits = torch.zeros(1, 10, 4)
-    logits[..., 0] = 5.0
-    routing = route(logits, replace(SWITCH, capacity_factor=1.0, min_capacity=1), training=True)
-    assert routing.tokens[routing.kept].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("score", "counted"), [("softmax", 1), ("sigmoid", 2)])

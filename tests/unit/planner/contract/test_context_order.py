@@ -4,7 +4,6 @@ from itertools import chain
 
 import pytest
 
-from parallelrun.config.keys import known_keys
 from parallelrun.planner.contract.context_order import (
     ORDERS,
     Span,
@@ -67,10 +66,6 @@ def test_zigzag_is_even_and_contiguous_nearly_twice_the_mean():
     assert imbalance("zigzag", 8, 2**15).ranks == 1
     assert imbalance("zigzag", 8, 2**15).steps == pytest.approx(1, abs=1e-3)
     assert imbalance("contiguous", 8, 2**15).ranks == pytest.approx(15 / 8, rel=1e-3)
-
-
-def test_the_key_offers_every_order():
-    assert known_keys()["strategy.context.order"].choices == tuple(ORDERS)
 
 
 @pytest.mark.parametrize("order", ORDERS)

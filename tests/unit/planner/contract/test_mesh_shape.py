@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from parallelrun.planner.contract.mesh_shape import MeshShape
@@ -47,22 +45,8 @@ def test_groups_partition_the_ranks_and_contain_each_rank_s_own(shape, axes):
             assert shape.group_of(rank, *axes) == group
 
 
-def test_members_of_a_group_differ_on_its_axis_only():
-    for axis in ("pp", "dp", "tp"):
-        for group in PTDP.groups(axis):
-            places = [PTDP.coordinate(rank) for rank in group]
-            assert [place[axis] for place in places] == list(range(PTDP.size(axis)))
-            others = {tuple((a, v) for a, v in place.items() if a != axis) for place in places}
-            assert len(others) == 1
-
-
 def test_a_rank_or_coordinate_outside_the_mesh_is_our_own_mistake():
     with pytest.raises(AssertionError):
         PTDP.coordinate(24)
     with pytest.raises(AssertionError):
         PTDP.rank(tp=4)
-
-
-def test_every_coordinate_belongs_to_one_rank():
-    ranks = [PTDP.rank(pp=p, dp=d, tp=t) for p, d, t in product(range(2), range(3), range(4))]
-    assert ranks == list(range(24))

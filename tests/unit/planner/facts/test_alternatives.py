@@ -10,7 +10,6 @@ import pytest
 from parallelrun.planner.facts.alternatives import Alternative, Alternatives, data_axis, layouts, node_counts
 from parallelrun.planner.facts.document import document
 from parallelrun.planner.facts.plan_facts import facts, figures
-from parallelrun.planner.predict.step_time.step import step_time
 from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import tiny_config
 
@@ -90,29 +89,6 @@ def test_another_strategy_is_the_plan_that_a_user_gets_who_asks_for_it(name, ove
     plan = resolve(config)
     assert point and point.servers == plan.servers and point.nodes == 8
     assert point.figures == figures(plan, config.cluster, facts(plan, config))
-
-
-def test_step_times_are_predicted_where_the_cluster_gives_the_rates():
-    preset = {f"cluster.{key}": value for key, value in H100.items()}
-    config = tiny_config({"dp": 4, **preset, "device": "cuda"})
-    ddp, zero = (by_name(compared({"dp": 4, **preset, "device": "cuda"}))[name].here for name in ("ddp", "zero1"))
-    time = step_time(resolve(config), config.cluster)
-    assert time and ddp and zero and ddp.step_s == time.step_s and not ddp.is_bound
-    assert zero.step_s and zero.step_s != ddp.step_s
-
-
-H100 = {
-    "gpus_per_node": 8, "memory_gb": 80.0, "peak_tflops": 60.0, "intra_gb_s": 450.0, "inter_gb_s": 50.0,
-    "latency_us": 5.0, "product_efficiency": 0.7, "attention_efficiency": 0.4, "memory_gb_s": 3000.0,
-}  # fmt: skip
-
-
-def test_a_parameter_server_sends_more_with_more_workers_and_a_ring_does_not():
-    rows = by_name(compared({"dp": 8, "global_batch": 16}))
-    server, ring = ({point.nodes: point.sent_bytes for point in rows[name].curve} for name in ("ps servers=1", "ring"))
-    assert list(server) == [2, 4, 8, 16]
-    assert server[16] == pytest.approx(15 * server[2], rel=0.01)
-    assert ring[16] == pytest.approx(15 / 8 * ring[2], rel=0.01)
 
 
 def test_pushes_and_pulls_follow_each_other_at_a_servers_link():

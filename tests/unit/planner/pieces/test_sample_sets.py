@@ -13,7 +13,7 @@ from parallelrun.planner.pieces import sample_sets
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.training.verify.single_device import single_device as single_device
+from parallelrun.training.verify.checked import single_device as single_device
 from tests.plans import tiny_config, tiny_plan
 from tests.vision import ALEXNET, RESNET
 
@@ -94,23 +94,6 @@ def test_a_replay_of_replicas_in_turn_is_refused_before_anything_starts() -> Non
         preflight.check(config, tiny_plan(overrides), None)
     sample_sets.check_replay(tiny_plan({**overrides, "model.norm_samples": "local"}))
     sample_sets.check_replay(tiny_plan({**RESNET, "dp": 2}))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "calls", "elements"),
-    [
-        ({"dp": 2}, 2 * NORMS, 2),  # one pass forward, one backward
-        ({"dp": 2, "recompute": "full"}, 3 * NORMS, 3),
-        ({"dp": 2, "model.norm_samples": "4"}, 1, 1),
-        ({"dp": 2, "model.norm_samples": "4", "microbatches": 2}, 1, 1),
-    ],
-)
-def test_what_is_sent_for_them(overrides: dict[str, Any], calls: int, elements: int) -> None:
-    plan = tiny_plan({**RESNET, **overrides, "precision.name": "fp64"})
-    (row,) = (row for row in prediction.collectives(plan, 0) if row.purpose == "statistics")
-    channels = sum(layer.out_features for layer in plan.spec.layers() if layer.layer_role == "batch_norm")
-    assert (row.axis, row.operation, row.calls) == ("dp", "all_reduce", calls)
-    assert row.payload_bytes == elements * 2 * channels * 8
 
 
 def test_layouts_of_images_are_refused_with_their_reason() -> None:

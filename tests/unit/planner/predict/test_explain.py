@@ -13,7 +13,7 @@ from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.prediction import merge
 from parallelrun.report.plans import explain as report
-from parallelrun.strategies.data.common.allreduce import explain as allreduce
+from parallelrun.strategies.data.common.allreduce.explain import explain_all_reduce
 from parallelrun.strategies.data.common.allreduce.trees import TreeAllReduce
 from tests.plans import tiny_plan
 
@@ -123,7 +123,7 @@ def test_a_ring_of_four_passes_its_blocks_around() -> None:
 
 
 def test_a_tree_sends_everything_up_and_down() -> None:
-    exchange = allreduce.exchange(TreeAllReduce(), range(4), 100, 4, None, "all")
+    exchange = explain_all_reduce(TreeAllReduce(), range(4), 100, 4, None, "all")
     told = [[(m.source, m.target, m.what) for m in one.messages] for one in exchange.rounds]
     whole = "the whole buffer"
     assert told == [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from math import exp
 
 import pytest
@@ -16,12 +15,10 @@ from parallelrun.planner.predict.goodput import (
     RESTART_S,
     Interruptions,
     Shares,
-    best_interval_s,
     daly_s,
     goodput,
     simulate,
     spare_nodes,
-    young_s,
 )
 from parallelrun.planner.predict.prediction import checkpoint_bytes, copied_bytes
 from parallelrun.planner.resolve.resolve_config import resolve
@@ -48,7 +45,7 @@ def exact(case: Interruptions, interval_s: float) -> float:
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
 def test_the_simulation_agrees_with_the_exact_expectation(case, factor):
-    interval = factor * young_s(case.mtbf_s, case.save_s)
+    interval = factor * daly_s(case.mtbf_s, case.save_s)
     shares = simulate(case, interval)
     assert shares.useful == pytest.approx(exact(case, interval), rel=0.01, abs=0.001)
     assert sum(vars(shares).values()) == pytest.approx(1, rel=1e-12) and shares.waiting == 0
@@ -73,13 +70,10 @@ def test_a_training_followed_by_hand():
 def test_the_published_optima(mtbf_s, minutes):
     """Daly 2006, figures 3 to 5: checkpoints of 5 minutes, restarts of 10."""
     assert daly_s(mtbf_s, 5 * MINUTE) / MINUTE == pytest.approx(minutes, rel=0.006)
-    case = Interruptions(mtbf_s, 5 * MINUTE, 10 * MINUTE)
-    assert best_interval_s(case) / MINUTE == pytest.approx(minutes, rel=0.1)
 
 
-def test_the_formulas_of_young_and_daly():
-    assert young_s(1800.0, 1.0) == 60.0
-    assert daly_s(1e9, 1.0) == pytest.approx(young_s(1e9, 1.0), rel=1e-4), "where checkpoints are cheap"
+def test_daly_s_formula():
+    assert daly_s(1.8e9, 1.0) == pytest.approx(60e3, rel=1e-4), "Young's, where checkpoints are cheap"
     assert daly_s(100.0, 200.0) == daly_s(100.0, 900.0) == 100.0
     # Daly's equation 37 holds up to a checkpoint of twice the mean time between failures: sqrt(2 x 150 x 100), which is
     # 173.205, times 1 + sqrt(0.75) / 3 + 0.75 / 9, less 150.
@@ -88,11 +82,9 @@ def test_the_formulas_of_young_and_daly():
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_no_other_interval_is_better(case):
-    best = best_interval_s(case)
-    useful = simulate(case, best).useful
-    others = [simulate(case, best * factor).useful for factor in (0.25, 0.5, 0.8, 1.25, 2, 4)]
-    assert max(others) <= useful * 1.002
-    assert exact(case, best) >= 0.998 * exact(case, daly_s(case.mtbf_s, case.save_s))
+    best = daly_s(case.mtbf_s, case.save_s)
+    others = [exact(case, best * factor) for factor in (0.25, 0.5, 0.8, 1.25, 2, 4)]
+    assert max(others) <= 1.002 * exact(case, best)
 
 
 @pytest.mark.parametrize("mean", [1e-3, 0.04, 0.06, 1.0, 7.76, 30.0, 500.0, 1e5])
@@ -174,15 +166,13 @@ def test_the_interval_is_in_whole_steps_and_on_screen_and_in_the_document():
     assert found["interval_s"] == pytest.approx(found["interval_steps"] * data["time"]["step_s"])
     assert found["mtbf_s"] == pytest.approx(50_000 * HOUR / 1024)
     assert found["checkpoint_bytes"] == 12 * plan.spec.num_parameters
-    assert found["interval_s"] == pytest.approx(found["daly_s"], rel=0.1)
     assert sum(found["shares"].values()) == pytest.approx(1)
-    assert found["useful_young"] <= found["shares"]["useful"] * 1.002
     computed = facts(plan, config)
     text = goodput_text(computed.goodput, training_s(computed))
     lines = text.splitlines()
     assert lines[0].startswith(f"{found['shares']['useful']:.1%} of the time is useful: ") and "every 2.03 days" in text
     assert f"{found['shares']['saving']:.1%} saving" in lines[1]
-    assert lines[2].startswith(f"checkpoint.every={found['interval_steps']}, ") and "Young 1.69 h, Daly" in lines[2]
+    assert lines[2].startswith(f"checkpoint.every={found['interval_steps']}, ")
     assert lines[3].startswith(f"{found['spares']} spare nodes beside 128: 95% sure")
     assert describe(plan, composed(*OVERRIDES).config)["goodput"] is None
 
@@ -200,12 +190,6 @@ def test_a_search_says_it_of_the_fastest_plan(capsys):
     assert main([*line, "--json"]) == 0 and json.loads(capsys.readouterr().out)["goodput"] is None
 
 
-def test_repairs_without_a_wait_need_no_spare_node():
-    config = tiny_config({"verb": "plan", "mtbf_gpu_hours": 1e4, "checkpoint_gb_s": 1.0, "repair_hours": 0.0})
-    found = goodput(tiny_plan(dp=2), config, 0.1)
-    assert found.spares == 0 and found.shares.waiting == 0 and found.shares.useful > 0.99
-
-
 @pytest.mark.parametrize(
     ("overrides", "where"),
     [
@@ -221,13 +205,3 @@ def test_what_is_missing_or_unread_is_refused(overrides, where):
         resolve(tiny_config(overrides))
     assert {problem.where for problem in caught.value.problems} == where
     assert all(problem.suggestion for problem in caught.value.problems)
-
-
-def test_it_takes_a_fraction_of_a_second_and_gives_the_same_again():
-    config, plan = composed(*FAILURES, *OVERRIDES).config, planned(*OVERRIDES)
-    seconds, found = [], []
-    for _ in range(3):
-        began = time.process_time()
-        found.append(goodput(plan, config, 10.0))
-        seconds.append(time.process_time() - began)
-    assert min(seconds) < 0.2 and found[0] == found[1] == found[2]

@@ -14,7 +14,7 @@ from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.resolve.suggest import with_value
 from parallelrun.planner.search import open_keys as chosen
 from parallelrun.planner.search import requested_searches as searches
-from parallelrun.planner.search.crossovers import LENGTHS, LINKS, SEQ, flips, flips_of
+from parallelrun.planner.search.crossovers import LENGTH_STEPS, LINKS, SEQ, crossovers
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
 
@@ -51,10 +51,7 @@ def test_what_costs_next_to_nothing_is_no_limit():
 def seconds(found, config, given):
     """The time of a step of a plan of a search, with another configuration; infinite where it does not fit."""
     settled, keys = chosen.with_choice(config, given, found)
-    return seconds_of(resolve(settled, given=keys), settled.cluster)
-
-
-def seconds_of(plan, cluster):
+    plan, cluster = resolve(settled, given=keys), settled.cluster
     time = step_time(plan, cluster)
     assert time is not None
     fits = cluster_cost.fits(prediction.heaviest(plan, cluster), cluster) == "yes"
@@ -71,10 +68,9 @@ def test_a_rate_at_which_another_plan_wins_is_where_both_take_as_long(patient, m
     monkeypatch.setattr("parallelrun.planner.search.crossovers.KEYS", LINKS)
     found = composed(*HOSTS, "cluster.memory_gb=60")  # too little to keep gathered weights: each microbatch moves them
     search = searches.searched(found.config, found.given, 16)
-    of_links, all_done = flips(found.config, found.given, search)
+    of_links, all_done = crossovers(found.config, found.given, search)
     assert all_done and of_links, "on slow links between hosts weights are not sharded over them"
     for one in of_links:
-        assert one.least is one.most is None, "at any number of tokens that is tried"
         beyond, before = (one.value * factor for factor in ((0.97, 1.03) if one.value < one.now else (1.03, 0.97)))
         there, here = (with_value(found.config, one.key, value) for value in (beyond, before))
         assert seconds(one.winner, there, found.given) < seconds(search.best[0], there, found.given)
@@ -85,68 +81,24 @@ PIPELINES = (*HOSTS[:3], "global_batch=16", "gpus=16", "micro_batch=1", "recompu
              "schedule=1f1b")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def of_pipelines():
-    """(composed, the search, its flips by link rate inside a host and tokens)."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("parallelrun.planner.search.crossovers.BUDGET_S", float("inf"))
-        patched.setattr("parallelrun.planner.search.crossovers.KEYS", (SEQ, LINKS[1]))
-        found = composed(*PIPELINES)
-        search = searches.searched(found.config, found.given, 16)
-        return found, search, flips(found.config, found.given, search)[0]
-
-
-def test_tokens_per_microbatch_at_which_another_plan_wins(of_pipelines):
-    found, search, flipped = of_pipelines
-    of_tokens = [one for one in flipped if one.key == SEQ]
+def test_tokens_per_microbatch_at_which_another_plan_wins(patient, monkeypatch):
+    monkeypatch.setattr("parallelrun.planner.search.crossovers.KEYS", (SEQ,))
+    found = composed(*PIPELINES)
+    search = searches.searched(found.config, found.given, 16)
+    of_tokens, _ = crossovers(found.config, found.given, search)
     assert of_tokens and of_tokens[0].now == found.config.model.seq, "micro_batch=1"
     for one in of_tokens:
         step = (2 if one.value > one.now else 0.5) * one.now - one.now
-        before = one.value - (step if abs(one.value - one.now) <= abs(step) else 3 * step) / LENGTHS
+        before = one.value - (step if abs(one.value - one.now) <= abs(step) else 3 * step) / LENGTH_STEPS
         there, here = (with_value(found.config, SEQ, int(value)) for value in (one.value, before))
         assert seconds(one.winner, there, found.given) < seconds(search.best[0], there, found.given)
         assert seconds(one.winner, here, found.given) >= seconds(search.best[0], here, found.given)
 
 
-def test_a_rate_and_tokens_within_which_another_plan_wins(of_pipelines):
-    found, search, flipped = of_pipelines
-    bounded = [one for one in flipped if one.least is not None or one.most is not None]
-    assert bounded
-    for one in bounded:
-        tokens = one.most or one.least
-        beyond = tokens + (one.now and (1 if one.most else -0.5) * one.tokens / LENGTHS)
-
-        def wins(value, length):
-            there = with_value(with_value(found.config, one.key, value), SEQ, int(length))  # noqa: B023
-            return seconds(one.winner, there, found.given) < seconds(search.best[0], there, found.given)  # noqa: B023
-
-        assert wins(one.value, tokens) and wins(one.value, one.tokens) and not wins(one.value, beyond)
-        slower = one.value * (0.8 if one.value < one.now else 1.25)
-        assert wins(slower, tokens) and not wins(one.now, one.tokens)
-
-
-NAMED = (*(word for word in HOSTS if not word.startswith(("gpus", "pp"))), "strategy=ptdp", "dp=8", "tp=2",
-         "strategy.tensor.sequence_parallel=true")  # fmt: skip
-
-
-def test_a_named_plan_overtakes_the_fastest_where_that_is_said():
-    found = composed(*NAMED)
-    plan = resolve(found.config, given=found.given)
-    opened = searches.opened(plan, found.config)
-    search = searches.among_all(plan, found.config, step_time(plan, found.config.cluster), soon=True)
-    flipped = flips_of(plan, found.config, search, opened)
-    (one,) = [one for one in flipped if one.key == SEQ]
-    assert one.winner is None and one.value > one.now, "fsdp of whole sequences needs too much memory"
-    for tokens, is_faster in ((one.value, True), (one.value - one.now / LENGTHS, False), (one.now, False)):
-        mine = composed(*NAMED, f"model.seq={int(tokens)}")
-        fastest = seconds(search.best[0], with_value(opened, SEQ, int(tokens)), frozenset())
-        assert (seconds_of(resolve(mine.config, given=mine.given), mine.config.cluster) < fastest) == is_faster
-
-
 def test_a_size_at_which_another_plan_wins_has_been_searched(patient):
     found = composed(*SMALL)
     search = searches.searched(found.config, found.given, 4)
-    (one,) = [one for one in flips(found.config, found.given, search)[0] if one.key == "global_batch"]
+    (one,) = [one for one in crossovers(found.config, found.given, search)[0] if one.key == "global_batch"]
     assert one.value < one.now == 16, "at half the batch, four replicas are too many for micro_batch=4"
     smaller = with_value(found.config, one.key, int(one.value))
     assert searches.searched(smaller, found.given, 4).best[0].overrides == one.winner.overrides
@@ -155,4 +107,4 @@ def test_a_size_at_which_another_plan_wins_has_been_searched(patient):
 def test_what_was_not_looked_for_is_said(monkeypatch):
     monkeypatch.setattr("parallelrun.planner.search.crossovers.BUDGET_S", -1.0)
     found = composed(*SMALL)
-    assert flips(found.config, found.given, searches.searched(found.config, found.given, 4)) == ([], False)
+    assert crossovers(found.config, found.given, searches.searched(found.config, found.given, 4)) == ([], False)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import Collective, Memory
+from parallelrun.planner.contract.plan import Collective
 from parallelrun.planner.pieces.hosts import mesh_dims, ranks_in_node, rate_gb_s, stays_in_node
 from parallelrun.planner.predict import cluster_cost, prediction, simulate
-from parallelrun.planner.predict.rank_classes import rank_classes
-from parallelrun.planner.predict.step_time.step import step_time
 from parallelrun.planner.predict.traffic import traffic_of
 from tests.matrix import FULL
 from tests.plans import tiny_plan
@@ -127,24 +124,6 @@ def test_memory_of_one_device_is_four_times_its_weights_under_adamw():
     assert memory.total == 4 * weights + memory.activations + memory.temporary and memory.leaves_out
 
 
-def test_sgd_keeps_no_state_and_one_with_momentum():
-    assert prediction.memory(tiny_plan({"optimizer.name": "sgd"}), 0).optimizer == 0
-    with_momentum = prediction.memory(tiny_plan({"optimizer.name": "sgd", "optimizer.momentum": 0.9}), 0)
-    assert with_momentum.optimizer == with_momentum.weights
-
-
-def test_zero1_shares_the_optimizer_state_and_fsdp_the_weights_too():
-    plain, zero1 = tiny_plan(dp=2), tiny_plan({"dp": 2, "strategy.data.kind": "zero1"})
-    whole = prediction.memory(plain, 0)
-    assert prediction.memory(zero1, 0).optimizer == pytest.approx(whole.optimizer / 2, rel=0.05)
-    assert prediction.memory(zero1, 0).weights == whole.weights
-    fsdp = tiny_plan({"dp": 2, "strategy.data.kind": "fsdp", "model.layers": 16})
-    assert (
-        prediction.memory(fsdp, 0).weights
-        < 0.8 * prediction.memory(tiny_plan({"dp": 2, "model.layers": 16}), 0).weights
-    )
-
-
 def test_zero2_shares_the_gradients_too_unless_the_schedule_leaves_them_to_its_end():
     for schedule, is_ours in ((None, True), ("1f1b", True), ("zero_bubble", False), ("zbv", False)):
         pipeline = {"schedule": schedule, "pp": 2} if schedule else {}
@@ -183,59 +162,12 @@ def test_time_of_communication_is_the_mean_over_a_round():
     assert seconds[0] == pytest.approx(10 * seconds[1]) and seconds[1] > 0
 
 
-def test_diloco_keeps_two_more_tensors_a_weight():
-    plain = prediction.memory(tiny_plan({"dp": 2, "strategy.data.kind": "local_sgd"}), 0)
-    outer = prediction.memory(tiny_plan({"dp": 2, "strategy.data.kind": "diloco"}), 0)
-    assert outer.optimizer == plain.optimizer + 2 * plain.weights and plain.optimizer == 2 * plain.weights
-
-
 def test_the_busiest_rank_is_that_of_the_mean_over_steps():
     """The first and the last of three stages hold most weights, which travel rarely; the middle one sends both ways."""
     words = {"pp": 3, "dp": 2, "strategy.data.kind": "local_sgd", "model.vocab": 4096, "model.tied_embeddings": False}
     busiest = {every: traffic_of(tiny_plan({**words, "strategy.data.sync_every": every}))[0] for every in (1, 1000)}
     plan = tiny_plan(words)
     assert plan.mesh.coordinate(busiest[1])["pp"] != 1 and plan.mesh.coordinate(busiest[1000])["pp"] == 1
-
-
-def test_two_neighbouring_buckets_are_averaged_at_a_time():
-    """Each weight alone in its bucket: both of an MLP of 16 x 64 follow each other."""
-    plan = tiny_plan({"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.bucket_mb": 0, "model.bias": False})
-    assert plan.data.ending_bytes(0, plan.mesh.coordinate(0), plan) == 2 * 16 * 64 * 4
-
-
-def test_weights_kept_gathered_are_counted():
-    overrides = {"dp": 2, "strategy.data.kind": "fsdp", "model.layers": 16}
-    let_go = prediction.memory(tiny_plan(overrides), 0)
-    kept = prediction.memory(tiny_plan({**overrides, "strategy.data.reshard_after_forward": False}), 0)
-    assert kept.weights > let_go.weights
-
-
-def test_a_tied_copy_is_held_on_both_ends_of_the_pipeline():
-    tied, untied = tiny_plan(pp=2), tiny_plan({"pp": 2, "model.tied_embeddings": False})
-    assert [prediction.memory(tied, r).weights for r in (0, 1)] == [
-        prediction.memory(untied, r).weights for r in (0, 1)
-    ]
-    assert tied.spec.num_parameters < untied.spec.num_parameters
-
-
-def test_gpipe_keeps_every_microbatch_and_1f1b_at_most_pp():
-    few, many = {"pp": 2, "global_batch": 8, "microbatches": 4}, {"pp": 2, "global_batch": 16, "microbatches": 8}
-    for schedule, more in (("gpipe", 4), ("1f1b", 0)):
-        plan = tiny_plan({**few, "schedule": schedule})
-        kept = sum(plan.tensor.saved_bytes(plan.spec.block(name), plan) for name in plan.stages[0].blocks)
-        small = prediction.memory(plan, 0).activations
-        large = prediction.memory(tiny_plan({**many, "schedule": schedule}), 0).activations
-        assert small > 2 * kept > 0 and large == small + more * kept
-
-
-@pytest.mark.parametrize(("total", "fits"), [(80, "yes"), (95, "unknown"), (101, "no")])
-def test_fits_says_unknown_where_what_is_left_out_decides(total, fits):
-    memory = Memory(total * 10**9, 0, 0, 0)
-    assert cluster_cost.fits(memory, ClusterConfig(memory_gb=100)) == fits
-
-
-def test_fits_is_unknown_without_a_size():
-    assert cluster_cost.fits(Memory(1, 0, 0, 0), ClusterConfig()) == "unknown"
 
 
 def test_flops_are_sc21_s_72_form():
@@ -326,34 +258,6 @@ def test_the_ranks_of_a_large_group_on_a_host_are_those_of_a_smaller_one(per_nod
     plan = tiny_plan({"global_batch": 1440, "micro_batch": 1, **overrides})
     every = Counter(rank // per_node for rank in plan.mesh.group_of(0, *mesh_dims(plan, axis)))
     assert ranks_in_node(plan, ClusterConfig(gpus_per_node=per_node), axis) == min(every.values())
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1", "ring", "horovod"])
-def test_traffic_and_time_of_131072_ranks_are_predicted_in_a_second(kind):
-    """In fact in about a tenth of a second; walking through every rank takes several."""
-    cluster = ClusterConfig(
-        gpus_per_node=8, intra_gb_s=100.0, inter_gb_s=10.0, memory_gb_s=1000.0, peak_tflops={"fp32": 10.0}
-    )
-    began = time.process_time()
-    plan = tiny_plan({"dp": 2**17, "global_batch": 2**17, "strategy.data.kind": kind})
-    _, rows = traffic_of(plan)
-    assert rows and step_time(plan, cluster) is not None and prediction.heaviest(plan, cluster).total > 0
-    assert time.process_time() - began < 2
-
-
-def test_flat_fsdp_over_hosts_is_as_fast_as_its_ports():
-    plan = tiny_plan({"dp": 8, "strategy.data.kind": "fsdp"})
-    _, rows = traffic_of(plan)
-    wire = sum(row.wire_bytes for row in rows)
-    for per_node, rate in ((1, 10.0), (2, 20.0), (4, 40.0), (8, 100.0)):
-        cluster = ClusterConfig(gpus_per_node=per_node, intra_gb_s=100.0, inter_gb_s=10.0)
-        assert cluster_cost.cost(plan, cluster, rows, 0.0).communication_s == pytest.approx(wire / rate / 1e9)
-
-
-def test_classes_of_ranks_count_every_rank_once():
-    for overrides in PLANS:
-        plan = tiny_plan(overrides)
-        assert sum(count for _, count in rank_classes(plan)) == plan.world
 
 
 def test_rows_with_and_without_a_bound_are_added_and_held_to_it() -> None:

@@ -12,7 +12,7 @@ from parallelrun.base.errors import ConfigError
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.strategy_keys import narrowed
 from parallelrun.planner.facts.document import document
-from parallelrun.planner.resolve.freeze import digest, freeze, identity, load_frozen
+from parallelrun.planner.resolve.freeze import freeze, identity, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import tiny_config, tiny_plan
 
@@ -88,10 +88,6 @@ def test_the_plan_of_a_saved_run_can_be_described():
     plan = tiny_plan(overrides)
     saved = load_frozen(freeze(tiny_config(overrides), plan))
     assert document(resolve(saved), saved)["degrees"] == plan.degrees
-
-
-def test_the_digest_is_of_the_text():
-    assert digest("a") != digest("b") and len(digest("a")) == 64
 
 
 def test_a_point_is_known_by_what_it_computes():

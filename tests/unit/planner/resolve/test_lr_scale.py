@@ -9,7 +9,7 @@ from parallelrun.planner.contract.optimizers import with_lr_scale
 from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.schedules import learning_rate
-from parallelrun.training.verify.single_device import single_device as single_device
+from parallelrun.training.verify.checked import single_device as single_device
 from tests.plans import tiny_config, tiny_plan
 
 LINEAR = {"dp": 4, "tp": 2, "optimizer.lr_scale": "linear"}
@@ -40,8 +40,3 @@ def test_the_rate_is_that_many_times_as_large_after_its_warm_up():
 def test_anything_else_is_refused(value):
     with pytest.raises(ConfigError, match="neither linear nor a finite number above 0"):
         tiny_plan({"dp": 2, "optimizer.lr_scale": value})
-
-
-def test_off_by_default():
-    config = tiny_config(dp=4)
-    assert with_lr_scale(config, resolve(config)).optimizer.lr_scale is None

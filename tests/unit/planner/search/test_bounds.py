@@ -80,8 +80,8 @@ def test_no_block_needs_less_than_its_bound_whether_its_second_forward_keeps_rou
     found = composed("model=gpt2_124m", "precision=bf16", "global_batch=16", "recompute=full", "tp=1", "pp=1")
     space = Space(found.config, found.given, 4)
     searched = engine._Searched(Legal(space, engine._spec(space), "cuda"), found.config.cluster, 3)
-    bounds, spare = searched.survey.bounds, {}
-    for row in searched.survey.rows:
+    bounds, spare = searched.first_pass.bounds, {}
+    for row in searched.first_pass.rows:
         _, bound = bounds.kept_bytes(row.group, row.micro_batch, row.recompute)
         for _, data in row.datas:
             plan = searched._plan(row, data)
@@ -95,7 +95,7 @@ def test_no_block_is_faster_than_its_bound_whatever_its_data_strategy_does_to_we
     found = composed("model=gpt2_124m", "precision=bf16", "cluster=a100_dgx", "global_batch=16", "tp=1", "pp=1")
     space = Space(found.config, found.given, 4)
     searched = engine._Searched(Legal(space, engine._spec(space), "cuda"), found.config.cluster, 3)
-    bounds, group = searched.survey.bounds, searched.survey.rows[0].group
+    bounds, group = searched.first_pass.bounds, searched.first_pass.rows[0].group
     kinds = {one.kind: one for one in group.datas}
     seconds = {
         names: bounds.seconds(group._replace(datas=tuple(kinds[one] for one in names)), 1)[:2]

@@ -11,7 +11,6 @@ import pytest
 from parallelrun.base.errors import ParallelrunError
 from parallelrun.base.records import append_jsonl, write_json
 from parallelrun.cli.main import main
-from parallelrun.report.figures import thinned
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine, GanttCell
 from parallelrun.report.page.document import page
@@ -53,7 +52,8 @@ def full_run(directory, **options):
     times = {"compute_s": 0.3, "comm_exposed_s": 0.1, "bubble_s": 0.05, "data_s": 0.01, "device": "cpu"}
     write_run(directory, **{**times, **options})
     rows = [{"axis": axis, "operation": "all_reduce", "purpose": "gradients", "calls": 1, "payload_bytes": 2**20,
-             "predicted_payload_bytes": 2**20, "wire_bytes": 2**21} for axis in ("dp", "tp")]  # fmt: skip
+             "predicted_calls": 1, "predicted_payload_bytes": 2**20, "wire_bytes": 2**21}
+            for axis in ("dp", "tp")]  # fmt: skip
     write_json(directory / "comm.json", {"rows": [*rows, {"operation": "recv"}]})
     parts = {"weights": 10, "gradients": 10, "optimizer": 20, "activations": 5, "temporary": 1, "total": 46}
     write_json(directory / "plan.json", {"memory": {"per_position": [parts]}})
@@ -103,7 +103,7 @@ def test_texts_from_files_are_escaped(tmp_path):
     write_json(directory / "manifest.json", {"argv": [evil], "hosts": [evil]})
     write_json(directory / "status.json", {"state": evil})
     rows = [{"axis": evil, "operation": evil, "purpose": evil, "calls": 1, "payload_bytes": 1,
-             "predicted_payload_bytes": 2, "wire_bytes": 1}]  # fmt: skip
+             "predicted_calls": 1, "predicted_payload_bytes": 2, "wire_bytes": 1}]  # fmt: skip
     write_json(directory / "comm.json", {"rows": rows})
     other = read(full_run(tmp_path / "b"))
     text = page([read(directory), other], evil)
@@ -187,27 +187,26 @@ def test_the_points_of_a_sweep_are_named_by_what_was_swept(tmp_path):
 
 
 def test_many_runs_are_compared_in_three_columns(tmp_path):
-    runs = [
-        read(full_run(tmp_path / f"{number}", config={"dp": 2 + number % 2, "steps": number}))
-        for number in (4, 5, 6, 7, 8)
-    ]
+    runs = [read(full_run(tmp_path / f"{n}", config={"dp": 2 + n % 2, "steps": n})) for n in (4, 5, 6, 7, 8)]
     assert "<td>dp</td><td>2</td><td>A C E</td></tr><tr><td></td><td>3</td><td>B D</td>" in page(runs, "many")
 
 
 def test_the_traffic_of_all_ranks_is_added_and_compared(tmp_path):
     directory = full_run(tmp_path / "a" / "1")
-    row = {"operation": "send", "calls": 2, "payload_bytes": 2**20, "wire_bytes": 2**20}
-    purposes = (("activations", 2**20), ("activations", 2**20), ("gradients", 2**10))
-    rows = [{**row, "axis": "pp", "purpose": purpose, "predicted_payload_bytes": predicted}
-            for purpose, predicted in purposes]  # fmt: skip
+    row = {"operation": "send", "calls": 2, "predicted_calls": 2, "payload_bytes": 2**20, "wire_bytes": 2**20}
+    purposes = (("activations", 2**20, None), ("activations", 2**20, None), ("gradients", 2**10, None),
+                ("experts", 2**10, 2**21))  # fmt: skip
+    rows = [{**row, "axis": "pp", "purpose": purpose, "predicted_payload_bytes": predicted,
+             "predicted_most_bytes": most} for purpose, predicted, most in purposes]  # fmt: skip
     write_json(directory / "comm.json", {"rows": [*rows, {**rows[0], "operation": "recv", "payload_bytes": 0}]})
     text = page([read(directory)], "traffic")
     lines = [re.findall("<td[^>]*>([^<]*)</td>", line) for line in re.findall("<tr><td>pp</td>.*?</tr>", text)]
     assert lines == [
         ["pp", "send", "activations", "4", "2 MiB", "2 MiB", "2 MiB", "yes"],
+        ["pp", "send", "experts", "2", "1 MiB", "1 KiB", "1 MiB", "yes"],  # within its bound
         ["pp", "send", "gradients", "2", "1 MiB", "1 KiB", "1 MiB", "no"],
     ]
-    assert "pp 3 MiB</title>" in text
+    assert "pp 4 MiB</title>" in text
 
 
 def test_the_predicted_memory_is_that_of_the_largest_rank(tmp_path):
@@ -217,25 +216,9 @@ def test_the_predicted_memory_is_that_of_the_largest_rank(tmp_path):
     assert "weights 40 B</title>" in page([read(directory)], "memory")
 
 
-def test_many_points_are_drawn_as_means_of_neighbours():
-    assert thinned([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0), (3.0, 9.0), (4.0, 4.0)], 3) == [
-        (0.5, 2.0),
-        (2.5, 7.0),
-        (4.0, 4.0),
-    ]
-
-
 def coordinates(figure: str, tag: str = "polyline") -> list[list[tuple[float, float]]]:
     found = re.findall(rf'<{tag} [^>]*points="([^"]*)"', figure)
     return [[tuple(map(float, pair.split(","))) for pair in one.split()] for one in found]
-
-
-def test_a_line_goes_from_corner_to_corner():
-    ((start, end),) = coordinates(charts.line_chart("loss", [ChartLine("a", 0, [(0.0, 1.0), (10.0, 2.0)])]))
-    assert start == (charts._LEFT, charts.HEIGHT - charts._BOTTOM) and end == (
-        charts.WIDTH - charts._RIGHT,
-        charts._TOP,
-    )
 
 
 def test_wide_numbers_get_a_logarithmic_axis_and_others_an_even_one():
@@ -317,15 +300,11 @@ def test_lines_that_differ_by_more_than_rounding_are_drawn_apart():
 
 def test_bars_are_as_long_as_their_values():
     figure = charts.stacked_bars("t", [("a", [1.0, 3.0]), ("b", [2.0, 0.0])], ["x", "y"], str)
-    widths = [float(width) for width in re.findall(r'class="bar[^>]*? width="([\d.]+)"', figure)]
+    bars = re.findall(r'class="bar f\d" x="([\d.]+)" y="\d+" width="([\d.]+)"', figure)
+    starts, widths = zip(*((float(start), float(width)) for start, width in bars))
+    assert starts[1] == pytest.approx(starts[0] + widths[0], abs=0.2)  # where the part before it ends
     assert widths[1] == pytest.approx(3 * widths[0], rel=1e-3) and widths[2] == pytest.approx(2 * widths[0], rel=1e-3)
     assert len(widths) == 3 and charts.stacked_bars("t", [("a", [0.0])], ["x"], str) == ""
-
-
-def test_a_part_of_a_bar_begins_where_the_one_before_it_ends():
-    figure = charts.stacked_bars("t", [("a", [3.0, 1.0])], ["x", "y"], str)
-    (first, width), (second, _) = re.findall(r'class="bar f\d" x="([\d.]+)" y="\d+" width="([\d.]+)"', figure)
-    assert float(second) == pytest.approx(float(first) + float(width), abs=0.2)
 
 
 def test_a_gantt_chart_has_a_cell_for_every_action():

@@ -102,7 +102,7 @@ def test_a_place_that_cannot_be_written_to_is_said(tmp_path):
 
 def test_without_matplotlib_a_picture_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("parallelrun.base.packages.find_spec", lambda name: None)
     for verb in ("plan", "explain"):
         assert program.main([verb, "model=gpt", "strategy=ddp", "dp=2", "plot=x"]) == 3
         assert "pip install 'parallelrun[plots]'" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -17,9 +17,8 @@ from rich.console import Console
 from parallelrun.planner.facts.document import document
 from parallelrun.planner.facts.plan_facts import facts
 from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.report.figures import bytes_text, count_text, flops_text, seconds_text
+from parallelrun.report.figures import bytes_text, count_text, flops_text, ranks_text, seconds_text
 from parallelrun.report.plans.plan import show
-from parallelrun.report.plans.plan_details import ranks_text
 from parallelrun.report.screen import open_console
 from tests.matrix import FULL
 from tests.plans import tiny_config
@@ -27,19 +26,9 @@ from tests.unit.config.test_presets import composed
 
 ROOT = Path(__file__).parents[4]
 LARGE = {
-    "model.layers": 96,
-    "model.hidden": 12288,
-    "model.heads": 96,
-    "model.seq": 2048,
-    "model.vocab": 50257,
-    "tp": 8,
-    "pp": 64,
-    "dp": 6,
-    "global_batch": None,
-    "device": "cuda",
-    "cluster.gpus_per_node": 8,
-    "cluster.memory_gb": 80.0,
-}
+    "model.layers": 96, "model.hidden": 12288, "model.heads": 96, "model.seq": 2048, "model.vocab": 50257, "tp": 8,
+    "pp": 64, "dp": 6, "global_batch": None, "device": "cuda", "cluster.gpus_per_node": 8, "cluster.memory_gb": 80.0,
+}  # fmt: skip
 
 
 PRESETS = (
@@ -161,12 +150,8 @@ def test_details_are_shown_when_asked_for():
         "traffic": "collectives of a step", "layouts": "tensor layouts side by side",
     }  # fmt: skip
     every = {"dp": 2, "tp": 4, "pp": 2, "model.heads": 4}
-    for detail, sections in (
-        ("", ()),
-        ("ranks", ("ranks",)),
-        ("stages,traffic", ("stages", "traffic")),
-        ("all", parts),
-    ):
+    several = ("stages,traffic", ("stages", "traffic"))
+    for detail, sections in (("", ()), ("ranks", ("ranks",)), several, ("all", parts)):
         text = shown({**every, "detail": detail or None})
         assert {name for name, title in parts.items() if title in text} == set(sections)
 
@@ -266,7 +251,8 @@ print(time.process_time() - begin)
         (seconds_text(0.9997), "1 s"),
         (seconds_text(1130), "1130 s"),
         (ranks_text([0, 8, 16]), "0 8 16"),
-        (ranks_text(list(range(0, 512, 8))), "0 8 16 .. 504"),
+        (ranks_text(list(range(0, 512, 8))), "0 8 16 .. 504 (64 ranks)"),
+        (ranks_text([*range(64)]), "0 to 63"),
     ],
 )
 def test_numbers_for_people(text, expected):

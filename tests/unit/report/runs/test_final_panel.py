@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parallelrun.report.figures import bytes_text, degrees_text
 from parallelrun.report.plans import predicted
 from parallelrun.report.progress import ProgressLine
 from parallelrun.report.runs import bench, verify
@@ -85,13 +84,8 @@ def test_the_panel_fits_80_columns(terminal, capsys, tmp_path) -> None:
 
 
 def test_asynchronous_workers_staleness_is_shown(capsys, tmp_path) -> None:
-    facts = {
-        "staleness_mean": 0.97,
-        "staleness_max": 3,
-        "clock_gap_max": 1,
-        "staleness_bound": 4,
-        "dropped_gradients": 2,
-    }
+    facts = {"staleness_mean": 0.97, "staleness_max": 3, "clock_gap_max": 1, "staleness_bound": 4,
+             "dropped_gradients": 2}  # fmt: skip
     finished_run(tmp_path, **facts)
     show(tmp_path)
     said = "staleness 0.97 updates on average, at most 3 updates; workers at most 1 step apart (bound 4); 2 gradients"
@@ -101,12 +95,6 @@ def test_asynchronous_workers_staleness_is_shown(capsys, tmp_path) -> None:
     assert "staleness" not in capsys.readouterr().out
 
 
-def test_one_step_is_a_step(capsys, tmp_path) -> None:
-    finished_run(tmp_path, steps=1)
-    show(tmp_path)
-    assert "1 step of 48 samples" in capsys.readouterr().out
-
-
 def test_sparkline_goes_from_lowest_to_highest_and_leaves_gaps() -> None:
     assert sparkline([3.0, 2.0, 1.0]) == "█▄▁"
     assert sparkline([1.0, float("nan"), 2.0]) == "▁ █"
@@ -114,12 +102,6 @@ def test_sparkline_goes_from_lowest_to_highest_and_leaves_gaps() -> None:
     assert sparkline([4.381, 4.3810001, 4.381]) == "▁▁▁"  # equal within rounding
     assert len(sparkline([float(i) for i in range(500)], width=60)) == 60
     assert sparkline([]) == ""
-
-
-def test_bytes_and_degrees_are_told_as_on_every_screen() -> None:
-    assert [bytes_text(n) for n in (0, 512, 1536, 3 * 2**20)] == ["0 B", "512 B", "1.5 KiB", "3 MiB"]
-    assert degrees_text({"dp": 1, "tp": 2, "pp": 4}) == "tp=2 pp=4"
-    assert degrees_text({"dp": 1}) == "one rank"
 
 
 def communication_row(**changed: object) -> dict:
@@ -156,17 +138,8 @@ def test_one_rank_that_sends_too_much_is_not_made_up_for_by_another() -> None:
 
 def finished_run(directory: Path, steps: int = 2, **more: object) -> None:
     """The files of a run that `show` reads. more: of its summary."""
-    summary = {
-        "model": "gpt",
-        "strategy": "ptdp",
-        "dp": 1,
-        "tp": 2,
-        "pp": 2,
-        "state": "done",
-        "steps": steps,
-        "world": 4,
-    }
-    summary |= {"global_batch": 48, "parameters": 1234, "step_time_median_s": 0.05, "tokens_per_s": 100.0}
+    summary = {"model": "gpt", "strategy": "ptdp", "dp": 1, "tp": 2, "pp": 2, "state": "done", "steps": steps}
+    summary |= {"world": 4, "global_batch": 48, "parameters": 1234, "step_time_median_s": 0.05, "tokens_per_s": 100.0}
     summary |= {"peak_memory_bytes": 2**20, "ranks_per_core": 2.0}
     summary |= {"compute_s": 0.03, "comm_exposed_s": 0.004, "bubble_s": 0.0155, "data_s": 0.0005}
     summary |= {"bubble_measured": 0.31, "bubble_predicted": 0.25}
@@ -192,17 +165,9 @@ def test_the_panel_tells_loss_speed_bytes_and_where_everything_lies(tmp_path: Pa
     show(tmp_path, console)
     text = console.export_text()
     for expected in (
-        "5.5000",
-        "4.2500",
-        "4.5000",
-        "tp=2 pp=2",
-        "50 ms a step",
-        str(tmp_path),
-        "step_2",
-        "as predicted",
-        "computing 30 ms, waiting to communicate 4 ms, data 0.5 ms",
-        "31% of a step measured (15.5 ms), 25% predicted",
-    ):
+        "5.5000", "4.2500", "4.5000", "tp=2 pp=2", "50 ms a step", str(tmp_path), "step_2", "as predicted",
+        "computing 30 ms, waiting to communicate 4 ms, data 0.5 ms", "31% of a step measured (15.5 ms), 25% predicted",
+    ):  # fmt: skip
         assert expected in text, expected
     assert "no scaling measurement: 4 ranks on 2 cores" in text
 

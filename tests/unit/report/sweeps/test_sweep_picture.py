@@ -63,11 +63,6 @@ def test_labels_name_every_key_that_varies_but_the_strategys(tmp_path):
     assert [one.label for one in sweep_picture.series(tmp_path)] == ["consistency=sync", "consistency=async"]
 
 
-def test_one_point_alone_is_called_by_its_strategy(tmp_path):
-    run(tmp_path, 0, "ddp", steps(2))
-    assert [one.label for one in sweep_picture.series(tmp_path)] == ["ddp"]
-
-
 def test_control_traffic_is_no_training_traffic(tmp_path):
     run(tmp_path, 0, "ddp", steps(2), wire=[("gradients", 100), ("control", 7)])
     assert sent(tmp_path) == {"ddp": [200]}
@@ -121,15 +116,6 @@ def test_a_long_run_is_drawn_by_means(tmp_path):
     assert len((tmp_path / NUMBERS).read_text().splitlines()) == 2001
 
 
-def test_a_key_that_a_point_does_not_read_is_not_in_its_label(tmp_path):
-    notes = ["consistency=sync is read by none of the chosen strategies (ddp)", "dropout=0.1 is not read by model=mlp",
-             "lr=9 is a warning about a key that is read"]  # fmt: skip
-    words = ["strategy=ddp", "consistency=sync", "dropout=0.1", "lr=9"]
-    run(tmp_path, 0, "ddp", steps(2), overrides=words, notes=notes)
-    run(tmp_path, 1, "ps", steps(2), overrides=["strategy=ps", "consistency=async"])
-    assert [one.label for one in sweep_picture.series(tmp_path)] == ["ddp lr=9", "ps consistency=async"]
-
-
 def test_without_a_finished_step_there_is_no_picture(tmp_path):
     run(tmp_path, 0, "ddp", [])
     assert sweep_picture.write(tmp_path) == [] and not (tmp_path / PICTURE).exists()
@@ -155,13 +141,6 @@ def test_the_picture_shows_loss_against_time_and_bytes_and_accuracy_where_there_
         assert f"{name} against time" in found and f"{name} against bytes sent" in found
     assert {"ddp", "horovod", "seconds of training", "GiB sent by all ranks"} <= set(found)
     assert {"gpipe (22% bubble predicted)", "step time is no scaling measurement: ranks shared cores"} <= set(found)
-
-
-def test_without_accuracy_or_crowded_cores_nothing_is_said_of_them(tmp_path):
-    run(tmp_path, 0, "ddp", steps(6), ranks_per_core=1.0)
-    sweep_picture.write(tmp_path)
-    found = " ".join(texts((tmp_path / PICTURE).read_text()))
-    assert "top-1" not in found and "scaling" not in found
 
 
 def test_the_numbers_of_the_picture_are_in_its_csv(tmp_path):

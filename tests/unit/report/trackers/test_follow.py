@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from parallelrun.report import trackers
 from parallelrun.report.trackers import FAILED, FINISHED, INTERRUPTED, Tracker, follow, numbers
 from tests.unit.report.trackers.run_directory import (
     begin,
@@ -47,7 +48,7 @@ class Eraser(Notebook):
 @pytest.fixture
 def told(monkeypatch):
     monkeypatch.setattr(Notebook, "told", [])
-    monkeypatch.setattr(follow, "tracker_class", lambda name: {"notebook": Notebook, "eraser": Eraser}[name])
+    monkeypatch.setattr(trackers, "tracker_class", lambda name: {"notebook": Notebook, "eraser": Eraser}[name])
     return lambda kind: [one[1:] for one in Notebook.told if one[0] == kind]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import struct
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,47 +146,8 @@ def test_mlflow_resumes_one_run_of_a_local_store_and_logs_no_step_twice(folder):
     assert artifacts == {"config_from_step_4.json", "summary.json"}
 
 
-@pytest.fixture
-def server(folder, monkeypatch) -> Iterator[str]:
-    """The address of a server of MLflow on this machine, with the artifacts of its runs."""
-    stores = {"FILE_STORE": (folder / "server").as_uri(), "ARTIFACT_ROOT": "mlflow-artifacts:/",
-              "SERVE_ARTIFACTS": "true", "ARTIFACT_DESTINATION": (folder / "artifacts").as_uri()}  # fmt: skip
-    for name, value in stores.items():
-        monkeypatch.setenv(f"_MLFLOW_SERVER_{name}", value)
-    for name in ("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK", "MLFLOW_ALLOW_FILE_STORE"):
-        monkeypatch.setenv(name, "true")
-    from mlflow.server import app
-    from werkzeug.serving import make_server
-
-    web = make_server("127.0.0.1", 0, app, threaded=True)
-    thread = threading.Thread(target=web.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{web.server_port}"
-    web.shutdown()
-    thread.join()
-    web.server_close()
-
-
 @needs("mlflow")
-@needs("flask_cors")
-def test_mlflow_resumes_one_run_of_a_server(folder, server, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
-    interrupted_and_resumed(folder, "mlflow", **{"tracker.project": "p"})
-    from mlflow import MlflowClient
-
-    client = MlflowClient(server)
-    [run] = client.search_runs([client.get_experiment_by_name("p").experiment_id])
-    assert [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")] == LOSSES
-    assert (run.info.status, run.data.tags["state"], run.data.params["model.layers"]) == ("FINISHED", "finished", "4")
-    assert {item.path for item in client.list_artifacts(run.info.run_id)} == {
-        "config_from_step_4.json",
-        "summary.json",
-    }
-    assert not (folder / "mlflow").exists()  # the local store
-
-
-@needs("mlflow")
-def test_a_run_in_the_local_store_does_not_go_on_in_another_store(folder, monkeypatch):
+def test_a_run_in_the_local_store_starts_again_in_another_store_and_goes_on_there(folder, monkeypatch):
     first = begin(folder, "first")
     train(first, [1, 2])
     end(first)
@@ -198,6 +158,10 @@ def test_a_run_in_the_local_store_does_not_go_on_in_another_store(folder, monkey
     train(second, [3])
     end(second)
     tracked(second, "mlflow")
-    states = [state_of(directory, "mlflow")["identity"] for directory in (second,)]
-    assert states[0]["store"] is None and str(server) not in json.dumps(states)  # an address may hold a password
-    assert (server / "0").is_dir()
+    third = resumed(second, "third", 3)
+    train(third, [4])
+    end(third)
+    tracked(third, "mlflow")
+    identities = [state_of(directory, "mlflow")["identity"] for directory in (second, third)]
+    assert identities[0] == identities[1] and identities[0]["store"] is None  # resumed in its own store
+    assert str(server) not in json.dumps(identities)  # an address may hold a password

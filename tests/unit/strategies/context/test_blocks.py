@@ -104,23 +104,6 @@ def test_half_precision_is_merged_in_fp32(dtype):
     assert float((merged.out - out).abs().max()) < 0.01 * float(out.abs().max())
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_tiles_see_each_earlier_token_once(order):
-    """Also what is computed: no more than the pairs that causal attention has."""
-    seen = torch.zeros(SEQ, SEQ, dtype=torch.int64)
-    work = 0
-    for rank in range(RANKS):
-        for source in range(RANKS):
-            mine, theirs = (torch.tensor(positions(spans_of(order, one))) for one in (rank, source))
-            for tile in tiles(spans_of(order, rank), spans_of(order, source), True):
-                work += tile.work
-                block = torch.ones(len(mine[tile.query]), len(theirs[tile.key]), dtype=torch.int64)
-                block = block.tril() if tile.causal else block
-                seen[mine[tile.query].unsqueeze(1), theirs[tile.key]] += block
-    assert torch.equal(seen, torch.ones(SEQ, SEQ, dtype=torch.int64).tril())
-    assert work == SEQ * (SEQ + 1) // 2
-
-
 def test_zigzag_and_stripes_balance_the_work():
     def works(order):
         spans = [spans_of(order, rank) for rank in range(RANKS)]

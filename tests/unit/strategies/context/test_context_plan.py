@@ -29,22 +29,6 @@ def test_the_mesh_has_cp_between_dp_and_tp_and_one_axis_for_both():
     assert tiny_plan(dp=2).data_axis == "dp"
 
 
-@pytest.mark.parametrize("shard", [2, 4, 8])
-@pytest.mark.parametrize("kind, cp", [("ring", 2), ("ring", 4), ("usp", 4)])
-def test_hsdp_shards_over_an_inner_part_of_dp_and_cp(shard, kind, cp):
-    options = {"strategy.data.kind": "fsdp", "strategy.data.shard": shard, KIND: kind, "model.seq": 32, "dp": 16 // cp}
-    plan = tiny_plan({**options, ULYSSES: 2} if kind == "usp" else options, cp=cp, global_batch=16)
-    assert plan.mesh.num_ranks == 16
-    sizes = {axis: plan.mesh.size(axis) for axis in ("dp", "cp", "dp_cp", "dp_replicate", "dp_shard")}
-    assert sizes == {"dp": 16 // cp, "cp": cp, "dp_cp": 16, "dp_replicate": 16 // shard, "dp_shard": shard}
-    assert plan.mesh.group_of(0, "dp_shard") == tuple(range(shard))
-    assert plan.mesh.group_of(0, "cp") == tuple(range(cp))
-    assert plan.mesh.group_of(0, "dp") == tuple(range(0, 16, cp))
-    for rank in range(16):
-        coordinate = plan.mesh.coordinate(rank)
-        assert coordinate["dp"] * cp + coordinate["cp"] == coordinate["dp_cp"] == rank
-
-
 def test_experts_may_be_spread_over_cp():
     options = {"model.experts": 8, "model.router.aux_coefficient": 0.0, "strategy.expert.kind": "dropless"}
     plan = tiny_plan({**options, "ep": 4, "dp": 2, "cp": 2})
@@ -106,11 +90,6 @@ def test_the_nearest_numbers_of_ranks_that_divide_the_heads_are_legal(changed, k
     assert asked
     for value in asked:
         assert tiny_plan({**changed, key: value}).context is not None
-
-
-def test_several_violations_are_said_at_once():
-    said = [what for what, _, _ in problems({"cp": 3, KIND: "ulysses", "strategy.data.kind": "local_sgd"})]
-    assert len(said) == 2 and "model.seq" in said[0] and "model.heads" in said[1]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from parallelrun.planner.predict.simulate import stage_flops
 from parallelrun.planner.predict.step_time.blocks import ATTENTION, CONTEXT
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.rates import rates_of
-from parallelrun.planner.predict.step_time.step import blocks_of
+from parallelrun.planner.predict.step_time.step import StepModel
 from tests.plans import tiny_config, tiny_plan
 
 KIND, ORDER = "strategy.context.kind", "strategy.context.order"
@@ -33,7 +33,7 @@ def time_of(**changed: Any):
         **{key.replace("__", "."): value for key, value in changed.items()},
     }
     plan = tiny_plan(overrides)
-    found = blocks_of(plan, tiny_config(overrides).cluster, {})(plan.spec.blocks[1])
+    found = StepModel(tiny_config(overrides).cluster).block_time(plan, plan.spec.blocks[1])
     assert found is not None
     return found
 
@@ -68,13 +68,13 @@ def test_all_predicted_messages_of_a_block_take_their_time(kind, recompute):
 
 
 def test_blocks_of_other_orders_and_degrees_have_times_of_their_own():
-    """One table of known times serves a whole search."""
-    known: dict[object, Any] = {}
+    """One model of step times serves a whole search."""
     overrides = {**LONG, **CLUSTER, "device": "cuda"}
+    model = StepModel(tiny_config(overrides).cluster)
     found = set()
     for more in ({}, {"cp": 2}, {"cp": 4}, {"cp": 4, ORDER: "contiguous"}, {"cp": 4, KIND: "ulysses"}):
         plan = tiny_plan({**overrides, **more})
-        found.add(blocks_of(plan, tiny_config(overrides).cluster, known)(plan.spec.blocks[1]).forward[ATTENTION])
+        found.add(model.block_time(plan, plan.spec.blocks[1]).forward[ATTENTION])
     assert len(found) == 4  # zigzag and ulysses are both even
 
 
@@ -85,12 +85,6 @@ def test_a_rank_has_its_part_of_flops_tokens_and_activations():
     assert peak.batch_bytes(alone, 0) - peak.batch_bytes(four, 0) == tokens * 3 // 4
     activations = [prediction.memory(plan, 0).activations for plan in (alone, four)]
     assert activations[1] == pytest.approx(activations[0] / 4, rel=0.05)
-
-
-def test_messages_between_stages_are_of_own_tokens():
-    alone, two = (tiny_plan(pp=2, cp=cp, schedule="gpipe") for cp in (1, 2))
-    sent = [{r.key: r.payload_bytes for r in prediction.collectives(p, 0) if r.axis == "pp"} for p in (alone, two)]
-    assert sent[0] and {key: size // 2 for key, size in sent[0].items()} == sent[1]
 
 
 def test_the_document_says_the_imbalance_of_each_order():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from parallelrun.base.wording import divisors
 from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, Counts
 from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
-from parallelrun.strategies.data.common.allreduce.rounds import ALL_GATHER, SCATTER_REDUCE, Rounds, segments
-from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling, TreeAllReduce, folded
+from parallelrun.strategies.data.common.allreduce.rounds import ALL_GATHER, SCATTER_REDUCE, Rounds
+from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling, TreeAllReduce
 
 
 def tables(algorithm: Algorithm, size: int, numel: int) -> list[Rounds]:
@@ -77,13 +77,15 @@ def test_the_two_phases_do_not_mix_and_each_sum_is_made_once(case):
 
 @given(cases(), st.one_of(st.none(), st.integers(1, 9)))
 @settings(deadline=None, max_examples=60)
-def test_closed_forms_count_the_rounds(case, limit):
+def test_closed_forms_count_the_rounds_and_the_longest_message_that_is_added(case, limit):
     algorithm, size, numel = case
 
     def num_messages(message):
         return 0 if message is None else len(list(message.pieces(limit or max(1, numel))))
 
     for index, rounds in enumerate(tables(algorithm, size, numel)):
+        added = [one.receive.numel for one in rounds if one.receive and one.phase == SCATTER_REDUCE]
+        assert algorithm.longest_added(size, index, numel) == max(added, default=0)
         assert algorithm.counts(size, index, numel, limit) == Counts(
             sum(num_messages(one.send) for one in rounds),
             sum(one.send.numel for one in rounds if one.send),
@@ -100,46 +102,6 @@ def test_links_add_up_to_what_ranks_send(case):
         assert sent == algorithm.counts(size, index, numel).elements
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 12])
-@pytest.mark.parametrize("numel", [0, 1, 5, 12, 1000, 1003])
-def test_a_ring_is_baidus(size, numel):
-    """2(n - 1) rounds to the next rank; 2N - len(r + 1) - len(r + 2) elements a rank, 2(n - 1)N in all."""
-    lengths = [stop - start for start, stop in segments(0, numel, size)]
-    assert lengths == [numel // size + (i < numel % size) for i in range(size)]
-    total = 0
-    for index, rounds in enumerate(tables(RingAllReduce(), size, numel)):
-        assert [one.phase for one in rounds] == [SCATTER_REDUCE] * (size - 1) + [ALL_GATHER] * (size - 1)
-        assert all(one.send is None or one.send.peer == (index + 1) % size for one in rounds)
-        assert all(one.receive is None or one.receive.peer == (index - 1) % size for one in rounds)
-        sent = sum(one.send.numel for one in rounds if one.send)
-        assert sent == 2 * numel - lengths[(index + 1) % size] - lengths[(index + 2) % size]
-        total += sent
-    assert total == 2 * (size - 1) * numel
-
-
-def test_a_ring_loads_every_link_alike():
-    assert RingAllReduce().links(4, 1000) == {(i, (i + 1) % 4): 1500 for i in range(4)}
-
-
-@pytest.mark.parametrize(("size", "core", "extra"), [(1, 1, 0), (2, 2, 0), (3, 2, 1), (8, 8, 0), (11, 8, 3)])
-def test_halving_doubling_folds_what_is_beyond_a_power_of_two(size, core, extra):
-    assert folded(size) == (core, extra)
-    rounds = 2 * (core.bit_length() - 1) + (2 if extra else 0)
-    assert {len(one) for one in tables(HalvingDoubling(), size, 100)} == {rounds}
-
-
-def test_halving_doubling_moves_as_much_as_a_ring_in_fewer_rounds():
-    for index in range(8):
-        assert HalvingDoubling().counts(8, index, 800) == Counts(6, 1400, 6)
-        assert RingAllReduce().counts(8, index, 800) == Counts(14, 1400, 14)
-
-
-def test_halving_doubling_sends_most_to_its_neighbour():
-    """Distance doubles as the vector is halved: half of it goes next door, the least goes farthest."""
-    links = HalvingDoubling().links(8, 800)
-    assert [links[0, peer] for peer in (1, 2, 4)] == [800, 400, 200]
-
-
 @pytest.mark.parametrize(("size", "group_size"), [(4, 2), (8, 4), (8, 2), (6, 3)])
 def test_hierarchical_sends_only_one_part_of_a_group_between_hosts(size, group_size):
     """A rank sends 2(N/g - 1)/(N/g) of its g-th of the tensor outside its group, against a ring's last rank: all."""
@@ -154,13 +116,3 @@ def test_hierarchical_sends_only_one_part_of_a_group_between_hosts(size, group_s
 def test_one_inner_group_or_groups_of_one_are_a_ring():
     for group_size in (1, 6):
         assert tables(HierarchicalAllReduce(group_size), 6, 50) == tables(RingAllReduce(), 6, 50)
-
-
-@pytest.mark.parametrize("numel", [0, 1, 5, 16, 37])
-@pytest.mark.parametrize("algorithm", [RingAllReduce(), HalvingDoubling(), HierarchicalAllReduce(2), TreeAllReduce()])
-def test_a_receive_buffer_is_as_long_as_the_longest_part_that_is_added(algorithm, numel):
-    for index, rounds in enumerate(tables(algorithm, 4, numel)):
-        added = [one.receive.numel for one in rounds if one.receive and one.phase == SCATTER_REDUCE]
-        for on_cpu, num_buffers in ((True, 2), (False, 1)):
-            found = algorithm.buffer_elements(4, index, numel, on_cpu)
-            assert found == num_buffers * max(added, default=0)

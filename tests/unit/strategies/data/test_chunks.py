@@ -1,4 +1,4 @@
-"""A weight cut into chunks: every element travels once, in its place; a rank's own chunk is fit for an optimizer."""
+"""A rank's own chunk of a weight is fit for an optimizer. `tests/ranks/test_data_experts.py` proves the values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from parallelrun.distributed.mesh import Group
 from parallelrun.planner.contract.parameters import held_parameters
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.strategies.data.common.zero_runtime import ChunkedWeight, Chunks, cut
+from parallelrun.strategies.data.common.zero_runtime import ChunkedWeight, cut
 from tests.plans import tiny_plan
 
 # experts, ep, copies: along dim 0 even, uneven and with empty chunks (33 rows of `up`), along dim 1 of one and of three
@@ -42,25 +42,6 @@ def cuts_of(plan: Plan, name: str) -> list[ChunkedWeight]:
 @pytest.mark.parametrize("name", ["experts.up", "experts.down"])
 @pytest.mark.parametrize("case", CASES)
 class TestChunks:
-    def test_what_every_copy_puts_in_its_row_is_the_weight_again(self, case, name):
-        cuts = cuts_of(plan_of(*CASES[case]), name)
-        rows = torch.zeros(len(cuts), cuts[0].numel, dtype=torch.float64)
-        for row, one in zip(rows, cuts):
-            one.own(row).copy_(one.mine)
-        regions, there = cuts[0].regions(rows), torch.full_like(cuts[0].weight, torch.nan)
-        for region, place in cuts[0].pieces(regions, there.detach()):
-            place.copy_(region)
-        assert torch.equal(there, cuts[0].weight)
-
-    def test_a_gradient_is_dealt_out_as_the_weight_is(self, case, name):
-        """In any strides, as a split backward leaves them."""
-        cuts = cuts_of(plan_of(*CASES[case]), name)
-        rows = torch.zeros(len(cuts), cuts[0].numel, dtype=torch.float64)
-        gradient = cuts[0].weight.detach().transpose(0, 2).contiguous().transpose(0, 2)
-        for region, part in cuts[0].pieces(cuts[0].regions(rows), gradient):
-            region.copy_(part)
-        assert all(torch.equal(one.own(row), one.mine) for row, one in zip(rows, cuts))
-
     def test_weight_and_gradient_lie_alike_in_one_piece(self, case, name):
         """torch's fused optimizers misread, or refuse, gradients of other strides."""
         for one in cuts_of(plan_of(*CASES[case]), name):
@@ -71,14 +52,3 @@ class TestChunks:
         for one in cuts_of(plan_of(*CASES[case]), name):
             shares = one.mine.untyped_storage().data_ptr() == one.weight.untyped_storage().data_ptr()
             assert shares == (one.dim == 0 or one.weight.size(0) == 1)
-
-
-def test_chunks_of_several_weights_lie_one_after_the_other():
-    plan = plan_of(*CASES["three"])
-    up, down = (cuts_of(plan, f"experts.{name}")[0] for name in ("up", "down"))
-    assert (up.dim, down.dim) == (1, 1)
-    chunks = Chunks([up, down], Group("expert_dp", (0, 1), 0, None))
-    width = up.numel + down.numel
-    first, second = chunks.regions(torch.arange(2 * width))
-    assert first[0].flatten().tolist() == list(range(up.numel)) and first[1].flatten()[0] == width
-    assert second[1].flatten().tolist() == list(range(width + up.numel, 2 * width))

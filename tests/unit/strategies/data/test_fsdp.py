@@ -1,4 +1,4 @@
-"""What FSDP will do, before anything runs: its units, its traffic in closed form, and what it refuses."""
+"""The units of FSDP, before anything runs. `tests/ranks` counts what is sent and measures the memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 
-from parallelrun.base.errors import ConfigError
-from parallelrun.planner.predict.prediction import memory
 from parallelrun.strategies.data.fsdp.units import Unit
 from tests.plans import tiny_plan
 
 FSDP = {"strategy.data.kind": "fsdp", "model.layers": 2}
-REDUCED_ONCE = {"strategy__data__reduce_each_microbatch": False}
-REDUCED_EACH = {"strategy.data.reduce_each_microbatch": True}
 
 
 def summary(pp_rank: int = 0, **overrides: Any) -> list[tuple[str, str, bool, bool]]:
@@ -79,33 +75,6 @@ def test_a_weight_of_two_stages_on_one_rank_is_a_unit_of_its_own():
     assert sorted(names) == sorted(set(names))
 
 
-def rows(**overrides: Any) -> dict[tuple[str, str], tuple[int, int]]:
-    plan = tiny_plan({**FSDP, **{key.replace("__", "."): value for key, value in overrides.items()}})
-    found = plan.data.collectives(0, plan.mesh.coordinate(0), plan)
-    return {(row.axis, row.operation): (row.calls, row.payload_bytes) for row in found}
-
-
-def test_gathers_and_reductions_follow_accumulation():
-    """Two blocks let go after forward: twice a microbatch; the root once a microbatch; three reductions a microbatch,
-    or a step where that is asked for."""
-    for microbatches in (1, 2, 4):
-        found = rows(dp=2, microbatches=microbatches)
-        assert found["dp", "all_gather"][0] == (2 * 2 + 1) * microbatches
-        assert found["dp", "reduce_scatter"][0] == 3 * microbatches
-        once = rows(dp=2, microbatches=microbatches, **REDUCED_ONCE)
-        assert once["dp", "all_gather"] == found["dp", "all_gather"] and once["dp", "reduce_scatter"][0] == 3
-    kept = rows(dp=2, microbatches=4, strategy__data__reshard_after_forward=False)
-    assert kept["dp", "all_gather"][0] == 3
-
-
-def test_bf16_halves_the_gathers_of_what_is_rounded_and_no_reduction():
-    wide, narrow = rows(dp=2), rows(dp=2, precision__name="bf16")
-    assert wide["dp", "reduce_scatter"] == narrow["dp", "reduce_scatter"]
-    plan = tiny_plan({**FSDP, "dp": 2})
-    blocks = sum(plan.spec.block(f"layers.{i}").num_parameters for i in range(2))
-    assert wide["dp", "all_gather"][1] - narrow["dp", "all_gather"][1] == 2 * 2 * blocks
-
-
 def test_gradients_are_sharded_unless_several_microbatches_are_reduced_at_once():
     zero_bubble = {"pp": 2, "model.layers": 4, "schedule": "zero_bubble"}
     once = {"strategy.data.reduce_each_microbatch": False}
@@ -115,66 +84,3 @@ def test_gradients_are_sharded_unless_several_microbatches_are_reduced_at_once()
         spec = plan.spec.parameters["layers.0.mlp.up.up.weight"]
         layout = plan.tensor.layout(spec, plan)
         assert ("dp" in plan.data.gradient_layout(spec, layout, plan).axes) == is_sharded, overrides
-
-
-def test_llama3_8b_keeps_a_sixteenth_of_its_gradients_while_accumulating():
-    sizes = {"model.layers": 32, "model.hidden": 4096, "model.heads": 32, "model.kv_heads": 8, "model.ffn": 14336}
-    llama = {**sizes, "model.vocab": 128256, "model.bias": False, "model.norm": "rmsnorm", "model.position": "rope"}
-    llama |= {"model.activation": "swiglu", "model.tied_embeddings": False, "dataset.vocab": 128256, "model.seq": 8}
-    plan = tiny_plan({**FSDP, **llama, "dp": 16, "global_batch": 128, "microbatches": 8, "precision.name": "bf16"})
-    assert memory(plan, 0).gradients == pytest.approx(8.03e9 * 4 / 16, rel=0.01)
-
-
-def test_weights_that_are_kept_are_counted():
-    one = tiny_plan({**FSDP, "dp": 2})
-    kept = tiny_plan({**FSDP, "dp": 2, "strategy.data.reshard_after_forward": False})
-    assert kept.data.gathered_bytes(0, one.mesh.coordinate(0), kept) == 4 * one.spec.num_parameters
-
-
-@pytest.mark.parametrize(
-    "overrides, what, suggestion",
-    [
-        ({"dp": 4, "strategy.data.shard": 3}, "does not divide dp=4", "strategy.data.shard=2"),
-        ({"dp": 4, "strategy.data.shard": 8}, "does not divide dp=4", "strategy.data.shard=4"),
-        ({"dp": 4, "strategy.data.shard": 1}, "splits nothing", "ddp"),
-        (
-            {
-                "dp": 2,
-                "pp": 2,
-                "model.layers": 4,
-                "strategy.pipeline.kind": "zero_bubble",
-                "strategy.data.reshard_after_forward": True,
-            },
-            "reshard_after_forward=true under schedule=zero_bubble",
-            "reshard_after_forward=false",
-        ),
-        (
-            {"dp": 2, "pp": 2, "model.layers": 4, "strategy.pipeline.kind": "zbv", **REDUCED_EACH},
-            "reduce_each_microbatch=true under schedule=zbv",
-            "reduce_each_microbatch=false",
-        ),
-    ],
-    ids=["uneven", "too many", "one", "zero bubble", "zbv"],
-)
-def test_what_cannot_be_is_refused_with_the_nearest_that_can(overrides, what, suggestion):
-    with pytest.raises(ConfigError) as caught:
-        tiny_plan({**FSDP, **overrides})
-    (problem,) = caught.value.problems
-    assert what in problem.what
-    assert suggestion in problem.suggestion
-
-
-def test_a_tensor_rank_without_rows_of_the_vocabulary_is_refused():
-    empty = {**FSDP, "dp": 2, "tp": 4, "model.vocab": 5, "dataset.vocab": 5}
-    with pytest.raises(ConfigError) as caught:
-        tiny_plan(empty)
-    (problem,) = caught.value.problems
-    assert problem.kind == "not_built" and "strategy.data.kind=zero1" in problem.suggestion
-    assert tiny_plan({**empty, "strategy.data.kind": "zero1"})
-    assert tiny_plan({**empty, "model.vocab": 7, "dataset.vocab": 7}), "two, two, two and one"
-
-
-def test_a_step_of_one_microbatch_ends_with_its_part_of_all_gradients():
-    plan = tiny_plan({"dp": 2, "strategy.data.kind": "fsdp", "micro_batch": 4})
-    assert plan.batch.microbatches == 1
-    assert plan.data.ending_bytes(0, plan.mesh.coordinate(0), plan) == 4 * plan.spec.num_parameters // 2

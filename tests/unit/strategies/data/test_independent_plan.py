@@ -1,12 +1,10 @@
-"""Local SGD and DiLoCo before they run: which steps synchronise, which keys they read, what they promise."""
+"""Local SGD and DiLoCo before they run: which steps synchronise, and what they promise."""
 
 from __future__ import annotations
 
 import pytest
 
-from parallelrun.base.errors import ConfigError
-from parallelrun.planner.resolve.resolve_config import resolve
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import tiny_plan
 
 LOCAL_SGD, DILOCO = {"strategy.data.kind": "local_sgd"}, {"strategy.data.kind": "diloco"}
 
@@ -46,41 +44,3 @@ def test_they_promise_to_equal_their_own_rule():
     assert tiny_plan({"dp": 2, "tp": 2, **DILOCO}).equivalence.kind == "replay"
     assert tiny_plan({"dp": 1, **LOCAL_SGD}).equivalence.kind == "exact"  # nobody to average with
     assert tiny_plan({"dp": 1, **DILOCO}).equivalence.kind == "replay"  # the outer optimizer is there all the same
-
-
-def problems(overrides, *given):
-    with pytest.raises(ConfigError) as caught:
-        resolve(tiny_config(overrides), given=frozenset(given))
-    return caught.value.problems
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "kind", "meant"),
-    [
-        ("strategy.data.sync_every", 4, "ddp", "local_sgd"),
-        ("strategy.data.outer_lr", 0.5, "local_sgd", "diloco"),
-        ("strategy.data.outer_momentum", 0.5, "ddp", "diloco"),
-        ("strategy.data.shard", 2, "local_sgd", "fsdp"),
-    ],
-)
-def test_keys_that_the_way_does_not_read_are_refused_with_the_strategy_that_does(key, value, kind, meant):
-    (problem,) = problems({"dp": 2, "strategy.data.kind": kind, key: value}, key)
-    assert problem.where == key and meant in problem.suggestion
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("strategy.data.sync_every", 0),
-        ("strategy.data.outer_lr", 0.0),
-        ("strategy.data.outer_momentum", 1.0),
-    ],
-)
-def test_values_out_of_range_are_refused(key, value):
-    assert problems({"dp": 2, **DILOCO, key: value})[0].where == key
-
-
-def test_nesterov_needs_momentum():
-    (problem,) = problems({"dp": 2, **DILOCO, "strategy.data.outer_momentum": 0.0})
-    assert problem.suggestion == "strategy.data.outer_nesterov=false"
-    assert tiny_plan({"dp": 2, **DILOCO, "strategy.data.outer_momentum": 0.0, "strategy.data.outer_nesterov": False})

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from parallelrun.base.errors import ConfigError
 from parallelrun.planner.facts.document import link_rows
 from parallelrun.planner.predict import prediction
-from parallelrun.planner.predict.traffic import traffic_of
-from parallelrun.planner.resolve.freeze import freeze, load_frozen
-from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, NativeAllReduce
 from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
 from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import tiny_plan
 
 RING = {"strategy.data.kind": "ring"}
 SENT = ("dp", "send")
 HIERARCHICAL = {**RING, "strategy.data.algorithm": "hierarchical"}
-
-
-def refused(overrides: dict[str, Any]) -> str:
-    given = frozenset(overrides) - {"strategy.data.kind"}
-    with pytest.raises(ConfigError) as error:
-        resolve(tiny_config(overrides), given=given)
-    return "\n".join(f"{p.kind}: {p.what}; {p.suggestion}" for p in error.value.problems)
 
 
 def test_the_algorithm_is_the_ring_unless_another_is_asked_for():
@@ -53,33 +40,6 @@ def test_inner_groups_are_what_shares_a_host(overrides, size, told):
     assert [text for text in plan.filled if "group_size" in text] == (
         [f"group_size={size} (filled: dp {plan.mesh.size('dp')}, {told})"] if told else []
     )
-
-
-def test_what_means_nothing_is_refused_with_what_would_do():
-    assert "algorithm=rnig is unknown" in refused({"dp": 2, **RING, "strategy.data.algorithm": "rnig"})
-    uneven = refused({"dp": 6, "global_batch": 12, **HIERARCHICAL, "strategy.data.group_size": 4})
-    assert "arithmetic: inner groups of 4 do not make up dp=6" in uneven and "group_size=3" in uneven
-    assert "(cluster.gpus_per_node / tp=1)" in refused(
-        {"dp": 6, "global_batch": 12, **HIERARCHICAL, "cluster.gpus_per_node": 4}
-    )
-    assert "unread" in refused({"dp": 4, **RING, "strategy.data.group_size": 2})
-    assert "not a whole number" in refused({"dp": 4, **HIERARCHICAL, "strategy.data.group_size": 0})
-    assert "staleness=2 is read by none" in refused({"dp": 2, **RING, "staleness": 2})
-    assert "algorithm=ring is read by none" in refused({"dp": 2, "strategy.data.algorithm": "ring"})
-
-
-@pytest.mark.parametrize("overrides", [RING, HIERARCHICAL], ids=["ring", "hierarchical"])
-def test_ranks_resolve_the_frozen_config_to_the_same_plan(overrides):
-    config = tiny_config({**overrides, "dp": 4})
-    plan = resolve(config)
-    assert resolve(load_frozen(freeze(config, plan))).data == plan.data
-
-
-def test_all_ranks_together_send_2_n_minus_1_times_the_gradients():
-    plan = tiny_plan({"dp": 5, "global_batch": 20, "model.vocab": 37, **RING})
-    _, table = traffic_of(plan)
-    (sent,) = [row for row in table if row.operation == "send"]
-    assert sent.total_payload_bytes == 2 * (5 - 1) * plan.spec.num_parameters * 4
 
 
 def test_the_busiest_member_sends_what_the_papers_say():

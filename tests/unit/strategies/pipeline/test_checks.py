@@ -66,48 +66,6 @@ def test_resolve_reports_too_few_microbatches():
         tiny_plan(pp=4, microbatches=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pp", [2, 4])
-def test_messages_are_those_of_a_walk_along_the_model(kind, pp):
-    m = 1 if kind == "naive" else 8
-    plan = tiny_plan(schedule=kind, pp=pp, microbatches=m, model__layers=8)
-    size = plan.batch.micro_batch * 8 * 16 * 4  # seq x hidden x fp32
-    sent = {(p, purpose): 0 for p in range(pp) for purpose in ("activations", "gradients")}
-    received = dict(sent)
-    for before, after in zip(plan.stages, plan.stages[1:]):
-        if before.pp_rank != after.pp_rank:
-            sent[before.pp_rank, "activations"] += m
-            received[after.pp_rank, "activations"] += m
-            sent[after.pp_rank, "gradients"] += m
-            received[before.pp_rank, "gradients"] += m
-    for pp_rank in range(pp):
-        rows = {(row.operation, row.purpose): row for row in plan.pipeline.collectives(pp_rank, plan)}
-        assert all(row.axis == "pp" and row.calls for row in rows.values())
-        for purpose in ("activations", "gradients"):
-            send, recv = rows.get(("send", purpose)), rows.get(("recv", purpose))
-            assert (send.calls if send else 0) == sent[pp_rank, purpose]
-            assert (send.payload_bytes if send else 0) == sent[pp_rank, purpose] * size
-            assert (recv.calls if recv else 0) == received[pp_rank, purpose]
-            assert recv is None or recv.payload_bytes == 0
-
-
-def test_the_turn_of_the_v_sends_nothing():
-    plan = tiny_plan(schedule="zbv", pp=2, microbatches=4, model__layers=8)
-    rows = plan.pipeline.collectives(1, plan)
-    assert {(row.operation, row.purpose, row.calls) for row in rows} == {
-        (operation, purpose, 4) for operation in ("send", "recv") for purpose in ("activations", "gradients")
-    }
-
-
-def test_the_boundary_shrinks_under_sequence_parallel_and_bf16():
-    sizes = {"tp": 2, "pp": 2, "microbatches": 4}
-    whole = tiny_plan(sizes)
-    sliced = tiny_plan(sizes, strategy__tensor__sequence_parallel=True)
-    halved = tiny_plan(sizes, precision__name="bf16")
-    payload = [plan.pipeline.collectives(0, plan)[0].payload_bytes for plan in (whole, sliced, halved)]
-    assert payload[0] == 2 * payload[1] == 2 * payload[2]
-
-
 def test_every_kind_has_both_halves():
     kinds = [name.partition(".")[2] for name in registry.names("strategies") if name.startswith("pipeline.")]
     assert set(kinds) == {*KINDS, "none"}

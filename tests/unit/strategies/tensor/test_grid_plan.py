@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product as combinations
 from math import prod
 
 import pytest
@@ -15,12 +14,12 @@ from parallelrun.base.layout import Layout
 from parallelrun.config.schema.strategy_keys import narrowed
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.model.model_spec import LayerSpec
-from parallelrun.planner.model.product import ActivationLayout, Product, num_panels
+from parallelrun.planner.model.product import ActivationLayout, num_panels
 from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.resolve.shorthands import fold
 from parallelrun.strategies.tensor.grid import forms as grid_forms
+from parallelrun.strategies.tensor.grid import shape as grid_shape
 from parallelrun.strategies.tensor.grid.plan import GridStrategy, Tensor2D, Tensor3D, Tensor25D
 from tests.matrix import examples
 from tests.plans import pairs, tiny_config, tiny_plan
@@ -51,28 +50,12 @@ def layout_of(plan: Plan, name: str) -> Layout:
 
 
 def arrange(kind, tp, grid, depth):
-    return STRATEGIES[kind].shape.arrange(tp, grid, depth)
+    return grid_shape.arrange(kind, tp, grid, depth)
 
 
 def grid_of(plan: Plan) -> GridStrategy:
     assert isinstance(plan.tensor, GridStrategy)
     return plan.tensor
-
-
-def tensor_sizes(plan: Plan) -> dict[str, int]:
-    return grid_of(plan).tensor_sizes(plan)
-
-
-def plan_boundary(plan: Plan) -> ActivationLayout:
-    return grid_of(plan).boundary(plan)
-
-
-def product_of(one: LayerSpec, plan: Plan) -> Product | None:
-    return grid_of(plan).product_of(one, plan)
-
-
-def activation_layout(one: LayerSpec, plan: Plan) -> ActivationLayout:
-    return grid_of(plan).activation_layout(one, plan)
 
 
 def layer(plan: Plan, name: str):
@@ -98,36 +81,11 @@ def test_depth_is_the_slowest_axis_and_its_grids_are_whole():
     } == mesh.coordinate(13)
 
 
-@pytest.mark.parametrize(
-    ("tp", "depth", "expected"),
-    [
-        (8, None, {"depth": 2, "row": 2, "col": 2}),
-        (64, None, {"depth": 4, "row": 4, "col": 4}),
-        (32, None, {"depth": 2, "row": 4, "col": 4}),
-        (64, 1, {"row": 8, "col": 8}),
-        (4, None, {"row": 2, "col": 2}),
-        (16, 4, None),  # a grid of 2 x 2 is not 4 deep
-        (12, None, None),
-        (8, 3, None),
-    ],
-)
-def test_the_depth_is_the_largest_that_no_side_of_the_grid_is_shorter_than(tp, depth, expected):
-    assert arrange("2.5d", tp, None, depth) == expected
-
-
 def test_a_depth_of_one_is_2d():
     flat, deep = tiny_plan(layout="2d", tp=4), tiny_plan(layout="2.5d", tp=4, depth=1)
     assert deep.mesh == flat.mesh and deep.tensor.forms == flat.tensor.forms
     for parameter in flat.spec.parameters:
         assert layout_of(flat, parameter) == layout_of(deep, parameter)
-
-
-def test_large_cubes_and_squares_are_found_exactly():
-    for side in range(1, 102):
-        for kind, power in (("2d", 2), ("3d", 3)):
-            assert set(arrange(kind, side**power, None, None).values()) == {side}
-            if side > 1:
-                assert arrange(kind, side**power - 1, None, None) is None
 
 
 # What the shorthands say
@@ -183,17 +141,6 @@ def test_a_frozen_plan_resolves_to_the_same_plan_with_its_grid_as_numbers(cell):
     assert frozen.strategy.tensor.depth == (plan.mesh.size("depth") if plan.tensor.kind == "2.5d" else None)
 
 
-def test_a_sweep_freezes_a_plan_without_the_keys_that_it_does_not_read():
-    config = tiny_config({"tp": 4, "grid": "2x2", "depth": 2})
-    plan = resolve(config, given=frozenset({"grid", "depth"}), sweep=True)
-    assert resolve(load_frozen(freeze(config, plan))).mesh == plan.mesh
-
-
-def test_what_was_filled_in_is_told():
-    assert "grid=2x2 depth=2 (filled: tp 8, the largest legal depth)" in tiny_plan(DEEP).filled
-    assert not any("grid" in sentence for sentence in tiny_plan(TWO_BY_THREE).filled)
-
-
 # What is refused, each with values that are legal (see also the property below)
 
 
@@ -201,24 +148,19 @@ def test_what_was_filled_in_is_told():
     ("overrides", "where", "told", "suggested"),
     [
         ({"layout": "2d", "tp": 8}, "tp", "which needs a square tp", {"tp=4", "tp=16", "grid=2x4"}),
-        ({"layout": "2d", "tp": 8, "grid": "2x3"}, "grid", "grid=2x3 = 6 ranks", {"grid=2x4"}),
+        ({"layout": "2d", "tp": 8, "grid": "2x3"}, "grid", "tp=8 with grid=2x3 (6 ranks)", {"grid=2x4"}),
         ({"layout": "2d", "tp": 8, "grid": "2by4"}, "grid", "rows x columns", {"grid=2x4"}),
-        ({"layout": "2.5d", "tp": 12}, "tp", "depth at most q", {"tp=8", "tp=16"}),
-        ({"layout": "2.5d", "tp": 16, "depth": 4}, "depth", "exceeds the grid's side of 2", {"depth=1"}),
-        ({"layout": "2.5d", "tp": 8, "depth": 3}, "depth", "is not divisible by depth=3", {"depth=2"}),
-        ({"layout": "2.5d", "tp": 8, "depth": 1}, "depth", "no square grid", {"depth=2", "grid=2x4", "tp=4", "tp=16"}),
-        ({"layout": "2.5d", "tp": 8, "depth": 2, "grid": "1x4"}, "depth", "side of 1", {"grid=2x2"}),
-        ({"layout": "2.5d", "tp": 24, "depth": 2, "grid": "2x2"}, "grid", "= 8 ranks", {"tp=8"}),
-        (
-            {"layout": "2.5d", "tp": 16, "grid": "2x2"},
-            "grid",
-            "at most 2 deep",
-            {"tp=4", "tp=8", "grid=4x4"},
-        ),
+        ({"layout": "2.5d", "tp": 12}, "tp", "depth at most rows and columns", {"tp=8", "tp=16"}),
+        ({"layout": "2.5d", "tp": 16, "depth": 4}, "depth", "tp=16 with depth=4", {"depth=1"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 3}, "depth", "tp=8 with depth=3", {"depth=2"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 1}, "depth", "square", {"depth=2", "grid=2x4", "tp=4", "tp=16"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 2, "grid": "1x4"}, "grid", "depth=2", {"grid=2x2"}),
+        ({"layout": "2.5d", "tp": 24, "depth": 2, "grid": "2x2"}, "grid", "grid=2x2 (4 ranks) and depth=2", {"tp=8"}),
+        ({"layout": "2.5d", "tp": 16, "grid": "2x2"}, "grid", "depth at most", {"tp=4", "tp=8", "grid=4x4"}),
         ({"layout": "3d", "tp": 9}, "tp", "needs a cube of ranks", {"tp=8"}),
-        ({"layout": "2d", "tp": 1, "grid": "2x3"}, "grid", "= 6 ranks, and tp=1", {"grid=1x1"}),
+        ({"layout": "2d", "tp": 1, "grid": "2x3"}, "grid", "tp=1 with grid=2x3", {"grid=1x1"}),
         # no one key would do: see the next test
-        ({"layout": "2d", "tp": 7, "grid": "2x3", "model.hidden": 25, "model.heads": 5}, "grid", "= 6 ranks", set()),
+        ({"layout": "2d", "tp": 7, "grid": "2x3", "model.hidden": 25, "model.heads": 5}, "grid", "6 ranks", set()),
     ],
 )
 def test_a_tp_that_makes_no_grid_is_refused_with_the_nearest_that_do(overrides, where, told, suggested):
@@ -307,11 +249,6 @@ def test_an_unset_global_batch_is_one_that_divides():
     assert tiny_plan({"layout": "2d", "tp": 4, "global_batch": None}).batch.global_batch == 48
 
 
-def test_the_naive_pipeline_is_not_blamed_for_samples_that_do_not_divide():
-    (problem,) = problems_of({"layout": "2d", "tp": 4, "pp": 2, "schedule": "naive", "global_batch": 3})
-    assert problem.what.startswith("micro_batch=")
-
-
 def test_backward_in_two_halves_keeps_what_it_gathered_and_knows_no_panels():
     halves = {"layout": "2d", "tp": 4, "pp": 2, "schedule": "zero_bubble"}
     assert tiny_plan(halves)
@@ -325,29 +262,25 @@ def test_panels_need_a_square_grid():
     assert tiny_plan({**NINE, "strategy.tensor.form": "summa"}).tensor.forms[0][1] == ("summa", "summa")
 
 
-def refused_roles(roles: dict[str, str]) -> str:
-    """What is told when layers of the tiny gpt have other layer roles."""
+@pytest.mark.parametrize(
+    ("layer", "role", "told"),
+    [
+        ("layers.1.mlp.up", "", "layers.1.mlp.up has no layer role"),
+        ("layers.0.attention.out", "linear", "layers.0.attention.out reads what layers.0.attention.qkv has split"),
+        ("head.head", "column_parallel", "head.head gives the logits"),
+    ],
+)
+def test_a_layer_whose_role_does_not_fit_is_named(layer, role, told):
     plan = tiny_plan(layout="2d", tp=4)
-    blocks = tuple(
-        replace(
-            block, layers=tuple(replace(one, layer_role=roles.get(one.name, one.layer_role)) for one in block.layers)
-        )
-        for block in plan.spec.blocks
-    )
-    request = Request(
-        narrowed(fold(tiny_config(layout="2d"), frozenset())[0]), replace(plan.spec, blocks=blocks), 1, 1, 4, 1, None
-    )
-    (problem,) = plan.tensor.check(request)
+
+    def changed(block):
+        return replace(block, layers=tuple(replace(x, layer_role=role) if x.name == layer else x for x in block.layers))
+
+    spec = replace(plan.spec, blocks=tuple(map(changed, plan.spec.blocks)))
+    config = narrowed(fold(tiny_config(layout="2d"), frozenset())[0])
+    (problem,) = plan.tensor.check(Request(config, spec, 1, 1, 4, 1, None))
     assert problem.kind == "undefined" and problem.where == "model.roles" and problem.suggestion == "tp=1"
-    return problem.what
-
-
-def test_a_layer_that_does_not_know_its_place_is_named():
-    assert "layers.1.mlp.up has no layer role" in refused_roles({"layers.1.mlp.up": ""})
-    assert "layers.0.attention.out reads what layers.0.attention.qkv has split" in refused_roles(
-        {"layers.0.attention.out": "linear"}
-    )
-    assert "head.head gives the logits" in refused_roles({"head.head": "column_parallel"})
+    assert told in problem.what
 
 
 # Forms
@@ -362,37 +295,28 @@ def test_the_forms_are_those_that_move_least():
 @pytest.mark.parametrize("cell", ["2d 4", "2d 2x3", "2.5d 8"])
 def test_no_other_forms_that_divide_move_less(cell):
     plan = tiny_plan(CELLS[cell])
-    asked = grid_forms.FormChoice(
-        plan.spec,
-        "auto",
-        tensor_sizes(plan),
-        plan.batch.micro_batch * plan.spec.seq,
-        plan.batch.micro_batch,
-    )
+    samples = plan.batch.micro_batch
+    choice = grid_forms.FormChoice(
+        plan.spec, "auto", grid_of(plan).tensor_sizes(plan), samples * plan.spec.seq, samples
+    )  # fmt: skip
     resolved = dict(plan.tensor.forms)
-    for key, group in asked.groups.items():
-        volumes = {forms: asked.volume(group[0], forms) for forms in asked.legal(group)}
+    for key, group in choice.groups.items():
+        volumes = {forms: choice.volume(group[0], forms) for forms in choice.legal(group)}
         assert len(volumes) >= 4 and volumes[resolved[key]] == min(volumes.values())
 
 
 def test_no_weight_moves_where_weights_are_larger_than_activations():
     plan = tiny_plan({"layout": "2d", "tp": 4, "model.seq": 1, "model.hidden": 64, "global_batch": 2})
     assert set(dict(plan.tensor.forms).values()) == {("stationary_w", "stationary_w")}
-    inside = product_of(layer(plan, "layers.0.mlp.up"), plan).y
+    inside = grid_of(plan).product_of(layer(plan, "layers.0.mlp.up"), plan).y
     assert inside == ActivationLayout(("col",), ("row",))
-    assert product_of(layer(plan, "layers.0.mlp.down"), plan).y == plan_boundary(plan)
+    assert grid_of(plan).product_of(layer(plan, "layers.0.mlp.down"), plan).y == grid_of(plan).boundary(plan)
 
 
 @pytest.mark.parametrize("form", ["stationary_x", "stationary_y", "stationary_w", "summa"])
 def test_a_form_that_is_asked_for_is_taken(form):
     plan = tiny_plan({"layout": "2d", "tp": 4, "strategy.tensor.form": form})
     assert set(dict(plan.tensor.forms).values()) == {(form, form)}
-
-
-def test_gathering_again_costs_and_may_choose_other_forms():
-    kept = tiny_plan({"layout": "2d", "tp": 4})
-    lean = tiny_plan({"layout": "2d", "tp": 4, "strategy.tensor.save_gathered": False})
-    assert kept.tensor.save_gathered and not lean.tensor.save_gathered
 
 
 def test_only_pairs_that_divide_swap_the_axes():
@@ -407,29 +331,6 @@ def test_only_pairs_that_divide_swap_the_axes():
 # Layouts
 
 
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp"])
-def test_every_parameter_is_held_whole_by_the_right_ranks(cell, data):
-    plan = tiny_plan({**CELLS[cell], "model.vocab": 41, "dp": 2, "global_batch": 72, "strategy.data.kind": data})
-    places = [plan.mesh.coordinate(rank) for rank in range(plan.mesh.num_ranks)]
-    for parameter in plan.spec.parameters.values():
-        layout = plan.tensor.layout(parameter, plan)
-        found = [lies(parameter, layout, plan) for lies in (plan.data.weight_layout, plan.data.state_layout)]
-        for lies_so in (layout, *found):
-            cover(parameter.shape, lies_so, plan.mesh, places)
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_matrices_are_split_over_all_axes_but_the_depth(cell):
-    plan = tiny_plan(CELLS[cell])
-    tensor_axes = [axis for axis in tensor_sizes(plan) if axis != "depth"]
-    for parameter in plan.spec.parameters.values():
-        layout = layout_of(plan, parameter.name)
-        if len(parameter.shape) == 2 and parameter.layer_role != "position_embedding":
-            assert sorted(layout.axes) == sorted(tensor_axes)
-        assert set(layout.partial) <= set(tensor_sizes(plan)) - set(layout.axes)
-
-
 def test_gradients_are_partial_over_the_axes_whose_ranks_see_other_samples():
     deep, cube = tiny_plan(DEEP), tiny_plan(CUBE)
     assert layout_of(deep, "layers.0.mlp.up.up.weight").partial == ("depth",)
@@ -442,65 +343,17 @@ def test_gradients_are_partial_over_the_axes_whose_ranks_see_other_samples():
     assert layout_of(cube, "embedding.position.weight") == Layout(((), ("z",)), ("x", "y"))
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_tied_head_reads_the_table_as_it_lies(cell):
-    tied, apart = (tiny_plan({**CELLS[cell], "model.tied_embeddings": flag}) for flag in (True, False))
-    table = layout_of(apart, "embedding.tokens.weight")
-    assert table == layout_of(apart, "head.head.weight") == layout_of(tied, "embedding.tokens.weight")
-    assert product_of(layer(tied, "head.head"), tied).weight == product_of(layer(tied, "embedding.tokens"), tied).weight
-
-
 def test_axes_of_one_rank_are_partial_over_nothing():
     plan = tiny_plan({"layout": "2d", "tp": 4, "grid": "1x4", "model.hidden": 16})
     assert all(not layout_of(plan, name).partial for name in plan.spec.parameters)
 
 
-# Products
-
-
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("form", ["auto", "stationary_w", "stationary_x"])
-def test_each_layer_reads_what_the_one_before_gives(cell, form):
-    if cell == "3d 8" and form != "auto":
-        pytest.skip("3d has one form")
-    more = {"global_batch": 36} if form == "stationary_w" else {}
-    plan = tiny_plan({**CELLS[cell], "strategy.tensor.form": form, **more})
-    outside = plan_boundary(plan)
-    for block in plan.spec.blocks:
-        now = outside
-        for one in block.layers:
-            product = product_of(one, plan)
-            if product is None or not product.lookup:
-                assert activation_layout(one, plan) == now, one.name
-            now = product.y if product else now
-        assert now == outside or block is plan.spec.blocks[-1]
-
-
-def test_boundaries_and_losses_are_those_of_a_rank():
-    for cell, shape, loss in (
-        ("2d 4", (4, 8, 8), ("row",)), ("2d 2x3", (6, 8, 8), ("row",)),
-        ("2.5d 8", (2, 8, 8), ("depth", "row")), ("3d 8", (2, 8, 8), ("x", "z")),
-    ):  # fmt: skip
-        plan = tiny_plan(CELLS[cell])
-        assert plan.tensor.boundary_shape(plan) == shape
-        assert plan.tensor.loss_axes(plan) == loss
-
-
-def test_layers_inside_a_pair_lie_as_the_pair_does():
-    """An attention product or dropout between a column and a row layer sees other samples than one between blocks."""
-    plan = tiny_plan(CUBE)
-    block = plan.spec.block("layers.0")
-    drop = LayerSpec("layers.0.mlp.inner", "dropout", 64, 64)
-    at = [one.name for one in block.layers].index("layers.0.mlp.down")
-    more = replace(block, layers=(*block.layers[:at], drop, *block.layers[at:]))
-    spec = replace(plan.spec, blocks=tuple(more if one.name == block.name else one for one in plan.spec.blocks))
-    assert activation_layout(drop, replace(plan, spec=spec)) == ActivationLayout(("x", "z"), ("y",))
-    assert activation_layout(layer(plan, "layers.0.mlp.dropout"), plan) == plan_boundary(plan)
-
-
 # Thousands of random requests
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+FORMS = ["auto", "auto", "stationary_y", "stationary_x", "stationary_w", "summa"]
 
 
 @st.composite
@@ -519,11 +372,7 @@ def requests(draw) -> dict:
         "layout": layout,
         "tp": ranks + draw(st.integers(1, 5)) if slip == "tp" else ranks,
         "grid": grid,
-        "depth": draw(st.sampled_from([3, 4]))
-        if layout == "2.5d" and slip == "depth"
-        else deep
-        if layout == "2.5d"
-        else None,
+        "depth": None if layout != "2.5d" else draw(st.sampled_from([3, 4])) if slip == "depth" else deep,
         "pp": pp,
         "dp": draw(st.sampled_from([1, 1, 2, 3])),
         "schedule": draw(st.sampled_from([None, "gpipe", "zero_bubble"])) if pp > 1 else None,
@@ -534,16 +383,10 @@ def requests(draw) -> dict:
         "model.vocab": draw(st.integers(32, 50)),
         "model.tied_embeddings": draw(st.booleans()),
         "model.activation": draw(st.sampled_from(["gelu", "swiglu"])),
-        "strategy.tensor.form": draw(
-            st.sampled_from(["auto", "auto", *(form for form in grid_forms.MAKE if form != "cube")])
-        )
-        if layout != "3d"
-        else "auto",
+        "strategy.tensor.form": "auto" if layout == "3d" else draw(st.sampled_from(FORMS)),
         "strategy.tensor.save_gathered": draw(st.sampled_from([True, True, False])),
         "strategy.data.kind": draw(st.sampled_from(["ddp", "zero1", "fsdp"])),
-        "global_batch": draw(st.sampled_from([None, None, 432]))
-        if slip != "batch"
-        else draw(st.sampled_from([7, 12, 50])),
+        "global_batch": draw(st.sampled_from([7, 12, 50] if slip == "batch" else [None, None, 432])),
         "microbatches": draw(st.sampled_from([None, None, 2, 4])),
     }
 
@@ -576,33 +419,20 @@ def cures(overrides: dict, what: str) -> None:
 
 
 def check_plan(plan: Plan) -> None:
-    """Parts tile every parameter; weights, samples and features are split evenly; nothing moves over one rank."""
-    sizes = tensor_sizes(plan)
-    assert prod(sizes.values()) == plan.mesh.size("tp")
-    places = [dict(zip(sizes, place)) for place in combinations(*(range(n) for n in sizes.values()))]
-    strategy, shape = plan.tensor, plan.spec.boundary_shape
-    seen = set()
-    for parameter in plan.spec.parameters.values():
-        layout = strategy.layout(parameter, plan)
-        if (parameter.shape, layout) in seen:
-            continue
-        seen.add((parameter.shape, layout))
-        parts = [layout.ranges(parameter.shape, plan.mesh.sizes, place) for place in places]
-        split = prod(plan.mesh.size(axis) for axis in layout.axes)
-        numels = [prod(stop - start for start, stop in part) for part in parts]
-        assert sum(numels) == parameter.numel * len(places) // split
-        assert len({part for part, numel in zip(parts, numels) if numel}) == sum(map(bool, numels)) * split // len(
-            places
-        )
-        if parameter.layer_role in ("column_parallel", "row_parallel", "norm"):
-            assert set(numels) == {parameter.numel // split}, "only the vocabulary may be uneven"
-    assert prod(strategy.boundary_shape(plan)) * len(places) == plan.batch.micro_batch * prod(shape)
-    for one in plan.spec.layers():
-        product = product_of(one, plan)
-        for lies_so in (product.x, product.y) if product else ():
-            assert plan.batch.micro_batch % prod(plan.mesh.size(axis) for axis in lies_so.rows) == 0
+    """Parts tile every parameter; samples, features and panels are split evenly."""
+    assert prod(grid_of(plan).tensor_sizes(plan).values()) == plan.mesh.size("tp")
+    coordinates = [plan.mesh.coordinate(rank) for rank in range(plan.mesh.num_ranks)]
+    of_stage = [coordinate for coordinate in coordinates if coordinate["pp"] == 0]
+    for shape, layout in {(p.shape, plan.tensor.layout(p, plan)) for p in plan.spec.parameters.values()}:
+        cover(shape, layout, plan.mesh, of_stage)
+    elements = plan.batch.micro_batch * prod(plan.spec.boundary_shape)
+    assert prod(plan.tensor.boundary_shape(plan)) * plan.mesh.size("tp") == elements
+    for layer in plan.spec.layers():
+        product = grid_of(plan).product_of(layer, plan)
+        for activation in (product.x, product.y) if product else ():
+            assert plan.batch.micro_batch % prod(plan.mesh.size(axis) for axis in activation.rows) == 0
         if product and product.panels:
-            assert one.in_features % num_panels(product, plan.mesh.sizes) == 0
+            assert layer.in_features % num_panels(product, plan.mesh.sizes) == 0
 
 
 @pytest.mark.parametrize("kind", ["2d", "2.5d", "3d"])
@@ -631,29 +461,3 @@ def arranged(kind, tp, grid, depth):
     deep, rows, columns = max(legal, default=(0, 0, 0))
     expected = {"depth": deep, "row": rows, "col": columns} if deep > 1 else {"row": rows, "col": columns}
     return expected if legal else None
-
-
-@settings(max_examples=examples(1000), **COMMON)
-@given(
-    kind=st.sampled_from(["2d", "2.5d", "3d"]),
-    side=st.integers(1, 4),
-    depth=st.integers(1, 4),
-    vocab=st.integers(1, 60),
-    hidden=st.integers(1, 5),
-)
-def test_any_vocabulary_is_tiled_by_the_ranks_of_one_grid(kind, side, depth, vocab, hidden):
-    depth = min(depth, side)
-    tp = {"2d": side**2, "2.5d": depth * side**2, "3d": side**3}[kind]
-    sizes = arrange(kind, tp, None, depth if kind == "2.5d" else None)
-    outside = grid_forms.boundary_layout(sizes)
-    layout = STRATEGIES[kind].table(outside).weight_layout
-    assert layout == STRATEGIES[kind].head(outside).weight_layout
-    shape, held = (vocab, hidden * side), set()
-    for place in combinations(*(range(n) for n in sizes.values())):
-        place = dict(zip(sizes, place))
-        (first, last), (left, right) = layout.ranges(shape, sizes, place)
-        cells = {(i, j) for i in range(first, last) for j in range(left, right)}
-        if place.get("depth", 0) == 0:
-            assert not cells & held
-        held |= cells
-    assert len(held) == prod(shape)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from parallelrun.distributed.sequences import Lane
-from parallelrun.training.corruption.at_rest import AtRest
-from parallelrun.training.corruption.blame import Evidence, origins, verdict
-from parallelrun.training.corruption.digests import PACKED, ROW, RowSums, digests
-from parallelrun.training.corruption.record import PassRecorder
+from parallelrun.training.corruption.blame import Difference, Evidence, origins, verdict
+from parallelrun.training.corruption.digests import ROW, AtRest, RowSums, digests
+from parallelrun.training.corruption.probe import PassRecorder
 
 
 def flip(tensor, index, bit):
@@ -92,8 +91,9 @@ def test_a_view_that_begins_at_an_odd_element_has_the_checksum_of_its_values(dig
     assert digest(shifted) != before
 
 
-def test_tensors_have_together_the_checksums_that_each_has_alone():
-    sizes = (1, 0, ROW + 3, 5, 2 * PACKED + 1, 2 * ROW, 7, 2 * PACKED, 3)
+def test_tensors_have_together_the_checksums_that_each_has_alone(monkeypatch):
+    monkeypatch.setattr("parallelrun.training.corruption.digests.PIECE", 4 * ROW)
+    sizes = (1, 0, ROW + 3, 5, 8 * ROW + 1, 2 * ROW, 7, 16 * ROW, 3)
     tensors = [torch.randn(size).to(dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
     assert digests(tensors).tolist() == [int(digest(tensor)) for tensor in tensors]
     assert RowSums(tensors).read().tolist() == [int(RowSums([one]).read()) if one.numel() else 0 for one in tensors]
@@ -114,38 +114,37 @@ TP, DP = Lane("tp", (0, 1)), Lane("dp", (0, 2))
 FORWARD, BACK = Lane("pp", (0, 1), "activations"), Lane("pp", (1, 0), "gradients")
 
 
-def test_a_rank_that_had_received_wrong_bits_is_a_victim():
-    """Rank 1 gives wrong bits to tp; rank 0 passes them on to rank 2 over dp."""
-    found = [
-        Evidence(lanes=(TP, TP, DP), given=(1, 2), results=("w",)),
-        Evidence(lanes=(TP, TP), given=(0,), results=("w",)),
-        Evidence(lanes=(DP,), results=("w",)),
-    ]
-    assert origins(found) == (1,) and verdict(found).ranks == (1,)
+ORIGINS = {
+    # Rank 1 gives wrong bits to tp; rank 0 passes them on to rank 2 over dp.
+    "a victim of a collective": (
+        [
+            Evidence(lanes=(TP, TP, DP), sent=(1, 2), results=("w",)),
+            Evidence(lanes=(TP, TP), sent=(0,), results=("w",)),
+            Evidence(lanes=(DP,), results=("w",)),
+        ],
+        (1,),
+    ),
+    "the receiver of a message": (
+        [Evidence(lanes=(FORWARD, BACK), sent=(0,)), Evidence(lanes=(FORWARD, BACK), sent=(1,))],
+        (0,),
+    ),
+    "the first stage, of a message back": (
+        [
+            Evidence(lanes=(FORWARD, BACK, DP), sent=(2,)),
+            Evidence(lanes=(FORWARD, BACK), sent=(1,)),
+            Evidence(lanes=(DP,)),
+        ],
+        (1,),
+    ),
+    "a wrong sum of its own": ([Evidence(lanes=(TP,)), Evidence(lanes=(TP,), results=("w",))], (1,)),
+    "before the other's result": ([Evidence(lanes=(TP,), results=("w",)), Evidence(lanes=(TP,), sent=(0,))], (1,)),
+    "two by themselves": ([Evidence(results=("w",)), Evidence(results=("w",))], (0, 1)),
+}
 
 
-def test_a_wrong_message_makes_its_receiver_a_victim():
-    found = [Evidence(lanes=(FORWARD, BACK), given=(0,)), Evidence(lanes=(FORWARD, BACK), given=(1,))]
-    assert origins(found) == (0,)
-
-
-def test_a_message_back_makes_the_first_stage_the_victim():
-    found = [
-        Evidence(lanes=(FORWARD, BACK, DP), given=(2,)),
-        Evidence(lanes=(FORWARD, BACK), given=(1,)),
-        Evidence(lanes=(DP,)),
-    ]
-    assert origins(found) == (1,)
-
-
-def test_a_rank_with_a_wrong_sum_of_its_own_is_the_origin():
-    assert origins([Evidence(lanes=(TP,)), Evidence(lanes=(TP,), results=("w",))]) == (1,)
-
-
-def test_two_ranks_that_are_wrong_by_themselves_are_both_named():
-    assert origins([Evidence(lanes=(TP,), results=("w",)), Evidence(lanes=(TP,), given=(0,))]) == (1,)
-    both = [Evidence(results=("w",)), Evidence(results=("w",))]
-    assert origins(both) == (0, 1)
+@pytest.mark.parametrize("evidence, ranks", ORIGINS.values(), ids=ORIGINS)
+def test_the_rank_is_named_that_was_wrong_before_it_received_anything_wrong(evidence, ranks):
+    assert origins(evidence) == ranks and verdict(evidence).ranks == ranks
 
 
 def test_memory_that_changed_comes_before_what_it_led_to():
@@ -166,18 +165,11 @@ def test_of_two_replicas_neither_is_named():
     assert judged.ranks == () and judged.among == (0, 1)
 
 
-def test_replicas_of_other_shards_are_not_compared():
-    found = [Evidence(replicas={"w": (f"tp={rank // 2}", rank // 2)}) for rank in range(4)]
-    assert verdict(found).ranks == () and verdict(found).among == ()
-
-
 def test_evidence_survives_json():
     import json
 
-    one = Evidence("h", ((4, "w"),), (TP, FORWARD), (1,), ("g",), {"w": ("tp=0", -5)})
-    again = Evidence.of(json.loads(json.dumps(one.document())))
-    assert (again.lanes, again.at_rest, again.replicas) == (one.lanes, one.at_rest, one.replicas)
-    assert tuple(again.given) == one.given
+    sent = Evidence([TP, FORWARD], [1], ["g"], "h", [[4, "w"]], {"w": ["tp=0", -5]})
+    assert Evidence.from_json(json.loads(json.dumps(vars(sent)))) == sent
 
 
 def test_a_pass_whose_loss_alone_has_other_bits_differs():
@@ -187,9 +179,11 @@ def test_a_pass_whose_loss_alone_has_other_bits_differs():
 
     def of_loss(loss):
         training = SimpleNamespace(
-            parameters=[SimpleNamespace(name="w", tensor=weight)], runner=SimpleNamespace(loss_sum=torch.tensor(loss))
+            parameters=[SimpleNamespace(name="w", tensor=weight)],
+            runner=SimpleNamespace(loss_sum=torch.tensor(loss)),
+            mesh=SimpleNamespace(device=torch.device("cpu")),
         )
         return PassRecorder(SimpleNamespace(axis_of_group={}, rank=0)).bits(training)
 
-    assert of_loss(2.0).differing(of_loss(2.0)) == ([], [])
-    assert of_loss(2.0).differing(of_loss(2.5)) == ([], ["the loss"])
+    assert not of_loss(2.0).compared(of_loss(2.0))
+    assert of_loss(2.0).compared(of_loss(2.5)) == Difference([], [], ["the loss"])

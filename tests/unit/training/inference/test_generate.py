@@ -57,17 +57,6 @@ def test_a_planted_bug_in_the_positions_shows(case, monkeypatch):
     assert worst(make(case)) > 1e-2
 
 
-def test_the_most_likely_tokens_are_those_of_the_network():
-    source = make("LlamaForCausalLM")
-    network, wanted = network_of(source.config, source.spec, source.weights), TOKENS[:3]
-    with torch.no_grad():
-        while len(wanted) < SEQ:
-            wanted = [*wanted, int(network(torch.tensor([wanted]))[0, -1].argmax())]
-    found = list(Generator(source).tokens(TOKENS[:3], SEQ - 3, Sampling(temperature=0)))
-    assert found == wanted[3:]
-    assert found == list(Generator(source).tokens(TOKENS[:3], SEQ - 3, Sampling(top_k=1)))
-
-
 @pytest.mark.parametrize("case", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_it_goes_on_when_the_context_is_full(case):
     """Each token follows from the last seq tokens at most, of which the older half is dropped at once."""
@@ -122,7 +111,7 @@ def test_the_command_prints_the_text_and_json(bytes_model, capsys):
     "words, said",
     [
         (["tokens=[1,999]"], "token id 999 is outside the vocabulary of 256"),
-        (["tokens=[1,x]"], "not a list of token ids"),
+        (["tokens=[1,x]"], "not a list of whole numbers"),
         (["tokens=[1]", "temperature=-1"], "temperature=-1: not a number in its range"),
         (["tokens=[1]", "top_k=0"], "top_k=0: not a whole number in its range"),
         (["tokens=[1]", "max_tokens=many"], "max_tokens=many: not a whole number in its range"),

@@ -91,12 +91,6 @@ def test_a_reader_that_keeps_up_costs_the_step_nothing() -> None:
     assert one.seconds - before < 0.005 * (STEPS - 1)
 
 
-def test_a_reader_that_falls_behind_is_timed() -> None:
-    one = reader(Tokens(seconds=0.005), last_step=STEPS)
-    batches(one)
-    assert one.seconds >= 0.9 * STEPS * 4 * 0.005
-
-
 @pytest.mark.parametrize("split", [Tokens, Files])
 def test_what_reading_raises_comes_up_in_the_step_that_needs_it(split: type[Tokens]) -> None:
     order = reader(Tokens()).samples.sampler
@@ -171,15 +165,6 @@ def test_for_a_gpu_the_thread_pins_what_the_device_copies(monkeypatch: pytest.Mo
     ahead.take(2)
     ahead.close()
     assert pinned == ["MainThread"] * 3 + ["reader_0"] * 3  # inputs, targets and sample ids of each step
-
-
-def test_for_a_gpu_worker_processes_are_told_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(
-        reader_module, "DataLoader", lambda steps, **options: told.update(options) or [(None, None, None)]
-    )
-    ReadAhead(host_samples(), last_step=9, num_workers=2, pin=True).take(3)
-    assert told["pin_memory"] and list(told["sampler"]) == list(range(3, 10)) and told["num_workers"] == 2
 
 
 def test_training_does_not_wait_for_a_worker_process_to_hand_over_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,34 +13,25 @@ def rates(steps: int, **fields) -> list[float]:
     return [learning_rate(config, step, steps) for step in range(1, steps + 1)]
 
 
-def test_warmup_rises_in_equal_steps_to_the_peak():
-    assert rates(8, schedule="constant", warmup=4) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
+@pytest.mark.parametrize(
+    ("steps", "fields", "expected"),
+    [
+        (8, {"schedule": "constant", "warmup": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        (5, {"schedule": "linear", "warmup": 1}, [1, 0.75, 0.5, 0.25, 0]),
+        (5, {"schedule": "linear", "warmup": 1, "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),
+        (2, {"schedule": "linear"}, [0.5, 0.0]),  # without warm-up the first step is already on the way down
+        (3, {"schedule": "cosine", "warmup": 10}, [0.1, 0.2, 0.3]),  # shorter than its warm-up
+        (4, {"schedule": "linear", "warmup": 2, "lr_scale": 3.0}, [1.5, 3.0, 1.5, 0.0]),
+        (5, {"schedule": "cosine", "warmup": 1, "min_lr_ratio": 0.1},
+         [1, 0.1 + 0.9 * (1 + 2**-0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 2**-0.5) / 2, 0.1]),
+    ],
+)  # fmt: skip
+def test_rates_by_step(steps, fields, expected):
+    assert rates(steps, **fields) == pytest.approx(expected)
 
 
-def test_linear_falls_to_its_floor_at_the_last_step():
-    assert rates(5, schedule="linear", warmup=1) == pytest.approx([1, 0.75, 0.5, 0.25, 0])
-    assert rates(5, schedule="linear", warmup=1, min_lr_ratio=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_cosine_is_half_way_down_in_the_middle():
-    found = rates(9, schedule="cosine", warmup=1, min_lr_ratio=0.1)
-    assert found[0] == pytest.approx(1.0)
-    assert found[4] == pytest.approx(0.55)
-    assert found[2] == pytest.approx(0.1 + 0.9 * (1 + 2**-0.5) / 2)
-    assert found[-1] == pytest.approx(0.1)
-
-
-def test_without_warmup_the_first_step_is_already_on_the_way_down():
-    assert rates(2, schedule="linear") == pytest.approx([0.5, 0.0])
-
-
-def test_a_run_shorter_than_its_warmup_and_steps_beyond_the_end():
-    assert rates(3, schedule="cosine", warmup=10) == pytest.approx([0.1, 0.2, 0.3])
+def test_steps_beyond_the_end_have_the_floor():
     assert learning_rate(OptimizerConfig(lr=1.0, warmup=0, min_lr_ratio=0.1), 99, 10) == pytest.approx(0.1)
-
-
-def test_lr_scale_multiplies_everything():
-    assert rates(4, schedule="linear", warmup=2, lr_scale=3.0) == pytest.approx([1.5, 3.0, 1.5, 0.0])
 
 
 def scaler(**fields) -> LossScaler:

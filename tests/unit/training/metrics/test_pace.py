@@ -13,20 +13,19 @@ def times(*seconds):
     return {rank: [one] * WINDOW for rank, one in enumerate(seconds)}
 
 
-def test_the_slow_rank_of_four_is_named_with_its_ratio():
-    assert slow_ranks(times(0.1, 0.1, 0.16, 0.1), [(0, 1, 2, 3)]) == {2: pytest.approx(1.6)}
-
-
-def test_of_two_ranks_the_slower_one_is_named():
-    assert [*slow_ranks(times(0.1, 0.13), [(0, 1)])] == [1]
-
-
-def test_less_than_a_fifth_more_is_not_slow():
-    assert not slow_ranks(times(0.1, 0.119, 0.1), [(0, 1, 2)])
-
-
-def test_ranks_of_other_stages_do_other_work():
-    assert not slow_ranks(times(0.1, 0.1, 0.3, 0.3), [(0, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("seconds", "groups", "slow"),
+    [
+        ((0.1, 0.1, 0.16, 0.1), [(0, 1, 2, 3)], {2: 1.6}),
+        ((0.1, 0.13), [(0, 1)], {1: 1.3}),
+        ((0.1, 0.119, 0.1), [(0, 1, 2)], {}),  # less than a fifth more
+        ((0.1, 0.1, 0.3, 0.3), [(0, 1), (2, 3)], {}),  # ranks of other stages do other work
+        ((0.001, 0.002), [(0, 1)], {}),  # noise of tiny steps
+        ((0.1, 9.0), [(0,), (1,)], {}),  # nobody to compare with
+    ],
+)
+def test_a_rank_is_slow_if_it_takes_a_fifth_longer_than_those_with_the_same_work(seconds, groups, slow):
+    assert slow_ranks(times(*seconds), groups) == pytest.approx(slow)
 
 
 def test_one_fast_step_acquits():
@@ -35,16 +34,8 @@ def test_one_fast_step_acquits():
     assert not slow_ranks(found, [(0, 1, 2)])
 
 
-def test_noise_of_tiny_steps_names_nobody():
-    assert not slow_ranks(times(0.001, 0.002), [(0, 1)])
-
-
 def test_ranks_that_take_turns_on_a_core_are_not_named():
     draw = random.Random(1)
     for _ in range(200):
         found = {rank: [draw.choice((0.1, 0.2, 0.3)) for _ in range(WINDOW)] for rank in range(4)}
         assert not slow_ranks(found, [(0, 1, 2, 3)])
-
-
-def test_a_rank_without_its_like_is_not_compared():
-    assert not slow_ranks(times(0.1, 9.0), [(0,), (1,)])

@@ -6,7 +6,6 @@ import socket
 
 import pytest
 
-from parallelrun.training.metrics import schedule_actions
 from parallelrun.training.metrics.clocks import HostClock
 from parallelrun.training.metrics.schedule_actions import ActionClock, schedule_document
 
@@ -40,16 +39,6 @@ def test_an_action_that_fails_is_not_recorded():
     with pytest.raises(ValueError), clock.action("F", 0, 0):
         raise ValueError
     assert clock.record() == {}
-
-
-def test_the_number_of_recorded_actions_is_bounded(monkeypatch):
-    monkeypatch.setattr(schedule_actions, "MOST_ACTIONS", 2)
-    clock = ActionClock(HostClock())
-    clock.begin_step()
-    for microbatch in range(3):
-        with clock.action("F", 0, microbatch):
-            pass
-    assert [action[2] for action in clock.record()["actions"]] == [0, 1]
 
 
 def test_ranks_of_a_host_have_its_clock_and_hosts_begin_together():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallelrun.training.verify.single_device import single_device
+from parallelrun.training.verify.checked import single_device
 from tests.plans import tiny_config, tiny_plan
 
 

@@ -10,7 +10,7 @@ from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.planner.contract.pipeline_schedule import Action
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.predict import simulate
-from parallelrun.planner.predict.step_time import blocks, cores, host, servers, spread
+from parallelrun.planner.predict.step_time import blocks, cores, servers, spread
 from parallelrun.planner.predict.step_time.rates import rates_of
 from parallelrun.planner.predict.step_time.stack import SoftwareStack
 from parallelrun.planner.predict.step_time.step import step_time, why_unknown
@@ -93,13 +93,6 @@ def test_a_schedule_of_many_actions_gets_a_bound(monkeypatch):
     times = {kind: [1.0] * 4 for kind in "FBIW"}
     monkeypatch.setattr(cores, "MOST_ACTIONS", 1)
     assert cores.makespan(plan, HOST, times, 8.0) == pytest.approx(8.0)
-
-
-def test_gradients_are_copied_into_buffers_and_out_of_them():
-    plan = planned(*SMALL, "strategy=ddp", "dp=2")
-    rates = rates_of(HOST, "fp32")
-    copied = 2 * 4 * plan.spec.num_parameters / rates.memory_bytes_s
-    assert host.around_data_s(plan, rates) == pytest.approx(copied)
 
 
 PS = (*SMALL, "strategy=ps")

@@ -146,9 +146,9 @@ def test_a_message_in_parts_uses_the_ports_of_all_tp_ranks_and_is_gathered_again
     size = 2 * 2048 * 12288  # of one microbatch of one sample, in bf16; one goes forward and one backward
     sent, gathered = size / 8 / RATES.inter_bytes_s, 7 / 8 * size / (0.9 * RATES.intra_bytes_s)
     latency = 2 * RATES.collective_s + RATES.message_s + 7 * RATES.hop_s
-    parts = step.messages_of(plan, cluster, RATES, SoftwareStack(scattered_messages=True), {})
+    parts = step.StepModel(cluster, SoftwareStack(scattered_messages=True)).messages(plan)
     assert parts == pytest.approx(2 * (sent + gathered + latency))
-    whole = step.messages_of(plan, cluster, RATES, OURS, {})
+    whole = step.StepModel(cluster).messages(plan)
     assert whole == pytest.approx(2 * (size / RATES.inter_bytes_s + RATES.collective_s + RATES.message_s))
 
 
@@ -181,13 +181,6 @@ def test_communication_hides_under_those_passes_in_which_it_takes_place(words, s
     first = 1 - 1 / len(plan.spec.blocks)  # nothing computes while the first block's weights travel
     found = overlap.data_s(100.0, 100.0, 1.0, 2.0, OURS, plan)
     assert found == pytest.approx(200 - (200 - seconds) * first)
-
-
-def test_gradients_that_are_reduced_once_hide_under_the_last_backward_pass():
-    words = "strategy=fsdp", "strategy.data.reduce_each_microbatch=false"
-    plan = planned("model=gpt2_124m", "dp=8", "micro_batch=1", "global_batch=32", *words)
-    first = 1 - 1 / len(plan.spec.blocks)
-    assert overlap.data_s(0.0, 100.0, 1.0, 2.0, OURS, plan) == pytest.approx(100 - 0.9 * 2 * first)
 
 
 class _MovedBytes(TorchDispatchMode):

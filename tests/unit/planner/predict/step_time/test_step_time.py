@@ -6,16 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.foresight import rows_of, scores
-from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.planner.contract.plan import Collective
 from parallelrun.planner.predict.cluster_cost import peak_flops
 from parallelrun.planner.predict.step_time import blocks, spread, step
 from parallelrun.planner.predict.step_time.kernels import product_s
 from parallelrun.planner.predict.step_time.links import collective_s
-from parallelrun.planner.predict.step_time.partial import known_parts
 from parallelrun.planner.predict.step_time.rates import rates_of
-from parallelrun.planner.predict.step_time.stack import OURS, SoftwareStack
+from parallelrun.planner.predict.step_time.stack import SoftwareStack
 from parallelrun.planner.predict.step_time.step import step_time, why_unknown
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
@@ -77,8 +74,8 @@ def test_parts_are_named_by_what_the_plan_does():
 def test_the_parts_are_the_time_in_which_ranks_work(name):
     """The schedule is simulated with whole stages, apart from their parts."""
     plan, cluster = planned(*PLANS[name]), composed(*PLANS[name]).config.cluster
-    rates = rates_of(cluster, plan.precision.name)
-    stages, messages = step.stages_of(plan, cluster, rates, OURS, {}), step.messages_of(plan, cluster, rates, OURS, {})
+    model = step.StepModel(cluster)
+    stages, messages = model.stages(plan), model.messages(plan)
     _, busy = step._schedule(plan, cluster, stages, messages)
     count = plan.batch.microbatches
     assert sum(step._parts_of(plan, stages).values()) + messages * count == pytest.approx(busy, rel=1e-12)
@@ -97,14 +94,6 @@ def test_attention_without_a_causal_mask_is_twice_the_work():
              "model.heads=16", "model.seq=8192", "model.vocab=1024", "micro_batch=1", "global_batch=1")  # fmt: skip
     gpt, bert = (predicted(f"model={model}", *shape).parts[blocks.ATTENTION] for model in ("gpt", "bert"))
     assert bert > 1.5 * gpt
-
-
-@pytest.mark.parametrize("sizes", [(16, 16, 16), (2048, 12288, 6144), (4096, 4097, 4096), (33, 64, 100_000)])
-def test_no_product_beats_the_peak_rate(sizes):
-    rows, inner, columns = sizes
-    for precision in ("fp32", "bf16"):
-        rates = rates_of(CLUSTER, precision)
-        assert product_s(rows, inner, columns, 2, rates) > 2 * rows * inner * columns / peak_flops(CLUSTER, precision)
 
 
 def test_a_product_fills_whole_waves_of_tiles():
@@ -180,36 +169,3 @@ def test_recomputation_repeats_the_forward_pass_of_the_layers():
 def test_what_cannot_be_predicted_is_said(overrides, reason):
     plan, cluster = planned(*overrides), composed(*overrides).config.cluster
     assert step_time(plan, cluster) is None and reason in why_unknown(plan, cluster)
-
-
-@pytest.mark.parametrize("key", ["peak_tflops", "memory_gb_s", "intra_gb_s", "inter_gb_s"])
-def test_without_a_rate_the_parts_are_lower_bounds(key):
-    overrides = (*LARGE, "tp=8", "pp=4", "dp=4")
-    whole, lacking = predicted(*overrides), replace(CLUSTER, **{key: None})
-    known = known_parts(planned(*overrides), lacking)
-    assert {blocks.PRODUCTS, blocks.TENSOR} <= known.keys()
-    assert all(0 < seconds <= whole.parts[name] * (1 + 1e-12) for name, seconds in known.items())
-    if key == "inter_gb_s":  # tensor-parallel groups are inside a node
-        assert all(known[name] == pytest.approx(whole.parts[name]) for name in (blocks.PRODUCTS, blocks.TENSOR))
-        assert known[spread.PIPELINE] < whole.parts[spread.PIPELINE]
-
-
-def test_without_any_rate_no_part_is_known():
-    assert not known_parts(planned("model=gpt"), composed("cluster=local").config.cluster)
-
-
-def test_the_trainings_of_sc21_are_predicted_within_three_percent():
-    """Narayanan et al. 2021, table 1: 1.7 B to 1 T parameters on 32 to 3,072 A100."""
-    found = scores(list(rows_of("fit_sc21_table1")))
-    assert found["rows"] == 10
-    assert found["mape"] < 0.03 < found["constant_mape"] and abs(found["bias"]) < 0.02
-
-
-def test_trainings_that_were_not_fitted_are_predicted_within_twelve_percent():
-    assert scores(list(rows_of("dev_llmfoundry_a100", every=12)))["mape"] < 0.12
-    assert scores(list(rows_of("dev_vtrain_single_half", every=120)))["mape"] < 0.12
-
-
-def test_rates_are_those_of_the_keys():
-    assert rates_of(ClusterConfig(), "bf16") is None
-    assert RATES.memory_bytes_s == CLUSTER.memory_gb_s * 1e9 * CLUSTER.memory_efficiency

@@ -58,11 +58,3 @@ def test_a_module_with_convolutions_needs_their_rate():
     slow, fast = (time.parts[blocks.PRODUCTS] for time in times if time)
     seconds = 3 * plan.batch.micro_batch * block.convolution_flops / 67e12
     assert slow - fast == pytest.approx(seconds * (1 / 0.25 - 1 / 0.5), rel=1e-6)
-
-
-def test_recomputation_of_a_module_repeats_its_forward():
-    overrides = (*SIZES, *MODULE, f"{SOURCE}:build")
-    cluster = composed(*overrides).config.cluster
-    for mode in ("selective", "full"):
-        again = step_time(planned(*overrides, f"recompute={mode}"), cluster)
-        assert again is not None and again.step_s > 0

@@ -1,4 +1,4 @@
-"""Hydra's copies of the schema and the built-in files are those that it would make itself, and share nothing."""
+"""What is left out of a composition changes nothing, and what an earlier one has registered is forgotten."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import ValidationError
 
 from parallelrun.cli import argv
-from parallelrun.config import compose, presets, source
+from parallelrun.config import compose
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.config.schema.strategy_keys import complete_class
 from tests.compositions import compose_as_ever
 
 
@@ -26,33 +22,6 @@ def as_ever(monkeypatch):
 
 def composed(*words: str) -> compose.Composed:
     return compose.compose_once(compose.prepare(argv.read(["plan", *words]).overrides, (), "plan", False))[0]
-
-
-def test_the_schema_is_the_structured_config_of_its_class():
-    copied, made = source._schema(), OmegaConf.structured(complete_class())
-    assert copied == made and OmegaConf.get_type(copied) is complete_class()
-    assert OmegaConf.to_object(copied) == OmegaConf.to_object(made)
-    assert copied._metadata == made._metadata and copied.strategy.data._metadata == made.strategy.data._metadata
-    assert copied._get_node("tp")._metadata == made._get_node("tp")._metadata
-    with pytest.raises(ValidationError):
-        copied.tp = "two"
-
-
-def test_a_change_of_one_copy_changes_no_other():
-    first, second = source._schema(), source._schema()
-    first.tp, first.model.layers, first.optimizer.betas[0] = 7, 3, 0.5
-    assert (second.tp, second.model.layers, second.optimizer.betas[0]) == (None, 8, 0.9)
-    gpt = source._parsed("model/gpt")
-    gpt.name = "other"
-    assert source._parsed("model/gpt").name == "gpt"
-
-
-def test_every_built_in_file_is_as_hydra_reads_it():
-    folder = presets.folder()
-    files = sorted(folder.rglob("*.yaml"))
-    assert {file.relative_to(folder).with_suffix("").as_posix() for file in files} == set(source._texts())
-    for file in files:
-        assert source._parsed(file.relative_to(folder).with_suffix("").as_posix()) == OmegaConf.load(file)
 
 
 @pytest.mark.parametrize(
@@ -74,21 +43,20 @@ def test_hydra_s_own_groups_can_be_chosen():
     assert composed("hydra.job.name=mine", "name='${hydra:job.name}'", "tp=2").config.name == "mine"
 
 
-def test_a_second_composition_parses_no_file(monkeypatch):
-    composed("tp=2")
-    parsed: list[object] = []
-    load = yaml.load
-    monkeypatch.setattr(yaml, "load", lambda *args, **kwargs: parsed.append(args) or load(*args, **kwargs))
-    composed("tp=4")
-    assert not parsed
-    composed("hydra/launcher=basic", "tp=4")  # Hydra's own files are its own to read
-    assert parsed
-
-
 def test_a_recipe_of_an_earlier_command_is_forgotten():
     composed("recipe=quickstart")
     composed("tp=2")
     assert "recipe" not in compose.ConfigStore.instance().repo
+
+
+def test_a_broken_cluster_of_the_users_own_spoils_no_other_command(tmp_path, monkeypatch, capsys):
+    from parallelrun.cli.main import main
+
+    monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path))
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "mine.yaml").write_text("name: mine\n  a: [")
+    assert composed("tp=2").config.tp == 2
+    assert main(["plan", "tp=2", "cluster=mine"]) == 2 and "mine.yaml:2" in capsys.readouterr().err
 
 
 def test_the_users_own_primary_folder_is_not_shadowed(tmp_path, capsys):
@@ -107,6 +75,6 @@ def test_the_users_own_primary_folder_is_not_shadowed(tmp_path, capsys):
 @pytest.mark.parametrize("folder", ["cli", "config", "api"])
 def test_no_internals_of_hydra_and_no_tricks(folder):
     """Composing uses documented interfaces alone: no patched function, no pickled node, no paused collector."""
-    root = Path(source.__file__).parents[1] / folder
+    root = Path(compose.__file__).parents[1] / folder
     tricks = re.compile(r"defaults_list|omegaconf\._|^import (gc|pickle)$|__deepcopy__|_set_parent", re.MULTILINE)
     assert [path.name for path in sorted(root.rglob("*.py")) if tricks.search(path.read_text())] == []
