@@ -18,7 +18,6 @@ from parallelrun.report.records import find
 from parallelrun.report.records.find import CONFIG, LATEST, MANIFEST, STATUS
 from parallelrun.report.records.read import read_object, read_yaml
 from parallelrun.report.records.rows import BROKEN, DIED, EMPTY, RunRow, read_row
-from parallelrun.report.sweeps import scaling
 from parallelrun.report.sweeps import sweep_picture as comparison
 from parallelrun.report.sweeps.sweep_rows import RESULTS, forget
 from parallelrun.report.sweeps.sweep_table import CSV, write_csv
@@ -96,7 +95,7 @@ def _forget_points(sweep: Path, names: list[str]) -> None:
         forget(sweep, names)
         write_csv(sweep)
         return
-    for name in (RESULTS, CSV, comparison.NUMBERS, comparison.PICTURE, scaling.PICTURE):
+    for name in (RESULTS, CSV, comparison.NUMBERS, comparison.PICTURE):
         (sweep / name).unlink(missing_ok=True)
 
 

@@ -34,12 +34,13 @@ class ExchangeForm:
     """How a strategy combines gradients, as far as the time and memory of a step depend on it.
 
     scatters_once: gradients are scattered once a step, not in every backward pass. gathers_again: weights are gathered
-    twice a microbatch, not once a step. gathers_rounded: in the compute dtype.
+    twice a microbatch, not once a step. gathers_rounded: in the compute dtype. compression: of the messages, by name.
     """
 
     scatters_once: bool = False
     gathers_again: bool = False
     gathers_rounded: bool = False
+    compression: str = ""
 
 
 @dataclass(frozen=True)

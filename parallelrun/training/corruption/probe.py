@@ -56,14 +56,16 @@ class PassRecorder(Contributions):
     @torch.no_grad()
     def bits(self, training: Training) -> PassBits:
         """Return the bits of the pass, in host memory."""
-        measured = [value.to(training.mesh.device) for _, value in self.found]  # that of no tensors is on the CPU
+        # The measure of no tensors is on the CPU.
+        measured = [value.to(training.mesh.device) for _, value in self.contributions]
         values = torch.stack(measured).tolist() if measured else []
         tensors = {f"the gradient of {p.name}": p.tensor.grad for p in training.parameters}
         results = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if training.runner.loss_sum is not None:
             results["the loss"] = training.runner.loss_sum
         own = digests([*results.values()]).tolist()
-        return PassBits([(lane, value) for (lane, _), value in zip(self.found, values)], dict(zip(results, own)))
+        sent = [(lane, value) for (lane, _), value in zip(self.contributions, values)]
+        return PassBits(sent, dict(zip(results, own)))
 
 
 def bits_of_pass(training: Training, step: int, loss_scale: float) -> PassBits:

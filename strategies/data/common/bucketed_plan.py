@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
-from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy
+from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
@@ -79,3 +79,6 @@ class BucketedAllReduce(DataStrategy):
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return self.compression.equivalence(plan)
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        return ExchangeForm(compression=self.compression.kind if self.compression.compresses else "")

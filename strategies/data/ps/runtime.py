@@ -56,7 +56,8 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
         document = bench.summarise(step_times[config.bench.warmup :], training)
         document["peak_memory_bytes"] = peak_bytes(context.device)
         write_json(context.directory / "bench.json", document)
-        show_bench(document, context.console_owner)
+        if context.console_owner:
+            show_bench(document)
     return code
 
 

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from parallelrun.base import packages
 from parallelrun.cli.main import main
 from parallelrun.report import chart
 from parallelrun.report.records.run_differences import Spread
@@ -97,7 +98,7 @@ def test_mistakes_write_nothing(sweep, capsys, changes, code, told):
 
 
 def test_without_matplotlib_the_command_that_installs_it_is_named(sweep, capsys, monkeypatch):
-    monkeypatch.setattr(chart, "available", lambda: False)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     assert main([*WORDS, "--to", "figure.pdf"]) == 3
     assert "parallelrun[plots]" in capsys.readouterr().err
     assert main([*WORDS, "--to", "figure.csv"]) == 0
