@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 
 def main(text: str) -> int:
@@ -30,8 +29,6 @@ def main(text: str) -> int:
     rendezvous.JOIN_S = wanted.get("patience", rendezvous.JOIN_S)
     if wanted.get("foreign code") == attached.rank:
         directory.code_fingerprint = lambda: "f" * 64
-    if "gpus" in wanted:
-        see_gpu(wanted["gpus"][attached.rank])
     words = wanted.get("words", {}).get(str(attached.rank), ["steps=5"])
     try:
         if attached.rank:
@@ -61,15 +58,6 @@ def receive_stop_signals() -> None:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-def see_gpu(identity: str) -> None:
-    """Let this process see one GPU, as under `srun --gpus-per-task=1`."""
-    import torch
-
-    torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 1
-    torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=identity, total_memory=2**36)
 
 
 if __name__ == "__main__":

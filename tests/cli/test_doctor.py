@@ -40,16 +40,6 @@ def test_the_processes_of_the_sum_really_add(forked, two_gpus):
     assert check.state == "pass", check.detail
 
 
-def test_two_processes_add_on_the_loopback_interface(forked):
-    check = doctor._gloo()
-    assert check.state == "pass", check.detail
-
-
-def test_shared_memory_is_tested_by_using_it(forked):
-    check = doctor._shared_memory_of_ranks()
-    assert check.state == "pass" and "map each other's memory" in check.detail, check.detail
-
-
 def test_why_shared_memory_is_impossible(monkeypatch, forked):
     monkeypatch.setattr(joining, "is_supported", lambda: False)
     check = doctor._shared_memory_of_ranks()

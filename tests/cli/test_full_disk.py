@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import subprocess
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ import pytest
 from parallelrun.base import reserve
 from parallelrun.cli.main import main
 from parallelrun.launch.host import directory as directory_module
-from parallelrun.launch.host.output import Output
 from tests.cli.launcher import run_launcher, run_to_end
 
 TINY = ["model=gpt", "strategy=single", "dataset=synthetic", "model.layers=1", "model.hidden=32", "model.seq=8"]
@@ -67,18 +65,6 @@ def test_a_disk_without_room_before_the_start_ends_with_3(tmp_path, monkeypatch,
     monkeypatch.delenv("RANK", raising=False)
     assert main([*TINY, f"runs={tmp_path}"]) == 3
     assert "No space left on device" in capsys.readouterr().err
-
-
-def test_a_log_on_a_full_disk_ends_nothing():
-    class Full(StringIO):
-        def write(self, text=""):
-            raise OSError(errno.ENOSPC, "full")
-
-        flush = write
-
-    log = Output(Full())
-    print("a line", file=log, flush=True)
-    log.writelines(["more\n"])
 
 
 def test_the_room_kept_back_is_real_and_given_to_the_one_who_asks(tmp_path):

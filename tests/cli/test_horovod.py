@@ -8,17 +8,6 @@ from pathlib import Path
 from tests.cli.launcher import run_to_end
 from tests.cli.test_program import TINY
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def test_more_processes_than_slots_and_hosts_elsewhere_start_nothing(tmp_path):
-    done = run_to_end("-np", "5", "-H", "localhost:4", *TINY, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "Requested more processes (5) than there are available slots (4)" in done.stderr
-    done = run_to_end("-np", "2", "-H", "elsewhere:2", "strategy=horovod", *TINY, cwd=tmp_path)
-    assert done.returncode == 3 and "elsewhere" in done.stderr  # tests/hosts/test_ssh.py has hosts that answer
-    assert list(tmp_path.iterdir()) == []
-
 
 def test_a_run_with_everything_leaves_a_timeline_and_counts_what_it_sent(tmp_path):
     words = ["strategy=horovod", "dp=2", "strategy.data.timeline=true", "strategy.data.compression=fp16"]

@@ -104,7 +104,3 @@ def test_the_way_of_ddp_is_short():
     assert len({file for file, _ in flows()["ddp"]}) <= MAX_FILES
     words = re.sub(r"^\|[-|]+$|\|", " ", PAGE.read_text(), flags=re.M).split()  # without the lines of tables
     assert len(words) <= 700
-
-
-def test_every_listed_file_is_there():
-    assert all((ROOT / file).is_file() for flow in flows().values() for file, _ in flow)

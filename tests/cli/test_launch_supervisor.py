@@ -137,12 +137,6 @@ def test_a_known_error_is_worded_as_the_command_line_words_it(tmp_path):
     ]
 
 
-def test_a_code_that_all_ranks_return_is_the_run_s(tmp_path):
-    run = run_launcher(tmp_path, worker="disagree")
-    assert run.wait() == 4
-    assert (run.status["state"], run.status["exit_code"], run.status["failed_rank"]) == ("failed", 4, None)
-
-
 @pytest.fixture(scope="module")
 def hanging(tmp_path_factory):
     """Runs that hang, started together: each waits for its timeout, not for its turn."""

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from parallelrun.cli import errors
 from parallelrun.cli.main import main
 from parallelrun.report.sweeps import sweep_rows
 from tests.extras import needs
@@ -89,11 +88,3 @@ def test_a_launcher_that_is_not_installed_is_named(tmp_path, monkeypatch, capsys
     said = capsys.readouterr().err
     assert "hydra/launcher=basik: no such hydra/launcher" in said and "did you mean: hydra/launcher=basic" in said
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_launcher_of_the_extra_says_how_to_install_it():
-    class MissingConfigException(Exception):
-        missing_cfg_file, options = "hydra/sweeper/optuna", ["basic"]
-
-    (problem,) = errors._missing(MissingConfigException()).problems
-    assert problem.command == "pip install 'parallelrun[sweep]'" and problem.where == "hydra/sweeper"

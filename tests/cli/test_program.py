@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,10 @@ MISTAKES_AND_PLANS = [
     (["--help"], 0),
     (["-m", "plan", "tp=1,2"], 2),
     (["plan", "-m", "--json", "tp=1,2"], 0),
+    (["strategy=ddp", "dp=2", "init.from=/nosuch"], 4),
+    (["strategy=ddp", "dp=2", "model=module", "model.source=./nosuch.py:f"], 2),
+    (["strategy=ddp", "dp=2", "model=module", "model.source=nosuch.net:f"], 2),
+    *([(["strategy=ddp", "dp=2", "device=cuda"], 3)] if version("torch").endswith("+cpu") else []),  # no GPU is visible
     (["explain", "strategy=ring", "world=4"], 0),
     (["explain", "--json", "model=moe_gpt", "strategy=gshard", "dp=2", "ep=2", "tp=2", "pp=2"], 0),
     (["explain", "-m", "strategy=ring,ps", "world=4"], 2),

@@ -62,13 +62,6 @@ def test_the_document_of_a_search(run):
     assert document["command"].startswith("parallelrun model=gpt2_124m") and "tokens" not in document["command"]
 
 
-def test_without_a_number_of_devices_a_plan_is_planned_as_ever(run):
-    code, out, _ = run("plan", "model=gpt")
-    assert code == 0 and out.startswith("plan: gpt · ptdp · ")
-    code, out, _ = run("plan", "model=gpt", "cluster=a100_dgx", "tp=2")
-    assert code == 0 and out.startswith("plan: gpt · ptdp · ")
-
-
 def test_explain_draws_the_waterfall_and_names_limits_and_flips(run, monkeypatch):
     monkeypatch.setattr("parallelrun.planner.search.crossovers.BUDGET_S", float("inf"))
     code, out, _ = run("plan", *HELD, "strategy=auto", "gpus=4", "explain=true")
@@ -186,11 +179,6 @@ def test_a_run_of_auto_is_frozen_without_a_search(tmp_path):
     assert resolve(config).world == 2 and None not in (config.dp, config.tp, config.pp)
     again = json.loads(run_to_end("plan", "--json", "recipe=runs/latest/config.yaml", cwd=tmp_path).stdout)
     assert again["degrees"]["dp"] == config.dp and again["degrees"]["pp"] == config.pp
-
-
-def test_auto_without_rates_says_which_keys_are_missing(run):
-    code, _, err = run("model=gpt", "strategy=auto", "world=2")
-    assert code == 2 and "does not give cluster.peak_tflops.fp32, cluster.memory_gb_s, cluster.intra_gb_s" in err
 
 
 def test_auto_uses_the_rates_that_were_measured_here(run, tmp_path):

@@ -30,30 +30,19 @@ def run(folder: Path, shape: str, hook: str, fork: int, *signals: int):
 
 
 @pytest.mark.parametrize(
-    ("shape", "hook", "signals", "code"),
+    ("shape", "hook", "fork", "signals", "expected"),
     [
-        ("ranks", "before", (TERM,), 143),
-        ("ranks", "after_in_parent", (TERM,), 143),
-        ("ranks", "after_in_parent", (TERM, TERM), 143),
-        ("restarts", "after_in_parent", (USR1,), 143),
-        ("inline", "after_in_parent", (INT,), 130),
+        ("ranks", "before", 1, (TERM,), (143, None)),
+        ("ranks", "after_in_parent", 1, (TERM,), (143, None)),
+        ("ranks", "after_in_parent", 1, (TERM, TERM), (143, None)),
+        ("restarts", "after_in_parent", 1, (USR1,), (143, None)),
+        ("inline", "after_in_parent", 1, (INT,), (130, None)),
+        ("ranks", "after_in_parent", 2, (TERM,), PREEMPTED),
+        ("ranks", "after_in_parent", 3, (TERM, USR1), TERMINATED),
+        ("restarts", "after_in_parent", 3, (INT,), INTERRUPTED),
     ],
 )
-def test_signals_before_the_ranks_end_the_run(tmp_path, shape, hook, signals, code):
-    ended, state, printed = run(tmp_path, shape, hook, 1, *signals)
-    assert (ended, state) == (code, None), printed
-    assert "Exception ignored" not in printed and "Traceback" not in printed
-
-
-@pytest.mark.parametrize(
-    ("shape", "fork", "signals", "expected"),
-    [
-        ("ranks", 2, (TERM,), PREEMPTED),
-        ("ranks", 3, (TERM, USR1), TERMINATED),
-        ("restarts", 3, (INT,), INTERRUPTED),
-    ],
-)
-def test_signals_while_the_ranks_are_forked_reach_them(tmp_path, shape, fork, signals, expected):
-    ended, state, printed = run(tmp_path, shape, "after_in_parent", fork, *signals)
+def test_signals_in_the_hooks_of_a_fork_end_the_run(tmp_path, shape, hook, fork, signals, expected):
+    ended, state, printed = run(tmp_path, shape, hook, fork, *signals)
     assert (ended, state) == expected, printed
     assert "Exception ignored" not in printed and "Traceback" not in printed

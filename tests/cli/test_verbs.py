@@ -48,6 +48,8 @@ def test_a_difference_ends_with_4_and_is_shown(tmp_path: Path) -> None:
     ended = run_launcher(tmp_path, overrides=wanted, worker="parallelrun.training.verify.run:run")
     assert ended.wait() == 4, ended.stderr
     assert "DIFFERS" in ended.stdout and not read(ended.directory / "verify.json")["passed"]
+    status = ended.status
+    assert (status["state"], status["exit_code"], status["failed_rank"]) == ("failed", 4, None)
 
 
 def test_bench_writes_median_and_spread(tmp_path: Path) -> None:

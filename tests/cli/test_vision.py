@@ -9,20 +9,18 @@ from pathlib import Path
 import pytest
 
 from parallelrun.cli import main as program
-from parallelrun.config import compose
-from parallelrun.config.overrides import read
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.report.progress import ProgressLine
 from parallelrun.report.runs import final_panel as report
 from tests.cli.launcher import run_to_end
 from tests.plans import tiny_plan
+from tests.unit.config.test_presets import composed as from_presets
 from tests.vision import ALEXNET
 
 
 def composed(*overrides: str) -> Config:
-    parsed, problems = read(list(overrides), False, "here")
-    assert not problems
-    return compose.compose_once(compose.prepare(parsed, (), "plan", False))[0].config
+    """Compose anew: recipes of a test change."""
+    return from_presets.__wrapped__(*overrides).config
 
 
 @pytest.mark.parametrize("model", ["resnet", "resnet18", "resnet50", "alexnet", "vgg16"])

@@ -86,11 +86,6 @@ def misbehave(how: str) -> None:
         dist.all_reduce(torch.zeros(7))
 
 
-def disagree(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """A worker whose ranks all return 4, as `verify` does on a mismatch."""
-    return 4
-
-
 def environment(config: Config, plan: Plan, context: WorkerContext) -> int:
     """Rank by rank: variables, threads, random numbers, addresses that are listened on."""
     facts = {

@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 # Files that the lines name, in the folder where they are typed.
 FILES = {
     "tiny.yaml": "tp: 2\n",
     "notes.txt": "abc\n",
-    "net.py": """
-import torch
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self, hidden):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
-        self.out = nn.Linear(hidden, hidden)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-
-class Net(nn.Module):
-    def __init__(self, vocab, hidden, layers):
-        super().__init__()
-        self.embed = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList([Attention(hidden) for _ in range(layers)])
-        self.head = nn.Linear(hidden, vocab)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def build(vocab, hidden, layers):
-    return Net(vocab, hidden, layers)
-
-
-def number():
-    return 3
-""",
+    "net.py": f"{(Path(__file__).parent / 'user_net.py').read_text()}\n\ndef number():\n    return 3\n",
 }
 
 # What is no command but advice for people.
@@ -104,7 +69,6 @@ layer=4
 model.hiden=32
 lr=0.1
 epochs=3
-steps=-3
 recipes=quickstart
 stratgy=ddp
 checkpoint=10
@@ -114,12 +78,12 @@ strategy.data=fsdp
 optimizer.name=adam
 optimizer=adam
 optimizer.lr=x
+optimizer.lr=null => did you mean: optimizer.lr=0.003
 optimizer.lr=-1 => optimizer.lr
 optimizer.lr=nan => optimizer.lr
 optimizer.betas=0.9 => optimizer.betas
 optimizer.betas=[0.9]
 optimizer.betas=[a,b] => optimizer.betas
-optimizer.lr_scale=-1
 optimizer.lr_scale=fast
 model=gtp => model=gtp: no such model | did you mean: model=gpt | try: parallelrun ls
 model=null
@@ -127,7 +91,6 @@ model=gpt,mlp
 model.layers={a:1}
 model.layers=[1]
 model.layers=1,2
-model.layers=0
 model.layers=2.5
 model.heads=3
 model.kv_heads=3
@@ -135,13 +98,12 @@ model.hidden=30
 model.vocab=10
 model.name=gtp
 model.roles=[1] => model.roles
-model.roles=x
-optimizer.clip=-1
-model.stages=3
+model.roles=null => did you mean: model.roles={}
+model=resnet model.stages=3
 model.dataset=nosuch
 model=module
 model=module model.source=net.py
-model=module model.source=./nosuch.py:build
+model=module model.source=./nosuch.py:build => there is no file
 model=resnet model.stem=tiny
 model=resnet tp=2
 model=resnet model.norm_samples=7
@@ -166,7 +128,6 @@ strategy=ps dp=2 consistency=never
 strategy=ps dp=2 consistency=sync staleness=2
 strategy=ps dp=2 consistency=async backup_workers=1
 strategy=ps dp=2 backup_workers=2
-strategy=ps dp=2 servers=0
 strategy=ps world=2 servers=2
 strategy=ps dp=2 strategy.data.delays=[-1]
 strategy=hsdp dp=4 strategy.data.shard=3
@@ -182,7 +143,6 @@ strategy=horovod dp=4 strategy.data.process_sets=[[0,1],[1,2]]
 strategy=horovod dp=2 strategy.data.join_divisor=active
 strategy=horovod dp=2 strategy.data.compression=powersgd precision=fp16
 strategy=diloco dp=2 strategy.data.outer_momentum=0
-strategy=diloco dp=2 strategy.data.sync_every=0
 strategy=local_sgd dp=2 strategy.data.outer_lr=0.1
 strategy=gpipe pp=3 model.layers=2
 strategy=gpipe pp=2 microbatches=7
@@ -201,8 +161,7 @@ schedule=naive pp=2 microbatches=4
 layout=2d tp=5
 tp=3
 tp=0 => tp=0
-tp=-1 => tp=-1
-tp=eight => not a whole number
+tp=eight => not a whole number | did you mean: tp=1
 tp=8 tp=4 => given twice: tp=8 and tp=4
 tp=1,2 => several values need a sweep | try: parallelrun -m ... tp=1,2
 tp=${nosuch} => 'nosuch' not found | where: tp
@@ -211,23 +170,20 @@ tp=16
 dp=7
 pp=9
 ep=2 => model=moe_gpt
-ep=0
 depth=2
 grid=2x2
 world=3 tp=2
 world=4 dp=3
 world=2 dp=4
 global_batch=7 dp=2
+global_batch=99999999999 => did you mean: global_batch=1048576
 global_batch=8 local_batch=4
 micro_batch=7
 micro_batch=2 microbatches=3
 steps=0 => steps
-seed=-1
-seed=1e30
-dropout=2
-recompute=some
-compile=2
-device=gpu
+steps=1.5 => did you mean: steps=1 or steps=2
+seed=1e400 => did you mean: seed=1234
+compile=2 => did you mean: compile=true or compile=false
 precision=fp8
 name=../x => name
 name=a/b
@@ -236,7 +192,6 @@ tracker=wandb,mlflow
 tracker=[mlflow,tensorbord]
 tracker.projekt=x
 tracker=null
-timeout_s=0
 plan detail=rank
 plan detail=ranks,all,many
 detail=ranks
@@ -246,20 +201,14 @@ plot=x
 plan strategy=single plot=x
 dataset=tekst => dataset=text
 dataset.name=texts
-dataset=synthetic dataset.samples=0
 path=notes.txt
 path=a dataset.path=b => given twice
 cluster=a100
-cluster.nodes=0
 cluster.ps=[localhost]
 strategy=ddp cluster.ps=[localhost:2222] cluster.worker=[localhost:2223]
 strategy=ps cluster.worker=[localhost:2223]
 strategy=ps cluster.ps=[localhost:2222] cluster.worker=[localhost:2222]
 strategy=ps cluster.ps=[localhost:99999] cluster.worker=[localhost:2222]
-verify.precision=fp16
-bench.steps=0
-eval.every=-1
-checkpoint.keep=0
 sweep.fail_fast=2
 recipe=quikstart => recipe=quikstart: no such recipe | recipe=quickstart
 recipe=nosuch.yaml
@@ -272,8 +221,8 @@ show a b => one recipe
 show quickstart tpp=2
 show quickstart tp=x
 model=moe_gpt strategy=gshard dp=4 ep=3 => are not divisible by ep=3 | ep=2 or ep=4 | does not divide dp=4
-model=moe_gpt dp=6 ep=4 => ep=2 or dp=4 or dp=8
-model=moe_gpt strategy=dropless model.router.top_k=9 => model.router.top_k=8
+model=moe_gpt dp=6 ep=4 => ep=2 or dp=4 or dp=8 | ep=4 does not divide dp=6, whose ranks hold the experts
+model=moe_gpt strategy=dropless model.router.top_k=9 => model.router.top_k=8 | model.experts=9
 model=moe_gpt strategy=gshard model.router.capacity_factor=0 => finite number above 0
 model=moe_gpt strategy=gshard model.router.kind=best => top_k, gshard, switch, expert_choice
 model=moe_gpt strategy=gshard model.router.top_k=3
@@ -292,7 +241,6 @@ strategy=tp2d tp=4 strategy.tensor.sequence_parallel=true
 strategy=tp2d tp=4 strategy.tensor.form=best
 -m model=gtp,gpt => model=gtp
 -m tp=1,two => two
-optimizer.warmup=-1
 hydra.nosuch=1
 --config-dir /nonexistent => /nonexistent
 -cn nosuch => nosuch
@@ -309,8 +257,9 @@ tp 8 => a value is missing | did you mean: tp=8
 profile=true => profile takes a list: steps that | did you mean: profile=[]
 profile=3,4 => did you mean: profile=[3,4]
 model.arguments=3 => takes a mapping
-grid=[2,4] => takes one value, not a list | did you mean: grid=2x4
+strategy=tp2d tp=8 grid=[2,4] => takes one value, not a list | did you mean: grid=2x4
 tp=[2,4] => did you mean: tp=2
+device=[cpu] => did you mean: device=cpu
 strategy.pipeline.partition=[uniform] => did you mean: strategy.pipeline.partition=uniform
 strategy.pipeline.partition=[1,2] => did you mean: strategy.pipeline.partition=cost
 strategy=../../x => choose a strategy by its name; ../../x points to
@@ -326,6 +275,7 @@ strategy=gpipe pp=2 strategy.pipeline.split=[layer.1] => did you mean: strategy.
 full => did you mean: recompute=full
 num_attention_heads=4 => did you mean: model.heads=4
 recompte=some => did you mean: recompute=...
+model=module model.source=nosuch.net:f => No module named 'nosuch'
 """
 
 # What the message must have, after the arrow.

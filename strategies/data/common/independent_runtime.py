@@ -12,8 +12,8 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.plan import SYNC, Plan
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
+from parallelrun.training.loop.flat_tensors import bucket_pairs, flatten, unflatten
 
-from .flat import bucket_pairs, flatten, unflatten
 from .independent_plan import IndependentReplicas
 
 

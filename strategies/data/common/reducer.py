@@ -20,8 +20,7 @@ from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients
-
-from .flat import bucket_pairs, flat_views
+from parallelrun.training.loop.flat_tensors import bucket_pairs, flat_views
 
 Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into a bucket's buffer
 Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place

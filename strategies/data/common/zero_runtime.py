@@ -23,9 +23,9 @@ from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients
+from parallelrun.training.loop.flat_tensors import bucket_pairs
 
 from .buckets import shard_dim
-from .flat import bucket_pairs
 from .reducer import GradientBucket, Reducer
 
 

@@ -22,9 +22,9 @@ from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, match, trained
+from parallelrun.training.loop.flat_tensors import bucket_pairs, flat_views
 
 from ..common.buckets import shard_dim
-from ..common.flat import bucket_pairs, flat_views
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_unsharded, shard_axis
 
 torch_private.import_compiler()  # or DTensor would, in each rank instead of once before they are forked

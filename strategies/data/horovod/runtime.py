@@ -21,9 +21,9 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
+from parallelrun.training.loop.flat_tensors import bucket_pairs, flatten, unflatten
 
 from ..common.allreduce.runtime import all_reduce
-from ..common.flat import bucket_pairs, flatten, unflatten
 from ..common.reducer import BucketedRuntime, Part
 from .adasum import all_combine
 from .exchanges import WatchedExchange

@@ -18,8 +18,8 @@ from torch import Tensor
 from parallelrun.distributed import comm, torch_private
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.training.loop.flat_tensors import flat_views, flatten, unflatten
 
-from ..common.flat import flat_views, flatten, unflatten
 from .plan import sharding
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .shards import Shard

@@ -19,11 +19,11 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import build_server_group
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.predict.prediction import merge
+from parallelrun.training.loop.flat_tensors import flatten, unflatten
 from parallelrun.training.loop.gradients import clip_coefficient
 from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.metrics.recorder import peak_bytes
 
-from ..common.flat import flatten, unflatten
 from .apply_log import AppliedUpdate, DroppedPush, LogRow, LogStatistics, Push, append_row
 from .checkpoints import ServerCheckpoints
 from .connections import PeerLost, WorkerConnection, publish_facts

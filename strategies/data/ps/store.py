@@ -30,9 +30,9 @@ from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.definitions import Dataset
 from parallelrun.planner.model.model_spec import ParameterSpec
+from parallelrun.training.loop.flat_tensors import flat_views
 from parallelrun.training.loop.schedules import LossScaler
 
-from ..common.flat import flat_views
 from .plan import ParameterServer, sharding
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.base.errors import Problem
 from parallelrun.cli import errors
 
 
@@ -13,18 +13,9 @@ def test_the_shape_of_a_message():
     )
 
 
-def test_lines_that_are_empty_are_left_out():
-    assert errors.render([Problem("it broke")]) == "error: it broke"
-
-
 def test_all_problems_are_shown_each_on_lines_of_its_own():
     assert errors.render([Problem("a"), Problem("b\nc")]) == "error: a\nerror: b c"
     assert errors.render([Problem("x")] * 30).endswith("... and 10 more")
-
-
-def test_a_known_error_shows_no_traceback(capsys):
-    assert errors.report(EnvironmentProblem("no GPU"), verbose=False) == 3
-    assert capsys.readouterr().err == "error: no GPU\n"
 
 
 def test_an_unexpected_error_says_how_to_see_more(capsys):
@@ -35,16 +26,6 @@ def test_an_unexpected_error_says_how_to_see_more(capsys):
         assert "-v" in capsys.readouterr().err
         assert errors.report(error, verbose=True) == 1
         assert "Traceback" in capsys.readouterr().err
-
-
-def test_our_own_errors_pass_through_hydras():
-    try:
-        try:
-            raise ConfigError("mine")
-        except ConfigError as inner:
-            raise RuntimeError("wrapped") from inner
-    except RuntimeError as outer:
-        assert str(errors.translate(outer)) == "mine"
 
 
 def test_an_error_that_is_not_hydras_is_not_called_a_configuration_error():

@@ -226,22 +226,17 @@ def test_a_mistake_ends_with_2_and_one_readable_message(line, shell):
     assert [text for text in SAID[line] if text not in stderr] == [], stderr
 
 
-@pytest.mark.parametrize("part", range(0, 8, 1 if FULL else 2))  # every line, or every second one
-def test_what_is_suggested_is_not_refused(part, shell):
+# Every line, or every second one.
+PARTS = {f"{part} of 8": CATALOGUE[part::8] for part in range(0, 8, 1 if FULL else 2)}
+
+
+@pytest.mark.parametrize("lines", [*PARTS.values(), OWN_MODULES], ids=[*PARTS, "a module of the user's own"])
+def test_what_is_suggested_is_not_refused(lines, shell):
     wrong = []
-    for line in CATALOGUE[part::8]:
+    for line in lines:
         code, said = shell(shlex.split(line))
         if code != 2 or not said or any("unexpected" in one.what for one in said):
             wrong.append(f"{line!r} ended with {code}: {said}")
             continue
-        wrong += [text for one in said for text in refused(shell, line, one)]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_what_is_suggested_for_a_module_of_the_users_own_is_not_refused(shell):
-    wrong = []
-    for line in OWN_MODULES:
-        code, said = shell(shlex.split(line))
-        wrong += [f"{line!r}: {code}, {said}"] if code != 2 else []
         wrong += [text for one in said for text in refused(shell, line, one)]
     assert not wrong, "\n".join(wrong)

@@ -56,7 +56,6 @@ RUNS_CODE = {
     "a model without override": "defaults:\n  - /model: {climb}/evil_model\n",
     "a model in a package": "defaults:\n  - override /model@hydra.launcher: gpt\n",
     "a group that climbs": "defaults:\n  - override /model/{climb}: evil_model\n",
-    "a group of Hydra's": choose("joblib", "hydra/launcher"),
     "a group of Hydra's, not overridden": "defaults:\n  - hydra/callbacks: evil\n",
     "a dataset of another folder": choose("{climb}/evil_model", "dataset"),
     "a strategy of another folder": choose("{climb}/evil_model", "strategy"),
@@ -67,7 +66,6 @@ RUNS_CODE = {
     "a parent that is the primary configuration": "defaults:\n  - /config\n",
     "a parent that is another group's": "defaults:\n  - /model/gpt\n",
     "a parent that is the recipe itself": "defaults:\n  - theirs\n",
-    "an instruction to Hydra": "model:\n  _target_: evil.build\n",
     "an instruction in a mapping": "model:\n  arguments:\n    a: {{_target_: evil.build}}\n",
     "an instruction in a list": "model:\n  arguments:\n    a: [[{{_target_: evil.build}}]]\n",
     "an instruction in dots": "model:\n  arguments:\n    a._target_: evil.build\n",
@@ -82,13 +80,11 @@ RUNS_CODE = {
     ),
     "Hydra's launcher": "hydra:\n  launcher:\n    _target_: evil.build\n",
     "Hydra's callbacks": "hydra:\n  callbacks:\n    x:\n      _target_: evil.build\n",
-    "Hydra's search path": "hydra:\n  searchpath: ['file://{root}']\n",
     "Hydra's settings with a dot": "hydra.run.dir: {root}\n",
     "a Python object": "seed: !!python/object/apply:os.system ['touch {root}/ran']\n",
     "a tag by its full name": "seed: !<tag:yaml.org,2002:python/object/new:os.system> [x]\n",
 }
 RESOLVERS = {
-    "oc.env": "name: ${{oc.env:HOME}}\n",
     "oc.decode": "seed: ${{oc.decode:'1'}}\n",
     "oc.create": "model:\n  arguments: ${{oc.create:'{{_target_: evil.build}}'}}\n",
     "oc.select": "name: ${{oc.select:hydra.run.dir}}\n",
@@ -172,7 +168,6 @@ SIZES = {
 }
 MALFORMED = {
     "a missing value": "seed: ???\n",
-    "a number for a model": choose("3"),
     "nothing for a model": choose("null"),
     "no option": choose(""),
     "two models": choose("gpt") + "  - override /model: mlp\n",

@@ -106,12 +106,6 @@ def test_a_token_above_the_vocab_names_sample_and_byte(example):
                 split.sample(index)
 
 
-def test_a_single_long_document_is_split_by_pieces(tmp_path):
-    write_indexed(tmp_path / "x", [[np.arange(5000) % 300]], np.dtype("<u2"))
-    dataset = open_dataset(config(tmp_path / "x"), spec())
-    assert 5 < len(dataset.val) < 400 and len(dataset.train) + len(dataset.val) > 1200
-
-
 DAMAGES = {
     "another magic": (lambda raw: b"WRONG" + raw[5:], "no Megatron index"),
     "another version": (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "version 2"),

@@ -73,16 +73,6 @@ def test_a_step_far_away_is_counted_at_once_as_step_by_step(monkeypatch):
     assert counts_after((7, 3), 48, 10**12)[0] == 48 * 10**12 * 7 // 10  # no time for each batch
 
 
-def test_the_samples_of_a_batch_are_the_same_under_every_plan():
-    for step in (1, 2, 17, 500):
-        whole, ids = sampler(24).indices(step, 0, 24)
-        for dp in (2, 3, 4, 8):
-            size = 24 // dp
-            each = [sampler(24).indices(step, c * size, (c + 1) * size) for c in range(dp)]
-            assert np.array_equal(np.concatenate([one for one, _ in each]), whole)
-            assert np.array_equal(np.concatenate([one for _, one in each]), ids)
-
-
 def test_each_batch_has_the_counts_that_are_due():
     before = np.zeros(3, dtype=int)
     for step in range(1, 60):
@@ -108,14 +98,6 @@ def test_each_part_and_each_epoch_has_an_order_of_its_own():
         indices = order.indices(4 * epoch + 1, 0, 8)[0]
         first_four |= {frozenset(indices[indices < 16].tolist()), frozenset((indices[indices >= 16] - 16).tolist())}
     assert len(first_four) == 12
-
-
-def test_a_resumed_run_reads_what_the_first_one_would_have_read():
-    straight = [sampler().indices(step, 0, 8)[0].tolist() for step in range(1, 31)]
-    for stop in (1, 7, 29):
-        shares._states.cache_clear()
-        counts_after.cache_clear()
-        assert [sampler().indices(step, 0, 8)[0].tolist() for step in range(stop + 1, 31)] == straight[stop:]
 
 
 def test_places_in_the_batch_are_drawn_so_that_every_replica_has_every_part():

@@ -125,13 +125,6 @@ class TestText:
         train, val = set(whole_stream(dataset.train)), set(whole_stream(dataset.val))
         assert not train & val and 1 not in train | val and len(train | val) == 40
 
-    def test_the_fingerprint_is_of_content_not_of_place(self, tmp_path):
-        for folder in ("a", "b", "c"):
-            (tmp_path / folder).mkdir()
-            write(tmp_path / folder / "x.txt", 5000, seed=folder == "c")
-        prints = [open_dataset(config(path=tmp_path / folder), spec()).fingerprint for folder in ("a", "b", "c")]
-        assert prints[0] == prints[1] != prints[2] and len(prints[0]) == 64
-
     def test_max_bytes_limits_the_total(self, tmp_path):
         for number in range(3):
             write(tmp_path / f"{number}.txt", 2000)
@@ -272,10 +265,6 @@ class TestSynthetic:
     def test_too_few_samples(self):
         with pytest.raises(EnvironmentProblem, match=r"gives 3 training.*fewer than global_batch=4"):
             open_dataset(config("synthetic", samples=3, batch=4), spec())
-
-    def test_text_for_a_model_of_features_is_refused(self, tmp_path):
-        with pytest.raises(ConfigError, match="gives tokens, and model=gpt reads features"):
-            open_dataset(config(path=write(tmp_path / "a.txt", 900)), spec(4, kind="features", shape=(6,)))
 
     def test_vocab_size(self):
         settings = Config()

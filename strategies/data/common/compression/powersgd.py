@@ -18,9 +18,9 @@ from torch import Tensor
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.comm import Waitable
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.flat_tensors import flat_views, flatten
 
 from ..bucketed_plan import BucketedAllReduce
-from ..flat import flat_views, flatten
 from ..reducer import Part, Sum
 from .plan import PowerSGD, matrix_shape, num_columns
 

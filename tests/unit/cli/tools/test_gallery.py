@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def test_every_recipe_says_what_the_gallery_needs_and_what_the_plan_confirms(nam
     assert found.problems == ()
     said = recipes.load(found.file).about
     assert said is not None and said.source and said.purpose and found.file.description == said.purpose
+    assert recipes.load(replace(found.file, source="user")).about == said, "ours obey the rules for strangers, too"
     if said.basis != "measured":
         assert {"minutes", "tokens_per_s"} <= set(found.results), "the range is compared with a prediction"
 

@@ -10,8 +10,10 @@ from rich.console import Console
 
 from parallelrun.cli.main import main
 from parallelrun.cli.tools import runs as command
+from parallelrun.planner.resolve.freeze import freeze
 from parallelrun.report.records.rows import read_row
 from parallelrun.report.runs import run_list as report
+from tests.plans import tiny_config
 from tests.run_files import write_run
 
 
@@ -112,28 +114,21 @@ def test_mistakes_are_exit_2(runs, capsys, words, told):
     assert told in capsys.readouterr().err
 
 
-def test_a_run_whose_configuration_names_code_is_not_repeated_without_trust(tmp_path, capsys):
-    from parallelrun.planner.resolve.freeze import freeze
-    from tests.plans import tiny_config
-
+@pytest.mark.parametrize(
+    ("keys", "code", "told"),
+    [
+        ({"model.name": "module", "model.source": "net.py:build"}, 2, "--trust"),
+        ({"resume": "/nonexistent/gone"}, 4, "which is gone"),
+    ],
+)
+def test_a_run_that_names_code_or_a_lost_checkpoint_is_not_repeated(tmp_path, capsys, keys, code, told):
     directory = write_run(tmp_path / "gpt" / "20260101T000000Z-aaaaaa")
-    text = freeze(tiny_config({"model.name": "module", "model.source": "net.py:build"}))
-    (directory / "config.yaml").write_text(text)
-    assert main(["runs", "rerun", str(directory)]) == 2
-    assert "--trust" in capsys.readouterr().err
+    (directory / "config.yaml").write_text(freeze(tiny_config(keys)))
+    assert main(["runs", "rerun", str(directory)]) == code
+    assert told in capsys.readouterr().err
 
 
 def test_a_broken_configuration_is_exit_4_with_the_file_and_key(tmp_path, capsys):
     directory = write_run(tmp_path / "gpt" / "20260101T000000Z-aaaaaa", config={"optimizer.lr": "high"})
     assert main(["runs", "rerun", str(directory)]) == 4
     assert "config.yaml" in capsys.readouterr().err
-
-
-def test_a_run_whose_checkpoint_is_gone_is_not_repeated(tmp_path, capsys):
-    from parallelrun.planner.resolve.freeze import freeze
-    from tests.plans import tiny_config
-
-    directory = write_run(tmp_path / "gpt" / "20260101T000000Z-aaaaaa")
-    (directory / "config.yaml").write_text(freeze(tiny_config({"resume": str(tmp_path / "gone")})))
-    assert main(["runs", "rerun", str(directory)]) == 4
-    assert "which is gone" in capsys.readouterr().err

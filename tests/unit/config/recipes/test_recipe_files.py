@@ -147,12 +147,6 @@ def test_recipes_are_found_and_built_in_ones_cannot_be_shadowed(tmp_path, monkey
     assert found["quickstart"].source == "built-in"
 
 
-def test_a_file_of_any_name_becomes_a_safe_name(tmp_path):
-    path = tmp_path / "a b,c=d$.yaml"
-    path.write_text(GOOD)
-    assert at_path(str(path)).name.startswith("file_a_b_c_d_")
-
-
 @given(some.data())
 @settings(max_examples=examples(400), deadline=None)
 def test_no_mutation_of_a_recipe_breaks_the_reader(tmp_path_factory, data):

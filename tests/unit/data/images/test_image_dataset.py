@@ -86,11 +86,6 @@ def test_an_mlp_reads_pixels_as_features() -> None:
     assert caught.value.problems[0].suggestion == "model.hidden=64"
 
 
-def test_a_language_model_is_told_that_these_are_images() -> None:
-    with pytest.raises(ConfigError, match="gives images"):
-        opened(model__name="gpt", model__preset="gpt", dataset__name="digits", model__vocab=10)
-
-
 def idx(array: np.ndarray) -> bytes:
     sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
     return bytes((0, 0, 8, array.ndim)) + sizes + array.astype(np.uint8).tobytes()

@@ -6,14 +6,12 @@ import json
 import sys
 import types
 
-import numpy as np
 import pytest
 
 from parallelrun.cli.main import main as program
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.data import megatron, open_dataset
+from parallelrun.data import megatron
 from parallelrun.data.megatron import open_indexed
-from parallelrun.planner.model.model_spec import ModelSpec
 
 
 def main(arguments):
@@ -50,36 +48,10 @@ def test_an_end_of_document_token_is_appended_on_demand(texts, tmp_path):
     assert megatron.DATASET.vocab_size(settings) == 257
 
 
-def test_lines_of_jsonl_are_documents(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"text": "ab"}\n\n{"text": "c", "other": 1}\n')
-    main([str(path), "--output", str(tmp_path / "out")])
-    assert read(tmp_path / "out")[0] == [[97, 98], [99]]
-
-
-def test_a_bad_line_is_named_and_leaves_no_files(tmp_path, capsys):
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"text": "ab"}\n{"body": "c"}\n')
-    assert main([str(path), "--output", str(tmp_path / "out")]) == 4
-    assert "lines.jsonl:2" in capsys.readouterr().err
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["lines.jsonl"]
-
-
 def test_a_larger_vocab_changes_the_element_type(texts, tmp_path):
     main([str(texts), "--output", str(tmp_path / "out"), "--vocab", "70000"])
     assert read(tmp_path / "out")[1] == "int32"
     assert json.loads((tmp_path / "out.json").read_text())["vocab"] == 70000
-
-
-def test_what_was_written_can_be_trained_on(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps({"text": f"document {number} " * 3}) + "\n" for number in range(60)))
-    main([str(path), "--output", str(tmp_path / "out"), "--append-eod"])
-    settings = Config(global_batch=4)
-    settings.dataset.name, settings.dataset.path = "megatron", str(tmp_path / "out")
-    dataset = open_dataset(settings, ModelSpec("x", "tokens", (), (16,), (16, 4), 16, 257, seq=16))
-    inputs, targets = dataset.train.sample(2)
-    assert inputs.shape == (16,) and np.array_equal(inputs[1:], targets[:-1])
 
 
 @pytest.mark.parametrize(
@@ -105,31 +77,20 @@ def test_a_missing_tokenizers_package_says_what_to_install(texts, tmp_path, caps
 def test_a_tokenizer_of_the_tokenizers_package(texts, tmp_path, monkeypatch):
     """Against the package's interface; the package itself is optional and may not be installed."""
 
-    class Words:
-        @staticmethod
-        def from_pretrained(name):
-            assert name == "somebody/words"
-            return Words()
+    def encode_batch(texts, add_special_tokens):
+        assert add_special_tokens is False
+        return [types.SimpleNamespace(ids=[len(word) for word in text.split()]) for text in texts]
 
-        def get_vocab_size(self):
-            return 66000
-
-        def token_to_id(self, text):
-            return 65999 if text == "</s>" else None
-
-        def to_str(self):
-            return "words"
-
-        def no_truncation(self):
-            pass
-
-        no_padding = no_truncation
-
-        def encode_batch(self, texts, add_special_tokens):
-            assert add_special_tokens is False
-            return [types.SimpleNamespace(ids=[len(word) for word in text.split()]) for text in texts]
-
-    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Words))
+    words = types.SimpleNamespace(
+        get_vocab_size=lambda: 66000,
+        token_to_id={"</s>": 65999}.get,
+        to_str=lambda: "words",
+        no_truncation=int,
+        no_padding=int,
+        encode_batch=encode_batch,
+    )
+    tokenizer = types.SimpleNamespace(from_pretrained={"somebody/words": words}.__getitem__)
+    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=tokenizer))
     main([str(texts), "--output", str(tmp_path / "out"), "--tokenizer", "hf:somebody/words", "--append-eod"])
     assert read(tmp_path / "out") == ([[3, 1, 65999], [3, 65999]], "int32")
 

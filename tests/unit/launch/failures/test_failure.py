@@ -156,13 +156,9 @@ def wrapped(how: str) -> BaseException:
 
 
 @pytest.mark.parametrize("how", ["raised from it", "handled", "of torch's ranks", "in a group"])
-def test_a_full_disk_inside_another_exception_is_the_machine_s_fault_too(how):
+def test_a_full_disk_inside_another_exception_is_the_machine_s_fault_too_also_before_a_run(how):
     found = of_exception(wrapped(how), 0, 1)
     assert found.exit_code == 3 and found.what == "no room to write: [Errno 122] Disk quota exceeded: 'model.pt'"
-
-
-@pytest.mark.parametrize("how", ["raised from it", "handled", "of torch's ranks", "in a group"])
-def test_before_a_run_too(how):
     told = translate(wrapped(how))
     assert told is not None and told.exit_code == 3 and told.problems[0].where == "model.pt"
 

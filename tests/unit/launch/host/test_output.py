@@ -52,11 +52,6 @@ def test_a_command_that_cannot_write_says_so_in_one_line(line, buffered, number,
     assert said.splitlines() == (lines if code else [])
 
 
-def test_a_closed_stdout_is_no_error(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdout", None)
-    assert program.main(["plan", "--json", "tp=2"]) == 0 and capsys.readouterr().err == ""
-
-
 def test_an_error_of_the_command_itself_is_not_hidden(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Broken(errno.ENOSPC, True))
     assert program.main(["plan", "tpp=2"]) == 2

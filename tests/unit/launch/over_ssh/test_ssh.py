@@ -251,9 +251,3 @@ def test_an_agent_kills_the_other_ranks_ten_seconds_after_one_has_failed(monkeyp
     ((pid, number, when),) = killed
     assert (pid, number) == (11, signal.SIGKILL)
     assert when - began == pytest.approx(10, abs=0.5)
-
-
-def test_the_address_of_an_agent_is_sshd_s():
-    from parallelrun.launch.over_ssh.ssh_agent import address
-
-    assert address({"SSH_CONNECTION": "10.0.0.1 40000 10.0.0.9 22"}) == "10.0.0.9"

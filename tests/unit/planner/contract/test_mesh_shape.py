@@ -20,29 +20,11 @@ def test_tp_varies_fastest_and_pp_slowest():
     assert PTDP.coordinate(12) == {"pp": 1, "dp": 0, "tp": 0}
 
 
-@pytest.mark.parametrize("shape", [PTDP, FACTORED])
-def test_coordinate_and_rank_are_inverse(shape):
-    for rank in range(shape.num_ranks):
-        coordinate = shape.coordinate(rank)
-        assert shape.rank(**{axis: coordinate[axis] for axis in shape.mesh_dim_names}) == rank
-        assert shape.rank(pp=coordinate["pp"], dp=coordinate["dp"], tp=coordinate["tp"]) == rank
-
-
 def test_a_factored_axis_has_the_product_of_its_leaves_and_the_major_one_first():
     assert FACTORED.size("dp") == 6 and FACTORED.size("tp") == 4 and FACTORED.size("ep") == 1
     coordinate = FACTORED.coordinate(FACTORED.rank(dp=4, tp=3))
     assert (coordinate["dp_replicate"], coordinate["dp_shard"]) == (1, 1)
     assert (coordinate["tp_kv"], coordinate["tp_copy"]) == (1, 1)
-
-
-@pytest.mark.parametrize("shape", [PTDP, FACTORED])
-@pytest.mark.parametrize("axes", [("pp",), ("dp",), ("tp",), ("pp", "tp"), ("dp", "tp"), ("pp", "dp", "tp")])
-def test_groups_partition_the_ranks_and_contain_each_rank_s_own(shape, axes):
-    groups = list(shape.groups(*axes))
-    assert sorted(rank for group in groups for rank in group) == list(range(shape.num_ranks))
-    for group in groups:
-        for rank in group:
-            assert shape.group_of(rank, *axes) == group
 
 
 def test_a_rank_or_coordinate_outside_the_mesh_is_our_own_mistake():

@@ -143,14 +143,17 @@ def check_ranks(plan: Plan) -> None:
     for rank in [*range(0, shape.num_ranks, step), shape.num_ranks - 1]:
         coordinate = shape.coordinate(rank)
         assert shape.rank(**{axis: coordinate[axis] for axis in shape.mesh_dim_names}) == rank
+        assert shape.rank(pp=coordinate["pp"], dp=coordinate["dp"], tp=coordinate["tp"]) == rank
         for axis in ("pp", "dp", "tp", "ep", "expert_dp"):
             group = shape.group_of(rank, axis)
             assert rank in group and len(set(group)) == len(group) == shape.size(axis)
             assert group.index(rank) == coordinate.get(axis, 0)
     if shape.num_ranks <= 64:
-        for axis in ("pp", "dp", "tp", "ep", "expert_dp"):
-            groups = list(shape.groups(axis))
+        several = ("pp", "tp"), ("dp", "tp"), ("pp", "dp", "tp")
+        for axes in (("pp",), ("dp",), ("tp",), ("ep",), ("expert_dp",), *several):
+            groups = list(shape.groups(*axes))
             assert sorted(rank for group in groups for rank in group) == list(range(shape.num_ranks))
+            assert all(shape.group_of(rank, *axes) == group for group in groups for rank in group)
 
 
 def check_stages(plan: Plan) -> None:

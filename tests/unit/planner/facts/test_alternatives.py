@@ -54,16 +54,32 @@ SELECTED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "name"), SELECTED, ids=[name for _, name in SELECTED])
-def test_the_plans_own_strategy_is_marked_once_and_has_the_figures_of_its_plan(overrides, name):
-    config = tiny_config({"dp": 4, **RATES, **overrides})
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("1d", {"tp": 4}),
+    ("1d sequence", {"tp": 4, "strategy.tensor.sequence_parallel": True}),
+    ("2d 2x2", {"tp": 4, "layout": "2d", "dp": 2}),
+    ("2d 2x2 lean", {"tp": 4, "layout": "2d", "strategy.tensor.save_gathered": False}),
+    ("2d 2x2 summa", {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa", "pp": 2}),
+    ("2d 4x2", {"tp": 8, "layout": "2d", "grid": "4x2"}),
+    ("2d 2x2 stationary_w", {"tp": 4, "layout": "2d", "strategy.tensor.form": "stationary_w"}),
+    ("2.5d 2x2x2", {"tp": 8, "layout": "2.5d"}),
+    ("3d 2x2x2", {"tp": 8, "layout": "3d", "precision.name": "bf16"}),
+    ("2d 2x2", {"tp": 4, "layout": "2d", "cp": 2}),
+]
+OWN = [(compared, name, {"dp": 4, **overrides}) for overrides, name in SELECTED]
+OWN += [(split, name, {**SPLIT, **overrides}) for name, overrides in LAYOUTS]
+
+
+@pytest.mark.parametrize(("table", "name", "overrides"), OWN, ids=[f"{n}-{name}" for n, (_, name, _) in enumerate(OWN)])
+def test_the_plans_own_strategy_is_marked_once_and_has_the_figures_of_its_plan(table, name, overrides):
+    config = tiny_config({**RATES, **overrides})
     plan = resolve(config)
-    own = compared({"dp": 4, **RATES, **overrides})
-    assert own.selected.name == name and own.selected.here
-    assert [strategy.selected for strategy in own.strategies].count(True) == 1
-    assert own.selected.here.figures == figures(plan, config.cluster, facts(plan, config))
-    assert (own.nodes, own.servers) == (4 + plan.servers, plan.servers)
-    assert own.selected.here in own.selected.curve
+    own = table({**RATES, **overrides})
+    assert [strategy.name for strategy in own.strategies if strategy.selected] == [own.selected.name] == [name]
+    assert own.selected.here and own.selected.here.figures == figures(plan, config.cluster, facts(plan, config))
+    if table is compared:
+        assert (own.nodes, own.servers) == (4 + plan.servers, plan.servers)
+        assert own.selected.here in own.selected.curve
 
 
 @pytest.mark.parametrize(
@@ -127,29 +143,6 @@ def test_one_server_for_one_worker_is_an_axis_of_two_nodes():
 )
 def test_numbers_of_nodes_reach_to_twice_the_plans_own(nodes, counts):
     assert node_counts(nodes) == counts
-
-
-LAYOUTS: list[tuple[str, dict[str, Any]]] = [
-    ("1d", {"tp": 4}),
-    ("1d sequence", {"tp": 4, "strategy.tensor.sequence_parallel": True}),
-    ("2d 2x2", {"tp": 4, "layout": "2d", "dp": 2}),
-    ("2d 2x2 lean", {"tp": 4, "layout": "2d", "strategy.tensor.save_gathered": False}),
-    ("2d 2x2 summa", {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa", "pp": 2}),
-    ("2d 4x2", {"tp": 8, "layout": "2d", "grid": "4x2"}),
-    ("2d 2x2 stationary_w", {"tp": 4, "layout": "2d", "strategy.tensor.form": "stationary_w"}),
-    ("2.5d 2x2x2", {"tp": 8, "layout": "2.5d"}),
-    ("3d 2x2x2", {"tp": 8, "layout": "3d", "precision.name": "bf16"}),
-    ("2d 2x2", {"tp": 4, "layout": "2d", "cp": 2}),
-]
-
-
-@pytest.mark.parametrize(("name", "overrides"), LAYOUTS, ids=[f"{n}-{name}" for n, (name, _) in enumerate(LAYOUTS)])
-def test_the_plans_own_layout_is_marked_once_and_has_the_figures_of_its_plan(name, overrides):
-    config = tiny_config({**SPLIT, **RATES, **overrides})
-    plan = resolve(config)
-    own = split({**RATES, **overrides})
-    assert [strategy.name for strategy in own.strategies if strategy.selected] == [name]
-    assert own.selected.here and own.selected.here.figures == figures(plan, config.cluster, facts(plan, config))
 
 
 @pytest.mark.parametrize(("name", "overrides"), [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], LAYOUTS[7]])

@@ -11,7 +11,7 @@ from parallelrun.planner.resolve import resolve_config
 from tests.plans import tiny_config, tiny_plan
 
 WORDS = ["plan", "model=gpt3_175b", "strategy=ptdp", "tp=8", "pp=64", "dp=6", "cluster=a100_80gb"]
-UNREAD = ("plan.search.search", "plan.search.legal", "plan.no_plan")
+UNREAD = ("planner.search.fastest_plans", "planner.search.legal", "planner.search.no_plan")
 IMPORTS = f"""
 import sys
 from parallelrun.cli.main import main

@@ -96,11 +96,3 @@ def test_what_empty_places_cost_is_in_the_memory():
     of_row = (2 * hidden + 2 * ffn) * 8 + numbers
     assert kept() - kept(ep=1) == LAYERS * ((PLACES - TOKENS * 2) * of_row + TOKENS * 2)
     assert kept(recompute="full") == kept(ep=1, recompute="full")
-
-
-def test_ranks_of_a_sequence_share_the_rows_that_experts_choose():
-    """Each of 8 experts takes 2 of a sample's 8 tokens: 32 rows of two samples, 16 of them of a rank of cp=2."""
-    router = {"model.router.kind": "expert_choice", "model.router.capacity_factor": 1.0, "model.router.min_capacity": 1}
-    keys = {**EXPERTS, **DROPLESS, **router, "dp": 2, "cp": 2, "micro_batch": 2, "global_batch": 4}
-    rows = sent(keys)["ep", "experts"]
-    assert rows.calls == 2 * 2 * LAYERS and rows.payload_bytes == 2 * LAYERS * ROW * (16 + 16)

@@ -139,18 +139,6 @@ def test_zero2_shares_the_gradients_too_unless_the_schedule_leaves_them_to_its_e
         assert two.gradients == pytest.approx(0.5 * one.weights + in_weights, rel=0.05)
 
 
-def test_independent_replicas_send_their_weights_in_every_hth_step():
-    ddp = tiny_plan(dp=2)
-    (gradients,) = [row for row in prediction.collectives(ddp, 0) if row.purpose == "gradients"]
-    for sync_every in (1, 4):
-        plan = tiny_plan({"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": sync_every})
-        _, rows = traffic_of(plan)
-        (row,) = [row for row in rows if row.purpose == "sync"]
-        assert (row.every, row.payload_bytes, row.calls) == (sync_every, gradients.payload_bytes, gradients.calls)
-        (control,) = [row for row in rows if row.purpose == prediction.CONTROL]
-        assert control.payload_bytes == 8 * (3 + 2)  # every replica's norm
-
-
 def test_time_of_communication_is_the_mean_over_a_round():
     cluster = ClusterConfig(intra_gb_s=1.0, latency_us=0.0)
     seconds = []

@@ -9,7 +9,6 @@ import pytest
 from parallelrun.base.errors import ConfigError
 from parallelrun.cli.search import command_of
 from parallelrun.planner.predict.step_time.step import step_time
-from parallelrun.planner.resolve.freeze import freeze, load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.search import open_keys as chosen
 from parallelrun.planner.search import requested_searches as searches
@@ -79,21 +78,6 @@ def test_the_devices_to_search_on():
         devices("strategy=auto")
     with pytest.raises(ConfigError, match="launcher has started 4 ranks"):
         devices("strategy=auto", "world=8", world=4)
-
-
-@pytest.mark.parametrize("strategy", [(), ("strategy=auto",)])
-def test_what_a_search_finds_is_a_plain_configuration_with_that_plan(strategy):
-    found = composed(*SMALL, "gpus=4", *strategy)
-    search = searches.searched(found.config, found.given, 4)
-    for best in search.best:
-        config, given = chosen.with_choice(found.config, found.given, best)
-        plan = resolve(config, given=given)
-        predicted = step_time(plan, config.cluster)
-        assert predicted is not None and best.time is not None and predicted.step_s == best.time.step_s
-        assert (config.strategy.name, config.strategy.searches) == ("ptdp", False)
-        frozen = load_frozen(freeze(config, plan))
-        assert not chosen.is_open(frozen, frozenset())
-        assert resolve(frozen).degrees == plan.degrees and resolve(frozen).data == plan.data
 
 
 def test_the_command_of_a_plan_gives_that_plan():

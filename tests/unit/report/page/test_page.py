@@ -282,16 +282,6 @@ def test_late_steps_are_told_apart():
     assert ticks(figure)[1] == ["0", "2", "4", "6", "8", "10", "step - 1000000"]
 
 
-@pytest.mark.parametrize("values", [(4.381,), (4.381, 4.3810001), (4.381, 4.381)])
-def test_lines_that_are_equal_within_rounding_are_drawn_as_equal(values):
-    rounded = [ChartLine("b", 1, [(float(x), y * (1 + 1e-7)) for x, y in enumerate(values)])]
-    first, second = coordinates(charts.line_chart("loss", [ChartLine("a", 0, [*enumerate(values)]), *rounded])) or [
-        [tuple(map(float, place))] for place in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', charts.line_chart(
-            "loss", [ChartLine("a", 0, [*enumerate(values)]), *rounded]))
-    ]  # fmt: skip
-    assert max(abs(a[1] - b[1]) for a, b in zip(first, second)) < 1.0  # of 260
-
-
 def test_lines_that_differ_by_more_than_rounding_are_drawn_apart():
     lines = [ChartLine("a", 0, [(0.0, 4.381), (1.0, 4.38)]), ChartLine("b", 1, [(0.0, 4.381), (1.0, 4.3806)])]
     first, second = coordinates(charts.line_chart("loss", lines))

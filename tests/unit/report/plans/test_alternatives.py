@@ -13,7 +13,7 @@ from rich.console import Console
 
 from parallelrun.base.errors import EnvironmentProblem
 from parallelrun.cli import main as program
-from parallelrun.planner.facts.alternatives import Alternatives, data_axis, layouts
+from parallelrun.planner.facts.alternatives import layouts
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.report.plans.alternatives import (
     CSV_COLUMNS,
@@ -25,6 +25,7 @@ from parallelrun.report.plans.alternatives import (
     write,
 )
 from tests.plans import tiny_config
+from tests.unit.planner.facts.test_alternatives import compared
 
 PS = {"strategy.data.kind": "ps"}
 ETHERNET = {
@@ -35,13 +36,6 @@ ETHERNET = {
     "cluster.peak_tflops": 1.0,
 }
 SHOWN = [{"dp": 4}, {"dp": 6, "global_batch": 12, **PS, "servers": 2, **ETHERNET}, {"dp": 2, **ETHERNET}]
-
-
-def compared(overrides: dict[str, Any]) -> Alternatives:
-    config = tiny_config(overrides)
-    alternatives = data_axis(resolve(config), config)
-    assert alternatives is not None
-    return alternatives
 
 
 def lines_of(panel: Any, width: int) -> list[str]:

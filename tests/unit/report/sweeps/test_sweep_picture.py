@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -171,22 +170,3 @@ def test_a_point_that_sends_nothing_is_drawn(tmp_path):
     sweep_picture.write(tmp_path)
     found = texts((tmp_path / PICTURE).read_text())
     assert "single" in found and "0" in found
-
-
-def test_a_sweep_ends_with_its_picture(tmp_path, monkeypatch, capsys, composed_once):
-    from parallelrun.cli import main as program
-
-    def start(config, plan, argv, overrides, run_root):
-        run_root.mkdir(parents=True)
-        for row in steps(4):
-            append_jsonl(run_root / "metrics.jsonl", row)
-        write_json(run_root / "summary.json", {"world": plan.world, "global_batch": 8, "steps": 4})
-        write_json(run_root / "comm.json", {"rows": [{"purpose": "gradients", "wire_bytes": 10}]})
-        return 0
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("parallelrun.launch.entry.start.start", start)
-    assert program.main(["-m", "strategy=ddp,ring", "world=2"]) == 0
-    (picture,) = tmp_path.glob("runs/sweep-*/comparison.svg")
-    assert {"ddp", "ring"} <= set(texts(picture.read_text())) and str(picture) in capsys.readouterr().out
-    assert json.loads((picture.parent / "results.jsonl").read_text().splitlines()[0])["state"] == "done"

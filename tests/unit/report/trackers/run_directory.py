@@ -47,6 +47,14 @@ def tracked(directory: Path, name: str) -> None:
     follow.follow(directory, name, ended)
 
 
+def followed_to_end(directory: Path, name: str, steps: Iterable[int], *ending: Any) -> Path:
+    """The run trains these steps, ends (see `end`), and is followed in this process."""
+    train(directory, steps)
+    end(directory, *ending)
+    tracked(directory, name)
+    return directory
+
+
 def resumed(before: Path, name: str, step: int, **keys: Any) -> Path:
     """The directory of a run that continues another one from `step`."""
     directory = begin(before.parents[1], name, **keys)
@@ -56,10 +64,8 @@ def resumed(before: Path, name: str, step: int, **keys: Any) -> Path:
 
 def interrupted_and_resumed(folder: Path, name: str, **keys: Any) -> tuple[Path, Path]:
     """A run of 5 steps that was killed, and one that continues it from its checkpoint of step 3 to step 8; followed."""
-    first = begin(folder, "first", **keys)
-    train(first, range(1, 6))
-    end(first, "failed", 6, "rank 1 died: SIGKILL")
-    tracked(first, name)
+    killed = "failed", 6, "rank 1 died: SIGKILL"
+    first = followed_to_end(begin(folder, "first", **keys), name, range(1, 6), *killed)
     second = resumed(first, "second", 3, **keys)
     train(second, range(4, 9), loss=2.0)
     end(second)

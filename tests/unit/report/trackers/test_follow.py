@@ -11,10 +11,10 @@ from parallelrun.report.trackers import FAILED, FINISHED, INTERRUPTED, Tracker, 
 from tests.unit.report.trackers.run_directory import (
     begin,
     end,
+    followed_to_end,
     interrupted_and_resumed,
     resumed,
     state_of,
-    tracked,
     train,
 )
 
@@ -56,9 +56,7 @@ def test_a_tracker_is_told_configuration_plan_steps_and_summary(told, tmp_path):
     run = begin(
         tmp_path, "first", **{"tracker.tags": ["a"], "tracker.group": "g", "model.arguments": {"api_key": "hush"}}
     )
-    train(run, [1, 2])
-    end(run)
-    tracked(run, "notebook")
+    followed_to_end(run, "notebook", [1, 2])
     [[found]] = told("begin")
     assert (found.name, found.project, found.group, found.tags) == ("gpt/first", "parallelrun", "g", ("a",))
     assert found.config["model"]["layers"] == 4 and found.config["steps"] == 3
@@ -107,16 +105,11 @@ def test_a_resumed_run_goes_on_as_the_same_one_and_logs_no_step_twice(told, tmp_
 
 
 def test_a_tracker_that_forgets_later_steps_gets_them_again(told, tmp_path):
-    first = begin(tmp_path, "first")
-    train(first, range(1, 6))
-    end(first, "failed", 6)
-    tracked(first, "eraser")
+    first = followed_to_end(begin(tmp_path, "first"), "eraser", range(1, 6), "failed", 6)
     Notebook.told.clear()
     second = begin(tmp_path, "second")
     follow.state.carry_over(first, second, ["eraser"], 3)
-    train(second, range(4, 9))
-    end(second)
-    tracked(second, "eraser")
+    followed_to_end(second, "eraser", range(4, 9))
     assert [step for step, _ in told("log")] == [4, 5, 6, 7, 8]
 
 
@@ -124,9 +117,7 @@ def test_the_first_run_resumed_again_knows_the_steps_of_both(told, tmp_path):
     first, _ = interrupted_and_resumed(tmp_path, "notebook")
     Notebook.told.clear()
     third = resumed(first, "third", 3)  # a second continuation of the same checkpoint, after step 8 was logged
-    train(third, range(4, 11))
-    end(third)
-    tracked(third, "notebook")
+    followed_to_end(third, "notebook", range(4, 11))
     assert [step for step, _ in told("log")] == [9, 10]
 
 
@@ -136,23 +127,15 @@ def test_a_run_whose_first_directory_was_removed_still_goes_on(told, tmp_path):
     (first / "trackers").rmdir()
     third = resumed(second, "third", 8)
     Notebook.told.clear()
-    train(third, [9])
-    end(third)
-    tracked(third, "notebook")
+    followed_to_end(third, "notebook", [9])
     assert [step for step, _ in told("log")] == [9] and told("begin")[0][0].identity == {"id": "id of first"}
 
 
 @pytest.mark.parametrize("key", ["tracker.name", "tracker.project", "tracker.group"])
 def test_another_name_project_or_group_is_another_run(told, tmp_path, key):
-    first = begin(tmp_path, "first")
-    train(first, range(1, 6))
-    end(first)
-    tracked(first, "notebook")
+    first = followed_to_end(begin(tmp_path, "first"), "notebook", range(1, 6))
     Notebook.told.clear()
-    second = resumed(first, "second", 3, **{key: "other"})
-    train(second, range(4, 9))
-    end(second)
-    tracked(second, "notebook")
+    followed_to_end(resumed(first, "second", 3, **{key: "other"}), "notebook", range(4, 9))
     assert told("begin")[0][0].identity is None
     assert [step for step, _ in told("log")] == [4, 5, 6, 7, 8]
 

@@ -16,12 +16,10 @@ import pytest
 from tests.extras import needs
 from tests.unit.report.trackers.run_directory import (
     begin,
-    end,
+    followed_to_end,
     interrupted_and_resumed,
     resumed,
     state_of,
-    tracked,
-    train,
 )
 
 LOSSES = [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25), (5, 0.2), (6, 2 / 6), (7, 2 / 7), (8, 0.25)]  # 6 to 8: the second
@@ -125,9 +123,7 @@ def test_wandb_resumes_one_run_offline_and_logs_no_step_twice(folder):
 def test_mlflow_resumes_one_run_of_a_local_store_and_logs_no_step_twice(folder):
     interrupted_and_resumed(folder, "mlflow", **{"tracker.tags": ["a"], "tracker.group": "g", "tracker.project": "p"})
     other = begin(folder, "other", **{"tracker.project": "p", "tracker.name": "mine"})
-    train(other, [1])
-    end(other, "preempted", 75)
-    tracked(other, "mlflow")
+    followed_to_end(other, "mlflow", [1], "preempted", 75)
 
     from mlflow import MlflowClient
 
@@ -148,20 +144,11 @@ def test_mlflow_resumes_one_run_of_a_local_store_and_logs_no_step_twice(folder):
 
 @needs("mlflow")
 def test_a_run_in_the_local_store_starts_again_in_another_store_and_goes_on_there(folder, monkeypatch):
-    first = begin(folder, "first")
-    train(first, [1, 2])
-    end(first)
-    tracked(first, "mlflow")
+    first = followed_to_end(begin(folder, "first"), "mlflow", [1, 2])
     server = folder / "elsewhere"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.as_uri())
-    second = resumed(first, "second", 2)
-    train(second, [3])
-    end(second)
-    tracked(second, "mlflow")
-    third = resumed(second, "third", 3)
-    train(third, [4])
-    end(third)
-    tracked(third, "mlflow")
+    second = followed_to_end(resumed(first, "second", 2), "mlflow", [3])
+    third = followed_to_end(resumed(second, "third", 3), "mlflow", [4])
     identities = [state_of(directory, "mlflow")["identity"] for directory in (second, third)]
     assert identities[0] == identities[1] and identities[0]["store"] is None  # resumed in its own store
     assert str(server) not in json.dumps(identities)  # an address may hold a password

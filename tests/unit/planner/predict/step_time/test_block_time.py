@@ -52,22 +52,21 @@ def test_two_tensor_parallel_ranks_do_half_of_a_block_each(model):
             assert 2 * half[name] == pytest.approx(seconds + twice, rel=1e-9), name
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_of_a_sequence_do_half_of_a_block_each_but_for_its_weights(model):
-    block, alone = block_parts(model, "strategy=single", "global_batch=2")
-    for whole, half in zip(alone, block_parts(model, "strategy=ptdp", "cp=2", "global_batch=2")[1]):
-        for name, seconds in whole.items():
-            weights = rounding_s(block) if name == blocks.MEMORY_BOUND else 0.0
-            assert 2 * half[name] - weights == pytest.approx(seconds, rel=1e-3), name
+SHARES = [  # of two ranks: how they divide a block; its batch; the role of the weights that are rounded; their times
+    *((model, "cp=2", 2, "", 2.0, -1.0) for model in MODELS),  # half of a block but for its weights
+    *((model, "dp=2 ep=2", 4, "expert", 1.0, 0.5) for model in ("latent", "experts")),  # half of the experts' weights
+]
 
 
-@pytest.mark.parametrize("model", ["latent", "experts"])
-def test_a_rank_with_half_of_the_experts_computes_as_much_and_rounds_half_of_their_weights(model):
+@pytest.mark.parametrize(("model", "words", "batch", "role", "factor", "rounded"), SHARES)
+def test_two_ranks_compute_their_shares_and_round_their_weights(model, words, batch, role, factor, rounded):
     block, alone = block_parts(model, "strategy=single", "global_batch=2")
-    for whole, half in zip(alone, block_parts(model, "strategy=ptdp", "dp=2", "ep=2", "global_batch=4")[1]):
+    shares = block_parts(model, "strategy=ptdp", *words.split(), f"global_batch={batch}")[1]
+    for whole, own in zip(alone, shares):
         for name, seconds in whole.items():
-            saved = rounding_s(block, "expert") / 2 if name == blocks.MEMORY_BOUND else 0.0
-            assert half[name] + saved == pytest.approx(seconds, rel=1e-9), name
+            weights = rounding_s(block, role) if name == blocks.MEMORY_BOUND else 0.0
+            within = 1e-3 if words == "cp=2" else 1e-9
+            assert factor * own[name] + rounded * weights == pytest.approx(seconds, rel=within), name
 
 
 def test_scores_multiply_queries_and_values_each_by_their_own_width():
