@@ -63,5 +63,5 @@ def overrides(family: str) -> dict[str, Any]:
     """What trains it in a test."""
     data = {"dataset.name": "synthetic", "dataset.vocab": 96, "model.vocab": None}
     if family == "vit":
-        data = {"dataset.name": "synthetic", "model.vocab": 10}
+        data = {"dataset.name": "synthetic", "dataset.vocab": 10, "model.vocab": None}
     return {"model.name": "hf", "model.preset": "hf", "model.path": str(directory(family)), "dropout": 0.0, **data}

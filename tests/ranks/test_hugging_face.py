@@ -21,7 +21,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
     "zero bubble, tp": {"pp": 2, "tp": 2, "schedule": "zero_bubble"},
     "zero1, recompute": {"dp": 2, "strategy.data.kind": "zero1", "recompute": "full"},
-    "parameter server": {"dp": 2, "strategy.data.kind": "ps", "servers": 1},
+    "zero2": {"dp": 2, "strategy.data.kind": "zero2"},
     "local SGD": {"dp": 2, "strategy.data.kind": "local_sgd"},
 }
 

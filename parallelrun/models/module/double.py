@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ class StayDouble(TorchFunctionMode):
 
 def stay_double(module: nn.Module, names: Iterable[str]) -> None:
     """Make the modules of these names stay in fp64 in forward, so that `verify` sees no rounding of their own."""
-    modes: list[StayDouble] = []
+    entered: list[ExitStack] = []
 
     def enter(*_: Any) -> None:
-        modes.append(StayDouble())
-        modes[-1].__enter__()
+        entered.append(ExitStack())
+        entered[-1].enter_context(StayDouble())
 
     def leave(*_: Any) -> None:
-        modes.pop().__exit__(None, None, None)
+        entered.pop().close()
 
     for name in names:
         module.get_submodule(name).register_forward_pre_hook(enter, prepend=True)

@@ -72,13 +72,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         )
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
-    if len(output) < 2 or output[-1] < vocab:
-        message = (
-            f"{where} gives shape {output} for one sample; logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
-        )
-        raise ConfigError(
-            Problem(message, "model.source", "take vocab as an argument of the function", kind="arithmetic")
-        )
+    _check_output(where, output, vocab)
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small and not how:
         checks.check_chain(config, vocab, names, kind, shape)
@@ -106,6 +100,15 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     if how and is_small:
         checks.check_cuts(config, spec)
     return spec
+
+
+def _check_output(where: str, output: Sizes, vocab: int) -> None:
+    if len(output) < 2 or output[-1] < vocab:
+        needed = f"logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
+        message = f"{where} gives shape {output} for one sample; {needed}"
+        raise ConfigError(
+            Problem(message, "model.source", "take vocab as an argument of the function", kind="arithmetic")
+        )
 
 
 def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
