@@ -40,7 +40,7 @@ from parallelrun.training.verify.trace import decisions_are_held, record
 from tests.matrix import FULL
 from tests.mutants import plant
 from tests.plans import tiny_config
-from tests.pool import BACKEND, COMPILER, run_ranks
+from tests.pool import BACKEND, COMPILER, TRANSFORMERS, run_ranks
 
 _FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
 _PLACEMENT = (
@@ -70,7 +70,7 @@ def parity(
     settings = repr(sorted(overrides.items()) if replayed else _settings(overrides))
     reference = "" if decisions_are_held(config, plan) else str(_reference(settings))
     cell = (overrides, reference, mutant, fault, hosts)
-    imports = COMPILER if config.compile else ()
+    imports = COMPILER if config.compile else TRANSFORMERS if config.model.name == "hf" else ()
     return run_ranks(plan.world, _cell, *cell, timeout=timeout, backend=backend, fresh=bool(hosts), imports=imports)[0]
 
 

@@ -59,7 +59,7 @@ DATA_DEFAULTS = {
 # the modules that send compressed gradients, by `strategy.data.compression`
 COMPRESSIONS = {name: f"parallelrun.strategies.data.common.compression.{name}" for name in ("fp16", "powersgd")}
 IMAGE_MODELS = ("resnet", "alexnet", "vgg")
-MODELS = ("gpt", "bert", "mlp", "matmul", *IMAGE_MODELS, "module")
+MODELS = ("gpt", "bert", "mlp", "matmul", *IMAGE_MODELS, "module", "hf")
 DATASETS = ("pystdlib", "text", "megatron", "mixture", "synthetic")
 IMAGE_DATASETS = ("digits", "mnist", "cifar10", "imagefolder")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -130,6 +130,8 @@ def path(kind: str, name: str, submodule: str = "") -> str:
     """The import path of the module of `name`, or of its submodule. Raises KeyError."""
     if submodule == "network" and kind == "models" and name in IMAGE_MODELS:
         return "parallelrun.models.vision.network"  # their specs say all that differs
+    if submodule == "network" and kind == "models" and name == "hf":
+        return "parallelrun.models.module.network"
     package = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
     if not submodule:
         return package

@@ -17,13 +17,13 @@ from parallelrun.config.schema.strategy_keys import complete_class, completed
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = {
     "path", "dataset.path", "tokenizer", "dataset.tokenizer", "dataset.cache",
-    "resume", "runs", "name", "recipe", "model.source", "model.from_hf", "plot",
+    "resume", "runs", "name", "recipe", "model.source", "model.from_hf", "model.path", "plot",
     "init.weights",
     "sweep.resume", "sweep.directory",
 }  # fmt: skip
 LIST_TEXTS = {"detail"}  # text keys whose commas separate parts of one value, not the points of a sweep
 # Open mappings of the schema: users may add keys of their own below them.
-MAPPINGS = ("model.roles", "model.arguments", "strategy.demo", "cluster.peak_tflops")
+MAPPINGS = ("model.roles", "model.arguments", "model.hf", "strategy.demo", "cluster.peak_tflops")
 _OF_PRESETS = ("name", "preset", "description", "verb", "demo", "own_axis", "router", "searches")
 
 # Our key -> the names that other tools use for it.

@@ -204,8 +204,19 @@ class Activation(TensorModule):
 
 
 def role_of(module: nn.Module) -> str:
-    """The module's layer role; empty for a user's own module, whose attributes may have the same names."""
-    return module.layer_role if isinstance(module, (RoleLayer, Activation)) else ""
+    """The module's layer role; empty for a user's own module, whose attributes may have the same names, unless
+    `mark_role` has given it one."""
+    if isinstance(module, (RoleLayer, Activation)):
+        return module.layer_role
+    return str(module.__dict__.get(_ROLE_MARK, ""))
+
+
+_ROLE_MARK = "_parallelrun_layer_role"
+
+
+def mark_role(module: nn.Module, role: str) -> None:
+    """Give a module of somebody else's a layer role that changes the layout of its parameters, and not its forward."""
+    module.__dict__[_ROLE_MARK] = role
 
 
 class VocabHead(RoleLayer):

@@ -60,6 +60,11 @@ class HashDropout(_HashMasked):
         self.sequence_offset = 0
         self.hidden_offset = 0
 
+    @property
+    def p(self) -> float:
+        """The rate, by the name that nn.Dropout gives it: modules read it."""
+        return self.rate
+
     def forward(self, x: Tensor) -> Tensor:
         if not (self.rate and self.active):  # without a rate no call: a step asks in every layer
             return x

@@ -140,9 +140,10 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     Parameters are swapped in place, which keeps their identity: ties between modules and stages, and FSDP2's own
     references, stay valid (`Module.to_empty` would create a new Parameter for every name).
     """
-    for parameter in module.parameters():
-        if parameter.device != device:
-            torch.utils.swap_tensors(parameter, torch_private.empty_parameter(parameter, device))
+    with torch_private.swappable_parameters(module):
+        for parameter in module.parameters():
+            if parameter.device != device:
+                torch.utils.swap_tensors(parameter, torch_private.empty_parameter(parameter, device))
 
 
 def mount(root: nn.Module, path: str, module: nn.Module) -> None:

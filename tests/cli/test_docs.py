@@ -20,7 +20,7 @@ from parallelrun.cli.tools import calibrate
 from parallelrun.config import keys
 from parallelrun.config.schema import strategy_keys
 from parallelrun.planner.resolve import shorthands
-from tests import other_runners
+from tests import hugging_face_families, other_runners
 from tests.cli.test_plugin import ENTRY_POINTS, PLUGIN, install
 from tests.extras import needs
 
@@ -66,7 +66,8 @@ PLANS = [words for words in CALLS if words and words[0] not in TOOLS and not wor
 WITH_PLUG_INS = [
     words for words in PLANS if any(word.startswith(("hydra/launcher", "hydra/sweeper")) for word in words)
 ]
-PLANNED = [words for words in PLANS if words not in WITH_PLUG_INS]
+WITH_TRANSFORMERS = [words for words in PLANS if "model=hf" in words]
+PLANNED = [words for words in PLANS if words not in WITH_PLUG_INS and words not in WITH_TRANSFORMERS]
 MEASURED = [words[1:] for words in CALLS if words[:1] == ["calibrate"]]  # takes minutes: tests/cli/test_calibrate.py
 NAMES = ("slurm",)  # without arguments a name in a sentence, not a command
 OTHERS = [
@@ -117,6 +118,13 @@ def test_a_printed_command_is_legal(words: list[str], own_files, composed_once, 
     keeps_verb = words[0] in ("plan", "explain")
     rest = words[1:] if words[0] in VERBS else words
     assert main([words[0] if keeps_verb else "plan", *rest]) == 0, capsys.readouterr().err
+
+
+@needs("transformers")
+@pytest.mark.parametrize("words", WITH_TRANSFORMERS, ids=" ".join)
+def test_a_printed_command_for_a_model_of_transformers_is_legal(words: list[str], own_files, composed_once, capsys):
+    shutil.copytree(hugging_face_families.directory("llama"), "my_llama")
+    assert main(["plan", *words[words[0] in VERBS :], "model.hf.vocab_size=256"]) == 0, capsys.readouterr().err
 
 
 @needs("hydra_plugins.hydra_joblib_launcher")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallelrun.base import registry
 from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.checkpoint.exchange import paths, tokenizer
@@ -32,6 +33,7 @@ from parallelrun.checkpoint.storage import dtype_name, file_of_rank, tensor_byte
 from parallelrun.config.from_hf import CONFIG_FILE as THEIR_CONFIG
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece, family_for
+from parallelrun.planner.model import definitions
 from parallelrun.planner.resolve.freeze import freeze
 
 TORCH_FILE = "model.pt"
@@ -61,6 +63,10 @@ def export(source: StoredModel, out: Path, form: str, dtype: torch.dtype | None,
 
 
 def _hugging_face(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    prefix = definitions.model(source.config).their_prefix
+    if prefix is not None:
+        _by_transformers(source, prefix, out, dtype, shard_bytes)
+        return
     family = family_for(source.config, source.spec)
     pieces = list(family.pieces(source.config, source.spec))
     constants = family.constants(source.config, source.spec)
@@ -71,6 +77,19 @@ def _hugging_face(source: StoredModel, out: Path, dtype: torch.dtype | None, sha
     write_others(source, out, for_transformers=True)
     if not (out / GENERATION).exists():
         write_json(out / GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
+
+
+def _by_transformers(source: StoredModel, prefix: str, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    """Write what transformers' own `save_pretrained` writes of a module with these weights, all in memory."""
+    with torch.device("cpu"), torch.no_grad():
+        module = registry.load("models", source.config.model.name, "builder").make_module(
+            source.config, source.spec.vocab
+        )
+        for name, parameter in module.named_parameters():
+            parameter.copy_(source.weights.whole(prefix + name, parameter.shape))
+    module.to(dtype or torch.float32).save_pretrained(out, max_shard_size=shard_bytes)
+    tokenizer.write(source, out)
+    write_others(source, out, for_transformers=True)
 
 
 def their_config(source: StoredModel, family: Family, dtype: str) -> dict[str, Any]:

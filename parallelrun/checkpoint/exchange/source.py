@@ -8,9 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from parallelrun.base import registry
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
+from parallelrun.checkpoint.exchange.files import files_of_keys
 from parallelrun.checkpoint.exchange.paths import absolute, checkpoint_at, has_files
-from parallelrun.checkpoint.exchange.weights import CheckpointWeights, FileWeights, Weights
+from parallelrun.checkpoint.exchange.weights import CheckpointWeights, FileWeights, LoadedWeights, Weights
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
@@ -60,7 +62,10 @@ def initial_weights(config: Config, spec: ModelSpec) -> Weights | None:
     where = "init.from"
     folder = absolute(config.init.weights)
     weights: Weights
-    if (folder / from_hf.CONFIG_FILE).is_file():
+    prefix = definitions.model(config).their_prefix
+    if (folder / from_hf.CONFIG_FILE).is_file() and prefix is not None:
+        weights = _same_names(config, spec, folder, prefix)
+    elif (folder / from_hf.CONFIG_FILE).is_file():
         name, family, _, file = from_hf.family_at(folder)
         if name != config.model.name:
             message = f"{file} is of a {name}, and this run trains model={config.model.preset}"
@@ -74,6 +79,16 @@ def initial_weights(config: Config, spec: ModelSpec) -> Weights | None:
         weights = CheckpointWeights(*checkpoint_at(folder, where))
     weights.check(spec, where)
     return weights
+
+
+def _same_names(config: Config, spec: ModelSpec, folder: Path, prefix: str) -> Weights:
+    """The weights of a class of transformers: each rank reads its parts, unless the class stores its parameters in
+    another form, in which transformers reads them for every rank as a whole."""
+    pieces = [Piece(name, name.removeprefix(prefix)) for name in spec.parameters]
+    if files_of_keys(folder).keys() >= {piece.key for piece in pieces}:
+        return FileWeights(folder, spec, pieces, has_more=True)
+    module = registry.load("models", config.model.name, "builder").trained_module(config, spec.vocab, folder)
+    return LoadedWeights(folder, {prefix + name: parameter.detach() for name, parameter in module.named_parameters()})
 
 
 def notes_on_initial(config: Config) -> list[str]:

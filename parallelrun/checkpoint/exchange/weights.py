@@ -102,10 +102,26 @@ class CheckpointWeights(Weights):
         return _differences(shapes, {name: tuple(p.shape) for name, p in spec.parameters.items()})
 
 
+class LoadedWeights(Weights):
+    """Weights that are in memory as a whole, by one-device name."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]):
+        super().__init__(path)
+        self._tensors = tensors
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        return self._tensors[name][tuple(slice(*pair) for pair in ranges)]
+
+    def differences(self, spec: ModelSpec) -> list[str]:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        return _differences(shapes, {name: tuple(p.shape) for name, p in spec.parameters.items()})
+
+
 class FileWeights(Weights):
     """The weights of safetensors files in which parameters are stored as `pieces` say, beside constants.
 
-    family: names the spellings of keys and those that may be left unread; None for our own names.
+    family: names the spellings of keys and those that may be left unread; None for our own names. has_more: tensors
+    that the model does not have are left unread.
     """
 
     def __init__(
@@ -115,8 +131,10 @@ class FileWeights(Weights):
         pieces: Iterable[Piece],
         constants: Mapping[str, FixedTensor] | None = None,
         family: Family | None = None,
+        has_more: bool = False,
     ):
         super().__init__(path)
+        self._has_more = has_more
         self._family, self._constants = family, constants or {}
         self._pieces: dict[str, list[Piece]] = {}
         for piece in pieces:
@@ -182,7 +200,7 @@ class FileWeights(Weights):
         stored = {
             spelled.get(key, key): tuple(entry["shape"])
             for key, entry in self._entries.items()
-            if key in spelled or self._family is None or not self._family.is_skipped(key)
+            if key in spelled or not (self._family.is_skipped(key) if self._family else self._has_more)
         }
         needed = {key: shape for key, shape in wanted.items() if key in stored or key not in self._constants}
         for key, constant in self._constants.items():

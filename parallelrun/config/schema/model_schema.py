@@ -120,7 +120,14 @@ class ModelConfig:
     roles: dict[str, str] = key(dict, "model=module: tensor-parallel roles by module name (fnmatch patterns)")
     blocks: list[str] = key(list, "model=module: pipeline blocks by module name (fnmatch patterns)")
     arguments: dict[str, Any] = key(dict, "model=module: arguments of the function")
-    from_hf: str | None = key(None, "config.json of Hugging Face transformers, which fills all keys that are not set")
+    path: str | None = key(None, "model=hf: directory, config.json or class of Hugging Face transformers")
+    hf: dict[str, Any] = key(dict, "model=hf: changes of the configuration of transformers, by its own names")
+    task: str | None = key(
+        None,
+        "model=hf: what the model does; null: as its class",
+        choices=("causal_lm", "masked_lm", "image_classification"),
+    )
+    from_hf: str | None = key(None, "config.json of Hugging Face transformers which fills all keys that are not set")
 
 
 @dataclass

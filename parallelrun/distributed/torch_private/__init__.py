@@ -41,6 +41,7 @@ from parallelrun.distributed.torch_private.pipelines import (
     trust_metadata,
 )
 from parallelrun.distributed.torch_private.products import products_of_training, torchs_own_products, use_fast_products
+from parallelrun.distributed.torch_private.recurrent import renew_weight_list, swappable_parameters
 from parallelrun.distributed.torch_private.tensors import (
     add_all,
     copy_all,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
-
-
-def flops_of(counter: FlopCounterMode, *parts: str) -> float:
-    """FLOPs of the operations whose names contain one of `parts`."""
-    counts = counter.get_flop_counts().get("Global", {})
-    return float(sum(flops for operation, flops in counts.items() if any(part in str(operation) for part in parts)))
+from parallelrun.models.module.outputs import logits_of
 
 
 @dataclass
@@ -51,13 +46,40 @@ class Saved:
         return float(sum(number for key, (_, number) in self.storages.items() if key not in kept_anyway))
 
 
-@contextmanager
-def saved_tensors(block: nn.Module) -> Iterator[Saved]:
-    saved = Saved()
-    hooks = [part.register_forward_hook(saved.called) for part in block.modules()]
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
-            yield saved
-    finally:
-        for hook in hooks:
+class BlockMeasure:
+    """Counts FLOPs and saved tensors of one block, whenever it is called. shape: of its output, per sample."""
+
+    def __init__(self, block: nn.Module, batch: Tensor):
+        self._block, self._batch = block, batch
+        self._counter = FlopCounterMode(display=False)
+        self.saved = Saved()
+        self.shape: tuple[int, ...] = ()
+        self._stack = ExitStack()
+        hooks = [part.register_forward_hook(self.saved.called) for part in block.modules()]
+        hooks.append(block.register_forward_pre_hook(self._enter, prepend=True))
+        hooks.append(block.register_forward_hook(self._leave))
+        self._hooks = hooks
+
+    def flops(self, *parts: str) -> float:
+        """FLOPs of all operations, or of those whose names contain one of `parts`."""
+        counts = self._counter.get_flop_counts().get("Global", {})
+        wanted = (
+            flops for operation, flops in counts.items() if any(part in str(operation) for part in parts or ("",))
+        )
+        return float(sum(wanted))
+
+    def saved_elements(self, width: int) -> float:
+        """Elements of `width` bytes that backward needs, without weights, buffers and the batch."""
+        outside = (self._batch, *self._block.parameters(), *self._block.buffers())
+        return self.saved.elements(outside) + self.saved.masks / width
+
+    def _enter(self, *_: Any) -> None:
+        self._stack.enter_context(self._counter)
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.saved.pack, lambda packed: packed))
+
+    def _leave(self, block: nn.Module, inputs: Any, out: Any) -> None:
+        self._stack.close()
+        out = logits_of(out)
+        self.shape = tuple(out.shape[1:]) if isinstance(out, Tensor) else ()
+        for hook in self._hooks:
             hook.remove()

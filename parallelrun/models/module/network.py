@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import Precision
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed import torch_private
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import source
+from parallelrun.models.module.double import stay_double
+from parallelrun.models.module.own_forward import ROOT, network_of
 from parallelrun.models.network import Network, allocate, store
 from parallelrun.models.rounding import rounded
 from parallelrun.planner.contract.classes import data_strategy
 from parallelrun.planner.model.model_spec import ModelSpec
-
-ROOT = "module"  # the name of the user's module in the network
 
 
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
@@ -37,8 +38,16 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     store(module, precision.stored)
     for part in module.modules():
         _compute_in(part, dtype)
-    network = Network(spec, layers.TokenLoss(config.model.label_smoothing))
-    network.module = module
+    loss = layers.TokenLoss(config.model.label_smoothing)
+    how = source.builder_of(config).own_forward(config, module)
+    if dtype == torch.float64:
+        called = ["", how.inner] if how else block_names(module, config.model.blocks, "") or [""]
+        stay_double(module, called)
+    if how:
+        network = network_of(spec, loss, module, how)
+    else:
+        network = Network(spec, loss)
+        network.module = module
     shards_weights = data_strategy(config.strategy.data.kind).shards_weights and (config.dp or 1) > 1
     if (config.tp or 1) > 1 or (config.pp or 1) > 1 or shards_weights:
         network.before_split = partial(let_gradients_through, module)
@@ -148,11 +157,13 @@ def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:
     def round_weights(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         for name in own:  # an entry of __dict__ hides the Parameter of that name from attribute look-up
             part.__dict__[name] = rounded(part.get_parameter(name), dtype)
+        torch_private.renew_weight_list(part)
         return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
     def restore(part: nn.Module, *_: Any) -> None:
         for name in own:
             part.__dict__.pop(name, None)
+        torch_private.renew_weight_list(part)
 
     part.register_forward_pre_hook(round_weights)
     part.register_forward_hook(restore, always_call=True)

@@ -45,7 +45,7 @@ def check(config: Config, vocab: int, seq: int) -> None:
 
 def _refused(config: Config, where: str) -> ConfigError:
     compared = "the same for a slice of the sequence as for the full sequence"
-    message = f"{KEY}=true: {config.model.source} does not give {compared}, {where}"
+    message = f"{KEY}=true: {source.builder_of(config).title(config)} does not give {compared}, {where}"
     fix = f"layer roles for all layers that mix or number positions, or {KEY}=false"
     return ConfigError(Problem(message, KEY, fix, kind="undefined"))
 

@@ -1,27 +1,21 @@
-"""From `model.source` to the user's module with role layers, hashed dropout and our BatchNorm in it."""
+"""From the module that other people's code builds to one with role layers, hashed dropout and our BatchNorm in it."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 import shlex
-import sys
-from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelrun.base import user_code
+from parallelrun.base import registry
 from parallelrun.base.errors import ConfigError, Problem, with_article
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
-from parallelrun.models.module.spec import named
+from parallelrun.models.module.outputs import return_logits
 from parallelrun.models.vision.batch_norm import BatchNorm
 
 REPLACED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -31,78 +25,33 @@ ROLES: dict[str, tuple[type, ...]] = {
     "head": (nn.Linear,),
     "embedding": (nn.Embedding,),
     "norm": (nn.LayerNorm, nn.RMSNorm),
+    "per_head": (nn.Module,),
 }
 
 
-def load(source: str | None) -> Callable[..., nn.Module]:
-    """The function that `file.py:function` or `package.module:function` names. Raises ConfigError."""
-    path, name = named(source)
-    try:
-        module = _from_file(Path(path).expanduser()) if path.endswith(".py") else importlib.import_module(path)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
-        raise _failed(f"model.source={source}", error) from error
-    function: Callable[..., nn.Module] | None = getattr(module, name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
-        fix = " or ".join(
-            f"model.source={path}:{function}" for function in get_close_matches(name, functions) or functions[:5]
-        )
-        message = f"model.source={source}: {path} has no function {name!r}"
-        raise ConfigError(Problem(message, "model.source", fix))
-    return function
-
-
-def _from_file(path: Path) -> Any:
-    """Import a file under a name of its own, with its folder on the path so that it can import its neighbours."""
-    path = path.resolve()
-    spec = importlib.util.spec_from_file_location(f"parallelrun_user_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
-
-
-def _failed(action: str, error: BaseException) -> ConfigError:
-    """The error that the user's code has raised, with its own lines in the traceback, the innermost first."""
-    frames = " <- ".join(reversed(user_code.frames(error)))
-    return ConfigError(Problem(f"{action}: {user_code.reason(error)}", frames or "model.source"))
-
-
 def build(config: Config, vocab: int) -> nn.Module:
-    """The user's module on the current device, its initial values a function of `config.seed` alone.
+    """The module on the current device, its initial values a function of `config.seed` alone. It returns its logits.
 
     Its BatchNorms take statistics over sets of samples that no plan changes, see `model.norm_samples`. Raises
     ConfigError for those that cannot, and for a module that has nothing to train.
     """
-    make, model = load(config.model.source), config.model
-    offered = {"vocab": vocab, "seq": model.seq, "hidden": model.hidden, "layers": model.layers, "heads": model.heads}
-    try:
-        named: Collection[str] = inspect.signature(make).parameters
-    except (TypeError, ValueError):  # of some functions that are written in C
-        named = ()
-    arguments = {key: value for key, value in offered.items() if key in named} | dict(model.arguments)
+    builder = builder_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        try:
-            module = make(**arguments)
-        except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
-            raise _failed(f"{model.source} fails", error) from error
-    if not isinstance(module, nn.Module):
-        message = f"{model.source} gave {with_article(type(module).__name__)}, not an nn.Module"
-        raise ConfigError(Problem(message, "model.source"))
+        module: nn.Module = builder.make_module(config, vocab)
     problems = _replace_batch_norms(module)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        message = f"{model.source} has no parameter that is trained: all are frozen (requires_grad=False)"
+        message = f"{builder.title(config)} has no parameter that is trained: all are frozen (requires_grad=False)"
         problems.append(Problem(message, "model.source", "leave requires_grad=True on some", kind="undefined"))
     if problems:
         raise ConfigError(*problems)
+    return_logits(module)
     return module
+
+
+def builder_of(config: Config) -> Any:
+    """The module with `make_module`, `roles_of` and `title` of a model that is built from other people's code."""
+    return registry.load("models", config.model.name, "builder")
 
 
 def _replace_batch_norms(module: nn.Module) -> list[Problem]:
@@ -155,7 +104,7 @@ def build_with_roles(
 def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -> None:
     """Replace the modules that `model.roles` names by role layers, which take over their Parameters, and nn.Dropout by
     dropout by hash. Raises ConfigError naming the layer or pattern."""
-    roles = config.model.roles
+    roles = builder_of(config).roles_of(config, module)
     unmatched = dict(roles)
     parts = {name: part for name, part in module.named_modules() if name}
     for name, part in parts.items():
@@ -171,7 +120,7 @@ def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -
     if unmatched:
         pattern = next(iter(unmatched))
         fitting = [name for name, part in parts.items() if isinstance(part, ROLES.get(unmatched[pattern], nn.Module))]
-        message = f"model.roles: no module of {config.model.source} is called {pattern!r}"
+        message = f"model.roles: no module of {builder_of(config).title(config)} is called {pattern!r}"
         raise ConfigError(Problem(message, "model.roles", _roles_with(roles, pattern, fitting)))
 
 
@@ -184,11 +133,14 @@ def _roles_with(roles: dict[str, str], wrong: str, names: list[str]) -> str:
     return shlex.quote(f"model.roles={{{', '.join(entries)}}}")
 
 
-def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> layers.RoleLayer:
+def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> nn.Module:
     if role not in ROLES:
         message = f"model.roles: {role!r} (of {name}) is no layer role; the roles are {', '.join(ROLES)}"
         raise ConfigError(Problem(message, "model.roles"))
-    reason = _unfit(part, role)
+    if role == "per_head":
+        layers.mark_role(part, role)
+        return part
+    reason = unfit(part, role)
     if reason:
         raise ConfigError(Problem(f"model.roles: {name} cannot be {role}: {reason}", "model.roles", kind="undefined"))
     layer: layers.RoleLayer
@@ -212,9 +164,11 @@ def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> la
     return layer
 
 
-def _unfit(part: nn.Module, role: str) -> str:
+def unfit(part: nn.Module, role: str) -> str:
     """Why `part` cannot have `role`; empty if it can."""
     fitting = ROLES[role]
+    if role == "per_head":
+        return ""
     if type(part) not in fitting:
         return f"it is {with_article(type(part).__name__)}, not a {' or '.join(kind.__name__ for kind in fitting)}"
     source: Any = part

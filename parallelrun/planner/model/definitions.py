@@ -29,6 +29,7 @@ class ModelDefinition(ABC):
 
     own_keys: the keys of the section `model` that it reads, and `dropout` if it has any; others are refused. None: all.
     packs: its attention and positions know of documents that are packed into samples (`models.documents`).
+    their_prefix: its parameters are those of a class of transformers, whose names follow this prefix; None: its own.
     is_lesson: `network.py` has `run(config, plan, device, show)`, which replaces training, instead of `build`; a lesson
     reads no dataset, and its matrices may be cut unevenly.
     """
@@ -36,6 +37,7 @@ class ModelDefinition(ABC):
     own_keys: ClassVar[frozenset[str] | None] = None
     is_lesson: ClassVar[bool] = False
     packs: ClassVar[bool] = False
+    their_prefix: ClassVar[str | None] = None
 
     @abstractmethod
     def make(self, config: Config, vocab: int) -> ModelSpec:

@@ -110,7 +110,7 @@ class Megatron1D(ProductStrategy):
             return Layout((axes, *replicated.dims[1:]))
         if parameter.layer_role == "expert":
             return Layout(tuple(axes if dim == inside_dim(parameter) else () for dim in range(len(parameter.shape))))
-        if parameter.layer_role == "router":
+        if parameter.layer_role in ("router", "per_head"):
             is_partial = plan.mesh.size(AXIS) > 1 and not parameter.frozen
         else:
             is_partial = self.sequence_parallel

@@ -1,0 +1,171 @@
+"""From `model.path`, `model.hf` and `model.task` to a module of Hugging Face transformers, and its layer roles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.base.wording import closest
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.models.module.outputs import failed
+from parallelrun.models.module.own_forward import OwnForward
+from parallelrun.models.module.source import unfit
+
+TASKS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "image_classification": "AutoModelForImageClassification",
+}
+_CLASSES = {"ForCausalLM": "causal_lm", "LMHeadModel": "causal_lm", "ForMaskedLM": "masked_lm",
+            "ForImageClassification": "image_classification"}  # fmt: skip
+# From the words of `_tp_plan` to our layer roles. A column-parallel layer whose outputs are gathered, or a
+# row-parallel one whose input every rank has, stays replicated: its ranks would compute the same as one device.
+_ROLES = {
+    "colwise": "column_parallel",
+    "rowwise": "row_parallel",
+    "embedding_rowwise": "embedding",
+    "replicated_with_grad_allreduce": "per_head",
+}
+
+
+def make_module(config: Config, vocab: int) -> nn.Module:
+    """Return the module that transformers builds, on the current device. Raises ConfigError.
+
+    Dropout that `model.hf` does not set is 0: of probabilities of attention, and by functions, it would depend on the
+    plan.
+    """
+    settings = settings_of(config, vocab)
+    task = _task(config, settings)
+    if torch.get_default_device().type == "meta":  # experts one by one read which tokens they have
+        settings._experts_implementation = "batched_mm"
+    elif config.precision.name == "fp64":  # torch has no grouped products of doubles
+        settings._experts_implementation = "eager"
+    try:
+        module: nn.Module = getattr(transformers, TASKS[task]).from_config(settings, dtype=torch.float32)
+    except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise failed(f"transformers builds no {task} from {title(config)}", error) from error
+    text = settings.get_text_config()
+    module.heads = getattr(text, "num_attention_heads", 0) or 0
+    module.kv_heads = getattr(text, "num_key_value_heads", 0) or module.heads
+    if task == "image_classification":
+        size = settings.image_size
+        module.sample_shape = (settings.num_channels, *(size if isinstance(size, (list, tuple)) else (size, size)))
+    return module
+
+
+def mask_token(config: Config, vocab: int) -> int | None:
+    """Return the id of [MASK] of a masked language model: `model.mask_token`, else the last one; None for others."""
+    settings = settings_of(config, vocab)
+    if _task(config, settings) != "masked_lm":
+        return None
+    token: int = settings.vocab_size - 1 if config.model.mask_token is None else config.model.mask_token
+    return token
+
+
+def trained_module(config: Config, vocab: int, folder: Path) -> nn.Module:
+    """Return the module with the weights of a directory, on the CPU. Raises ConfigError if they do not fit."""
+    settings = settings_of(config, vocab)
+    auto = getattr(transformers, TASKS[_task(config, settings)])
+    try:
+        module, info = auto.from_pretrained(
+            folder, config=settings, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(Problem(f"transformers cannot load {folder}: {error}", "init.from")) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(Problem(f"{folder} has no {missing[0]}, which {title(config)} needs", "init.from"))
+    trained: nn.Module = module
+    return trained
+
+
+def settings_of(config: Config, vocab: int) -> Any:
+    """Return the PreTrainedConfig of `model.path`, with the changes of `model.hf`. Raises ConfigError."""
+    path = str(config.model.path)
+    try:
+        if Path(path).expanduser().exists():
+            settings = transformers.AutoConfig.from_pretrained(Path(path).expanduser(), local_files_only=True)
+        else:
+            settings = _class(path).config_class()
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ConfigError(Problem(f"model.path={path}: {error}", "model.path")) from error
+    values = dict(config.model.hf)
+    known = settings.to_dict()
+    if unknown := [key for key in values if key not in known and not hasattr(settings, key)]:
+        message = f"model.hf.{unknown[0]}: {type(settings).__name__} has no such field"
+        fix = closest(unknown[0], known)
+        raise ConfigError(Problem(message, "model.hf", f"model.hf.{fix[0]}=..." if fix else ""))
+    dropouts = {key: 0.0 for key, value in known.items() if "drop" in key and isinstance(value, float) and value}
+    if _task(config, settings) == "image_classification":
+        values.setdefault("num_labels", vocab)
+    for key, value in ({**dropouts, **values}).items():
+        old = getattr(settings, key, None)
+        setattr(settings, key, {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value)
+    return settings
+
+
+def roles_of(config: Config, module: nn.Module) -> dict[str, str]:
+    """Return the layer roles, by module name: those of the class's own plan where a layer fits, and `model.roles`."""
+    plan: Mapping[str, str] = getattr(module, "_tp_plan", None) or {}
+    roles: dict[str, str] = {}
+    for name, part in module.named_modules():
+        style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), "")
+        role = "head" if part is _output_layer(module) and style.startswith("colwise") else _ROLES.get(style, "")
+        if role and not unfit(part, role):
+            roles[name] = role
+    if "head" not in roles.values() or (_is_tied(module) and "embedding" not in roles.values()):
+        roles = {name: role for name, role in roles.items() if role not in ("head", "embedding")}
+    return {**roles, **config.model.roles}
+
+
+def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
+    """Return how the class's own plan (`_pp_plan`) cuts its forward; None if it has no plan."""
+    base: Any = module.base_model
+    plan = getattr(base.config, "base_model_pp_plan", None)
+    if not plan or base is module or _output_layer(module) is None:
+        return None
+    prefix = module.base_model_prefix
+    blocks, before = [], []
+    for name in plan:
+        part = getattr(base, name)
+        parts = [f"{name}.{index}" for index in range(len(part))] if isinstance(part, nn.ModuleList) else [name]
+        has_weights = any(True for _ in part.parameters())
+        (blocks if has_weights else before).extend(f"{prefix}.{path}" for path in parts)
+    output = next(name for name, part in module.named_modules() if part is _output_layer(module))
+    return OwnForward((*blocks, output), tuple(before), prefix)
+
+
+def title(config: Config) -> str:
+    """Return the name of the model in messages."""
+    return f"model.path={config.model.path}"
+
+
+def _output_layer(module: Any) -> nn.Module | None:
+    layer: nn.Module | None = module.get_output_embeddings()
+    return layer
+
+
+def _is_tied(module: Any) -> bool:
+    output, table = _output_layer(module), module.get_input_embeddings()
+    return getattr(output, "weight", None) is getattr(table, "weight", 0)
+
+
+def _task(config: Config, settings: Any) -> str:
+    """`model.task`; else that of the class which config.json or `model.path` names; else causal_lm."""
+    if config.model.task:
+        return config.model.task
+    names = [*(settings.architectures or ()), str(config.model.path)]
+    return next((task for name in names for end, task in _CLASSES.items() if name.endswith(end)), "causal_lm")
+
+
+def _class(name: str) -> Any:
+    found = getattr(transformers, name.removeprefix("transformers."), None)
+    if not hasattr(found, "config_class"):
+        raise ValueError("it is no directory, no config.json, and no model class of transformers")
+    return found

@@ -1,0 +1,102 @@
+"""The checks of a user's module by running it: its blocks, its cuts into stages, and its layers split by tp."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from parallelrun.base.registry import has
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.models import layers
+from parallelrun.models.module import network, source
+from parallelrun.models.module.outputs import call, undefined
+from parallelrun.models.module.own_forward import network_of
+from parallelrun.planner.contract.classes import tensor_strategy
+from parallelrun.planner.model.model_spec import ModelSpec
+
+Sizes = tuple[int, ...]
+
+
+def check_chain(config: Config, vocab: int, names: list[str], kind: str, shape: Sizes) -> None:
+    """Raise ConfigError unless the chain of the blocks computes the module's forward, on real numbers."""
+    with torch.device("cpu"), torch.no_grad():
+        module = source.build(config, vocab).eval()
+        x = network.inputs(kind, shape, 2, "cpu")
+        expected, chained = call("module", module, x), x
+        for name in names:
+            chained = call(name, module.get_submodule(name), chained)
+    if expected.shape != chained.shape or not torch.allclose(expected, chained, rtol=1e-4, atol=1e-5):
+        title = source.builder_of(config).title(config)
+        message = f"the blocks {', '.join(names)}, one after the other, do not compute what {title} computes"
+        raise undefined(message, "every module of forward, in order")
+
+
+def check_cuts(config: Config, spec: ModelSpec) -> None:
+    """Raise ConfigError unless two stages on the module's own forward, cut anywhere, compute what it computes."""
+    with torch.device("cpu"), torch.no_grad():
+        module = source.build(config, spec.vocab).eval()
+        how = source.builder_of(config).own_forward(config, module)
+        x = (torch.arange(2 * spec.seq).view(2, -1) * 7 + 3) % spec.vocab
+        expected = module(x)
+        names = [block.name for block in spec.blocks]
+        for cut in {1, len(names) // 2, len(names) - 1}:
+            first, last = network_of(spec, nn.Identity(), module, how).split([names[:cut], names[cut:]])
+            actual = last(first(x))
+            if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-4, atol=1e-5):
+                title = source.builder_of(config).title(config)
+                message = f"{title} cannot be cut before {names[cut]}: stages on its own forward compute something else"
+                raise undefined(message, "pp=1", "pp")
+
+
+def check_split(device: str, config: Config, vocab: int, kind: str, shape: Sizes) -> None:
+    """Raise ConfigError unless forward works when every column- and row-parallel layer is split, on `device`.
+
+    They are split by tp; by 2 under a grid, which splits features over some of its axes only: a module that works on
+    halves works on other parts.
+    """
+    tensor = config.strategy.tensor.kind
+    is_grid = not (has("strategies", f"tensor.{tensor}") and tensor_strategy(tensor).is_one_dimensional)
+    tp = 2 if is_grid and config.tp != 1 else config.tp or 2
+    if tp == 1 or (config.tp is None and not config.model.roles):
+        return
+    module = source.build_with_roles(config, vocab, device)
+    if not {layers.role_of(part) for part in module.modules()} & {"column_parallel", "row_parallel"}:
+        return
+    inputs = network.inputs(kind, shape, 1, device)
+    expected = network.dropout_shapes(module.eval(), inputs)
+    entered = [""]
+    for name, part in module.named_modules():
+        part.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
+        if not _split(part, tp):
+            return  # does not divide: the tensor strategy refuses it, with the nearest legal degrees
+    try:
+        shapes = network.dropout_shapes(module, inputs)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
+        split = f"with its column_parallel and row_parallel layers split by tp={tp}"
+        message = f"{split}, {source.builder_of(config).title(config)} fails at or after {entered[-1]}: {error}"
+        fix = (
+            "no global sizes in forward: heads by unflatten(-1, (-1, head_dim)); only row_parallel layers read what "
+            "column_parallel layers give"
+        )
+        raise undefined(message, fix, "model.roles") from error
+    for name, before in expected.items():
+        if before[:-1] != shapes[name][:-1]:
+            message = (
+                f"dropout {name} acts on something whose rows, not columns, tp={tp} splits ({before} to {shapes[name]})"
+            )
+            fix = "drop before heads are split or after they are joined; probabilities of attention cannot be dropped"
+            raise undefined(message, fix, "model.roles")
+
+
+def _split(part: nn.Module, tp: int) -> bool:
+    """Cut the weights of a column- or row-parallel layer to a tp-th; False if they do not divide."""
+    dim = {"column_parallel": 0, "row_parallel": 1}.get(layers.role_of(part))
+    for key, parameter in list(part.named_parameters(recurse=False)):
+        if dim is None or parameter.dim() <= dim:
+            continue
+        if parameter.size(dim) % tp:
+            return False
+        size = list(parameter.shape)
+        size[dim] //= tp
+        setattr(part, key, nn.Parameter(torch.zeros(size, device=parameter.device)))
+    return True

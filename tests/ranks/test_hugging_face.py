@@ -1,0 +1,42 @@
+"""Models of transformers train under plans as on one device, by the classes' own tensor and pipeline plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.hugging_face_families import FAMILIES, overrides
+from tests.parity import assert_equal, parity
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.extras
+
+WITH_PLANS = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo2",
+    "deepseek_v3", "gpt_neox",
+)  # fmt: skip
+CELLS: dict[str, dict[str, Any]] = {
+    "gpipe, fsdp": {"dp": 2, "pp": 2, "strategy.data.kind": "fsdp", "schedule": "gpipe"},
+    "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    "zero bubble, tp": {"pp": 2, "tp": 2, "schedule": "zero_bubble"},
+    "zero1, recompute": {"dp": 2, "strategy.data.kind": "zero1", "recompute": "full"},
+    "zero2": {"dp": 2, "strategy.data.kind": "zero2"},
+    "local SGD": {"dp": 2, "strategy.data.kind": "local_sgd"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_exact_under_fsdp(family: str) -> None:
+    assert_equal(parity({**overrides(family), "dp": 2, "strategy.data.kind": "fsdp"}))
+
+
+@pytest.mark.parametrize("family", WITH_PLANS)
+def test_families_with_plans_of_their_own_are_exact_under_tensor_and_pipeline_parallelism(family: str) -> None:
+    """qwen3 and gemma3 have norms of heads, whose gradients are sums over the tensor-parallel ranks."""
+    assert_equal(parity({**overrides(family), "tp": 2, "pp": 2}))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_llama_is_exact_under_other_plans(cell: str) -> None:
+    assert_equal(parity({**overrides("llama"), **CELLS[cell]}))

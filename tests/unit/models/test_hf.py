@@ -1,0 +1,76 @@
+"""`model=hf`: what it builds, what it refuses, and weights that come from transformers and go back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallelrun.base.errors import ConfigError, EnvironmentProblem
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.models.hf import spec
+from tests.hugging_face_families import FAMILIES, directory, overrides
+from tests.plans import narrow_config
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.extras
+
+
+def config(family: str = "llama", **more: Any) -> Config:
+    return narrow_config({**overrides(family), **{key.replace("__", "."): value for key, value in more.items()}})
+
+
+def problem_of(config: Config) -> Any:
+    with pytest.raises(ConfigError) as caught:
+        spec.MODEL.make(config, 96)
+    return caught.value.problems[0]
+
+
+def test_the_spec_has_the_parameters_of_the_class_and_a_block_for_each_layer() -> None:
+    made = spec.MODEL.make(config(), 96)
+    with torch.device("meta"):
+        settings = transformers.AutoConfig.from_pretrained(directory("llama"))
+        module = transformers.AutoModelForCausalLM.from_config(settings)
+    assert {name: tuple(p.shape) for name, p in made.parameters.items()} == {
+        f"module.{name}": tuple(p.shape) for name, p in module.named_parameters()
+    }
+    assert [block.name.removeprefix("module.") for block in made.blocks] == [
+        "model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head",
+    ]  # fmt: skip
+    assert (made.kind, made.heads, made.kv_heads, made.boundary_shape) == ("tokens", 4, 2, (8, 32))
+    assert made.forward_flops > 2 * 8 * sum(p.numel for p in made.parameters.values()) * 0.5
+
+
+def test_changes_of_the_configuration_change_the_model() -> None:
+    made = spec.MODEL.make(config(model__hf={"num_hidden_layers": 3, "hidden_size": 64}), 96)
+    assert len(made.blocks) == 6 and made.hidden == 64
+
+
+def test_a_class_can_be_named_in_place_of_a_directory() -> None:
+    made = spec.MODEL.make(config(model__path="LlamaForCausalLM", model__hf=FAMILIES["llama"]), 96)
+    assert made.parameters.keys() == spec.MODEL.make(config(), 96).parameters.keys()
+
+
+def test_masked_language_models_have_a_mask_token() -> None:
+    made = spec.MODEL.make(config("bert"), 95)
+    assert made.mask_token == 95 and made.has_ignored and not made.is_causal
+
+
+def test_what_cannot_be_built_is_refused_by_key(tmp_path: Path) -> None:
+    assert "no config.json" in problem_of(config(model__path=str(tmp_path))).what
+    assert "no model class" in problem_of(config(model__path="LlamaForNothing")).what
+    unknown = problem_of(config(model__hf={"num_hidden_layer": 3}))
+    assert "num_hidden_layer" in unknown.what and unknown.suggestion == "model.hf.num_hidden_layers=..."
+    assert "model.path" in problem_of(config(model__path=None)).suggestion
+    (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
+    assert "nothing_known" in problem_of(config(model__path=str(tmp_path))).what
+    assert "vocab" in problem_of(config(model__hf={"vocab_size": 50})).what
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem) as caught:
+        spec.MODEL.make(config(), 96)
+    assert "parallelrun[hf]" in str(caught.value.problems[0].suggestion)
