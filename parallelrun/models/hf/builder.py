@@ -48,7 +48,7 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     elif config.precision.name == "fp64":  # torch has no grouped products of doubles
         settings._experts_implementation = "eager"
     try:
-        module: nn.Module = getattr(transformers, TASKS[task]).from_config(settings, dtype=torch.float32)
+        module: Any = getattr(transformers, TASKS[task]).from_config(settings, dtype=torch.float32)
     except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
         raise failed(f"transformers builds no {task} from {title(config)}", error) from error
     text = settings.get_text_config()
@@ -57,7 +57,8 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     if task == "image_classification":
         size = settings.image_size
         module.sample_shape = (settings.num_channels, *(size if isinstance(size, (list, tuple)) else (size, size)))
-    return module
+    built: nn.Module = module
+    return built
 
 
 def mask_token(config: Config, vocab: int) -> int | None:
@@ -130,8 +131,9 @@ def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
     plan = getattr(base.config, "base_model_pp_plan", None)
     if not plan or base is module or _output_layer(module) is None:
         return None
-    prefix = module.base_model_prefix
-    blocks, before = [], []
+    prefix = str(module.base_model_prefix)
+    blocks: list[str] = []
+    before: list[str] = []
     for name in plan:
         part = getattr(base, name)
         parts = [f"{name}.{index}" for index in range(len(part))] if isinstance(part, nn.ModuleList) else [name]

@@ -18,6 +18,7 @@ from parallelrun.models import layers
 from parallelrun.models.module import checks, network, slices, source
 from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
+from parallelrun.models.module.own_forward import ROOT
 from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
@@ -228,7 +229,7 @@ def _first_names(module: nn.Module) -> dict[int, str]:
 
 def _full(name: str) -> str:
     """The name in the network of a part that the user's module calls `name`."""
-    return f"{network.ROOT}.{name}" if name else network.ROOT
+    return f"{ROOT}.{name}" if name else ROOT
 
 
 def _asks_for_slices(config: Config) -> bool:

@@ -84,8 +84,9 @@ class OwnForwardNetwork(Network):
         named = {} if arguments else {self.how.embeddings: x}
         with self._rounding(), dropout.scope(sample_ids), packed.scope(documents):
             out = module(*arguments, **named)
-        hidden = getattr(out, "last_hidden_state", None)
-        return logits_of(out) if hidden is None else hidden
+        hidden: Tensor | None = getattr(out, "last_hidden_state", None)
+        result: Tensor = logits_of(out) if hidden is None else hidden
+        return result
 
     def _absent(self, blocks: Collection[str]) -> set[str]:
         """The names in the module of what a stage with `blocks` does not run."""
@@ -96,7 +97,7 @@ class OwnForwardNetwork(Network):
 
     def _recompute(self) -> None:
         """Make the blocks that may be computed again save their inputs only."""
-        config = getattr(self.module, "config", None)
+        config: Any = getattr(self.module, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a second forward would append its keys and values to the first's
         for name in self.recomputed:
