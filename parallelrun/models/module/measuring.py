@@ -57,7 +57,7 @@ class BlockMeasure:
         self._stack = ExitStack()
         hooks = [part.register_forward_hook(self.saved.called) for part in block.modules()]
         hooks.append(block.register_forward_pre_hook(self._enter, prepend=True))
-        hooks.append(block.register_forward_hook(self._leave))
+        hooks.append(block.register_forward_hook(self._leave, always_call=True))  # or the counter would stay on
         self._hooks = hooks
 
     def flops(self, *parts: str) -> float:

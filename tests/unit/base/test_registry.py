@@ -39,6 +39,7 @@ def test_image_models_share_one_network_and_others_have_their_own():
     for name in registry.IMAGE_MODELS:
         assert networks.pop(name) == "parallelrun.models.vision.network"
         assert registry.path("models", name, "spec") == f"parallelrun.models.{name}.spec"
+    assert networks.pop("hf") == networks["module"]
     assert networks == {name: f"parallelrun.models.{name}.network" for name in networks}
     assert all(importlib.util.find_spec(path) for path in networks.values())
 

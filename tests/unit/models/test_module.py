@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules import module as nn_module
 
 from parallelrun.base import user_code
 from parallelrun.base.errors import ConfigError
@@ -398,3 +399,9 @@ def test_a_block_saves_what_training_saves() -> None:
     )
     assert without == pytest.approx(saved, rel=0.1)  # the log-sum-exp of a GPU's kernel is padded
     assert dropped == without + 2 * 8 * 16 / 4
+
+
+def test_a_module_that_cannot_be_measured_on_meta_leaves_nothing_switched_on() -> None:
+    source = FILE.with_name("other_nets.py")
+    spec.MODEL.make(config(model__source=f"{source}:shaped", model__arguments={"reads_values": True}), 32)
+    assert not nn_module._global_forward_pre_hooks and not nn_module._global_forward_hooks

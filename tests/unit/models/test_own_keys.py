@@ -25,6 +25,7 @@ MODULE = {
 ELSEWHERE = {"vocab", "norm_samples", "dropout"}  # the plan reads them
 MLP = {"model.name": "mlp", "model.preset": "mlp"}
 OF_ANY = {
+    "name",
     "preset",
     "router",
     "experts",
