@@ -11,6 +11,7 @@ dispatch mode slows every operation of the forward. A compiled block chooses whi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 MODES = ("none", "selective", "full")
 KEPT = "kept"  # full, for schedules that run a block's backward more than once: see `_KeptForward`
+Block = Callable[[Tensor], Tensor]  # a module, or what calls one
 CHEAP_ROLES = ("norm", "activation")
 
 
@@ -52,7 +54,7 @@ def _is_cheap(module: nn.Module) -> bool:
 
 
 def run(
-    block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str, documents: DocumentBounds | None = None
+    block: Block, x: Tensor, sample_ids: Tensor | None, mode: str, documents: DocumentBounds | None = None
 ) -> Tensor:
     """block(x) under `mode`. Sample ids and documents are in scope for what is computed again too."""
     if mode == "none" or not torch.is_grad_enabled():
@@ -68,7 +70,7 @@ def run(
         return _run(block, x, sample_ids, documents)
 
 
-def _run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, documents: DocumentBounds | None) -> Tensor:
+def _run(block: Block, x: Tensor, sample_ids: Tensor | None, documents: DocumentBounds | None) -> Tensor:
     with dropout.scope(sample_ids), packed.scope(documents):
         out: Tensor = block(x)
     return out
@@ -85,7 +87,7 @@ class _KeptForward:
     own, and torch's checkpoint would run the block again in each. Freed with the block's graph.
     """
 
-    def __init__(self, block: nn.Module, x: Tensor, sample_ids: Tensor | None, documents: DocumentBounds | None):
+    def __init__(self, block: Block, x: Tensor, sample_ids: Tensor | None, documents: DocumentBounds | None):
         self._block, self._x, self._sample_ids, self._documents = block, x.detach(), sample_ids, documents
         self._needs_gradient = x.requires_grad
         self._num_saved = 0

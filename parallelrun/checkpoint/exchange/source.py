@@ -93,8 +93,8 @@ def _same_names(config: Config, spec: ModelSpec, folder: Path, prefix: str) -> W
 
 def notes_on_initial(config: Config) -> list[str]:
     """Return notes on how this run's model differs from the one whose weights it starts from."""
-    if config.init.weights is None:
-        return []
+    if config.init.weights is None or definitions.model(config).their_prefix is not None:
+        return []  # none, or those of a class of transformers, which computes what it computes
     folder = absolute(config.init.weights)
     with suppress(ConfigError, CheckpointError):
         source = open_source(folder, "init.from")

@@ -18,6 +18,8 @@ from parallelrun.models.module.outputs import failed
 from parallelrun.models.module.own_forward import OwnForward
 from parallelrun.models.module.source import unfit
 
+KEY = "model.path"  # of messages
+VOCAB_FIX = "model.hf.vocab_size=N, or a model whose vocabulary is as large"
 TASKS = {
     "causal_lm": "AutoModelForCausalLM",
     "masked_lm": "AutoModelForMaskedLM",
@@ -52,8 +54,8 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
         raise failed(f"transformers builds no {task} from {title(config)}", error) from error
     text = settings.get_text_config()
-    module.heads = getattr(text, "num_attention_heads", 0) or 0
-    module.kv_heads = getattr(text, "num_key_value_heads", 0) or module.heads
+    # Every rank needs whole groups of heads: the class's attention has no copies of kv heads.
+    module.heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
     if task == "image_classification":
         size = settings.image_size
         module.sample_shape = (settings.num_channels, *(size if isinstance(size, (list, tuple)) else (size, size)))

@@ -19,6 +19,9 @@ from parallelrun.models.module.outputs import failed
 from parallelrun.models.module.own_forward import OwnForward
 from parallelrun.models.module.spec import named
 
+KEY = "model.source"  # of messages
+VOCAB_FIX = "take vocab as an argument of the function"
+
 
 def load(source: str | None) -> Callable[..., nn.Module]:
     """The function that `file.py:function` or `package.module:function` names. Raises ConfigError."""

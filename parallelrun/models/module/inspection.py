@@ -73,7 +73,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         )
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
-    _check_output(where, output, vocab)
+    _check_output(builder, where, output, vocab)
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small and not how:
         checks.check_chain(config, vocab, names, kind, shape)
@@ -103,13 +103,11 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     return spec
 
 
-def _check_output(where: str, output: Sizes, vocab: int) -> None:
+def _check_output(builder: Any, where: str, output: Sizes, vocab: int) -> None:
     if len(output) < 2 or output[-1] < vocab:
         needed = f"logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
         message = f"{where} gives shape {output} for one sample; {needed}"
-        raise ConfigError(
-            Problem(message, "model.source", "take vocab as an argument of the function", kind="arithmetic")
-        )
+        raise ConfigError(Problem(message, builder.KEY, builder.VOCAB_FIX, kind="arithmetic"))
 
 
 def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:

@@ -4,7 +4,7 @@ the forward makes are made again by every stage."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from parallelrun.models import documents as packed
-from parallelrun.models import dropout
+from parallelrun.models import dropout, recompute
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.module.double import StayDouble
 from parallelrun.models.module.outputs import logits_of
@@ -43,7 +42,7 @@ class PassOn(nn.Module):
     def __init__(self, source: nn.Module):
         super().__init__()
         for name, value in vars(source).items():
-            if not name.startswith("_") and name not in self.__dict__:
+            if not name.startswith("_") and name not in self.__dict__ and not callable(value):
                 self.__dict__[name] = value
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -66,14 +65,14 @@ class OwnForwardNetwork(Network):
     def split(self, parts: Sequence[Sequence[str]]) -> list[Network]:
         if self.before_split is not None:
             self.before_split()
-        if self.recompute != "none":
-            self._recompute()
         stages: list[Network] = []
         for blocks in parts:
             stage = OwnForwardNetwork(self.spec, self.loss, _with_blocks(self.module, self._absent(blocks)), self.how)
             stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
             stage.rounds_weights = self.rounds_weights
             stage._hold(blocks)
+            if stage.recompute != "none":
+                stage._recompute()
             stages.append(stage)
         return stages
 
@@ -96,32 +95,26 @@ class OwnForwardNetwork(Network):
         return {name.removeprefix(f"{ROOT}.") for name in absent}
 
     def _recompute(self) -> None:
-        """Make the blocks that may be computed again save their inputs only."""
+        """Make the blocks that may be computed again run as `recompute`, which a schedule may still change, says."""
         config: Any = getattr(self.module, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a second forward would append its keys and values to the first's
         for name in self.recomputed:
             block = self.block(name)
-            block.forward = partial(_computed_again, block.forward)
+            block.forward = partial(self._run_block, block.forward)
+
+    def _run_block(self, forward: Callable[..., Tensor], hidden: Tensor, *more: Any, **named: Any) -> Tensor:
+        def run(x: Tensor) -> Tensor:  # backward calls it outside of the module's forward
+            with StayDouble() if x.dtype == torch.float64 else nullcontext():
+                return forward(x, *more, **named)
+
+        return recompute.run(run, hidden, dropout.current_sample_ids(), self.recompute)
 
 
 def network_of(spec: ModelSpec, loss: nn.Module, module: nn.Module, how: OwnForward) -> Network:
     """Return the network of a module on its own forward."""
     prefixed = replace(how, blocks=tuple(f"{ROOT}.{name}" for name in how.blocks))
     return OwnForwardNetwork(spec, loss, module, prefixed)
-
-
-def _computed_again(forward: Any, *arguments: Any, **named: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*arguments, **named)
-    ids = dropout.current_sample_ids()
-
-    def run(*arguments: Any, **named: Any) -> Any:  # backward calls it outside of the module's forward
-        is_double = arguments[0].dtype == torch.float64
-        with dropout.scope(ids), StayDouble() if is_double else nullcontext():
-            return forward(*arguments, **named)
-
-    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
 
 
 def _with_blocks(module: nn.Module, absent: Collection[str]) -> nn.Module:

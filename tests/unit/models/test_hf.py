@@ -39,7 +39,7 @@ def test_the_spec_has_the_parameters_of_the_class_and_a_block_for_each_layer() -
     assert [block.name.removeprefix("module.") for block in made.blocks] == [
         "model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head",
     ]  # fmt: skip
-    assert (made.kind, made.heads, made.kv_heads, made.boundary_shape) == ("tokens", 4, 2, (8, 32))
+    assert (made.kind, made.heads, made.boundary_shape) == ("tokens", 2, (8, 32))
     assert made.forward_flops > 2 * 8 * sum(p.numel for p in made.parameters.values()) * 0.5
 
 
