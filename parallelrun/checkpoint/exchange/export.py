@@ -64,32 +64,34 @@ def export(source: StoredModel, out: Path, form: str, dtype: torch.dtype | None,
 
 def _hugging_face(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     prefix = definitions.model(source.config).their_prefix
-    if prefix is not None:
+    if prefix is None:
+        _by_family(source, out, dtype, shard_bytes)
+    else:
         _by_transformers(source, prefix, out, dtype, shard_bytes)
-        return
-    family = family_for(source.config, source.spec)
-    pieces = list(family.pieces(source.config, source.spec))
-    constants = family.constants(source.config, source.spec)
-    stored = list(_stored(source, pieces, constants))
-    kind = _write_shards(out, stored, dtype, shard_bytes)
-    write_json(out / THEIR_CONFIG, their_config(source, family, kind))
     tokenizer.write(source, out)
     write_others(source, out, for_transformers=True)
     if not (out / GENERATION).exists():
         write_json(out / GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
 
 
+def _by_family(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    """Write weights and config.json of a model of ours, as the class of transformers that corresponds."""
+    family = family_for(source.config, source.spec)
+    pieces = list(family.pieces(source.config, source.spec))
+    constants = family.constants(source.config, source.spec)
+    kind = _write_shards(out, list(_stored(source, pieces, constants)), dtype, shard_bytes)
+    write_json(out / THEIR_CONFIG, their_config(source, family, kind))
+
+
 def _by_transformers(source: StoredModel, prefix: str, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     """Write what transformers' own `save_pretrained` writes of a module with these weights, all in memory."""
+    builder = registry.load("models", source.config.model.name, "builder")
     with torch.device("cpu"), torch.no_grad():
-        module = registry.load("models", source.config.model.name, "builder").make_module(
-            source.config, source.spec.vocab
-        )
+        module = builder.make_module(source.config, source.spec.vocab)
         for name, parameter in module.named_parameters():
             parameter.copy_(source.weights.whole(prefix + name, parameter.shape))
     module.to(dtype or torch.float32).save_pretrained(out, max_shard_size=shard_bytes)
-    tokenizer.write(source, out)
-    write_others(source, out, for_transformers=True)
+    (out / GENERATION).unlink(missing_ok=True)  # written from the model's origin, as for every model
 
 
 def their_config(source: StoredModel, family: Family, dtype: str) -> dict[str, Any]:

@@ -77,12 +77,12 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small and not how:
         checks.check_chain(config, vocab, names, kind, shape)
-    if device:
+    heads = _number(module, "heads")
+    if device and heads % (config.tp or 1) == 0:  # else the tensor strategy refuses, with the nearest legal degrees
         checks.check_split(device, config, vocab, kind, shape)
     if _asks_for_slices(config) and kind == "tokens" and is_small:
         slices.check(config, vocab, shape[0])
     norms = (part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm))
-    heads = _number(module, "heads")
     spec = ModelSpec(
         name=config.model.preset,
         kind=kind,

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.base.errors import ConfigError, EnvironmentProblem
+from parallelrun.base.errors import CheckpointError, ConfigError, EnvironmentProblem
+from parallelrun.checkpoint.exchange.export import export
+from parallelrun.checkpoint.exchange.source import StoredModel, initial_weights
+from parallelrun.checkpoint.exchange.weights import LoadedWeights
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hf import spec
 from tests.hugging_face_families import FAMILIES, directory, overrides
 from tests.plans import narrow_config
 
 transformers = pytest.importorskip("transformers")
+builder = pytest.importorskip("parallelrun.models.hf.builder")
 pytestmark = pytest.mark.extras
 
 
@@ -74,3 +78,27 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(EnvironmentProblem) as caught:
         spec.MODEL.make(config(), 96)
     assert "parallelrun[hf]" in str(caught.value.problems[0].suggestion)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_weights_go_to_transformers_and_come_back(family: str, tmp_path: Path) -> None:
+    """A directory of mixtral has a tensor for each expert, and its module one for all of them."""
+    given, out = config(family), tmp_path / "out"
+    made = spec.MODEL.make(given, 96)
+    with torch.device("cpu"):
+        tensors = {f"module.{name}": p.detach() for name, p in builder.make_module(given, 96).named_parameters()}
+    export(StoredModel(tmp_path, given, made, LoadedWeights(tmp_path, tensors)), out, "hf", None, 2**30)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert all(torch.equal(parameter, tensors[f"module.{name}"]) for name, parameter in theirs.named_parameters())
+    given.init.weights = str(out)
+    weights = initial_weights(given, made)
+    assert weights is not None
+    assert all(torch.equal(weights.whole(name, tensor.shape), tensor) for name, tensor in tensors.items())
+
+
+def test_weights_of_another_size_are_refused_by_name(tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(builder.settings_of(config(), 96)).save_pretrained(tmp_path)
+    given = config(model__hf={"hidden_size": 16})
+    given.init.weights = str(tmp_path)
+    with pytest.raises(CheckpointError, match=r"embed_tokens.*\[96, 32\]"):
+        initial_weights(given, spec.MODEL.make(given, 96))
