@@ -70,7 +70,7 @@ def losses_of(overrides: dict[str, Any]) -> list[float]:
     config = tiny_config(overrides)
     training = build(config, resolve(config), torch.device("cpu"))
     scaler = LossScaler(config.precision, scaled=False)
-    return [train_step(training, step, 0.1, scaler).loss for step in (1, 2, 3)]
+    return [train_step(training, step, 0.01, scaler).loss for step in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 0.02), ("fp16", 0.01)])
