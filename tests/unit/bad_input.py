@@ -63,10 +63,6 @@ TOOLS = {
         "rerun badrun", "ls runs=badruns", "''", "gc", "gc runs=badruns keep=1",
     ),
     "top": ("nosuch", "folder", "badrun --once", "--once", "--nosuch", "a b", "badrun --once --json", "''"),
-    "reshape": (
-        "", "nosuch", "nosuch tp=2", "badrun tp=2", "badrun", "badrun tp=x", "badrun nosuch=1", "folder dp=2",
-        "badrun tp=2 model=mlp", "''",
-    ),
     "compare": (
         "", "a", "a b", "folder folder", "badrun badrun", "badrun badrun --fail-on", "badrun badrun --fail-on x",
         "badrun badrun --fail-on loss>x", "badrun badrun --fail-on nosuch>1%", "badrun badrun --nosuch",

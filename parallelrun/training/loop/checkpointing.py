@@ -31,26 +31,20 @@ class Checkpoints:
     """
 
     def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext):
-        self._training, self.scaler, self._context = training, scaler, context
+        self._training, self._scaler, self._context = training, scaler, context
         self._resumed: dict[str, Any] = {}  # `extra` of the checkpoint from which this run resumed
         self._failed_steps: list[int] = []
         self._failed_in_a_row = 0
         self.times = SaveTimes()
         self._fatal: BaseException | None = None  # the outcome of a save beside training that ends the run
-        self._pending_step = 0
-        self.go_on(training, 0)
-
-    def go_on(self, training: Training, start: int) -> int:
-        """Save `training`, whose plan may be another, from now on; return `start`, the last step that was taken."""
+        self._pending_step, self._start = 0, 0  # start: the last step before this run
         config = training.config
-        self._training, self._start = training, start
         writer = BackgroundWriter(training.plan, training.mesh.group(WORLD), training.mesh.device, config.timeout_s)
         self._beside = writer if config.checkpoint.asynchronous else None
-        return start
 
     def resume(self) -> int:
         """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
-        self._resumed = load(self._training, self.scaler)
+        self._resumed = load(self._training, self._scaler)
         self._start = int(self._resumed["step"]) if self._resumed else 0
         return self._start
 
@@ -83,7 +77,7 @@ class Checkpoints:
             return
         if self._beside and not is_last:
             directory = self._context.directory / FOLDER
-            extra = _extra(self._training, self.scaler, step)
+            extra = _extra(self._training, self._scaler, step)
             self._beside.start(store.parts_of(self._training.state), directory, step, extra, config.checkpoint.keep)
             self._pending_step = step
         else:
@@ -108,7 +102,7 @@ class Checkpoints:
         """Save while training waits."""
         began = time.perf_counter()
         try:
-            save(self._training, self.scaler, step, self._context.directory)
+            save(self._training, self._scaler, step, self._context.directory)
         except SaveFailed as error:
             if self._failed(step, error) or is_last:
                 raise
