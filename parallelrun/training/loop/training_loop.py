@@ -116,7 +116,7 @@ class _Loop:
         return learning_rate(config.optimizer, step, config.steps)
 
     def _before_update(self, training: Training) -> None:
-        self._checkpoints.before_update(training)
+        self._checkpoints.before_update()
         self._watch.before_update(training)
 
     def _record(self, step: int, result: StepResult) -> None:
