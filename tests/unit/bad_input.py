@@ -120,7 +120,7 @@ TOOLS = {
     ),
     "import-flags": (
         "", "nosuch", "folder", "binary", "empty", "broken.json", "list.json", "text.txt", "bad.sh", "bad.toml",
-        "ds.json", "bad.sh --to nosuch/x", "fifo", "acc.yaml",
+        "ds.json", "bad.sh tp=", "fifo", "acc.yaml",
     ),
     "generate": (
         "", "badrun", "nosuch hello", "badrun hello max_tokens=0 temperature=-1 top_k=x seed=-1 tp=0",
