@@ -6,13 +6,11 @@ from parallelrun.distributed.torch_private.attention import (
     has_fused_attention,
 )
 from parallelrun.distributed.torch_private.compiler import (
-    before_compiling,
     import_compiler,
     keep_compiled_buffers,
     uncompiled,
 )
 from parallelrun.distributed.torch_private.fsdp import (
-    detach_shards_at_once,
     empty_parameter,
     fsdp_initialise,
     fsdp_reduce,
