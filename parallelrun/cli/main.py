@@ -99,10 +99,9 @@ def _route(words: list[str]) -> int:
     if "--version" in words:
         print(f"parallelrun {__version__}")
         return EXIT_OK
-    from parallelrun.cli import node, verbs
+    from parallelrun.cli import verbs
 
-    code = node.run(words)
-    return verbs.run(words) if code is None else code
+    return verbs.run(words)
 
 
 def _tool(tool: str, words: list[str]) -> int:

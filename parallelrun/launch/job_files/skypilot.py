@@ -1,13 +1,14 @@
 """A task of SkyPilot, which rents the nodes of a run, and starts it again elsewhere when they are taken away.
 
 Source: SkyPilot's task schema (`sky/utils/schemas.py`, 0.14) and the variables that it gives to a task's nodes
-(SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, ...), which `launch/host/cluster_node.py` reads.
+(SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, ...), from which torchrun gets its place.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 
 from parallelrun.base.errors import Problem
@@ -31,8 +32,6 @@ resources:
   cpus: {cpus}
   infra: {infra}
   use_spot: {spot}
-  job_recovery:
-    recover_on_exit_codes: [{preempted}] # saved, and told to end
 
 secrets:
   PARALLELRUN_TOKEN: null
@@ -52,7 +51,9 @@ setup: |
 # The same command on every node: SkyPilot's variables give each its place. With resume=auto the first start is a fresh
 # one, and a later one, on other nodes, goes on from the newest checkpoint.
 run: |
-  {program}
+  {python} -m torch.distributed.run --nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" \\
+    --nproc-per-node {ranks} --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port 29500 \\
+    {words}
 """
 
 
@@ -107,6 +108,9 @@ class SkyPilotJob(JobFile):
         return {
             "accelerators": f"{self.accelerator}:{self.gpus_per_node}" if self.accelerator else "",
             "cpus": "" if self.accelerator else "4+",
+            "python": shlex.quote(program[0]),
+            "words": shlex.join(program[1:]),
+            "ranks": max(1, self.gpus_per_node),
             "infra": json.dumps(self.infra) if self.infra else "",
             "spot": "true" if self.spot else "false",
         }
