@@ -32,8 +32,8 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.entry import reattach
 from parallelrun.launch.host import interfaces
 from parallelrun.launch.host.environment import TOKEN, for_other_hosts
-from parallelrun.launch.over_ssh.host_ranks import GRACE_S, Order
 from parallelrun.launch.over_ssh.hosts import HostRanks, SshOptions
+from parallelrun.launch.over_ssh.ssh_agent import GRACE_S, Order
 from parallelrun.launch.over_ssh.ssh_connection import CONNECT_S, SshConnection
 from parallelrun.report.records import attempts
 
