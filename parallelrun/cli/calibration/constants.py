@@ -124,6 +124,7 @@ def calibrated(measured: Measurements, name: str) -> Calibration:
     """Fit the constants to everything measured."""
     start, constants = base(measured, name), constants_of(measured)
     steps = [PlannedStep.of(step) for step in measured.steps]
+    rows: list[TimedProduct | TimedExchange | TimedStep]
     rows = [*measured.products, *measured.exchanges, *measured.steps]
     plans = {ranks: plan_of_exchange(ranks, measured.device) for ranks in {row.ranks for row in measured.exchanges}}
 

@@ -135,7 +135,7 @@ def share_of_decay(share: float, run: Translation) -> int:
     last = run["--lr-decay-iters"] or run.values.get("steps")
     if not last:
         raise LeftOpen("the number of steps is not known")
-    return round(share * last)
+    return int(round(share * last))
 
 
 def ffn_of_swiglu(_: str, run: Translation) -> int:

@@ -64,7 +64,8 @@ class Saves:
             write()
         except SaveFailed as error:
             return self._failed(step, error, is_last)
-        return self._succeeded(time.perf_counter() - began)
+        self._succeeded(time.perf_counter() - began)
+        return None
 
     def collect(self, wait: bool = True) -> SaveFailed | None:
         """Record how the save in the background has ended, if there is one. Returns and raises what `write` does, and
@@ -76,7 +77,8 @@ class Saves:
             background.collect()
         except SaveFailed as error:
             return self._failed(self._step, error, False)
-        return self._succeeded(background.seconds)
+        self._succeeded(background.seconds)
+        return None
 
     def before_update(self) -> None:
         """Wait until the weights and the state may change."""
