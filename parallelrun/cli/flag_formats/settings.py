@@ -135,7 +135,8 @@ def share_of_decay(share: float, run: Translation) -> int:
     last = run["--lr-decay-iters"] or run.values.get("steps")
     if not last:
         raise LeftOpen("the number of steps is not known")
-    return int(round(share * last))
+    warmup: int = round(share * last)
+    return warmup
 
 
 def ffn_of_swiglu(_: str, run: Translation) -> int:
