@@ -22,7 +22,7 @@ from tests.plans import tiny_config
 from tests.unit.launch.clock import Clock
 
 TWO = hosts.place_ranks("2", "a:1,b:1")
-SSH = hosts.SshOptions()
+SSH = None
 
 
 class Agent:
@@ -81,8 +81,8 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", "/a b:$(c)")
-    *words, host, command = ssh_connection.remote_command("[fe80::1]", hosts.SshOptions(port="2222"))
-    assert words[0] == "ssh" and words[-2:] == ["-p", "2222"] and host == "fe80::1"
+    *words, host, command = ssh_connection.remote_command("[fe80::1]", ["-F", "file"])
+    assert words[0] == "ssh" and words[-2:] == ["-F", "file"] and host == "fe80::1"
     first, second = command.split(" && ")
     assert shlex.split(first) == ["cd", str(folder)]
     agent = [sys.executable, "-m", "parallelrun.launch.over_ssh.ssh_agent"]

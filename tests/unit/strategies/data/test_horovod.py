@@ -74,10 +74,8 @@ def test_a_spare_host_has_no_ranks_yet():
         *(([*["-np", "1", "-H"], listed], "not a host with slots") for listed in ("a:", "a:x", "a:4,", ":4", "a;rm:2")),
         (["-np", "4", "-H", "a:0,b:2,c:x"], "a:0.*c:x"),
         (["-np", "9", "-H", "a:4,b:4"], r"Requested more processes \(9\) than there are available slots \(8\)"),
-        (["-H", "a:2", "--ssh-port", "x"], "--ssh-port x: not a port"),
-        (["-H", "a:2", "--ssh-port", "70000"], "--ssh-port 70000: not a port"),
-        (["-H", "a:2", "--ssh-identity-file", "/no/key"], "--ssh-identity-file /no/key: no such file"),
-        (["-np", "2", "--ssh-port", "22"], "no other host is given"),
+        (["-H", "a:2", "--ssh-config", "/no/file"], "--ssh-config /no/file: no such file"),
+        (["-np", "2", "--ssh-config", __file__], "no other host is given"),
     ],
 )
 def test_flags_of_hosts_are_checked_before_anything_starts(words, told):
@@ -89,9 +87,9 @@ def test_flags_of_hosts_are_checked_before_anything_starts(words, told):
 def test_three_flags_say_how_ssh_reaches_the_hosts(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    words = ["-H", "a:2,b:2", "--ssh-port", "2222", f"--ssh-identity-file={file}", "--ssh-config", str(file)]
+    words = ["-H", "a:2,b:2", "--ssh-config", str(file)]
     line = argv.read([*words, "model=gpt"])
-    assert line.ssh.words() == ["-F", str(file), "-p", "2222", "-i", str(file), "-o", "IdentitiesOnly=yes"]
+    assert line.ssh_config == str(file)
     assert [override.text for override in line.overrides] == ["model=gpt", "world=4"]
 
 
