@@ -146,8 +146,6 @@ class Done:
 class AdasumRuntime(DataRuntime):
     """Every worker updates its weights by its own gradient; then the updates are combined, and all are equal."""
 
-    writes_after_update = True
-
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
         super().__init__(pairs, plan, mesh)
         self._group = group
