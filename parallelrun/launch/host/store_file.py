@@ -5,25 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 
+class StoreFile(NamedTuple):
+    """The file of a store for ranks that this process starts. descriptor: they inherit it; None: they open `path`."""
+
+    path: str
+    descriptor: int | None
+
+
 @contextlib.contextmanager
-def store_file() -> Iterator[int]:
-    """Make a file without a name for `file_store`, open until the ranks have inherited its descriptor."""
+def store_file(directory: Path) -> Iterator[StoreFile]:
+    """Make a file for `file_store`, open until the ranks have inherited it: without a name on Linux, else in the
+    private `directory` of the run."""
+    if not hasattr(os, "memfd_create"):
+        yield StoreFile(os.fspath(directory / "store"), None)
+        return
     descriptor = os.memfd_create("parallelrun-store")
     try:
-        yield descriptor
+        yield StoreFile(f"/proc/self/fd/{descriptor}", descriptor)
     finally:
         os.close(descriptor)
 
 
-def file_store(descriptor: int) -> Store:
-    """Return the store in an inherited file. A rank that waits for a key looks every 10 ms."""
+def file_store(path: str) -> Store:
+    """Return the store in this file. A rank that waits for a key looks every 10 ms."""
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-    store: Store = FileStore(f"/proc/self/fd/{descriptor}")
+    store: Store = FileStore(path)
     return store

@@ -24,7 +24,7 @@ from parallelrun.launch.host.heartbeat import HeartbeatFile
 from parallelrun.launch.host.job import WORKER, Job, RankSettings
 from parallelrun.launch.host.os_process import own_group
 from parallelrun.launch.host.output import open_log, redirect
-from parallelrun.launch.host.store_file import file_store, store_file
+from parallelrun.launch.host.store_file import StoreFile, file_store, store_file
 from parallelrun.launch.ranks import rank as ranks
 from parallelrun.planner.contract.plan import Plan
 
@@ -135,14 +135,14 @@ def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
     job = prepared(job)
     start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
-    with emulation.namespaces(job.config, job.plan) as hosts, store_file() as store:
+    with emulation.namespaces(job.config, job.plan) as hosts, store_file(job.directory) as file:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         gc.freeze()
         try:
             for rank in range(job.plan.world):
-                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, store, hosts)
+                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, file, hosts)
         finally:
             gc.unfreeze()
 
@@ -182,7 +182,9 @@ def take_turns(num_ranks: int) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, store: int, hosts: Namespaces | None) -> int:
+def _fork(
+    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile, hosts: Namespaces | None
+) -> int:
     rank, world = settings.rank, job.plan.world
 
     def run() -> int:
@@ -199,13 +201,15 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, store: in
             hosts.enter(rank)
         os.environ.clear()
         os.environ.update(environment)
-        connect = partial(file_store, store) if world > 1 else None
+        connect = partial(file_store, file.path) if world > 1 else None
         return ranks.serve(job, settings, heartbeats, connect)
 
     return fork(run)
 
 
-def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, store: int, hosts: Namespaces | None) -> int:
+def _exec(
+    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile, hosts: Namespaces | None
+) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
         "config_file": os.fspath(job.config_file),
@@ -215,7 +219,7 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, store: in
         "world": world,
         "parent": os.getpid(),
         "heartbeats": heartbeats.descriptor,
-        "store": store,
+        "store": file.path,
     }
     environment = for_rank(os.environ, rank, world, settings.threads)
     environment |= hosts.variables(rank) if hosts else {}
@@ -224,7 +228,7 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, store: in
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "parallelrun.launch.ranks.rank", json.dumps(order)],
-            pass_fds=[heartbeats.descriptor, store],
+            pass_fds=[heartbeats.descriptor, *([] if file.descriptor is None else [file.descriptor])],
             stdin=subprocess.DEVNULL,
             stdout=None if serves else log,
             stderr=log,

@@ -210,9 +210,9 @@ def main(
     world: int,
     parent: int,
     heartbeats: int,
-    store: int,
+    store: str,
 ) -> NoReturn:
-    """Run an exec'd rank. heartbeats, store: inherited descriptors."""
+    """Run an exec'd rank. heartbeats: an inherited descriptor; store: the path of the store's file."""
     leave_with_parent(parent)
     heartbeat_file = HeartbeatFile(world, heartbeats)
     take_signals(heartbeat_file)

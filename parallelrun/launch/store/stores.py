@@ -50,7 +50,7 @@ def connect(attached: Attached, timeout_s: float = CONNECT_S) -> Store:
         raise EnvironmentProblem(Problem(message, "GLOO_SOCKET_IFNAME", command="unset GLOO_SOCKET_IFNAME"))
     prefix = f"parallelrun/{attached.job}"
     if attached.master_port == 0:
-        return PrefixStore(prefix, file_store(_shared_file(attached, timeout_s)))
+        return PrefixStore(prefix, file_store(f"/proc/self/fd/{_shared_file(attached, timeout_s)}"))
     try:
         socket.getaddrinfo(attached.master_addr, None)
     except OSError as error:
