@@ -99,9 +99,10 @@ def _route(words: list[str]) -> int:
     if "--version" in words:
         print(f"parallelrun {__version__}")
         return EXIT_OK
-    from parallelrun.cli import verbs
+    from parallelrun.cli import node, verbs
 
-    return verbs.run(words)
+    code = node.run(words)
+    return verbs.run(words) if code is None else code
 
 
 def _tool(tool: str, words: list[str]) -> int:

@@ -47,6 +47,16 @@ def check(job: Job, expected: list[float], network: Network) -> None:
     assert json.loads((job.run / "manifest.json").read_text())["hosts"] == list(network.names)
 
 
+def nodes(network: Network, folder: Path, variables: dict[str, object]) -> Job:
+    """The program itself on every node, which has its place from `variables`: a value for each node, or one for all."""
+    return Job(folder, [
+        network.popen(name, sys.executable, *PROGRAM, output=folder / "output", env=environ(**{
+            key: str(value[number] if isinstance(value, list) else value) for key, value in variables.items()
+        }))
+        for number, name in enumerate(network.names)
+    ])  # fmt: skip
+
+
 def test_torchrun(network, tmp_path, expected):
     check(by_torchrun(network, tmp_path, PROGRAM), expected, network)
 
@@ -72,15 +82,20 @@ def test_our_launcher_with_a_hostfile(network, tmp_path, expected, ssh_config):
 
 @pytest.mark.skipif(not FULL, reason="as torchrun's test: with --matrix=full")
 def test_the_pods_of_kubeflow_trainer(network, tmp_path, expected):
-    """torchrun without an argument: the trainer gives each pod its place in variables."""
-    address = network.address(network.names[0])
-    shared = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": address, "PET_MASTER_PORT": str(PORT)}
-    command, output = (sys.executable, "-m", "torch.distributed.run", *PROGRAM), tmp_path / "output"
-    job = Job(tmp_path, [
-        network.popen(name, *command, output=output, env=environ(**shared, PET_NODE_RANK=str(number)))
-        for number, name in enumerate(network.names)
-    ])  # fmt: skip
+    variables = {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 2, "PET_NODE_RANK": [0, 1], "PARALLELRUN_TOKEN": "secret",
+                 "PET_MASTER_ADDR": network.address(network.names[0]), "PET_MASTER_PORT": PORT}  # fmt: skip
+    job = nodes(network, tmp_path, variables)
     check(job, expected, network)
+    assert "node 1 of 2 (Kubernetes): starting 2 ranks" in job.output and "without a token" not in job.output
+
+
+def test_the_nodes_of_skypilot_without_a_token_are_warned(network, tmp_path):
+    addresses = "\n".join(map(network.address, network.names))
+    variables = {"SKYPILOT_NUM_NODES": 2, "SKYPILOT_NODE_RANK": [0, 1], "SKYPILOT_NODE_IPS": addresses,
+                 "PARALLELRUN_TOKEN": ""}  # fmt: skip
+    job = nodes(network, tmp_path, {**variables, "SKYPILOT_NUM_GPUS_PER_NODE": 2})
+    assert set(job.wait()) == {0}, job.output
+    assert f"listens on {network.address(network.names[0])}:29500 without a token" in job.output
 
 
 def test_an_interface_that_a_host_does_not_have_is_told(network, tmp_path):

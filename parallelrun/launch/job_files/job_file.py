@@ -23,7 +23,6 @@ class JobFile(ABC):
     """Settings of a job, which fill TEMPLATE, the text of its file. gpus_per_node: 0 for a job on CPUs."""
 
     TEMPLATE: ClassVar[str]
-    launcher: ClassVar[tuple[str, ...]] = ()  # Python's words before those of our program: what starts the ranks
 
     nodes: int = 1
     gpus_per_node: int = 0
@@ -60,11 +59,11 @@ class JobFile(ABC):
 
     @abstractmethod
     def fields(self, program: list[str]) -> dict[str, object]:
-        """Fields of the template that are no settings, or have another text. program: the words of the command."""
+        """Fields of the template that are no settings, or have another text. program: the words that start a rank."""
 
     def text(self, command: Sequence[str], python: str, title: str, written_by: str) -> str:
         """The job's file. command: of `python -m parallelrun`; title: the plan; written_by: for readers."""
-        program = [python, *self.launcher, "-m", "parallelrun", *command]
+        program = [python, "-m", "parallelrun", *command]
         common = {
             "title": title,
             "written_by": written_by,

@@ -2,7 +2,7 @@
 early.
 
 Source: the fields of trainer.kubeflow.org/v1alpha1 as the package kubeflow-trainer-api has them (2.3). The runtime
-`torch-distributed` gives each node its place in the variables PET_*, which torchrun reads.
+`torch-distributed` gives each node its place in the variables PET_*, which `launch/host/cluster_node.py` reads.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ spec:
     name: {runtime} # gives each node its place in the variables PET_*
   trainer:
     image: {image}
-    # With resume=auto the first start is a fresh one. A pod that is told to end saves its step and fails; the job
-    # starts again as often as the runtime's failurePolicy allows, and goes on from there.
+    # With resume=auto the first start is a fresh one. A pod that is told to end saves its step and exits with
+    # {preempted}; the job starts again as often as the runtime's failurePolicy allows, and goes on from there.
     command:
 {words}
     numNodes: {nodes}
@@ -89,7 +89,6 @@ class KubernetesJob(JobOnNodes):
     """
 
     TEMPLATE = _TEMPLATE
-    launcher = ("-m", "torch.distributed.run")
 
     image: str = ""
     claim: str = ""

@@ -1,14 +1,13 @@
 """A task of SkyPilot, which rents the nodes of a run, and starts it again elsewhere when they are taken away.
 
 Source: SkyPilot's task schema (`sky/utils/schemas.py`, 0.14) and the variables that it gives to a task's nodes
-(SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, ...), from which torchrun gets its place.
+(SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, ...), which `launch/host/cluster_node.py` reads.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 from dataclasses import dataclass
 
 from parallelrun.base.errors import Problem
@@ -32,6 +31,8 @@ resources:
   cpus: {cpus}
   infra: {infra}
   use_spot: {spot}
+  job_recovery:
+    recover_on_exit_codes: [{preempted}] # saved, and told to end
 
 secrets:
   PARALLELRUN_TOKEN: null
@@ -51,9 +52,7 @@ setup: |
 # The same command on every node: SkyPilot's variables give each its place. With resume=auto the first start is a fresh
 # one, and a later one, on other nodes, goes on from the newest checkpoint.
 run: |
-  {python} -m torch.distributed.run --nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" \\
-    --nproc-per-node {ranks} --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port 29500 \\
-    {words}
+  {program}
 """
 
 
@@ -108,9 +107,6 @@ class SkyPilotJob(JobFile):
         return {
             "accelerators": f"{self.accelerator}:{self.gpus_per_node}" if self.accelerator else "",
             "cpus": "" if self.accelerator else "4+",
-            "python": shlex.quote(program[0]),
-            "words": shlex.join(program[1:]),
-            "ranks": max(1, self.gpus_per_node),
             "infra": json.dumps(self.infra) if self.infra else "",
             "spot": "true" if self.spot else "false",
         }

@@ -27,7 +27,7 @@ def test_a_train_job_has_a_rank_for_each_gpu_and_a_volume_for_the_run(capsys):
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (2, 4, "registry/team/train:1")
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 4}}
-    assert trainer["command"][:5] == ["python", "-m", "torch.distributed.run", "-m", "parallelrun"]
+    assert trainer["command"][:3] == ["python", "-m", "parallelrun"]
     assert {"resume=auto", "runs=/runs", "device=cuda"} < set(trainer["command"])
     reference = trainer["env"][0]["valueFrom"]["secretKeyRef"]
     assert (reference["name"], len(secret["stringData"][reference["key"]])) == (secret["metadata"]["name"], 32)
@@ -60,19 +60,18 @@ def test_a_task_of_skypilot_runs_one_command_on_every_node(capsys):
     (task,) = printed(capsys, "sky", "model=gpt", "strategy=ddp", *SKY, "spot=1", "infra=gcp/us-central1")
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
     assert (task["resources"]["use_spot"], task["resources"]["infra"]) == (True, "gcp/us-central1")
+    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [75]}
     assert task["file_mounts"] == {"/runs": {"name": "my-runs", "mode": "MOUNT"}}
     words = shlex.split(task["run"].strip())
-    assert words[:3] == ["python", "-m", "torch.distributed.run"] and words[8:10] == ["--nproc-per-node", "8"]
-    assert {"resume=auto", "runs=/runs", "device=cuda"} < set(words)
+    assert words[:3] == ["python", "-m", "parallelrun"] and {"resume=auto", "runs=/runs", "device=cuda"} < set(words)
 
 
 def test_words_reach_the_ranks_as_they_were_given():
     command = ["model=gpt", "data path=a b", 'quote="x"', "colon: y # no comment"]
     job = yaml.safe_load_all(KubernetesJob(1, 1, job_name="n", image="i", claim="c").text(command, "p", "t", "w"))
-    assert list(job)[1]["spec"]["trainer"]["command"][5:] == command
+    assert list(job)[1]["spec"]["trainer"]["command"][3:] == command
     task = yaml.safe_load(SkyPilotJob(job_name="n", bucket="b").text(command, "p", "t", "w"))
-    words = shlex.split(task["run"])
-    assert words[words.index("parallelrun") + 1 :] == command
+    assert shlex.split(task["run"])[3:] == command
 
 
 def test_all_mistakes_are_told_at_once(capsys):
