@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,10 @@ def _composed(line: CommandLine, attached: Attached | None) -> tuple[Composed, P
 
 def with_surroundings(composed: Composed, attached: Attached | None) -> Composed:
     """`composed` with what the environment and the run to resume say."""
+    if os.environ.get("TF_CONFIG"):
+        from parallelrun.launch.host import tf_config
+
+        composed = replace(composed, config=tf_config.apply(composed.config, os.environ))
     if composed.config.resume is not None:
         from parallelrun.cli.resume import with_saved_configuration
 

@@ -23,7 +23,7 @@ from parallelrun.launch.failures import failure, guard
 from parallelrun.launch.failures.failure import Failure
 from parallelrun.launch.failures.outcome import Outcome, conclude
 from parallelrun.launch.failures.watchdog import Watchdog
-from parallelrun.launch.host import directory, environment, output, preflight
+from parallelrun.launch.host import directory, environment, output, preflight, tf_config
 from parallelrun.launch.host.directory import Status
 from parallelrun.launch.host.environment import Attached
 from parallelrun.launch.host.heartbeat import HeartbeatFile
@@ -106,6 +106,8 @@ def _prepare(
     """Make all checks, then create the run directory and write what is known before the first step. Return `job` with
     the directory and the resolved `resume`; None, after a message, if the run to resume has already finished."""
     config, plan = job.config, job.plan
+    if attached is None:
+        tf_config.refuse_other_hosts(config, argv, os.uname().nodename)
     if attached is not None and (before := reattach.earlier(Path(config.runs).expanduser())) is not None:
         print(starting(plan.world, None), file=sys.stderr, flush=True)
         return reattach.continued(replace(job, config=filled(config, plan)), before)

@@ -1,4 +1,4 @@
-"""The variables that tell how this process was started: directly, or as a rank by torchrun, srun, mpirun.
+"""The variables that tell how this process was started: directly, or as a rank by torchrun, srun, mpirun, TF_CONFIG.
 
 Sources: the documentation of torch.distributed.run; Slurm's srun manual, OUTPUT ENVIRONMENT VARIABLES
 (SLURM_STEP_NUM_TASKS, unlike SLURM_NTASKS, is not set in an sbatch or salloc shell); Open MPI's mpirun manual; MPICH's
@@ -20,7 +20,7 @@ TOKEN = "PARALLELRUN_TOKEN"  # a secret of the run, which a rank must know to jo
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_ADDR|MASTER_PORT"
-    r"|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|SLURM_\w+|OMPI_\w+|PMI_\w+|PMIX_\w+|PMI|MPI_\w+)$"
+    r"|TF_CONFIG|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|SLURM_\w+|OMPI_\w+|PMI_\w+|PMIX_\w+|PMI|MPI_\w+)$"
 )
 _OF_ONE_HOST = re.compile(
     r"^(HOME|USER|LOGNAME|SHELL|PWD|TERM|COLORTERM|COLUMNS|LINES|TMPDIR|TMP|TEMP|XDG_\w+|\w+_VISIBLE_DEVICES)$"
@@ -38,7 +38,7 @@ _FOR_RANKS = re.compile(
 class Attached:
     """The rank of this process in a world that another launcher has started.
 
-    master_port: 0 if all ranks share a host, which then meet in a file. source: torchrun | srun | mpirun.
+    master_port: 0 if all ranks share a host, which then meet in a file. source: torchrun | srun | mpirun | TF_CONFIG.
     job: a text that all ranks of this job share, and no other job.
     """
 
@@ -59,6 +59,8 @@ def detect(environ: Mapping[str, str]) -> Attached | None:
     torchrun = [name for name in TORCHRUN if environ.get(name)]
     if "RANK" in torchrun or "WORLD_SIZE" in torchrun or environ.get("TORCHELASTIC_RUN_ID"):
         return _torchrun(environ, torchrun)
+    if environ.get("TF_CONFIG") and (task := _tf_config(environ)):
+        return task
     if environ.get("SLURM_PROCID") and whole_number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
         return _srun(environ)
     if environ.get("OMPI_COMM_WORLD_RANK") or environ.get("OMPI_COMM_WORLD_SIZE"):
@@ -163,6 +165,21 @@ def _torchrun(environ: Mapping[str, str], present: list[str]) -> Attached:
     job = f"{run_id or 'env'}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     return _checked(environ, names, environ["MASTER_ADDR"], whole_number(environ, "MASTER_PORT"), "torchrun", job)
+
+
+def _tf_config(environ: Mapping[str, str]) -> Attached | None:
+    """Return this process's rank in a TensorFlow cluster; None if the cluster has no other tasks."""
+    from parallelrun.launch.host import tf_config
+    from parallelrun.planner.pieces import cluster_spec
+
+    spec, rank = tf_config.read_cluster(environ)
+    if spec is None or rank is None or spec.world == 1:
+        return None
+    addresses = [address for _, _, address in spec.tasks]
+    hosts = [cluster_spec.split(address)[0] for address in addresses]
+    contact = cluster_spec.split(addresses[0])
+    local_rank = hosts[:rank].count(hosts[rank])
+    return Attached(rank, spec.world, local_rank, *contact, tf_config.NAME, " ".join(addresses))
 
 
 def _srun(environ: Mapping[str, str]) -> Attached:

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import sys
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host import emulation
 from parallelrun.launch.host.environment import Attached, host_cores, num_cores
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.planner.pieces import cluster_spec, sample_sets
+from parallelrun.planner.pieces import sample_sets
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.rank_classes import rank_classes
 from parallelrun.report.records.routing_log import NUMBERS_WRITTEN
@@ -40,8 +39,6 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
         message = f"{attached.source} started {attached.world} ranks, the plan has {plan.world}"
         fix = f"degrees whose product is {attached.world}, or {plan.world} ranks"
         raise ConfigError(Problem(message, "world", fix, kind="arithmetic"))
-    if attached is None:
-        refuse_other_hosts(config, os.uname().nodename)
     if config.compile and plan.spec.packed:
         refuse_packed_compile(version("torch"))
     compiler = os.environ.get("CXX") or "g++"  # torch's inductor generates C++ for the CPU
@@ -59,18 +56,6 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
     notes = emulation.check(config, plan)
     allow_open_files(plan.world)
     return [*crowding(plan.world, num_cores()), *check_memory(config, plan, available_bytes(), per_rank=False), *notes]
-
-
-def refuse_other_hosts(config: Config, this_host: str) -> None:
-    """Raise EnvironmentProblem if `cluster.worker` and `cluster.ps` name other hosts."""
-    spec = cluster_spec.read(config, [])
-    num_ranks = Counter(spec.hosts if spec else ())
-    if num_ranks.keys() <= {"localhost", "127.0.0.1", "[::1]", this_host}:
-        return
-    hosts = ",".join(f"{host}:{count}" for host, count in num_ranks.items())
-    message = f"the {spec} is on {counted(len(num_ranks), 'host')}, and ranks on other hosts are started by ssh"
-    command = f"parallelrun -H {hosts} ..., without cluster.worker and cluster.ps; or torchrun, srun, mpirun"
-    raise EnvironmentProblem(Problem(message, "cluster.worker, cluster.ps", command=command))
 
 
 def allow_open_files(num_ranks: int) -> None:

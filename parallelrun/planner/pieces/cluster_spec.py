@@ -14,6 +14,7 @@ from parallelrun.base.wording import counted
 from parallelrun.config.schema.run_schema import Config
 
 ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+THIS_HOST = ("localhost", "127.0.0.1", "[::1]")
 _JOBS = ("worker", "ps")
 
 
@@ -29,9 +30,9 @@ class ClusterSpec:
         return len(self.worker) + len(self.ps)
 
     @property
-    def hosts(self) -> list[str]:
-        """The host of every task, by rank."""
-        return [address.rpartition(":")[0] for address in (*self.worker, *self.ps)]
+    def tasks(self) -> tuple[tuple[str, int, str], ...]:
+        """(job, index, address) by rank."""
+        return tuple((job, index, address) for job in _JOBS for index, address in enumerate(getattr(self, job)))
 
     def __str__(self) -> str:
         servers = f" and {len(self.ps)} ps" if self.ps else ""
@@ -49,6 +50,13 @@ class ClusterSpec:
             message = f"servers={servers} contradicts cluster.ps, which names {len(self.ps)}"
             return [Problem(message, "servers", f"servers={len(self.ps)}", kind="contradiction")]
         return []
+
+
+def split(address: str) -> tuple[str, int]:
+    """(host, port) of a valid address."""
+    match = ADDRESS.fullmatch(address)
+    assert match is not None, f"{address} was not checked"
+    return match["host"], int(match["port"])
 
 
 def read(config: Config, problems: list[Problem]) -> ClusterSpec | None:

@@ -124,6 +124,7 @@ def test_a_rank_whose_launcher_is_gone_tells_it():
         ("torchrun", {}, False),  # set by hand: the shell that did may have exited
         ("mpirun", {}, True),
         ("srun", {}, False),
+        ("TF_CONFIG", {}, False),
     ],
 )
 def test_whose_launcher_is_watched(source, environ, watched):

@@ -1,11 +1,15 @@
-"""TensorFlow's words for a cluster: `cluster.ps` and `cluster.worker`."""
+"""TensorFlow's words for a cluster: `cluster.ps` and `cluster.worker`, and TF_CONFIG."""
 
 from __future__ import annotations
+
+import json
+import shlex
 
 import pytest
 
 from parallelrun.base.errors import ConfigError, EnvironmentProblem
-from parallelrun.launch.host import preflight
+from parallelrun.launch.host import tf_config
+from parallelrun.launch.host.environment import Attached, detect, for_rank
 from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import tiny_config, tiny_plan
 
@@ -68,14 +72,101 @@ class TestInTheConfiguration:
         assert plan.world == 3
 
 
+def environ(task=None, **cluster):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster} | ({"task": task} if task is not None else {}))}
+
+
+def place(job, index, **cluster):
+    return detect(environ({"type": job, "index": index}, **cluster))
+
+
+class TestTfConfig:
+    @pytest.mark.parametrize(
+        ("job", "index", "rank", "local_rank"),
+        [("worker", 0, 0, 0), ("worker", 1, 1, 0), ("worker", 2, 2, 1), ("ps", 0, 3, 0)],
+    )
+    def test_a_task_is_a_rank_and_worker_0_serves_the_store(self, job, index, rank, local_rank):
+        addresses = " ".join([*WORKERS, *SERVERS])
+        expected = Attached(rank, 4, local_rank, "a", 2222, "TF_CONFIG", addresses)
+        assert place(job, index, worker=WORKERS, ps=SERVERS) == expected
+
+    @pytest.mark.parametrize("first", ["chief", "master"])
+    def test_a_chief_is_worker_0(self, first):
+        cluster = {first: ["x:1"], "worker": ["y:1", "z:1"], "ps": ["p:1"]}
+        ranks = [place(*task, **cluster).rank for task in ((first, 0), ("worker", 0), ("worker", 1), ("ps", 0))]
+        assert ranks == [0, 1, 2, 3] and place("ps", 0, **cluster).master_addr == "x"
+
+    def test_without_a_task_we_launch(self):
+        assert detect(environ(worker=WORKERS)) is None and detect({"TF_CONFIG": "{}"}) is None
+        assert detect({"TF_CONFIG": ""}) is None
+
+    def test_one_task_alone_is_no_launcher(self):
+        assert place("worker", 0, worker=["a:1"]) is None
+
+    def test_torchrun_s_variables_win(self):
+        ours = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "m", "MASTER_PORT": "5"}
+        found = detect({**environ({"type": "worker", "index": 0}, worker=WORKERS), **ours})
+        assert found is not None and found.source == "torchrun"
+
+    def test_our_own_ranks_do_not_inherit_it(self):
+        assert "TF_CONFIG" not in for_rank(environ(worker=WORKERS), 0, 2, 1)
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("{", "TF_CONFIG is not JSON"),
+            ("[]", "is not of the form"),
+            ('{"cluster": []}', None),
+            ('{"cluster": [1]}', "is not of the form"),
+            ('{"cluster": {"paramserver": ["a:1"]}}', "no job is called 'paramserver' (worker or ps or chief)"),
+            ('{"cluster": {"wroker": ["a:1"]}}', "no job is called 'wroker' (worker)"),
+            ('{"cluster": {"worker": "a:1"}}', "worker is not a list of host:port"),
+            ('{"cluster": {"worker": ["a"]}}', "'a' is not host:port (cluster.worker=[a:2222])"),
+            ('{"cluster": {"worker": ["a:1"], "evaluator": ["b:1"]}}', "has an evaluator; the workers evaluate"),
+            ('{"cluster": {"chief": ["a:1", "b:1"]}}', "at most one chief"),
+            ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}', "last one is worker:1"),
+            ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "ps", "index": 0}}', "the cluster has no ps"),
+            ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "serv"}}', "serv:0 belongs to no job"),
+            ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": "0"}}', "does not exist"),
+            ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": 7}', "belongs to no job of the cluster"),
+        ],
+    )
+    def test_nonsense_is_named(self, text, said):
+        if said is None:
+            assert detect({"TF_CONFIG": text}) is None
+            return
+        with pytest.raises(EnvironmentProblem) as caught:
+            detect({"TF_CONFIG": text})
+        assert said in " ".join(f"{problem.what} ({problem.suggestion})" for problem in caught.value.problems)
+
+    def test_it_says_how_many_servers(self):
+        config = tf_config.apply(tiny_config(PS), environ(chief=["a:1"], worker=["b:1"], ps=["c:1", "d:1"]))
+        plan = resolve(config)
+        assert (plan.num_workers, plan.servers) == (2, 2)
+
+    def test_another_cluster_in_the_configuration_is_a_contradiction(self):
+        config = tiny_config({**PS, "cluster.worker": ["a:1"]})
+        with pytest.raises(ConfigError, match=r"cluster.worker=\[a:1\], but TF_CONFIG names \[b:1\]"):
+            tf_config.apply(config, environ(worker=["b:1"]))
+        assert tf_config.apply(config, environ(worker=["a:1"])).cluster.worker == ["a:1"]
+
+
 class TestOtherHosts:
-    def test_they_are_refused_with_the_command_that_starts_ranks_there(self):
+    def test_each_task_gets_its_exact_command(self, capsys):
         config = tiny_config({"cluster.worker": WORKERS, "cluster.ps": SERVERS})
-        with pytest.raises(EnvironmentProblem, match="cluster of 3 workers and 1 ps is on 3 hosts") as caught:
-            preflight.refuse_other_hosts(config, "a")
-        assert "parallelrun -H a:1,b:2,c:1 ..." in caught.value.problems[0].command
+        argv = ["model=gpt", "cluster.ps=[c:2222]", "name=a b"]
+        with pytest.raises(EnvironmentProblem, match="is on 3 hosts, and parallelrun cannot start"):
+            tf_config.refuse_other_hosts(config, argv, "a")
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.partition(":")[0] for line in lines] == ["a", "b", "b", "c"]
+        for rank, line in enumerate(lines):  # what a shell makes of it places the task
+            words = shlex.split(line.partition(": ")[2])
+            assert words[0] == "env" and words[2:] == ["parallelrun", "model=gpt", "name=a b"]
+            name, _, value = words[1].partition("=")
+            found = detect({name: value})
+            assert found is not None and (found.rank, found.world) == (rank, 4)
 
     @pytest.mark.parametrize("hosts", [["localhost:1", "127.0.0.1:2"], ["me:1", "[::1]:3"]])
     def test_this_host_needs_no_help(self, hosts):
-        preflight.refuse_other_hosts(tiny_config({"cluster.worker": hosts}), "me")
-        preflight.refuse_other_hosts(tiny_config(), "me")
+        tf_config.refuse_other_hosts(tiny_config({"cluster.worker": hosts}), [], "me")
+        tf_config.refuse_other_hosts(tiny_config(), [], "me")
