@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.pairs import write
 from parallelrun.base.errors import ParallelrunError
 from parallelrun.cli.calibration.constants import Calibration, PlannedStep, calibrated, step_seconds
-from parallelrun.cli.calibration.measurements import Measurements, load, save
+from parallelrun.cli.calibration.measurements import Measurements
 from parallelrun.cli.calibration.session import Session
 from parallelrun.launch.host.environment import num_cores
 
@@ -119,16 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=110.0, help="of the calibration")
     parser.add_argument("--only", default="", help="cases that begin so, comma-separated")
-    parser.add_argument("--measurements", default="", help="a file: read it if it exists, else write it")
     parser.add_argument("--name", default="calibration", help="results/<date>-NAME.json; empty: do not write")
     arguments = parser.parse_args()
-    saved = Path(arguments.measurements) if arguments.measurements else None
-    if saved and saved.is_file():
-        measured = load(saved)
-    else:
-        measured = Session(arguments.seconds, say=lambda text: print(f"measuring: {text}", flush=True)).measure()
-        if saved:
-            save(measured, saved)
+    measured = Session(arguments.seconds, say=lambda text: print(f"measuring: {text}", flush=True)).measure()
     found = calibrated(measured, "mine")
     clock = "wall time" if measured.clock == "wall" else "CPU time over cores: the machine is shared"
     print(f"calibrated in {measured.seconds:.0f} s on {len(found.ratios)} trainings (error {found.error:.1%}); {clock}")

@@ -55,21 +55,6 @@ enable = true
 enable_tensorboard = true
 enable_wandb = true
 """
-PYTHON = """
-def llama3_70b() -> Trainer.Config:
-    return Trainer.Config(
-        model_spec=model_registry("70B"),
-        optimizer=OptimizersContainer.Config(lr=1.5e-4),
-        training=TrainingConfig(local_batch_size=8, steps=make_steps()),
-        parallelism=ParallelismConfig(
-            tensor_parallel_degree=8, pipeline_parallel_degree=2, pipeline_parallel_schedule="Interleaved1F1B",
-            data_parallel_shard_degree=2,
-        ),
-    )
-
-def llama3_8b():
-    return Trainer.Config(model_spec=model_registry("8B"), training=TrainingConfig(steps=5))
-"""
 DEEPSPEED = {
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": 4,
@@ -103,11 +88,15 @@ def write(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def translated(path: Path, text: str, function: str | None = None) -> Translation:
+def translated(path: Path, text: str) -> Translation:
     path.write_text(text)
-    return sources.of_file(path, function).translate()
+    return Translation(*sources.of_file(path))
 
 
-def dropped(found: Translation) -> dict[str, str]:
-    """The line of each setting that has no counterpart; none of a default."""
-    return {setting.name: setting.where.rpartition(":")[2] for setting, _ in found.dropped}
+def of_words(words: str) -> Translation:
+    return Translation(sources.SCRIPT, sources.of_words(words.split()))
+
+
+def dropped(found: Translation) -> set[str]:
+    """The settings that have no counterpart."""
+    return {setting.name for setting, _ in found.dropped}

@@ -151,18 +151,8 @@ def cause_chain(error: BaseException | None) -> list[BaseException]:
         link = waiting.pop(0)
         if link is not None and not any(link is earlier for earlier in chain):
             chain.append(link)
-            waiting += [link.__cause__ or link.__context__, *_held_by(link)]
+            waiting += [link.__cause__ or link.__context__, *getattr(link, "exceptions", ())]  # of an ExceptionGroup
     return chain
-
-
-def _held_by(error: BaseException) -> list[BaseException]:
-    """Return the exceptions of an ExceptionGroup, or of the ranks of torch's CheckpointException."""
-    failures = getattr(error, "failures", None)  # by rank: (exception, its stack)
-    if isinstance(failures, dict):
-        causes = [cause[0] if isinstance(cause, tuple) and cause else cause for cause in failures.values()]
-    else:
-        causes = list(getattr(error, "exceptions", ()))
-    return [cause for cause in causes if isinstance(cause, BaseException)]
 
 
 def full_disk(error: BaseException) -> OSError | None:

@@ -33,7 +33,7 @@ LATEST = "latest"
 AUTO = "auto"
 CONFIG_FILE = "config.yaml"
 _MAX_CONFIG_BYTES = 2**20
-OF_A_TRAINING = ("model", "dataset", "optimizer", "precision", "seed", "dropout", "global_batch", "init")
+_OF_A_TRAINING = ("model", "dataset", "optimizer", "precision", "seed", "dropout", "global_batch", "init")
 
 
 @dataclass(frozen=True)
@@ -153,17 +153,12 @@ def same_training(config: Config, plan: Plan, run: Path) -> bool:
         saved = saved_config(run)
     except CheckpointError:
         return False
-    return saved is not None and trains_alike(load_frozen(freeze(config, plan)), saved)
-
-
-def trains_alike(config: Config, saved: Config) -> bool:
-    """Return whether two frozen configurations describe the same training, under any plans."""
-    return _of_a_training(config) == _of_a_training(saved)
+    return saved is not None and _of_a_training(load_frozen(freeze(config, plan))) == _of_a_training(saved)
 
 
 def _of_a_training(frozen: Config) -> list[Any]:
     scaled = replace(frozen, optimizer=replace(frozen.optimizer, lr_scale=None))  # the plan has made it a number
-    return [getattr(scaled, key) for key in OF_A_TRAINING]
+    return [getattr(scaled, key) for key in _OF_A_TRAINING]
 
 
 @dataclass(frozen=True)

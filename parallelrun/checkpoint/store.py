@@ -182,7 +182,7 @@ def load(path: Path, state: TrainingState) -> dict[str, Any]:
     loaded: list[StateOf] = []
 
     def wants(index: Index) -> list[LocalPart]:
-        parts, state_of_parameters = parts_wanted(index, state)
+        parts, state_of_parameters = _parts_wanted(index, state)
         loaded.extend(state_of_parameters)
         return parts
 
@@ -195,7 +195,7 @@ def load(path: Path, state: TrainingState) -> dict[str, Any]:
     return dict(index.extra)
 
 
-def parts_wanted(index: Index, state: TrainingState) -> tuple[list[LocalPart], list[StateOf]]:
+def _parts_wanted(index: Index, state: TrainingState) -> tuple[list[LocalPart], list[StateOf]]:
     """Return the parts that this rank fills from what `index` describes, and the new state of each parameter that has
     one, whose tensors some of the parts are."""
     group, as_part = state.mesh.group("dp"), partial(_part, mesh=state.mesh)

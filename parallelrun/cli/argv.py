@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from parallelrun.base.errors import ConfigError, Problem
@@ -27,7 +28,7 @@ from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, known_keys, nearest, nearest_keys
 from parallelrun.config.overrides import Override
 from parallelrun.launch.over_ssh import hosts as host_list
-from parallelrun.launch.over_ssh.hosts import HostRanks, SshOptions
+from parallelrun.launch.over_ssh.hosts import HostRanks
 
 COMMAND_LINE = "command line"
 _HOSTS = ("ranks", "hosts", "hostfile")  # names of VALUED
@@ -38,7 +39,7 @@ _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion
 class CommandLine:
     """A parsed command line. flags: Hydra's own, as typed; overrides: `key=value` in order.
 
-    host_ranks: the hosts of -np and -H with their ranks, empty if neither was given; ssh: how to reach other hosts.
+    host_ranks: the hosts of -np and -H with their ranks, empty if neither was given; ssh_config: ssh's -F.
     """
 
     verb: str = "run"
@@ -49,7 +50,7 @@ class CommandLine:
     trust: bool = False
     multirun: bool = False
     host_ranks: tuple[HostRanks, ...] = ()
-    ssh: SshOptions = field(default_factory=SshOptions)
+    ssh_config: str | None = None
 
 
 def starts_ranks(argv: list[str]) -> bool:
@@ -91,10 +92,11 @@ def read(argv: list[str]) -> CommandLine:
             problems += _bare(word, words, argv)
     multirun = any(flag in ("-m", "--multirun") for flag in flags) or "hydra.mode=MULTIRUN" in pairs
     host_ranks = _host_ranks(valued, multirun, problems)
-    ssh = SshOptions(**valued)
-    problems += ssh.problems()
-    if valued and not host_list.has_others(host_ranks):
-        problems.append(Problem("--ssh-...: no other host is given", COMMAND_LINE, "-H server1:4,server2:4"))
+    ssh_config = valued.get("ssh_config")
+    if ssh_config is not None and not Path(ssh_config).is_file():
+        problems.append(Problem(f"--ssh-config {ssh_config}: no such file", COMMAND_LINE))
+    if ssh_config is not None and not host_list.has_others(host_ranks):
+        problems.append(Problem("--ssh-config: no other host is given", COMMAND_LINE, "-H server1:4,server2:4"))
     pairs += [f"world={sum(host.num_ranks for host in host_ranks)}"] if host_ranks else []
     overrides, more_problems = override_checks.read(
         pairs, multirun, COMMAND_LINE, presets.user_groups([*flags, *pairs])
@@ -106,7 +108,13 @@ def read(argv: list[str]) -> CommandLine:
         raise ConfigError(*problems, *remaining.problems(overrides, [*flags, *pairs], problems))
     switches: dict[str, Any] = dict.fromkeys(switched, True)
     return CommandLine(
-        verb, tuple(overrides), tuple(flags), multirun=multirun, host_ranks=host_ranks, ssh=ssh, **switches
+        verb,
+        tuple(overrides),
+        tuple(flags),
+        multirun=multirun,
+        host_ranks=host_ranks,
+        ssh_config=ssh_config,
+        **switches,
     )
 
 

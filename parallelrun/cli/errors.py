@@ -150,9 +150,6 @@ def _missing_plugin(chain: list[BaseException]) -> EnvironmentProblem | None:
     return EnvironmentProblem(Problem(cause, f"hydra/{match[1]}", command=f"pip install {package}"))
 
 
-_OF_EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
-
-
 def _missing(error: BaseException) -> ConfigError:
     """The error for an unknown option of a group, or an unknown file."""
     wanted = str(getattr(error, "missing_cfg_file", "") or "")
@@ -164,8 +161,7 @@ def _missing(error: BaseException) -> ConfigError:
         options = list(recipe_files.find())
     close = [f"{group}={option}" for option in nearest(name, options) or options[:8]] if group else []
     if group in ("hydra/launcher", "hydra/sweeper"):
-        command = "pip install 'parallelrun[sweep]'" if name in _OF_EXTRA else ""
-        return ConfigError(Problem(f"{group}={name}: no such {group}", group, " or ".join(close), command))
+        return ConfigError(Problem(f"{group}={name}: no such {group}", group, " or ".join(close)))
     if group.split("/")[0] not in GROUPS:
         return ConfigError(Problem(_first_lines(str(error)), wanted or "configuration", " or ".join(close)))
     return ConfigError(presets.unknown(group, name, options))

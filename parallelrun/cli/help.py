@@ -32,7 +32,6 @@ _TOOL_TABLE = {  # tool -> (its module and function, what it does)
     "runs": ("cli.tools.runs:main", "runs ls, show, rerun, gc: list, show, repeat and clean up run directories"),
     "top": ("cli.tools.top:main",
         "watch a run: its ranks, steps, rate, memory and waiting, until it ends: top [RUN] [--once] [--json]"),
-    "reshape": ("cli.tools.reshape:main", "change the plan of a live run: reshape RUN dp=2 tp=2"),
     "compare": ("cli.tools.compare:main",
         "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI"),
     "report": ("cli.tools.report:main", "write one HTML page about runs or a sweep, readable without a network"),
@@ -78,7 +77,7 @@ KEYS = "keys"  # listed only on request: there are many
 # Our flags and the names of their values in `argv.read`: switches, and flags that a value follows.
 SWITCHES = {"--json": "json", "-v": "verbose", "--verbose": "verbose", "--trust": "trust"}
 VALUED = {"-np": "ranks", "-H": "hosts", "--hostfile": "hostfile", "-hostfile": "hostfile",
-          "--ssh-port": "port", "--ssh-identity-file": "identity_file", "--ssh-config": "config"}  # fmt: skip
+          "--ssh-config": "ssh_config"}  # fmt: skip
 OUR_FLAGS = (*SWITCHES, *VALUED, "--version", "--help")
 # Hydra's flags, and whether a value follows (None: it may).
 HYDRA_FLAGS = {
@@ -118,7 +117,7 @@ _FLAGS = {
     "-np N": "number of ranks, as in horovodrun",
     "-H h1:4,h2:4": "hosts with their slots, which ranks fill in order; ssh reaches other hosts",
     "--hostfile FILE": "the hosts from a file: `h1 slots=4` or `h1:4` on each line",
-    "--ssh-port P, --ssh-identity-file F, --ssh-config F": "options for ssh, if its own configuration lacks them",
+    "--ssh-config F": "the configuration of ssh (its -F): ports, keys, names of hosts",
     "--cfg job, --info, -p, --config-dir, -sc install=bash": "flags of Hydra; --hydra-help explains them",
     "--version": "print the version",
     "-h, --help": "print this text; after a verb or tool, its own help",

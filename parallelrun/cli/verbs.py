@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.cli import argv as command_lines
-from parallelrun.cli import workdir
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.json_output import print_json, screen_on_stderr
 from parallelrun.cli.tools import completion
@@ -66,20 +65,17 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     if line.verb in _SHOWN:
         _SHOWN[line.verb](plan, composed.config, line.json)
         return EXIT_OK
-    workdir.check(composed.changes_directory, attached)
     if hosts.has_others(line.host_ranks) and attached is None:
         from parallelrun.launch.over_ssh import ssh
 
-        return ssh.run(line.host_ranks, words, line.ssh, composed.config if line.verb == "run" else None)
+        return ssh.run(line.host_ranks, words, line.ssh_config, composed.config if line.verb == "run" else None)
     from parallelrun.launch.entry.start import start
 
+    if not line.json:
+        return start(composed.config, plan, words, composed.overrides, run_root)
     created: list[Path] = []
-    with workdir.inside(composed.config, composed.changes_directory, created.append if line.json else None) as started:
-        config, more = started
-        if not line.json:
-            return start(config, plan, words, composed.overrides, run_root, **more)
-        with screen_on_stderr():
-            code = start(config, plan, words, composed.overrides, run_root, **more)
+    with screen_on_stderr():
+        code = start(composed.config, plan, words, composed.overrides, run_root, created=created.append)
     print_json(_run_document(line.verb, code, created[0] if created else None))
     return code
 

@@ -38,15 +38,11 @@ _UNUSED = tuple(f"hydra/{group}=[]" for group in (
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration and its origin. given: the keys that the user or a recipe set; overrides: as typed.
-
-    changes_directory: the run shall work in its own directory (`hydra.job.chdir`).
-    """
+    """A configuration and its origin. given: the keys that the user or a recipe set; overrides: as typed."""
 
     config: Config
     given: frozenset[str]
     overrides: tuple[str, ...]
-    changes_directory: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,6 +181,7 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     if problems := values.of_interpolations(config):
         raise ConfigError(*problems)
     hydra_config = HydraConfig.get()
+    hydra_settings.refuse_chdir(hydra_config)
     choices = hydra_config.runtime.choices
     names = (text.lstrip("+~").partition("=")[0].partition("@")[0] for text in hydra_config.overrides.task)
     user_keys = set(names) - {"verb"}
@@ -206,7 +203,7 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     if config.strategy.router and "model.own_router" not in user_keys and _preset_has_router():
         config = replace(config, model=replace(config.model, own_router=True))
     overrides = tuple(hydra_task.point_overrides(prepared.shown))
-    return Composed(config, frozenset(user_keys), overrides, hydra_task.changes_directory())
+    return Composed(config, frozenset(user_keys), overrides)
 
 
 def _with_choices_of_model(config: Config, user_keys: Set[str]) -> Config:

@@ -40,7 +40,8 @@ class SweepSettings:
 def of_sweep(argv: Sequence[str]) -> SweepSettings | None:
     """The settings, wherever they were made: on the command line, or in a file of `--config-dir`.
 
-    None for a primary configuration of the user's own, which cannot be composed here.
+    None for a primary configuration of the user's own, which cannot be composed here. Raises ConfigError for a setting
+    that we do not support.
     """
     if _has_own_primary(argv):
         return None
@@ -49,6 +50,7 @@ def of_sweep(argv: Sequence[str]) -> SweepSettings | None:
     with hydra.initialize_config_module("parallelrun.conf", job_name="parallelrun", **VERSION_BASE):
         config = hydra.compose("config", [*words, *search_path(argv)], return_hydra_config=True)
         with as_running(config):
+            refuse_chdir(config.hydra)
             directory = str(config.hydra.sweep.dir)
             choices = config.hydra.runtime.choices
             return SweepSettings(
@@ -57,6 +59,13 @@ def of_sweep(argv: Sequence[str]) -> SweepSettings | None:
                 counts_failures=config.hydra.sweeper.get("max_failure_rate") == 0,
                 uses_plugin=any(choices[f"hydra/{kind}"] != "basic" for kind in ("launcher", "sweeper")),
             )
+
+
+def refuse_chdir(hydra_config: Any) -> None:
+    """Raise ConfigError if Hydra shall change to a directory of its own. hydra_config: its section `hydra`."""
+    if hydra_config.job.chdir:
+        cause = "ranks work in the directory in which the program was started; a run's files are in its run directory"
+        raise ConfigError(Problem(cause, "hydra.job.chdir", "hydra.job.chdir=false", kind="not_built"))
 
 
 @contextmanager

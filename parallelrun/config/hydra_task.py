@@ -54,16 +54,6 @@ def searches() -> bool:
     return str(HydraConfig.get().runtime.choices["hydra/sweeper"]) != "basic"
 
 
-def changes_directory() -> bool:
-    """Whether the run shall work in its own directory (`hydra.job.chdir=true`)."""
-    return bool(HydraConfig.get().job.chdir)
-
-
-def working_directory() -> Path:
-    """The directory in which the program was started, which Hydra has left if `hydra.job.chdir` is set."""
-    return Path(str(HydraConfig.get().runtime.cwd))
-
-
 def num_parallel_points(points: int | None) -> int:
     """How many points the launcher and the sweeper run at once on this host, at most.
 

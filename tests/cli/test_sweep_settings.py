@@ -23,7 +23,6 @@ class Runs:
     def __init__(self) -> None:
         self.configs: list[Config] = []
         self.directories: list[Path | None] = []
-        self.worked_in: list[Path] = []
 
     def __call__(self, config, plan, argv, overrides, run_root=None, created=None):
         directory = run_root if run_root is not None else Path("runs/one").absolute()
@@ -32,7 +31,6 @@ class Runs:
             created(directory)
         self.configs.append(config)
         self.directories.append(run_root)
-        self.worked_in.append(Path.cwd())
         write_json(directory / "summary.json", {"val_loss": float(plan.degrees["tp"]), "loss": 1.5})
         return 0
 
@@ -129,25 +127,10 @@ def test_an_option_of_the_users_does_not_hide_ours(runs, capsys):
 
 
 @pytest.mark.parametrize("before", [["-m"], []], ids=["sweep", "run"])
-def test_a_run_may_work_in_its_own_directory(runs, tmp_path, before):
-    words = [*before, "strategy=ddp", "world=2", "dataset=text", "path=texts", "hydra.job.chdir=true", "steps=1"]
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("text " * 4000)
-    assert program.main(words) == 0
-    (worked,), (config,) = runs.worked_in, runs.configs
-    assert worked == (runs.directories[0] or tmp_path / "runs" / "one") and Path.cwd() == tmp_path
-    assert config.dataset.path == str(tmp_path / "texts") and config.runs == str(tmp_path / "runs")
-    assert program.main([word for word in words if "chdir" not in word]) == 0
-    assert runs.worked_in[-1] == tmp_path and runs.configs[-1].dataset.path == "texts"
-
-
-def test_ranks_of_another_launcher_stay_where_it_started_them(runs, monkeypatch, capsys):
-    monkeypatch.setattr("parallelrun.launch.entry.attach.abandon", lambda attached, code: None)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}.items():
-        monkeypatch.setenv(name, value)
-    assert program.main(["strategy=ddp", "hydra.job.chdir=true"]) == 2
-    assert "torchrun has chosen the directory" in capsys.readouterr().err and runs.configs == []
+def test_hydra_may_not_change_the_directory(runs, tmp_path, capsys, before):
+    assert program.main([*before, "strategy=ddp", "world=2", "hydra.job.chdir=true", "steps=1"]) == 2
+    assert "did you mean: hydra.job.chdir=false" in capsys.readouterr().err
+    assert runs.configs == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_sweeper_that_is_chosen_in_a_file_gets_answers(runs, monkeypatch):

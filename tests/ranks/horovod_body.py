@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,23 +45,6 @@ def timeline(overrides: dict[str, Any], directory: str) -> list[dict[str, Any]]:
     training.data.end_run()
     path = Path(directory) / "timeline.json"
     return json.loads(path.read_text()) if dist.get_rank() == 0 else []
-
-
-def stall(overrides: dict[str, Any], laggard: int, tensor: str, seconds: float) -> str:
-    """What a rank's standard error says when `laggard` dozes before the gradient of `tensor` in step 2."""
-    training = start(overrides)
-    said, sys.stderr = io.StringIO(), io.StringIO()
-    sys.stderr = said
-    training.data.begin_run(training, context("."), 0)
-    step(training, 1)
-    if dist.get_rank() == laggard:
-        weight = training.model_parts[0].get_parameter(tensor)
-        weight.register_hook(lambda gradient: time.sleep(seconds))
-    step(training, 2)
-    time.sleep(0.2)
-    training.data.end_run()
-    sys.stderr = sys.__stderr__
-    return said.getvalue()
 
 
 def gradient_of_alike(overrides: dict[str, Any]) -> Tensor:

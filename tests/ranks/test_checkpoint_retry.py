@@ -87,8 +87,9 @@ def save_beside(folder, without_room):
     """As the loop does: save beside training, look at the outcome in the next step, and agree on a request to stop."""
 
     def after_step(checkpoints, step, rank):
+        background = checkpoints._saves.background
         if rank == 1 and step % 2 == 0:
-            while checkpoints._beside.is_pending and not checkpoints._beside.is_done:
+            while background.is_pending and not background.is_done:
                 time.sleep(0.001)
             limit_files(4096 if step in without_room else UNLIMITED[0])
         time.sleep(0.05 * rank)  # the ranks look at different moments

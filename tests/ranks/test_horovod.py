@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -190,21 +189,3 @@ def test_the_timeline_shows_the_first_sum_before_backward_ends(tmp_path):
     assert len(waits) == len(set(named.values()) - {"steps"}) - len([n for n in named.values() if "fusion" in n])
     assert any(event["dur"] > 0 for event in waits.values()), "gradients wait until their buffer is full"
     assert [event for event in events if event.get("dur", 0) < 0] == []
-
-
-# -- stall
-
-
-def test_a_stalled_tensor_is_told_with_the_rank_that_misses_it():
-    tensor = "layers.0.attention.qkv.q.weight"
-    overrides = {"dp": 2, "strategy.data.stall_warn_s": 0.4, "strategy.data.bucket_mb": 0.0}
-    said, silent = run_ranks(2, body.stall, overrides, 1, tensor, 3.0)
-    assert "rank 1: " in said and tensor in said and "step 2" in said and "Missing ranks" in said
-    assert silent == ""
-
-
-def test_nothing_is_said_without_a_stall():
-    overrides = {"dp": 2, "strategy.data.stall_warn_s": 5.0, "strategy.data.bucket_mb": 0.0}
-    began = time.monotonic()
-    assert run_ranks(2, body.stall, overrides, 1, "layers.0.attention.qkv.q.weight", 0.1) == ["", ""]
-    assert time.monotonic() - began < 5, "the watch must not keep a run from ending"

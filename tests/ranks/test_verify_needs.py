@@ -1,4 +1,4 @@
-"""The memory that `verify` needs besides the training of the plan, beside the bytes that are alive while it runs."""
+"""The memory without which `verify` is refused is never more than the bytes that are alive while it runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from parallelrun.training.loop.build import build
-from parallelrun.training.verify.checked import checked_config, checked_plan, needs
+from parallelrun.training.verify.checked import checked_config, checked_plan, compared_bytes
 from parallelrun.training.verify.run import judge, plan_trace, reference_trace
 from tests import vision
 from tests.peak_bytes import PeakBytes, tensors_in
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 
-BOUND = 0.10
 GPT: dict[str, Any] = {"model.hidden": 128, "model.ffn": 512, "model.vocab": 512, "dataset.vocab": 512}
 PLANS: dict[str, dict[str, Any]] = {
     "gpt": GPT,
@@ -54,15 +53,15 @@ def _ratio(overrides: dict[str, Any]) -> float | None:
         )
         bytes_alive.restart()  # the reference, while the plan's training stays
         assert judge(trace, reference_trace(config, plan, device, trace), config, plan)["passed"]
-    return (bytes_alive.peak - own) / needs(config, plan).peak
+    return (bytes_alive.peak - own) / compared_bytes(config, plan)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_predicted_needs_of_verify_are_what_is_alive(name: str) -> None:
-    assert _ratio(PLANS[name]) == pytest.approx(1, abs=BOUND)
+def test_verify_is_refused_only_if_it_cannot_fit(name: str) -> None:
+    assert _ratio(PLANS[name]) >= 0.98
 
 
 @pytest.mark.parametrize("name", PLANS_OF_RANKS)
 def test_rank_0_needs_as_much_under_any_plan(name: str) -> None:
     ratio, other = run_ranks(2, _ratio, PLANS_OF_RANKS[name])
-    assert other is None and ratio == pytest.approx(1, abs=BOUND)
+    assert other is None and ratio >= 0.98

@@ -63,10 +63,6 @@ TOOLS = {
         "rerun badrun", "ls runs=badruns", "''", "gc", "gc runs=badruns keep=1",
     ),
     "top": ("nosuch", "folder", "badrun --once", "--once", "--nosuch", "a b", "badrun --once --json", "''"),
-    "reshape": (
-        "", "nosuch", "nosuch tp=2", "badrun tp=2", "badrun", "badrun tp=x", "badrun nosuch=1", "folder dp=2",
-        "badrun tp=2 model=mlp", "''",
-    ),
     "compare": (
         "", "a", "a b", "folder folder", "badrun badrun", "badrun badrun --fail-on", "badrun badrun --fail-on x",
         "badrun badrun --fail-on loss>x", "badrun badrun --fail-on nosuch>1%", "badrun badrun --nosuch",
@@ -102,7 +98,7 @@ TOOLS = {
     ),
     "doctor": (
         "nosuch", "--nosuch", "-H", "-H ''", "--hostfile nosuch", "--hostfile folder", "--hostfile binary",
-        "--hostfile hosts_bad", "-np x", "ranks=0", "--json x", "--ssh-port x", "-H a:1,a:2", "-H localhost:-1",
+        "--hostfile hosts_bad", "-np x", "ranks=0", "--json x", "-H a:1,a:2", "-H localhost:-1",
         "--hostfile fifo",
     ),
     "calibrate": (
@@ -124,7 +120,7 @@ TOOLS = {
     ),
     "import-flags": (
         "", "nosuch", "folder", "binary", "empty", "broken.json", "list.json", "text.txt", "bad.sh", "bad.toml",
-        "ds.json", "bad.sh --to nosuch/x", "fifo", "acc.yaml",
+        "ds.json", "bad.sh tp=", "fifo", "acc.yaml",
     ),
     "generate": (
         "", "badrun", "nosuch hello", "badrun hello max_tokens=0 temperature=-1 top_k=x seed=-1 tp=0",
@@ -141,8 +137,8 @@ FLAGS = (
     "-np x", "-np 0", "-np -1", "-np", "-np 99999999999", "-H", "-H ''", "-H :4", "-H a:b", "-H localhost:0",
     "-H h1:1,h1:2", "-np 5 -H localhost:4", "--hostfile nosuch", "--hostfile folder", "--hostfile binary",
     "--hostfile hosts_bad", "--hostfile empty", "--hostfile fifo", "--hostfile locked",
-    "-np 4 --hostfile hosts_bad -H x:1", "--ssh-port x -H localhost:2", "--ssh-port 99999 -H localhost:2",
-    "--ssh-identity-file nosuch -H localhost:2", "--config-dir binary", "--config-dir folder", "-cd nosuch",
+    "-np 4 --hostfile hosts_bad -H x:1", "--ssh-port x -H localhost:2",
+    "--ssh-config nosuch -H localhost:2", "--config-dir binary", "--config-dir folder", "-cd nosuch",
     "--cfg x", "-p nosuch.package --cfg job", "--json --json", "--trust=x", "-m", "-m tp=",
     "-m tp=1,,2", "-m tp=range(x)", "-m tp=range(1,2,0)", "-m tp=choice()", "-m optimizer.lr=interval(1,0)",
     "-m seed=range(0,10000000000)", "-m seed=range(0,1000000)", "-m tp=glob(*)", "-m optimizer.lr=interval(0,1)",

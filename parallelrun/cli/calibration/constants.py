@@ -120,15 +120,12 @@ def constants_of(measured: Measurements) -> tuple[Constant, ...]:
     return (*constants, *(OF_LINKS if measured.exchanges else ()))
 
 
-def calibrated(measured: Measurements, name: str, more: Sequence[TimedStep] = ()) -> Calibration:
-    """Fit the constants to everything measured and to `more` steps."""
+def calibrated(measured: Measurements, name: str) -> Calibration:
+    """Fit the constants to everything measured."""
     start, constants = base(measured, name), constants_of(measured)
-    steps = [PlannedStep.of(step) for step in (*measured.steps, *more)]
-    rows: list[TimedProduct | TimedExchange | TimedStep] = [
-        *measured.products,
-        *measured.exchanges,
-        *(step.step for step in steps),
-    ]
+    steps = [PlannedStep.of(step) for step in measured.steps]
+    rows: list[TimedProduct | TimedExchange | TimedStep]
+    rows = [*measured.products, *measured.exchanges, *measured.steps]
     plans = {ranks: plan_of_exchange(ranks, measured.device) for ranks in {row.ranks for row in measured.exchanges}}
 
     def cluster(values: Sequence[float]) -> ClusterConfig:
@@ -151,11 +148,6 @@ def calibrated(measured: Measurements, name: str, more: Sequence[TimedStep] = ()
     errors = result.errors[len(rows) - len(steps) :]
     ratios = tuple((step.step, exp(error)) for step, error in zip(steps, errors))
     return Calibration(cluster(result.values), tuple(constant.key for constant in constants), ratios)
-
-
-def ratios_of(cluster: ClusterConfig, clock: str, steps: Sequence[TimedStep]) -> list[float]:
-    """Predicted over measured seconds of steps by a cluster that is already there."""
-    return [step_seconds(PlannedStep.of(step).plan, cluster, clock) / step.sample.seconds(clock) for step in steps]
 
 
 def product_seconds(row: TimedProduct, cluster: ClusterConfig) -> float:

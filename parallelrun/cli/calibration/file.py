@@ -1,9 +1,8 @@
-"""The files of a calibrated cluster: `<name>.yaml`, which Hydra reads, and `<name>.measurements.json` beside it."""
+"""The file of a calibrated cluster: `<name>.yaml`, which Hydra reads."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -12,7 +11,7 @@ from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.records import write_text
 from parallelrun.base.wording import counted
 from parallelrun.cli.calibration.constants import Calibration
-from parallelrun.cli.calibration.measurements import CPU, Measurements, TimedStep, save
+from parallelrun.cli.calibration.measurements import CPU, Measurements
 from parallelrun.config import presets
 from parallelrun.config.recipes.recipe_files import NAME
 
@@ -37,11 +36,6 @@ def place(name: str, config_dir: Path | None) -> Path:
     return folder / f"{name}.yaml"
 
 
-def measurements_of(path: Path) -> Path:
-    """The file with the measurements of the cluster whose YAML file is `path`."""
-    return path.with_suffix(".measurements.json")
-
-
 def prepare(path: Path) -> None:
     """Create the folder of `path`. Raises EnvironmentProblem if nothing can be written there."""
     try:
@@ -54,16 +48,15 @@ def prepare(path: Path) -> None:
         raise EnvironmentProblem(Problem(cause, "cluster", command="--config-dir FOLDER, a writable folder")) from error
 
 
-def write(path: Path, measured: Measurements, calibration: Calibration, more: Sequence[TimedStep]) -> None:
-    """Write both files. Raises EnvironmentProblem."""
+def write(path: Path, measured: Measurements, calibration: Calibration) -> None:
+    """Write the file. Raises EnvironmentProblem."""
     try:
-        write_text(path, text(measured, calibration, more))
-        save(measured, measurements_of(path))
+        write_text(path, text(measured, calibration))
     except OSError as error:
         raise EnvironmentProblem(Problem(f"cannot write {path}: {error.strerror}", "cluster")) from error
 
 
-def text(measured: Measurements, calibration: Calibration, more: Sequence[TimedStep] = ()) -> str:
+def text(measured: Measurements, calibration: Calibration) -> str:
     """The YAML of a calibrated cluster, with its provenance as comments."""
     facts, cluster = measured.facts, calibration.cluster
     crowd = f"{measured.cores} {'cores' if measured.device == 'cpu' else 'GPUs'}"
@@ -75,11 +68,11 @@ def text(measured: Measurements, calibration: Calibration, more: Sequence[TimedS
     }
     values |= {key: rounded(getattr(cluster, key)) for key in (*_MEASURED, *calibration.fitted)}
     present = {key: value for key, value in values.items() if value is not None}
-    comments = [f"# {line}\n" for line in provenance(measured, calibration, more)]
+    comments = [f"# {line}\n" for line in provenance(measured, calibration)]
     return "".join(comments) + str(yaml.safe_dump(present, sort_keys=False, width=118))
 
 
-def provenance(measured: Measurements, calibration: Calibration, more: Sequence[TimedStep]) -> list[str]:
+def provenance(measured: Measurements, calibration: Calibration) -> list[str]:
     """Lines on when, where, with what and how well the constants were measured."""
     facts = measured.facts
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
@@ -97,7 +90,6 @@ def provenance(measured: Measurements, calibration: Calibration, more: Sequence[
         f"{counted(len(calibration.ratios), 'training')}, whose steps it predicts with a median error of "
         f"{calibration.error:.1%}: {', '.join(calibration.fitted)}.",
     ]
-    lines += [f"Added: {step.source}" for step in more]
     lines += [f"Not measured: {part}" for part in measured.skipped]
     if not measured.exchanges:
         lines.append(f"No collectives were measured: intra_gb_s={calibration.cluster.intra_gb_s:g} is a guess, and "

@@ -1,15 +1,10 @@
-"""The measurements of a calibration: plain data that is written to JSON and read back."""
+"""The measurements of a calibration: plain data."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-
-from parallelrun.base.errors import EnvironmentProblem, Problem
-from parallelrun.base.records import write_json
 
 WALL, CPU = "wall", "cpu"
 
@@ -55,12 +50,11 @@ class TimedExchange:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A training step. config: the frozen configuration of its run. source: calibrate, or the run's directory."""
+    """A training step. config: the frozen configuration of its run."""
 
     name: str
     config: str
     sample: Sample
-    source: str = "calibrate"
 
 
 @dataclass(frozen=True)
@@ -86,22 +80,3 @@ class Measurements:
     skipped: tuple[str, ...] = ()
     seconds: float = 0.0
     busy_share: float = 1.0
-
-
-def save(measured: Measurements, path: Path) -> None:
-    """Write `measured` as JSON. Raises OSError."""
-    write_json(path, asdict(measured))
-
-
-def load(path: Path) -> Measurements:
-    """Read what `save` wrote. Raises EnvironmentProblem if it is not that."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        saved = {item.name: values[item.name] for item in fields(Measurements) if item.name in values}
-        for name, kind in (("products", TimedProduct), ("exchanges", TimedExchange), ("steps", TimedStep)):
-            saved[name] = tuple(kind(**{**row, "sample": Sample(**row["sample"])}) for row in values[name])
-        return Measurements(**{**saved, "skipped": tuple(values["skipped"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        cause = f"{path} does not hold the measurements of a calibration: {type(error).__name__}: {error}"
-        command = "parallelrun calibrate, to measure again"
-        raise EnvironmentProblem(Problem(cause, "cluster", command=command)) from error

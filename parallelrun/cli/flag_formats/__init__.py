@@ -1,5 +1,1 @@
-"""Other runners' settings to a recipe: Megatron-LM arguments, torchtitan job configs, DeepSpeed JSON, accelerate YAML.
-
-`sources` recognises a format by its content and reads its settings with their lines. `table` translates them by the
-format's table (`megatron.yaml`, ...). `recipe` writes and checks the result. No code of the file is run.
-"""
+"""Other runners' settings to a recipe. `sources` reads a file, `table` translates it by the format's YAML table."""

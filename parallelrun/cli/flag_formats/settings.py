@@ -1,16 +1,21 @@
-"""A setting of another runner, and the functions that read a written value. A table names each of them (`read`)."""
+"""A setting of another runner, and the functions that a table names: those that read a written value, and those that
+compute a value from several settings (`call`), which get the row's value and the translation."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallelrun.cli.flag_formats.table import Translation
+
+_MICRO, _ACCUMULATED = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of the other runner. where: `file:line`; empty for a default of that runner."""
+    """One setting of the other runner. where: the file; empty for a default of that runner."""
 
     name: str
     value: Any
@@ -23,11 +28,6 @@ class Setting:
         if self.name.startswith(("-", "$")):
             return self.name if value is True else f"{self.name} {'not given' if value is False else value}"
         return f"{self.name} = {str(value).lower() if isinstance(value, bool) else value}"
-
-    @property
-    def place(self) -> str:
-        """The file's name and the line in parentheses; empty without a line."""
-        return f" ({self.where.rpartition('/')[2]})" if ":" in self.where else ""
 
 
 class NoCounterpart(Exception):
@@ -59,12 +59,6 @@ def whole(value: Any) -> int:
 
 def power_of_two(value: Any) -> float:
     return 2.0 ** whole(value)
-
-
-def pair(value: Any) -> list[float]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("not two numbers")
-    return [number(part) for part in value]
 
 
 def text(value: Any) -> str:
@@ -108,17 +102,49 @@ def choice(options: Mapping[Any, Any]) -> Callable[[Any], Any]:
     return read
 
 
-def dense_layers(value: Any) -> int:
-    """The number of layers before the first layer with experts; all later layers must have experts."""
-    pattern = re.fullmatch(r"\(?(?:\[0\]\*(\d+)\+)?\[1\]\*\d+\)?", re.sub(r"[ '\"]", "", str(value)))
-    if not pattern and str(value) != "1":
-        raise NoCounterpart("after the first dense layers, all layers have experts")
-    return int(pattern[1] or 0) if pattern else 0
+def betas(beta2: float, run: Translation) -> list[float]:
+    beta1 = run["--adam-beta1"]
+    return [run["optimizer.beta1"] if beta1 is None else beta1, beta2]
 
 
-def shares(value: Any) -> list[float]:
-    """The shares of a dataset for training, validation and test."""
-    parts = [number(part) for part in str(value).split(",")]
-    if len(parts) != 3 or not 0 < parts[1] < sum(parts):
-        raise NoCounterpart("a part for validation is needed")
-    return [round(part / sum(parts), 9) for part in parts]
+def dp_of_deepspeed(total: int, run: Translation) -> int:
+    micro, accumulated = run[_MICRO], run[_ACCUMULATED]
+    if total < micro * accumulated or total % (micro * accumulated):
+        raise ValueError(f"not a multiple of {_MICRO} = {micro} times {_ACCUMULATED} = {accumulated}")
+    return int(total // (micro * accumulated))
+
+
+def dp_of_megatron(_: int, run: Translation) -> int:
+    """From the launcher's world size; torchrun's own defaults are 1."""
+    tp, pp, cp = (run[f"--{axis}-parallel-size"] or 1 for axis in ("tensor-model", "pipeline-model", "context"))
+    world = (run["--nproc-per-node"] or 1) * (run["--nnodes"] or 1)
+    if world % (tp * pp * cp):
+        axes = "tp x pp" if cp == 1 else "tp x pp x cp"
+        raise ValueError(f"{world} ranks are not a multiple of {axes} = {tp * pp * cp}")
+    return int(world // (tp * pp * cp))
+
+
+def min_lr_ratio(min_lr: float, run: Translation) -> float:
+    if min_lr and not run["--lr"]:
+        raise LeftOpen("it is a share of --lr, which is not known")
+    return round(min_lr / run["--lr"], 12) if min_lr else 0
+
+
+def share_of_decay(share: float, run: Translation) -> int:
+    """Without an end of its own, the decay ends with the last step."""
+    last = run["--lr-decay-iters"] or run.values.get("steps")
+    if not last:
+        raise LeftOpen("the number of steps is not known")
+    warmup: int = round(share * last)
+    return warmup
+
+
+def ffn_of_swiglu(_: str, run: Translation) -> int:
+    return int(4 * run["--hidden-size"] * 2 / 3) // 64 * 64  # as Megatron-LM's arguments.py does
+
+
+def virtual_stages(layers_each: int, run: Translation) -> int | None:
+    pp, layers = run["--pipeline-model-parallel-size"] or 1, run["--num-layers"] or 1
+    if pp == 1 or not layers_each or layers % (pp * layers_each):
+        raise ValueError(f"{layers} layers are not {pp} ranks times whole virtual stages of so many")
+    return layers // (pp * layers_each) if layers > pp * layers_each else None

@@ -9,71 +9,60 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 
-_QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
-_ARRAY = rf"\((?:{_QUOTED}|[^)'\"])*\)"
-_COMMENT = re.compile(rf"({_QUOTED})|(?:^|(?<=\s))#[^\n]*", re.MULTILINE | re.DOTALL)
-_PIECE = re.compile(rf"={_ARRAY}|{_QUOTED}|\$\([^)]*\)+|(?P<end>[\n;&|])|[^\n;&|='\"$]+|.", re.DOTALL)
-_ASSIGNMENT = re.compile(
-    r"\s*(?:(?:export|readonly|local|declare|then|do|else)\s+)?([A-Za-z_]\w*)(\+?)="
-    rf"(?:\((?P<array>(?:{_QUOTED}|[^)'\"])*)\)|\"(?P<quoted>(?:\\.|[^\"\\])*)\"(?!\S)|'(?P<literal>[^']*)'(?!\S)"
-    rf"|(?P<plain>(?:{_QUOTED}|[^\s'\"])*))",
-    re.DOTALL,
-)
-_VARIABLE = re.compile(
-    r"('[^']*')|\"?\$\{(?P<array>\w+)\[[@*]\]\}\"?"
-    r"|(?<!\\)\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\})"
-)
+_MARKS = "\n;&|()"  # between commands, and around arrays
+_COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*")|(?:^|(?<=\s))#[^\n]*""", re.MULTILINE | re.DOTALL)
+_COMPUTED = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:(?P<plain>\w+)|\{(?P<braced>\w+)(?:\[[@*]\])?(?::?-(?P<default>[^}]*))?\})")
 _OPENS, _CLOSES = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
-
-
-def without_comments(script: str) -> str:
-    """The script with its lines and without its comments."""
-    return _COMMENT.sub(lambda match: match[1] or "", script)
+_BEFORE_COMMANDS = {"export", "readonly", "local", "declare", "then", "do", "else"}
 
 
 def commands(script: str) -> Iterator[list[str]]:
-    """The words of every command that is no assignment, with variables replaced by their values."""
+    """The words of every command that is no assignment, with variables replaced by their values.
+
+    Raises ValueError if a quote is not closed.
+    """
+    script = _COMMENT.sub(lambda match: match[1] or "", script).replace("\\\n", " ")
+    lexer = shlex.shlex(_COMPUTED.sub("$COMPUTED", script) + "\n", posix=True, punctuation_chars=_MARKS)
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     variables: dict[str, str] = {}
-    depth = 0
-    for statement in _statements(without_comments(script).replace("\\\n", " ")):
-        first = statement.split()[0]
-        depth = max(0, depth + (first in _OPENS) - (first in _CLOSES))
-        while match := _ASSIGNMENT.match(statement):
-            statement = statement[match.end() :]
-            name, is_appended = match[1], bool(match[2])
-            value = match["literal"]
-            if value is None:
-                raw = next(match[kind] for kind in ("array", "quoted", "plain") if match[kind] is not None)
-                value = _expanded(raw, variables)
-            if not depth:
-                variables[name] = f"{variables.get(name, '')} {value}" if is_appended else value
-            elif not is_appended:
-                variables.pop(name, None)
-        text = _expanded(statement, variables)
-        try:
-            words = shlex.split(text)
-        except ValueError:  # a quote is open
-            words = text.split()
-        if words:
-            yield words
+    command: list[str] = []
+    assigned, opened = "", ""  # the variable of the assignment before this token, and that of an open parenthesis
+    depth = 0  # of branches and loops
+    for token in lexer:
+        is_mark = set(token) <= set(_MARKS)
+        if opened:
+            if not is_mark:
+                _assign(variables, opened, True, _expanded(token, variables), depth)
+            opened = "" if is_mark and ")" in token else opened
+            continue
+        opened, assigned = assigned if token[0] == "(" and ")" not in token else "", ""
+        if is_mark:
+            if command:
+                yield command
+            command = []
+        elif not command and (match := _ASSIGNMENT.fullmatch(token)):
+            assigned = match[1]
+            _assign(variables, assigned, bool(match[2]), _expanded(match[3], variables), depth)
+        elif command or token not in _BEFORE_COMMANDS:
+            depth = max(0, depth + (not command and token in _OPENS) - (not command and token in _CLOSES))
+            command += _expanded(token, variables).split() if "$" in token else [token]
 
 
-def _statements(script: str) -> Iterator[str]:
-    statement = ""
-    for match in _PIECE.finditer(f"{script}\n"):
-        if match["end"] is None:
-            statement += match[0]
-        else:
-            if statement.strip():
-                yield statement
-            statement = ""
+def _assign(variables: dict[str, str], name: str, appends: bool, value: str, depth: int) -> None:
+    """Set a variable. One that a branch or loop sets is not known, but keeps what is appended to it elsewhere."""
+    if not depth:
+        variables[name] = f"{variables.get(name, '')} {value}" if appends else value
+    elif not appends:
+        variables.pop(name, None)
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
     """A text of the script with the values of variables in the place of their names."""
 
     def value(match: re.Match[str]) -> str:
-        name, default = match["array"] or match["plain"] or match["braced"], match["default"]
+        name, default = match["plain"] or match["braced"], match["default"]
         if name in variables:
             return variables[name]
         return match[0] if default is None else _expanded(default, variables)

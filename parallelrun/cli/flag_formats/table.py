@@ -4,7 +4,7 @@ A row is [setting of the other runner, our key or group (~: none), how to read i
 the first one's reading: a function of `settings`, {on: ..., off: ...} for a switch, or a mapping of words. Options:
 - when: the condition under which the row counts; needs: the same, and a setting that does not meet it is listed, with
   the reason (why)
-- value: the key's value; call: the function of `derived` that computes it; times: names of settings and numbers by
+- value: the key's value; call: the function of `settings` that computes it; times: names of settings and numbers by
   which the setting's own value is multiplied; by default the setting's own value
 - drop, open, fault: there is no counterpart, the key stays open, or the setting is wrong, with the reason
 - absent: why the key stays open if no setting decides it
@@ -12,8 +12,8 @@ A condition is terms `name`, `name=value`, `name!=value` or `name>number`, all o
 A name is a setting or one of our keys; a value may be the name of another setting.
 Besides rows, a table has: defaults (condition -> the runner's own values, where ours differ), stand_ins (condition ->
 options of groups that no setting decides), sections (prefix of names -> condition under which the runner reads them),
-auto (who sets a value `auto`), spellings (other name -> name), marks (names that a file of this format has) and
-no_counterpart (reason -> names, separated by spaces).
+auto (who sets a value `auto`), spellings (other name -> name) and no_counterpart (reason -> names, separated by
+spaces).
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.base.errors import Problem
-from parallelrun.cli.flag_formats import derived, settings
+from parallelrun.cli.flag_formats import settings
 from parallelrun.cli.flag_formats.settings import LeftOpen, NoCounterpart, Setting, anything, choice, one_path
 from parallelrun.config.keys import GROUPS
 
 FORMATS = ("megatron", "torchtitan", "deepspeed", "accelerate")
 WORLD = ("world", "dp")
+# What every run is described by: of each of these, one key is from the file, or listed as left open.
+_DESCRIPTION = (WORLD, ("model",), ("dataset",), ("precision",), ("steps",), ("global_batch", "local_batch"),
+                ("optimizer.lr",), ("optimizer.schedule",))  # fmt: skip
 _EXCLUSIVE = (WORLD, ("global_batch", "local_batch"), ("micro_batch", "microbatches"))
 _TERM = re.compile(r"(!?)([^\s=<>!]+)(?:(!?=|>)(\S+))?")
 
@@ -49,11 +52,13 @@ class Translation:
 
     values: the recipe's values by dotted key; groups: options of groups (`model: llama3_8b`); origin: the setting that
     each of them comes from; dropped: (a setting without counterpart, why); left_open: (a key, the setting that does not
-    decide it, why); problems: of settings that are wrong. user_keys: the overrides, which win over the file.
+    decide it, why); problems: of settings that are wrong. user_keys: the overrides, which win over the file. knows_any:
+    whether the runner has any of the settings.
     """
 
     def __init__(self, name: str, written: Sequence[Setting], overrides: Mapping[str, Any] | None = None):
         self._table = table_of(name)
+        self.runner = str(self._table["runner"])
         self.values: dict[str, Any] = {}
         self.groups: dict[str, str] = {}
         self.origin: dict[str, Setting] = {}
@@ -70,11 +75,27 @@ class Translation:
             self._readers.setdefault(setting, read)
         spellings = self._table.get("spellings", {})
         self._unread = {spellings.get(setting.name, setting.name): setting for setting in written}
+        self._reasons = {name: why for why, names in self._table["no_counterpart"].items() for name in names.split()}
+        self.knows_any = not self._unread.keys().isdisjoint(self._readers.keys() | self._reasons.keys())
         autos = [name for name, setting in self._unread.items() if "auto" in self._table and setting.value == "auto"]
         self._autos = {name: self._unread.pop(name) for name in autos}
         self._read: dict[str, Any] = {}
         self._settings: dict[str, Setting] = {}
         self._translate()
+
+    def lists(self) -> list[tuple[str, list[str]]]:
+        """(title, lines) of the other runner's defaults, of what has no counterpart, and of what stays open."""
+        values, decided = {**self.values, **self.groups}, self.origin.keys() | (self.groups.keys() - {"dataset"})
+        defaults = [f"{setting.text}: {key}={values[key]}" for key, setting in self.origin.items() if not setting.where]
+        left_open = [f"{setting.text}: {why}{f': give {key}=' if key else ''}" for key, setting, why in self.left_open]
+        decided |= {key for key, _, _ in self.left_open}
+        left_open += [f"{part[0]}: the file does not say: give {'= or '.join(part)}="
+                      for part in _DESCRIPTION if not decided & set(part)]  # fmt: skip
+        return [
+            ("left at its default, which is written here", defaults),
+            ("no counterpart", [f"{setting.text}: {why}" for setting, why in self.dropped]),
+            ("left open, so that parallelrun's own default applies until you give it", left_open),
+        ]
 
     def _translate(self) -> None:
         for setting in self._autos.values():
@@ -88,11 +109,10 @@ class Translation:
         for name, key, _, options in self._rows:
             if "absent" in options and key not in decided and name not in self._settings:
                 self._leave_open(key, Setting(name, "not given"), options["absent"])
-        reasons = {name: reason for reason, names in self._table["no_counterpart"].items() for name in names.split()}
         for name, setting in self._unread.items():
             outside = "it is set outside the file" if name.startswith("$") else "not known here"
-            if setting.value is not None and not (name in reasons and setting.value == []):
-                self.dropped.append((setting, reasons.get(name, outside)))
+            if setting.value is not None and not (name in self._reasons and setting.value == []):
+                self.dropped.append((setting, self._reasons.get(name, outside)))
 
     def __getitem__(self, name: str) -> Any:
         """The value of a setting, which is read once; None if the setting is absent, off or wrong."""
@@ -163,7 +183,7 @@ class Translation:
 
     def _computed(self, own: Any, options: Mapping[str, Any]) -> Any:
         if "call" in options:
-            return getattr(derived, options["call"])(own, self)
+            return getattr(settings, options["call"])(own, self)
         for factor in options.get("times", ()):
             own *= (self[factor] or 1) if isinstance(factor, str) else factor
         return options.get("value", own)

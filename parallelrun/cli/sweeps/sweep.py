@@ -27,7 +27,7 @@ from parallelrun.base.errors import (
     ConfigError,
     Problem,
 )
-from parallelrun.cli import errors, workdir
+from parallelrun.cli import errors
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.sweeps import points, sweep_settings
 from parallelrun.cli.sweeps.objective import objective
@@ -126,8 +126,6 @@ class _Sweep:
         if os.getpid() != self.process:
             parallel = 1 if points.has_own_host() else hydra_task.num_parallel_points(self.prepared.num_points)
             points.share_host(self.directory, parallel, self.threads_given)
-        if hydra_task.changes_directory():
-            os.chdir(hydra_task.working_directory())  # Hydra has left it; the run will work in its own directory
         with ExitStack() as locks:
             row, key = self._ended(task_config, attached, locks)
             points.record(self.directory, row)
@@ -251,8 +249,7 @@ class _Sweep:
         group = config.tracker.group or self.directory.name
         config = replace(config, tracker=replace(config.tracker, group=group))
         try:
-            with workdir.inside(config, composed.changes_directory) as (config, more):
-                code = start(config, plan, list(self.words), composed.overrides, directory, **more)
+            code = start(config, plan, list(self.words), composed.overrides, directory)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
         state = "done" if code == EXIT_OK else "stopped" if code in _STOPPING else "failed"

@@ -1,4 +1,4 @@
-"""`parallelrun calibrate [cluster=mine] [from=RUN,...]`: measure this machine, or add runs to what was measured."""
+"""`parallelrun calibrate [cluster=mine]`: measure this machine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ parallelrun plan ... cluster=mine
 
   cluster=mine     the name of the cluster, in ~/.config/parallelrun/cluster (or FOLDER/cluster)
   seconds=100      the longest time to measure
-  from=RUN,...     add the step times of runs (parallelrun bench) to an earlier calibration, and fit again
   backend=auto     of CPU collectives: auto | shm | gloo
   device=auto      auto: GPUs if there are any; cpu"""
 _KEYS = keys_of(
     Key("cluster", "str", False),
     Key("seconds", "float", False, least=0),
-    Key("from", "str", False),
     Key("backend", "str", False, choices=("auto", "shm", "gloo")),
     Key("device", "str", False, choices=("auto", "cpu")),
 )
-_DEFAULTS = {"cluster": presets.MINE, "seconds": 100.0, "from": "", "backend": "auto", "device": "auto"}
+_DEFAULTS = {"cluster": presets.MINE, "seconds": 100.0, "backend": "auto", "device": "auto"}
 
 
 def main(words: list[str]) -> int:
@@ -61,56 +59,36 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 
 
 def _calibrate(settings: dict[str, Any], config_dir: Path | None) -> dict[str, Any]:
-    """Measure or read, fit, write; return everything that is shown."""
+    """Measure, fit, write; return everything that is shown."""
     from parallelrun.cli.calibration import file
-    from parallelrun.cli.calibration.constants import calibrated, ratios_of
-    from parallelrun.cli.calibration.runs import check_folders, steps_of
+    from parallelrun.cli.calibration.constants import calibrated
+    from parallelrun.cli.calibration.session import Session
 
     name = settings["cluster"]
     path = file.place(name, config_dir)
-    folders = settings["from"].split(",") if settings["from"] else []
-    check_folders(folders)
     file.prepare(path)
-    measured = _measured(settings, path)
-    calibration, added, before = calibrated(measured, name), [], []
-    if folders:
-        added = steps_of(folders, measured, calibration.cluster)
-        before = ratios_of(calibration.cluster, measured.clock, added)
-        calibration = calibrated(measured, name, added)
-    file.write(path, measured, calibration, added)
+
+    def say(part: str) -> None:
+        print(f"measuring: {part}", file=sys.stderr, flush=True)
+
+    measured = Session(settings["seconds"], settings["backend"], settings["device"], say=say).measure()
+    calibration = calibrated(measured, name)
+    file.write(path, measured, calibration)
     return {
         "cluster": name,
         "path": str(path),
         "clock": measured.clock,
         "seconds": measured.seconds,
-        "provenance": file.provenance(measured, calibration, added),
+        "provenance": file.provenance(measured, calibration),
         "constants": {key: file.rounded(getattr(calibration.cluster, key)) for key in calibration.fitted},
         "median_error": calibration.error,
         "steps": [
-            {"name": step.name, "source": step.source, "measured_s": step.sample.seconds(measured.clock),
+            {"name": step.name, "measured_s": step.sample.seconds(measured.clock),
              "spread": step.sample.spread, "predicted_over_measured": ratio}
             for step, ratio in calibration.ratios
         ],
-        "added": [
-            {"source": step.source, "before": old, "after": dict(calibration.ratios)[step]}
-            for step, old in zip(added, before)
-        ],
         "skipped": list(measured.skipped),
     }  # fmt: skip
-
-
-def _measured(settings: dict[str, Any], path: Path) -> Any:
-    from parallelrun.cli.calibration import file, measurements
-
-    saved = file.measurements_of(path)
-    if settings["from"] and saved.is_file():
-        return measurements.load(saved)
-    from parallelrun.cli.calibration.session import Session
-
-    def say(part: str) -> None:
-        print(f"measuring: {part}", file=sys.stderr, flush=True)
-
-    return Session(settings["seconds"], settings["backend"], settings["device"], say=say).measure()
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -129,9 +107,6 @@ def _show(document: dict[str, Any]) -> None:
         predicted = measured * row["predicted_over_measured"]
         steps.add_row(row["name"], f"{measured:.1f} ms", f"{predicted:.1f} ms", f"{row['spread']:.0%}")
     console.print(steps)
-    for row in document["added"]:
-        before, after = (abs(row[key] - 1) for key in ("before", "after"))
-        console.print(f"added {row['source']}: error {before:.1%} before, {after:.1%} after")
     for line in document["provenance"]:
         console.print(line)
     console.print(f"written: {document['path']}")

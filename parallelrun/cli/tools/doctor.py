@@ -20,7 +20,6 @@ from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_ENVIRONMENT, EXIT_OK, EnvironmentProblem
 from parallelrun.base.wording import counted
 from parallelrun.cli.json_output import print_json, screen_on_stderr
-from parallelrun.cli.tools import doctor_hosts
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host.environment import num_cores
 from parallelrun.launch.host.preflight import available_bytes, free_bytes
@@ -46,14 +45,9 @@ class DoctorCheck:
 
 
 def main(words: list[str]) -> int:
-    """`parallelrun doctor [--json]`, `parallelrun doctor --hosts ...`."""
-    if doctor_hosts.FLAG in words:
-        return doctor_hosts.main([word for word in words if word != doctor_hosts.FLAG])
+    """`parallelrun doctor [--json]`."""
     parser = argparse.ArgumentParser("parallelrun doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
-    parser.add_argument(
-        doctor_hosts.FLAG, action="store_true", help="the bandwidth between hosts: -H a,b or --hostfile"
-    )
     arguments = parser.parse_args(words)
     with screen_on_stderr():  # the ranks of the all-reduce may print to stdout (NCCL_DEBUG=INFO)
         checks = examine()

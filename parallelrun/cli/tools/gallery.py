@@ -1,4 +1,4 @@
-"""`parallelrun recipes ls|cp|validate`: the recipes as a gallery. torch is imported by `validate --run` only."""
+"""`parallelrun recipes ls|cp|validate`: the recipes as a gallery."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun.base.errors import EXIT_CONFIG, EXIT_OK, ConfigError, EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.cli import errors
-from parallelrun.cli.json_output import print_json, screen_on_stderr
+from parallelrun.cli.json_output import print_json
 from parallelrun.config.keys import nearest
 from parallelrun.config.recipes import recipe_files
 from parallelrun.config.recipes.recipe_files import RecipeFile
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checked:
-    """A recipe's checks. problems: every fault, with file and key; note: what was not checked, and why."""
+    """A recipe's checks. problems: every fault, with file and key. results: predicted, of those that it names."""
 
     file: RecipeFile
     problems: tuple[Problem, ...]
     results: dict[str, float]
-    note: str = ""
 
 
 def main(words: list[str]) -> int:
@@ -51,8 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     validate = tools.add_parser("validate", help="compose and plan recipes, and check what they say about themselves")
     validate.set_defaults(carry_out=_validate)
     validate.add_argument("recipe", nargs="*", help="names or files (default: every recipe that is found)")
-    validate.add_argument("--run", action="store_true", help="run those that CPU ranks can run, and check the results")
-    validate.add_argument("--runs", default="runs", help="with --run: folder of the run directories (default: runs)")
     validate.add_argument("--trust", action="store_true", help="let the recipes name code and write anywhere")
     validate.add_argument("--json", action="store_true", help="one JSON document")
     return parser
@@ -137,12 +134,9 @@ def _validate(arguments: argparse.Namespace) -> int:
     files = [_file(name) for name in arguments.recipe] or list(recipe_files.find().values())
     checked = []
     for file in files:
-        result = check(file, arguments.trust)
-        if arguments.run and not result.problems:
-            result = run(file, arguments.trust, arguments.runs)
-        checked.append(result)
+        checked.append(check(file, arguments.trust))
         if not arguments.json:
-            _tell(result)
+            _tell(checked[-1])
     wrong = [problem for result in checked for problem in result.problems]
     if arguments.json:
         print_json({"valid": not wrong, "recipes": [_document(result) for result in checked]})
@@ -155,7 +149,7 @@ def _tell(checked: Checked) -> None:
     count = len(checked.problems)
     results = ", ".join(f"{name} {value:,.4g}" for name, value in checked.results.items())
     said = f"{count} fault{'s' if count > 1 else ''}" if count else "valid"
-    print("; ".join(part for part in (f"{checked.file.shown}: {said}", results, checked.note) if part), flush=True)
+    print("; ".join(part for part in (f"{checked.file.shown}: {said}", results) if part), flush=True)
 
 
 def _document(checked: Checked) -> dict[str, Any]:
@@ -212,7 +206,11 @@ def _compared(file: RecipeFile, about: About | None, composed: Composed, plan: P
     results = {} if planned["step_time_is_bound"] else _predicted(planned, composed.config.steps)
     limits = {f"{KEY}.expected.{name}": pair for name, pair in about.results().items()}
     limits |= {f"{KEY}.minutes": about.minutes} if about.minutes is not None else {}
-    faults += _outside(limits, results, "is predicted")
+    faults += [
+        (key, f"{key}: {_between(limits[key])}, but {value:,.4g} is predicted")
+        for key, value in results.items()
+        if key in limits and not limits[key][0] <= value <= limits[key][1]
+    ]
     problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in faults)
     return Checked(file, problems, {name.rpartition(".")[2]: value for name, value in results.items()})
 
@@ -221,40 +219,3 @@ def _predicted(planned: dict[str, Any], steps: int) -> dict[str, float]:
     step, rate = planned["step_time_predicted_s"], planned["tokens_per_s"]
     results = {"about.minutes": steps * step / 60} if step else {}
     return results | ({"about.expected.tokens_per_s": rate} if rate else {})
-
-
-def _outside(limits: dict[str, list[float]], results: dict[str, float], how: str) -> list[tuple[str, str]]:
-    """(key, what is wrong) for every result outside its limits."""
-    return [
-        (key, f"{key}: {_between(limits[key])}, but {value:,.4g} {how}")
-        for key, value in results.items()
-        if key in limits and not limits[key][0] <= value <= limits[key][1]
-    ]
-
-
-def run(file: RecipeFile, trust: bool, runs: str) -> Checked:
-    """Run a recipe whose cluster has no GPUs, and compare its results with the expected ones; leave others out."""
-    from dataclasses import replace
-
-    from parallelrun.launch.entry.start import start
-    from parallelrun.report.sweeps.sweep_rows import read_json
-
-    about = recipe_files.load(file, trust).about
-    composed, plan = _planned(file, trust)
-    assert about is not None, "check has refused it"
-    if composed.config.cluster.gpus_per_node is not None:
-        return Checked(file, (), {}, f"not run: it needs {about.devices} x {about.device}")
-    directories: list[Path] = []
-    config = replace(composed.config, runs=runs)
-    with screen_on_stderr():
-        code = start(config, plan, ["recipes", "validate", "--run"], composed.overrides, created=directories.append)
-    if code != EXIT_OK:
-        return Checked(file, (Problem(f"the run failed with exit code {code}", file.shown),), {})
-    summary = read_json(directories[0] / "summary.json")
-    keys = {f"about.expected.{name}": name for name in about.results()}
-    results = {key: float(summary[name]) for key, name in keys.items() if summary.get(name) is not None}
-    lost = [(key, f"{key}: the run has no {name}") for key, name in keys.items() if key not in results]
-    limits = {f"about.expected.{name}": pair for name, pair in about.results().items()}
-    faults = [*lost, *_outside(limits, results, f"was the result of {directories[0]}")]
-    problems = tuple(Problem(cause, f"{file.shown}: {key}") for key, cause in faults)
-    return Checked(file, problems, {keys[key]: value for key, value in results.items()}, "run")

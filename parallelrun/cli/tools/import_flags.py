@@ -6,102 +6,102 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+import textwrap
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from parallelrun.base.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
-from parallelrun.cli.flag_formats import recipe, sources
-from parallelrun.cli.flag_formats.table import Translation
+import yaml
 
-if TYPE_CHECKING:
-    from parallelrun.planner.contract.plan import Plan
+from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
+from parallelrun.cli.flag_formats import sources
+from parallelrun.cli.flag_formats.table import WORLD, Translation
 
 _MODEL_AXES = ("pp", "tp", "cp", "ep")
-_DESCRIPTION = """Translate the settings of another runner into a recipe: a file with arguments of Megatron-LM (a shell
-script), a job of torchtitan (TOML or Python), a configuration of DeepSpeed (JSON) or accelerate (YAML); or, after --,
-a command line of Megatron-LM. The format is recognised by its content. What has no counterpart is listed."""
+_WIDTH = 118
+_DESCRIPTION = """Translate the settings of another runner into a recipe, which is printed: a shell script with
+arguments of Megatron-LM, a job of torchtitan (.toml), a configuration of DeepSpeed (.json) or accelerate (.yaml); or,
+after --, a command line of Megatron-LM. Comments of the recipe list what has no counterpart."""
 
 
 def main(words: list[str]) -> int:
-    """Print the recipe, or write it. Raises ConfigError with every fault of the file and of the plan it describes."""
-    options, command_line = _parsed(words)
-    source = sources.of_words(command_line) if command_line else sources.of_file(Path(options.file), options.config)
-    result = source.translate(_overrides(options.overrides))
-    plan = recipe.check(result, lambda: _plan(result))
-    text = recipe.text(result, source.runner, source.shown, plan)
-    if options.to is None:
-        sys.stdout.write(text)
-        return EXIT_OK
-    _write(Path(options.to).expanduser(), text)
-    for title, lines in recipe.lists(result):
-        print(f"{title}: {len(lines)}")
-        for line in lines:
-            print(f"  {line}")
-    print(f"written: {options.to}; try:\nparallelrun plan recipe={options.to}")
+    """Print the recipe. Raises ConfigError with every fault of the file and of the plan it describes."""
+    end = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser("parallelrun import-flags", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("file", nargs="*", help="the file, and key=value for what it lacks; or the words after --")
+    own, command_line = parser.parse_args(words[:end]).file, words[end + 1 :]
+    files = [word for word in own if "=" not in word]
+    if len(files) + bool(command_line) != 1:
+        cause = "give either a file, or after -- the arguments of pretrain_gpt.py"
+        raise ConfigError(Problem(cause, "command line", command="parallelrun import-flags --help"))
+    overrides = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in own if "=" in word)}
+    name, settings = sources.of_file(Path(files[0])) if files else (sources.SCRIPT, sources.of_words(command_line))
+    result = Translation(name, settings, overrides)
+    if not result.knows_any:
+        cause = f"there is no setting of {result.runner} (the ending of a file says whose it is)"
+        raise ConfigError(Problem(cause, files[0] if files else "command line"))
+    if result.problems:
+        raise ConfigError(*result.problems)
+    try:
+        world = _check(result)
+    except ConfigError as error:
+        raise ConfigError(*(_at_setting(problem, result) for problem in error.problems)) from error
+    sys.stdout.write(recipe(result, files[0] if files else "command line", world))
     return EXIT_OK
 
 
-def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(the options, the words after --)."""
-    own, command_line = words, []
-    if "--" in words:
-        own, command_line = words[: words.index("--")], words[words.index("--") + 1 :]
-    parser = argparse.ArgumentParser("parallelrun import-flags", description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("file", nargs="?", help="the file; or the arguments after --")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="keys of the recipe that the file lacks: model="
-    )
-    parser.add_argument("--to", metavar="FILE", help="write the recipe here, and print the lists (default: print it)")
-    parser.add_argument("--config", metavar="FUNCTION", help="of a Python file of torchtitan: the one to translate")
-    options = parser.parse_args(own)
-    if options.file is not None and "=" in options.file:
-        options.file, options.overrides = None, [options.file, *options.overrides]
-    if (options.file is None) == (not command_line):
-        cause = "give either a file, or after -- the arguments of pretrain_gpt.py"
-        raise ConfigError(Problem(cause, "command line", command="parallelrun import-flags --help"))
-    return options, command_line
+def recipe(result: Translation, shown: str, world: int | None = None) -> str:
+    """The recipe's YAML. Its comments say what has no counterpart. shown: the file. world: of the plan, if known."""
+    lines = ["# @package _global_"]
+    for title, entries in result.lists():
+        for entry in [f"{title}:", *(f"  {line}" for line in entries)] if entries else []:
+            lines += textwrap.wrap(entry, _WIDTH, initial_indent="# ", subsequent_indent="#     ")
+    model, devices = result.groups.get("model", "the default model"), {} if world is None else {"devices": world}
+    about = {"purpose": f"{model}, as {result.runner} runs it.", **devices}
+    about["source"] = f"{result.runner}'s {shown}, by parallelrun import-flags"
+    lines.append(_yaml({"about": about}) + "defaults:")
+    lines += [f"  - override /{group}: {option}" for group, option in result.groups.items()]
+    nested: dict[str, Any] = {}
+    for key, value in result.values.items():
+        inside = nested
+        for part in key.split(".")[:-1]:
+            inside = inside.setdefault(part, {})
+        inside[key.rpartition(".")[2]] = value
+    return "\n".join(lines) + "\n\n" + (_yaml(nested) if nested else "")
 
 
-def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    import yaml
-
-    values: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigError(Problem(f"{word}: not key=value", "command line"))
-        values[key] = yaml.safe_load(value)
-    return values
+def _yaml(values: dict[str, Any]) -> str:
+    return str(yaml.dump(values, Dumper=yaml.SafeDumper, sort_keys=False, width=_WIDTH))
 
 
-def _plan(result: Translation) -> Plan:
-    """Compose and resolve the recipe; data that is not on this machine is not looked for. Where the number of ranks is
-    open, the plan has the fewest, so that no demonstration decides whether the recipe is legal."""
+def _check(result: Translation) -> int | None:
+    """Compose and resolve the recipe; data that is not on this machine is not looked for. Return the number of ranks.
+
+    None if it is open: then the plan has the fewest, so that no demonstration decides whether the recipe is legal.
+    """
     from parallelrun.config import compose, overrides
     from parallelrun.planner.resolve.resolve_config import resolve
 
-    path = result.values.get("dataset.path")
+    path, is_open = result.values.get("dataset.path"), not result.origin.keys() & set(WORLD)
     if path is not None and not Path(f"{path}.idx").is_file() and not Path(path).exists():
         result = copy(result)
         result.values = {key: value for key, value in result.values.items() if not key.startswith("dataset.")}
         result.groups = {**result.groups, "dataset": "synthetic"}
     with tempfile.TemporaryDirectory(prefix="parallelrun-recipe-") as folder:
         file = Path(folder) / "recipe.yaml"
-        file.write_text(recipe.text(result, "", ""), encoding="utf-8")
+        file.write_text(recipe(result, ""), encoding="utf-8")
         read, _ = overrides.read([f"recipe={file}"], False, "recipe")
         composed, _ = compose.compose_once(compose.prepare(read, (), "plan", False))
         fewest = math.prod(result.values.get(axis, 1) for axis in _MODEL_AXES)
-        return resolve(composed.config, given=composed.given, world=fewest if recipe.world_is_open(result) else None)
+        plan = resolve(composed.config, given=composed.given, world=fewest if is_open else None)
+    return None if is_open else plan.world
 
 
-def _write(path: Path, text: str) -> None:
-    from parallelrun.base.records import write_text
-
-    if path.exists():
-        raise ConfigError(Problem(f"{path} exists", "--to", "another name"))
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise EnvironmentProblem(Problem(f"cannot write {path}: {error.strerror}", "--to")) from error
+def _at_setting(problem: Problem, result: Translation) -> Problem:
+    """The problem with the setting that it comes from, in the place of a key of the recipe."""
+    key = problem.where.partition("=")[0]
+    names = [name for name in (key, f"model.{key}", f"strategy.{key}") if name in result.origin]
+    names += [name for name in result.origin if f"{name}=" in problem.what]
+    setting = result.origin[names[0]] if names else None
+    return replace(problem, where=f"{setting.where or 'default'}: {setting.text}") if setting else problem

@@ -12,7 +12,6 @@ from parallelrun.distributed.torch_private.compiler import (
     uncompiled,
 )
 from parallelrun.distributed.torch_private.fsdp import (
-    detach_shards_at_once,
     empty_parameter,
     fsdp_initialise,
     fsdp_reduce,

@@ -42,7 +42,7 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host.environment import num_cores
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model import definitions
-from parallelrun.report.records import attempts, reshapes
+from parallelrun.report.records import attempts
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 STATUS_EVERY_S = 2.0
@@ -244,5 +244,5 @@ class Status:
         }
         optional["failed_save_step"] = self.failed_save_step
         fields |= {name: value for name, value in optional.items() if value}
-        fields |= attempts.status(self.directory) | reshapes.status(self.directory)
+        fields |= attempts.status(self.directory)
         write_json(self.directory / "status.json", fields)

@@ -22,7 +22,7 @@ from parallelrun.planner.pieces import sample_sets
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.rank_classes import rank_classes
 from parallelrun.report.records.routing_log import NUMBERS_WRITTEN
-from parallelrun.training.verify.checked import Needs, checked_config, checked_plan, needs
+from parallelrun.training.verify.checked import checked_config, checked_plan, compared_bytes
 
 CROWDED = 8  # ranks per core beyond which a run mostly waits
 PACKED_COMPILE = (2, 12)  # the first torch whose compiler takes DocumentBounds as an argument
@@ -178,11 +178,11 @@ def check_memory(config: Config, plan: Plan, available: int | None, per_rank: bo
     """
     if available is None:
         return []
-    verified = Needs(0, 0, 0, 0)
+    compared = 0  # bytes on the host of rank 0
     if config.verb == "verify":
         config = checked_config(config)
         plan = checked_plan(config, plan)
-        verified = needs(config, plan)
+        compared = compared_bytes(config, plan)
     rows = [row for row in rank_classes(plan) if not per_rank or plan.role(row[0]) == "worker"]
     peaks = [(prediction.memory(plan, rank), 1 if per_rank else count) for rank, count in rows]
     combine = max if per_rank else sum
@@ -191,23 +191,22 @@ def check_memory(config: Config, plan: Plan, available: int | None, per_rank: bo
     holder = "a rank needs" if per_rank else f"{counted(plan.world, 'rank')} on this host need"
     kinds = "for weights, gradients and optimizer"
     fix = "a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices"
-    if config.verb == "verify":  # the tensors that are compared are in the host's memory
-        compared_bytes = verified.state + (0 if per_rank else verified.traces)
-        total = max(total, state + (verified.total if per_rank else verified.peak))
-        state, kinds = state + compared_bytes, f"{kinds}, {gib(compared_bytes)} of it to compare them with one device"
+    if compared:
         fix = "shrink=true, a smaller model, verify.steps=1 or verify.precision=fp32"
+        if not per_rank:
+            state, total = state + compared, total + compared
+            kinds += f", {gib(compared)} of it to compare them with one device"
     if state > available:  # certain, because activations come on top
         message = f"{holder} {gib(state)} {kinds}, and {gib(available)} are available"
         command = "parallelrun plan ... (shows the memory of each rank by kind)"
         raise EnvironmentProblem(Problem(message, "memory", fix, command))
-    notes = []
-    if total > available:
-        notes = [f"memory may be too small: {holder} about {gib(total)}, and {gib(available)} are available"]
     host = available_bytes() if per_rank else None
-    if host is not None and verified.traces > host:
-        message = f"verify needs {gib(verified.traces)} on the host of rank 0 for the tensors that it compares"
+    if host is not None and compared > host:
+        message = f"verify needs {gib(compared)} on the host of rank 0 for the tensors that it compares"
         raise EnvironmentProblem(Problem(f"{message}, and {gib(host)} are available", "memory", fix))
-    return notes
+    if total > available:
+        return [f"memory may be too small: {holder} about {gib(total)}, and {gib(available)} are available"]
+    return []
 
 
 # -- disk

@@ -24,31 +24,6 @@ _HOST = re.compile(
 
 
 @dataclass(frozen=True)
-class SshOptions:
-    """Options of ssh for reaching the other hosts: its -p, -i and -F."""
-
-    port: str | None = None
-    identity_file: str | None = None
-    config: str | None = None
-
-    def words(self) -> list[str]:
-        """Return the options for ssh. With an identity file, no other key is offered."""
-        options = ["-F", self.config] if self.config else []
-        options += ["-p", self.port] if self.port else []
-        return options + (["-i", self.identity_file, "-o", "IdentitiesOnly=yes"] if self.identity_file else [])
-
-    def problems(self) -> list[Problem]:
-        """Return the mistakes in these options."""
-        problems = []
-        if self.port is not None and not (_NUMBER.fullmatch(self.port) and int(self.port) < 65536):
-            problems.append(Problem(f"--ssh-port {self.port}: not a port (1 to 65535)", COMMAND_LINE, "--ssh-port 22"))
-        for flag, file in (("--ssh-identity-file", self.identity_file), ("--ssh-config", self.config)):
-            if file is not None and not Path(file).is_file():
-                problems.append(Problem(f"{flag} {file}: no such file", COMMAND_LINE))
-        return problems
-
-
-@dataclass(frozen=True)
 class HostRanks:
     """The ranks of the host `name`: `num_ranks` ranks from `first_rank` on."""
 

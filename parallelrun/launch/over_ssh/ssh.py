@@ -32,8 +32,8 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.entry import reattach
 from parallelrun.launch.host import interfaces
 from parallelrun.launch.host.environment import TOKEN, for_other_hosts
-from parallelrun.launch.over_ssh.host_ranks import GRACE_S, Order
-from parallelrun.launch.over_ssh.hosts import HostRanks, SshOptions
+from parallelrun.launch.over_ssh.hosts import HostRanks
+from parallelrun.launch.over_ssh.ssh_agent import GRACE_S, Order
 from parallelrun.launch.over_ssh.ssh_connection import CONNECT_S, SshConnection
 from parallelrun.report.records import attempts
 
@@ -44,11 +44,13 @@ _PORTS = range(20_000, 30_000)  # rank 0 listens on a random one, or one of the 
 _TICK_S = 0.05
 
 
-def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, requested: Config | None = None) -> int:
+def run(
+    hosts: Sequence[HostRanks], words: Sequence[str], ssh_config: str | None, requested: Config | None = None
+) -> int:
     """Run `parallelrun <words>` on all hosts and return its exit code. No process outlives this call.
 
-    requested: the configuration that `words` mean, if the ranks may be started again. Raises EnvironmentProblem when a
-    host cannot be reached or has no parallelrun.
+    ssh_config: ssh's -F. requested: the configuration that `words` mean, if the ranks may be started again. Raises
+    EnvironmentProblem when a host cannot be reached or has no parallelrun.
     """
     signals: list[int] = []
     used = [host for host in hosts if host.num_ranks]
@@ -57,7 +59,7 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions, reque
     with handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
         for number in count():
             try:
-                with SshAttempt(used, ssh, signals) as attempt:
+                with SshAttempt(used, ssh_config, signals) as attempt:
                     attempt.start(words, reattach.variables(job, limit, number))
                     code = attempt.watch()
             except EnvironmentProblem as problem:
@@ -92,12 +94,12 @@ class SshAttempt:
     noticed: when the first host has failed, in seconds since the epoch.
     """
 
-    def __init__(self, hosts: Sequence[HostRanks], ssh: SshOptions, signals: Sequence[int]):
+    def __init__(self, hosts: Sequence[HostRanks], ssh_config: str | None, signals: Sequence[int]):
         self._signals, self._num_forwarded = signals, 0
         self._codes: dict[str, int] = {}  # by host, in the order in which they ended
         self._deadline = float("inf")  # when the other hosts are disconnected
         self.noticed = 0.0
-        self._agents = [SshConnection(host, ssh) for host in hosts]
+        self._agents = [SshConnection(host, ssh_config) for host in hosts]
 
     def __enter__(self) -> SshAttempt:
         return self

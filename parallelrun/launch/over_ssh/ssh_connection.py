@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from parallelrun.base.errors import EnvironmentProblem, Problem
-from parallelrun.launch.over_ssh.hosts import HostRanks, SshOptions
+from parallelrun.launch.over_ssh.hosts import HostRanks
 from parallelrun.launch.over_ssh.ssh_agent import LOCAL, MARK
 
 CONNECT_S = 60.0  # for ssh to connect and the agent to print its address
@@ -31,11 +31,11 @@ class SshConnection:
 
     LOST = 255
 
-    def __init__(self, host: HostRanks, ssh: SshOptions):
-        self.host, self._ssh = host, ssh
+    def __init__(self, host: HostRanks, ssh_config: str | None):
+        self.host, self._options = host, ["-F", ssh_config] if ssh_config else []
         self.address, self.is_closed = "" if host.is_here else None, False
         self._complaints: list[str] = []  # stderr before the address: of ssh and the login shell
-        command = [sys.executable, "-m", _AGENT, LOCAL] if host.is_here else remote_command(host.name, ssh)
+        command = [sys.executable, "-m", _AGENT, LOCAL] if host.is_here else remote_command(host.name, self._options)
         pipe, output = subprocess.PIPE, None if host.is_here else subprocess.PIPE
         try:  # its own session: Ctrl-C reaches only this process, which forwards it
             self.process = subprocess.Popen(command, stdin=pipe, stdout=output, stderr=output, start_new_session=True)
@@ -93,12 +93,12 @@ class SshConnection:
         why = "; ".join(self._complaints[-3:]) or ended
         how = "cannot be reached by ssh" if code in (None, self.LOST) else "cannot start parallelrun"
         doctor = shlex.join([sys.executable, "-m", "parallelrun", "doctor"])
-        test = shlex.join(["ssh", *self._ssh.words(), self.host.name.strip("[]"), doctor])
+        test = shlex.join(["ssh", *self._options, self.host.name.strip("[]"), doctor])
         return Problem(f"{self.host.name} {how}: {why}", "-H", command=test)
 
 
-def remote_command(name: str, ssh: SshOptions) -> list[str]:
+def remote_command(name: str, options: list[str]) -> list[str]:
     """Return the command that starts an agent on another host: this Python in this directory, with its search paths."""
     needed = [f"{key}={os.environ[key]}" for key in ("PYTHONPATH", "LD_LIBRARY_PATH") if os.environ.get(key)]
     agent = shlex.join(["env", *needed, sys.executable, "-m", _AGENT])
-    return [*_SSH, *ssh.words(), name.strip("[]"), f"cd {shlex.quote(str(Path.cwd()))} && exec {agent}"]
+    return [*_SSH, *options, name.strip("[]"), f"cd {shlex.quote(str(Path.cwd()))} && exec {agent}"]

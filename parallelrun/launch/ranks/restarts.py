@@ -26,9 +26,8 @@ from parallelrun.launch.host.job import Job
 from parallelrun.launch.ranks import supervisor
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve import elastic
-from parallelrun.planner.resolve.freeze import freeze, load_frozen
-from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.report.records import attempts, reshapes
+from parallelrun.planner.resolve.freeze import freeze
+from parallelrun.report.records import attempts
 from parallelrun.report.records.attempts import Attempt
 from parallelrun.report.records.read import METRICS
 from parallelrun.report.records.rows import last_row
@@ -120,8 +119,6 @@ def prepared(job: Job, requested: Config | None, history: list[Attempt], decisio
     # a run that has resumed another one never begins from nothing, even if that one's checkpoint could not be linked
     resume = os.fspath(checkpoint) if checkpoint else history[0].checkpoint
     config, plan = replace(job.config, resume=resume), job.plan
-    if requested is not None:
-        config, plan = reshaped(job, config) or (config, plan)
     if decision.without is not None and requested is not None and requested.elastic:
         config, plan = shrunk(requested, config, plan, plan.world - 1) or (config, plan)
     after = replace(job, config=config, plan=plan, attempt=last.number + 1)
@@ -131,16 +128,6 @@ def prepared(job: Job, requested: Config | None, history: list[Attempt], decisio
     history.append(beginning)
     describe(after, changed=(plan.world, plan.degrees) != (last.world, last.degrees))
     return after
-
-
-def reshaped(job: Job, config: Config) -> tuple[Config, Plan] | None:
-    """Return the configuration and plan to which `parallelrun reshape` has changed the job's; None if it has not."""
-    file = reshapes.config_file(job.directory)
-    if file is None:
-        return None
-    reshaped_config = replace(load_frozen(file.read_text()), resume=config.resume)
-    plan = resolve(reshaped_config)
-    return (reshaped_config, plan) if plan.world == job.plan.world else None  # the run has become smaller since
 
 
 def shrunk(

@@ -47,21 +47,14 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
 
 def _train(training: Training, context: WorkerContext) -> int:
     from parallelrun.report.runs import final_panel as report
-    from parallelrun.training.loop.reshape import reshaped
     from parallelrun.training.loop.training_loop import train
     from parallelrun.training.metrics.recorder import Recorder
 
-    before = None
-    while True:
-        try:
-            outcome = train(training, context, Recorder(training, context), before)
-            after = training if isinstance(outcome, int) else reshaped(training, outcome, context)
-        finally:
-            training.data.end_run()
-            training.close()
-        if isinstance(outcome, int):
-            break
-        training, before = after, outcome
+    try:
+        code = train(training, context, Recorder(training, context))
+    finally:
+        training.data.end_run()
+        training.close()
     if context.console_owner:
         report.show(context.directory)
-    return outcome
+    return code

@@ -75,7 +75,6 @@ class TensorStrategy(AxisStrategy):
     layout_name: the value of `layout` that chooses it. config_class: its keys of
     `strategy.tensor`; others are refused. is_one_dimensional: every layer is split over one axis, tp, as the
     layout that all others are compared with. splits_images: it splits the large linear layers of image classifiers.
-    copies_weights: groups of tp ranks hold copies of the same weights, whose gradients are summed once per step.
 
     sequence_parallel: activations between blocks are split along the sequence. overlap: the reduction of input
     gradients runs while weight gradients are computed. kv_copies: ranks that hold a copy of one kv head (tp > kv
@@ -87,7 +86,6 @@ class TensorStrategy(AxisStrategy):
     config_class: ClassVar[type[TensorStrategyConfig]] = TensorStrategyConfig
     is_one_dimensional: ClassVar[bool] = False
     splits_images: ClassVar[bool] = False
-    copies_weights: ClassVar[bool] = False
 
     sequence_parallel: bool = False
     overlap: bool = True

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,8 @@ from parallelrun.checkpoint.resume import check_global_batch, keeps_last_state, 
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import WORLD
 from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.saves import Saves
 from parallelrun.training.loop.schedules import LossScaler
-
-MAX_FAILED_SAVES = 2  # in a row, then the training stops: it would be lost
 
 
 class Checkpoints:
@@ -31,26 +28,18 @@ class Checkpoints:
     """
 
     def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext):
-        self._training, self.scaler, self._context = training, scaler, context
+        self._training, self._scaler, self._context = training, scaler, context
         self._resumed: dict[str, Any] = {}  # `extra` of the checkpoint from which this run resumed
-        self._failed_steps: list[int] = []
-        self._failed_in_a_row = 0
-        self.times = SaveTimes()
+        self._start = 0  # the last step before this run
         self._fatal: BaseException | None = None  # the outcome of a save beside training that ends the run
-        self._pending_step = 0
-        self.go_on(training, 0)
-
-    def go_on(self, training: Training, start: int) -> int:
-        """Save `training`, whose plan may be another, from now on; return `start`, the last step that was taken."""
         config = training.config
-        self._training, self._start = training, start
         writer = BackgroundWriter(training.plan, training.mesh.group(WORLD), training.mesh.device, config.timeout_s)
-        self._beside = writer if config.checkpoint.asynchronous else None
-        return start
+        self._saves = Saves(context, writer if config.checkpoint.asynchronous else None)
+        self.before_update = self._saves.before_update
 
     def resume(self) -> int:
         """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
-        self._resumed = load(self._training, self.scaler)
+        self._resumed = load(self._training, self._scaler)
         self._start = int(self._resumed["step"]) if self._resumed else 0
         return self._start
 
@@ -60,8 +49,7 @@ class Checkpoints:
         The ranks may learn it at different steps. They agree on the step as for any request to stop; `after_step` then
         raises what has happened.
         """
-        if self._beside and self._beside.is_done:
-            self._collect()
+        self._collect(wait=False)
         return self._fatal is not None
 
     def after_step(self, step: int, stopping: bool) -> None:
@@ -70,10 +58,10 @@ class Checkpoints:
         Raises SaveFailed if the run ends with this step, and for the second failure in a row; and any other error of a
         save beside training.
         """
-        config = self._training.config
+        config, state, background = self._training.config, self._training.state, self._saves.background
         is_due, is_last = due(config, step, stopping), stopping or step >= config.steps
-        if self._beside and step == self._start + 1 and config.checkpoint.every > 1 and not is_last:
-            self._beside.prepare(store.parts_of(self._training.state))
+        if background and step == self._start + 1 and config.checkpoint.every > 1 and not is_last:
+            background.prepare(store.parts_of(state))
         if not is_due and not is_last:
             return
         began = time.perf_counter()
@@ -81,98 +69,42 @@ class Checkpoints:
         self.finish()
         if not is_due:
             return
-        if self._beside and not is_last:
-            directory = self._context.directory / FOLDER
-            extra = _extra(self._training, self.scaler, step)
-            self._beside.start(store.parts_of(self._training.state), directory, step, extra, config.checkpoint.keep)
-            self._pending_step = step
+        if background and not is_last:
+            extra = _extra(self._training, self._scaler, step)
+            self._saves.start(step, store.parts_of(state), extra, config.checkpoint.keep)
         else:
-            self._write(step, is_last)
-        self.times.paused.append(time.perf_counter() - began)
-
-    def before_update(self, training: Training) -> None:
-        """Wait until the weights and the state may change. Called in every step, when the gradients are final."""
-        if self._beside and self._beside.is_pending:
-            began = time.perf_counter()
-            self._beside.wait_for_copies()
-            self.times.paused[-1] += time.perf_counter() - began
+            directory = self._context.directory
+            failure = self._saves.write(step, lambda: save(self._training, self._scaler, step, directory), is_last)
+            self._warn(failure)
+        self._saves.times.paused.append(time.perf_counter() - began)
 
     def finish(self) -> None:
         """Wait for the save beside training, if there is one, and raise the error with which the run must end."""
-        if self._beside and self._beside.is_pending:
-            self._collect()
+        self._collect(wait=True)
         if self._fatal is not None:
             raise self._fatal
 
-    def _write(self, step: int, is_last: bool) -> None:
-        """Save while training waits."""
-        began = time.perf_counter()
+    def _collect(self, wait: bool) -> None:
         try:
-            save(self._training, self.scaler, step, self._context.directory)
-        except SaveFailed as error:
-            if self._failed(step, error) or is_last:
-                raise
-            self._warn(error)
-        else:
-            self._saved(time.perf_counter() - began)
-
-    def _collect(self) -> None:
-        assert self._beside is not None
-        try:
-            self._beside.collect()
-        except SaveFailed as error:
-            if self._failed(self._pending_step, error):
-                self._fatal = error
-            else:
-                self._warn(error)
+            self._warn(self._saves.collect(wait))
         except BaseException as error:
             self._fatal = error
-        else:
-            self._saved(self._beside.seconds)
 
-    def _saved(self, seconds: float) -> None:
-        self._failed_in_a_row = 0
-        self.times.written.append(seconds)
-
-    def _failed(self, step: int, error: SaveFailed) -> bool:
-        """Record a failed save; return whether it was one too many."""
-        self._failed_steps.append(step)
-        self._failed_in_a_row += 1
-        self._context.save_failed(step)
-        return self._failed_in_a_row == MAX_FAILED_SAVES
-
-    def _warn(self, error: SaveFailed) -> None:
-        if self._context.console_owner:
-            following = _next_save(self._training.config, self._failed_steps[-1])
-            print(f"warning: {error}; training goes on, the next save is {following}", flush=True)
+    def _warn(self, failure: SaveFailed | None) -> None:
+        if failure is not None and self._context.console_owner:
+            following = _next_save(self._training.config, self._saves.failed_steps[-1])
+            print(f"warning: {failure}; training goes on, the next save is {following}", flush=True)
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of summary.json about saving and resuming."""
-        before = self._resumed.get("dataset")
+        before, failed_steps = self._resumed.get("dataset"), self._saves.failed_steps
         return {
-            **self.times.facts(),
-            "failed_saves": len(self._failed_steps),
-            "failed_save_step": self._failed_steps[-1] if self._failed_steps else None,
+            **self._saves.times.facts(),
+            "failed_saves": len(failed_steps),
+            "failed_save_step": failed_steps[-1] if failed_steps else None,
             "resumed_step": self._resumed.get("step"),
             "resumed_dataset_sha256": before["fingerprint"] if before else None,
             "dataset_changed": bool(data_changes(self._resumed, self._training.dataset)) if before else None,
-        }
-
-
-@dataclass
-class SaveTimes:
-    """Seconds of each save: paused, that training stood still; written, until it was complete on the disk."""
-
-    paused: list[float] = field(default_factory=list)
-    written: list[float] = field(default_factory=list)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of summary.json."""
-        return {
-            "saves": len(self.written),
-            "save_pause_median_s": statistics.median(self.paused) if self.paused else None,
-            "save_pause_max_s": max(self.paused, default=None),
-            "save_write_median_s": statistics.median(self.written) if self.written else None,
         }
 
 

@@ -83,10 +83,8 @@ class DataRuntime:
     unless the strategy shards weights. kept: additional tensors for checkpoints, by kind, equal on all replicas
     (DiLoCo's outer state). flat_gradients: flat buffers by the axis over which gradients are summed (`replica_axis`).
     After `finish_gradients` the buffers of an axis hold the gradients of all its `parameters`, padded with zeros; an
-    axis without buffers is absent. writes_after_update: whether `finish_update` or `after_step` writes to `parameters`.
+    axis without buffers is absent.
     """
-
-    writes_after_update = False
 
     flat_gradients: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})

@@ -7,12 +7,10 @@ from math import isfinite
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
-from parallelrun.report.records import attempts, reshapes
+from parallelrun.report.records import attempts
 from parallelrun.training.corruption.watch import CorruptionWatch
-from parallelrun.training.loop import reshape
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.checkpointing import Checkpoints, due
-from parallelrun.training.loop.reshape import NextPlan
 from parallelrun.training.loop.schedules import LossScaler, learning_rate
 from parallelrun.training.loop.step import Evaluation, StepResult, measure, train_step
 from parallelrun.training.metrics.first_steps import FirstSteps
@@ -25,19 +23,14 @@ from parallelrun.training.metrics.timing import StepClock
 MAX_SKIPS = 20
 
 
-def train(
-    training: Training, context: WorkerContext, recorder: Recorder, before: NextPlan | None = None
-) -> int | NextPlan:
-    """Train from the resumed step to `config.steps`, or until the plan changes. Raises NumericsError.
-
-    before: the change of plan after which `training` goes on. Returns the exit code or the next plan.
-    """
+def train(training: Training, context: WorkerContext, recorder: Recorder) -> int:
+    """Train from the resumed step to `config.steps`; return the exit code. Raises NumericsError."""
     config = training.config
-    scaler = before.scaler if before else LossScaler(config.precision, scaled=training.plan.precision.scaled)
-    checkpoints = before.checkpoints if before else Checkpoints(training, scaler, context)
-    if context.rank == 0 and before is None:
+    scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
+    checkpoints = Checkpoints(training, scaler, context)
+    if context.rank == 0:
         attempts.mark(context.directory, "built")
-    step = checkpoints.go_on(training, before.step) if before else checkpoints.resume()
+    step = checkpoints.resume()
     training.data.begin_run(training, context, step)
     loop = _Loop(training, context, recorder, scaler, checkpoints, step)
     if context.rank == 0:
@@ -47,14 +40,15 @@ def train(
         result = loop.step(step)
         if (good := loop.judge(step, result)) < step:
             step = recorder.undo(good)
-        elif (end := loop.save_or_end(step, result)) is not None:
-            return end
+        elif loop.save_or_stop(step, result):
+            loop.finish("preempted")
+            return EXIT_PREEMPTED
     loop.finish("done")
     return EXIT_OK
 
 
 class _Loop:
-    """The steps of one plan on this rank, and what watches, records and saves them. start: the last step before."""
+    """The steps on this rank, and what watches, records and saves them. start: the last step before."""
 
     def __init__(
         self,
@@ -71,17 +65,17 @@ class _Loop:
         self._first_steps = FirstSteps(mesh, config, start, context.directory, training.plan.data.full_step)
         self._clock, self._profiler = StepClock(training), StepProfiler(mesh, config, context.directory)
         self._watch, self._pace = CorruptionWatch(training, scaler, context, start), PaceWatch(training, context)
-        self._skips, self._stops = 0, False
+        self._skips = 0
         self._began = time.perf_counter()
 
     def step(self, step: int) -> StepResult:
-        """Take one step of training. result.stop: some rank has been asked to stop, or for another plan."""
+        """Take one step of training. result.stop: some rank has been asked to stop."""
         context, clock, watch = self._context, self._clock, self._watch
         context.heartbeat(step, "step")
         with watch.around_step(step), self._first_steps.watch(step), self._profiler.watch(step), clock:
-            asks = self._is_to_stop() or (context.rank == 0 and reshapes.is_asked(context.directory))
+            stop = context.stop_requested() or self._checkpoints.have_failed()
             result = train_step(
-                self._training, step, self._learning_rate(step), self._scaler, asks, self._before_update, clock
+                self._training, step, self._learning_rate(step), self._scaler, stop, self._before_update, clock
             )
         self._pace.step(step, clock)
         return result
@@ -103,40 +97,26 @@ class _Loop:
         self._record(step, result)
         return watch.check(step, saves=due(config, step, result.stop))
 
-    def save_or_end(self, step: int, result: StepResult) -> int | NextPlan | None:
-        """Save what is due after the step. Return the exit code or the next plan if the loop ends here, else None."""
-        training, context, checkpoints = self._training, self._context, self._checkpoints
-        stops, request = reshape.agree(training, context, self._stops) if result.stop else (False, None)
+    def save_or_stop(self, step: int, result: StepResult) -> bool:
+        """Save what is due after the step. Return whether the run has been asked to stop after it."""
         try:
-            checkpoints.after_step(step, stops)
+            self._checkpoints.after_step(step, result.stop)
         except SaveFailed:  # on all ranks alike; the records are complete all the same
             self.finish("failed")
             raise
-        if stops:
-            self.finish("preempted")
-            return EXIT_PREEMPTED
-        change = reshape.next_plan(request, training, context, step, checkpoints) if request else None
-        if change is not None:
-            checkpoints.finish()
-            self._recorder.close()
-        return change
+        return result.stop
 
     def finish(self, status: str) -> None:
         """Complete the records of the run."""
         facts = {**self._checkpoints.facts(), **self._watch.facts()}
         self._recorder.finish(self._first_steps.counted, status, facts)
 
-    def _is_to_stop(self) -> bool:
-        """Ask once a step, before it; `save_or_end` uses the same answer."""
-        self._stops = self._context.stop_requested() or self._checkpoints.have_failed()
-        return self._stops
-
     def _learning_rate(self, step: int) -> float:
         config = self._training.config
         return learning_rate(config.optimizer, step, config.steps)
 
     def _before_update(self, training: Training) -> None:
-        self._checkpoints.before_update(training)
+        self._checkpoints.before_update()
         self._watch.before_update(training)
 
     def _record(self, step: int, result: StepResult) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
 from collections import deque
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from parallelrun.distributed.comm import gather_json
 from parallelrun.planner.contract.plan import Collective
 from parallelrun.planner.predict import prediction
 from parallelrun.report.progress import ProgressLine
-from parallelrun.report.records import attempts, reshapes
+from parallelrun.report.records import attempts
 from parallelrun.report.records.routing_log import RoutingLog
 from parallelrun.training.loop.build import Training
 from parallelrun.training.metrics import attention_work, summary
@@ -185,19 +184,12 @@ class Recorder:
             reserve.insist(self._directory, reserve.RECORDS, write)
         self._progress.close()
 
-    def close(self) -> None:
-        """Leave the files to the recorder of the next plan."""
-        with contextlib.suppress(OSError):  # a full disk: rows are lost, as at the end of a run
-            self._rows.flush()
-            self._routing.flush()
-        self._progress.close()
-
     def _summary(self, everyone: list[dict[str, Any]], rows: list[dict[str, Any]], state: str) -> dict[str, Any]:
         """Return the document of summary.json, with the samples that each part of a mixture has given."""
         steps = self._records[-1].step if self._records else self._earlier.last_step
         read = self._parts_read(steps) if steps else []
         mixture = [dict(label=label, samples=count, epochs=epochs) for label, count, epochs in read] or None
-        more = {**self._routing.summary(), **attempts.summary(self._directory), **reshapes.summary(self._directory)}
+        more = {**self._routing.summary(), **attempts.summary(self._directory)}
         document = summary.document(self._training, self._records, self._earlier, everyone, rows, state, more)
         return {**document, "mixture": mixture}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallelrun.report.records import attempts, reshapes
+from parallelrun.report.records import attempts
 from parallelrun.report.records.read import METRICS, read_rows
 from parallelrun.training.metrics.timing import StepTimes
 
@@ -38,15 +38,14 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EarlierRows:
-    """The rows of metrics.jsonl of the steps before this attempt and plan; none in a run that had no others."""
+    """The rows of metrics.jsonl of the steps before this attempt; none in a run that had no others."""
 
     rows: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def of(cls, directory: Path) -> EarlierRows:
         """Read those of a run directory. Raises ParallelrunError for a broken file."""
-        went_on = len(attempts.read(directory)) > 1 or reshapes.status(directory)
-        return cls(read_rows(directory / METRICS)) if went_on else cls()
+        return cls(read_rows(directory / METRICS)) if len(attempts.read(directory)) > 1 else cls()
 
     def values(self, key: str) -> list[float]:
         """Return the values of a key, in the order of the steps."""

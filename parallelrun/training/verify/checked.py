@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from parallelrun.base.precision import BYTES, TABLE
 from parallelrun.config.schema.run_schema import Config, DataStrategyConfig, PipelineConfig, TensorStrategyConfig
@@ -11,10 +10,7 @@ from parallelrun.planner.contract.optimizers import with_lr_scale
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces import router_settings as routing
 from parallelrun.planner.pieces import sample_sets
-from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
-
-_COVER_BYTES = 4  # of each element, to see that it is gathered once
 
 
 def checked_config(config: Config) -> Config:
@@ -59,44 +55,11 @@ def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
     return single, resolve(single)
 
 
-class Needs(NamedTuple):
-    """Bytes that rank 0 needs in addition to its own training, which stays while the reference trains.
+def compared_bytes(config: Config, plan: Plan) -> int:
+    """Return the least memory that rank 0 needs in addition to its training. config, plan: as they are checked.
 
-    traces: the logical tensors of both trainings at the moment when the last ones are gathered. state, total: of the
-    reference, between steps and at the peak of one; before: the traces at that peak, fewer than `traces`.
+    Two traces have the initial weights, the gradients of each step and the final weights (2 x steps + 2 times the size
+    of the model; the gathering of the last ones takes 4 more), and the reference has its weights and gradients.
     """
-
-    traces: int
-    state: int
-    total: int
-    before: int
-
-    @property
-    def peak(self) -> int:
-        """The most at once, where rank 0 trains and compares in the same memory."""
-        return max(self.state + self.traces, self.total + self.before)
-
-
-def needs(config: Config, plan: Plan) -> Needs:
-    """Return what `trace.record` and the reference need. config, plan: as they are checked.
-
-    A trace has the initial weights, the gradients of each step and the final weights. While the last tensors of the
-    reference are gathered, they exist three times: at their owners, as received and as assembled. In a replay, each
-    replica has its gradients, those of the rule, and a copy.
-    """
-    steps, elements = config.verify.steps, sum(spec.numel for spec in plan.spec.parameters.values())
-    replicas = plan.mesh.size("dp") if plan.equivalence.kind == "replay" else 1
-    tensors = elements * BYTES[plan.precision.stored]
-    logical = tensors * (replicas if plan.data.independent else 1)
-    reference = prediction.memory(single_device(config, plan)[1], 0)
-    state = reference.weights + reference.optimizer + tensors  # gradients stay until the next step begins
-    if plan.data.independent:
-        gathered = replicas * tensors  # the weights of each, which are compared
-    else:
-        gathered = 3 * tensors * replicas + (_COVER_BYTES * elements if replicas == 1 else 0)
-    return Needs(
-        traces=(2 * steps + 3) * logical + gathered,
-        state=replicas * state,
-        total=(replicas - 1) * state + reference.total,
-        before=(2 * steps + 2) * logical,
-    )
+    elements = sum(spec.numel for spec in plan.spec.parameters.values())
+    return (2 * config.verify.steps + 8) * elements * BYTES[plan.precision.stored]

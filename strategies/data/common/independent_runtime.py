@@ -20,8 +20,6 @@ from .independent_plan import IndependentReplicas
 class IndependentRuntime(DataRuntime):
     """Trains one replica by itself. `synchronise` is called at the end of every step after which replicas `meet`."""
 
-    writes_after_update = True
-
     @classmethod
     def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
         return cls(match(parts, plan, mesh), plan, mesh)  # DiLoCo has an outer step at dp=1 too

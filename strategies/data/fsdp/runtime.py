@@ -28,7 +28,6 @@ from ..common.buckets import shard_dim
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_unsharded, shard_axis
 
 torch_private.import_compiler()  # or DTensor would, in each rank instead of once before they are forked
-torch_private.detach_shards_at_once()
 HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
 REPLICATE = "dp_replicate"
 

@@ -34,7 +34,7 @@ class Horovod(AlgorithmAllReduce):
 
     reduction: average | adasum. worker_batches: the number of batches of each worker (dp coordinate); (): enough.
     divides_by_active: sums are divided by the number of workers that have not joined. process_sets: dp coordinates that
-    average among themselves, each worker in one set; (): all together. stall_warn_s: 0: never.
+    average among themselves, each worker in one set; (): all together.
     """
 
     kind = "horovod"
@@ -42,7 +42,6 @@ class Horovod(AlgorithmAllReduce):
 
     reduction: str = "average"
     timeline: bool = False
-    stall_warn_s: float = 60.0
     worker_batches: tuple[int, ...] = ()
     divides_by_active: bool = False
     process_sets: tuple[tuple[int, ...], ...] = ()
@@ -68,7 +67,6 @@ class Horovod(AlgorithmAllReduce):
             algorithm=NativeAllReduce() if is_single else resolved.algorithm,
             reduction="average" if is_single else data.reduction,
             timeline=data.timeline,
-            stall_warn_s=data.stall_warn_s,
             worker_batches=tuple(data.worker_batches),
             divides_by_active=data.join_divisor == "active",
             process_sets=() if is_single else checks.complete_sets(data.process_sets, request.dp),

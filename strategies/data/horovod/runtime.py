@@ -1,4 +1,4 @@
-"""Runs horovod: broadcasts the initial weights, sums gradients in fused buffers during backward, watches the sums.
+"""Runs horovod: broadcasts the initial weights, sums gradients in fused buffers during backward.
 
 With adasum the buffers carry updates instead: each worker's optimizer steps by its own gradient, and then the changes
 of the weights are combined.
@@ -26,10 +26,8 @@ from parallelrun.training.loop.flat_tensors import bucket_pairs, flatten, unflat
 from ..common.allreduce.runtime import all_reduce
 from ..common.reducer import BucketedRuntime, Part
 from .adasum import all_combine
-from .exchanges import WatchedExchange
 from .plan import Horovod
-from .stalls import StallWatch
-from .timeline import Timeline
+from .timeline import Timeline, WatchedExchange
 
 
 class HorovodRuntime(BucketedRuntime):
@@ -49,7 +47,6 @@ class HorovodRuntime(BucketedRuntime):
         self._exchanges: list[WatchedExchange] = []
         self._group = group
         super().__init__(pairs, plan, mesh)
-        self._watch: StallWatch | None = None
         self._timeline: Timeline | None = None
         self._step = 0
 
@@ -58,7 +55,7 @@ class HorovodRuntime(BucketedRuntime):
         return self._group if axis == self._plan.data_axis else super().group_of(axis)
 
     def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
-        """Broadcast the weights and the optimizer's state of worker 0 after a resume, and start to watch."""
+        """Broadcast the weights and the optimizer's state of worker 0 after a resume, and open the timeline."""
         strategy = Horovod.of(self._plan)
         if start and not strategy.independent:
             state = [
@@ -71,13 +68,9 @@ class HorovodRuntime(BucketedRuntime):
         self._step = start
         if strategy.timeline and context.rank == 0:
             self._timeline = Timeline(context.directory, self._exchanges, self.parameters, self._plan)
-        if strategy.stall_warn_s:
-            self._watch = StallWatch(self._exchanges, self._buckets, self._plan, context)
 
     def end_run(self) -> None:
-        """Stop watching; close the timeline."""
-        if self._watch:
-            self._watch.stop()
+        """Close the timeline."""
         if self._timeline:
             self._timeline.close()
 
@@ -85,8 +78,6 @@ class HorovodRuntime(BucketedRuntime):
         self._step += 1
         for exchange in self._exchanges:
             exchange.moments = []
-        if self._watch:
-            self._watch.step = self._step
         if self._timeline:
             self._timeline.mark(f"STEP {self._step}")
         super().begin_step()
@@ -154,8 +145,6 @@ class Done:
 
 class AdasumRuntime(DataRuntime):
     """Every worker updates its weights by its own gradient; then the updates are combined, and all are equal."""
-
-    writes_after_update = True
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
         super().__init__(pairs, plan, mesh)

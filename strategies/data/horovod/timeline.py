@@ -9,20 +9,44 @@ killed run leaves a file that both viewers read ("JSON Array Format" of the Trac
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
+from parallelrun.distributed.comm import Waitable
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 
-from .exchanges import WatchedExchange
 from .plan import Horovod
 
 STEPS_ROW = 0
+
+
+class WatchedExchange:
+    """The exchange of one bucket. It starts and waits like the exchange that it wraps, and notes when.
+
+    names: of the bucket's parameters. moments: of this step, in seconds of `perf_counter`: submitted, started, waited
+    for, done.
+    """
+
+    def __init__(self, names: tuple[str, ...], num_bytes: int, send: Callable[[], Waitable]):
+        self.names, self.num_bytes, self._send = names, num_bytes, send
+        self.moments: list[float] = []
+
+    def start(self) -> Waitable:
+        self.moments = [perf_counter()]
+        self._work = self._send()
+        self.moments.append(perf_counter())
+        return self
+
+    def wait(self) -> None:
+        """Wait until the exchange has ended."""
+        self.moments.append(perf_counter())
+        self._work.wait()
+        self.moments.append(perf_counter())
 
 
 class Timeline:

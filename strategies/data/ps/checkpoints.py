@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from parallelrun.base.context import WorkerContext
-from parallelrun.base.errors import SaveFailed
 from parallelrun.checkpoint.background import BackgroundWriter
 from parallelrun.checkpoint.find import FOLDER
 from parallelrun.checkpoint.store import write_parts
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.mesh import Group
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.training.loop.checkpointing import MAX_FAILED_SAVES, SaveTimes
+from parallelrun.training.loop.saves import Saves
 
 from .store import ShardStore
 
@@ -29,14 +29,13 @@ class ServerCheckpoints:
 
     def __init__(self, config: Config, plan: Plan, context: WorkerContext, store: ShardStore, group: Group):
         self._config, self._plan, self._context, self._store, self._group = config, plan, context, store, group
-        self.times = SaveTimes()
-        self._step = 0  # of the save in the background
-        self._failed_step = 0  # of a save that has failed, until the workers are told
-        self._failed_in_a_row = 0
-        self._background: BackgroundWriter | None = None
+        background = None
         if config.checkpoint.asynchronous and config.checkpoint.every:
-            self._background = BackgroundWriter(plan, group, torch.device("cpu"), config.timeout_s)
-            self._background.join()
+            background = BackgroundWriter(plan, group, torch.device("cpu"), config.timeout_s)
+            background.join()
+        self._saves = Saves(context, background)
+        self.times, self.before_update = self._saves.times, self._saves.before_update
+        self._num_told = 0  # of the saves that have failed, how many the workers know of
 
     def save(self, clocks: Mapping[int, int], final: bool) -> int:
         """Save `checkpoints/step_<lowest clock>`, in the background unless it is the final one.
@@ -47,61 +46,26 @@ class ServerCheckpoints:
         """
         began, step, folder = time.perf_counter(), min(clocks.values()), self._context.directory / FOLDER
         self._context.heartbeat(step, "save")
-        self._collect()
+        self._saves.collect()
         parts, extra, keep = self._store.parts(), self._store.extra(clocks), self._config.checkpoint.keep
-        if self._background and not final:
-            self._background.start(parts, folder, step, extra, keep)
-            self._step = step
+        if self._saves.background and not final:
+            self._saves.start(step, parts, extra, keep)
         else:
             group, alone = self._group.process_group, self._group.size == 1
-            try:
-                write_parts(folder, step, parts, extra, self._plan, keep=keep, group=group, alone=alone)
-            except SaveFailed:
-                self._fail(step, final)
-            else:
-                self._succeed(time.perf_counter() - began)
+            write = partial(write_parts, folder, step, parts, extra, self._plan, keep=keep, group=group, alone=alone)
+            self._saves.write(step, write, final)
         self.times.paused.append(time.perf_counter() - began)
-        return self._pop_failed_step()
-
-    def before_update(self) -> None:
-        """Wait until the shards may change."""
-        if self._background and self._background.is_pending:
-            began = time.perf_counter()
-            self._background.wait_for_copies()
-            self.times.paused[-1] += time.perf_counter() - began
+        return self._new_failed_step()
 
     def poll(self) -> None:
         """Record how the save in the background has ended, if it has. Raises its error if the run must end."""
-        if self._background and self._background.is_done:
-            self._collect()
+        self._saves.collect(wait=False)
 
     def finish(self) -> int:
         """Wait for the save in the background. Return the step of a save that has failed, as `save` does."""
-        self._collect()
-        return self._pop_failed_step()
+        self._saves.collect()
+        return self._new_failed_step()
 
-    def _collect(self) -> None:
-        if self._background is None or not self._background.is_pending:
-            return
-        try:
-            self._background.collect()
-        except SaveFailed:
-            self._fail(self._step, False)
-        else:
-            self._succeed(self._background.seconds)
-
-    def _pop_failed_step(self) -> int:
-        failed, self._failed_step = self._failed_step, 0
-        return failed
-
-    def _succeed(self, seconds: float) -> None:
-        self._failed_in_a_row = 0
-        self.times.written.append(seconds)
-
-    def _fail(self, step: int, final: bool) -> None:
-        """Record a save that has failed. Call it while its error is handled: if the run must end, it is raised."""
-        self._failed_in_a_row += 1
-        self._failed_step = step
-        self._context.save_failed(step)
-        if final or self._failed_in_a_row == MAX_FAILED_SAVES:
-            raise
+    def _new_failed_step(self) -> int:
+        new, self._num_told = self._saves.failed_steps[self._num_told :], len(self._saves.failed_steps)
+        return new[-1] if new else 0

@@ -16,8 +16,8 @@ from parallelrun.report.runs import final_panel as report
 from parallelrun.report.runs.bench import show as show_bench
 from parallelrun.training.loop import bench
 from parallelrun.training.loop.build import Training, build
-from parallelrun.training.loop.checkpointing import SaveTimes
 from parallelrun.training.loop.data_runtime import DataRuntime
+from parallelrun.training.loop.saves import SaveTimes
 from parallelrun.training.loop.step import Evaluation, measure
 from parallelrun.training.metrics.profiler import StepProfiler
 from parallelrun.training.metrics.recorder import peak_bytes

@@ -250,7 +250,6 @@ class Tensor25D(Tensor2D):
     kind: ClassVar[str] = "2.5d"
     layout_name: ClassVar[str] = "2.5d"
     config_class = Grid25DConfig
-    copies_weights: ClassVar[bool] = True
     source: ClassVar[str] = "Wang et al. 2021 (Tesseract)"
     explanation: ClassVar[str] = (
         "Several grids share the samples, each with a copy of the weights: as 2D inside a grid, and once a step the "

@@ -169,7 +169,7 @@ def test_a_list_that_an_interpolation_has_replaced_is_refused(key, value, takes,
     assert f"  where: {key}\n" in told
 
 
-@pytest.mark.parametrize("tool", ["slurm", "k8s", "sky", "generate", "eval", "reshape", "show"])
+@pytest.mark.parametrize("tool", ["slurm", "k8s", "sky", "generate", "eval", "show"])
 def test_a_tool_without_arguments_tells_its_usage_on_stderr_and_its_help_on_stdout(tool, capsys):
     assert main([tool]) == 2
     usage = capsys.readouterr()

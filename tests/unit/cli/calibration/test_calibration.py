@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 
@@ -11,7 +10,7 @@ import torch
 import yaml
 
 from parallelrun.base.errors import ConfigError, EnvironmentProblem
-from parallelrun.cli.calibration import constants, devices, file, measurements, runs, training
+from parallelrun.cli.calibration import constants, devices, file, training
 from parallelrun.cli.calibration.constants import PlannedStep, calibrated, plan_of_exchange, step_seconds
 from parallelrun.cli.calibration.devices import EXCHANGED, OPERATIONS, PRODUCTS, shapes
 from parallelrun.cli.calibration.measurements import (
@@ -199,7 +198,7 @@ def test_a_calibrated_cluster_is_found_by_every_command(tmp_path, monkeypatch):
     measured, found = truth()[0], calibration()
     path = file.place("mine", None)
     file.prepare(path)
-    file.write(path, measured, found, ())
+    file.write(path, measured, found)
     cluster = composed_by_user("model=gpt", "cluster=mine").config.cluster
     assert cluster.cores == 2 and cluster.peak_tflops == {"fp32": 0.1, "bf16": 0.2}
     assert cluster.operation_us == pytest.approx(found.cluster.operation_us, rel=1e-3)
@@ -209,7 +208,6 @@ def test_a_calibrated_cluster_is_found_by_every_command(tmp_path, monkeypatch):
     for said in ("2026-11-22T12:00:00Z", "host here", "torch 2", "wall time", "Median spread", "median error"):
         assert said in text, said
     assert yaml.safe_load(text)["name"] == "mine"
-    assert measurements.load(file.measurements_of(path)) == measured
 
 
 def test_names_that_cannot_be_written_are_refused(tmp_path):
@@ -219,49 +217,6 @@ def test_names_that_cannot_be_written_are_refused(tmp_path):
     (tmp_path / "cluster").write_text("a file where the folder should be")
     with pytest.raises(EnvironmentProblem, match="cannot write"):
         file.prepare(file.place("mine", tmp_path))
-
-
-def test_measurements_that_are_none_are_refused(tmp_path):
-    path = tmp_path / "mine.measurements.json"
-    for text in ("", "{}", '{"products": [{"rows": 1}]}'):
-        path.write_text(text)
-        with pytest.raises(EnvironmentProblem, match="does not hold the measurements"):
-            measurements.load(path)
-
-
-def run_directory(folder, words, bench, **summary):
-    step = timed("run", words, lambda _: 1.0)
-    folder.mkdir()
-    (folder / "config.yaml").write_text(step.config)
-    if bench is not None:
-        times = {"median_s": bench, "lower_quartile_s": bench, "upper_quartile_s": bench, "cpu_s": 2 * bench}
-        (folder / "bench.json").write_text(json.dumps({**times, "world": 2, "device": "cpu", **summary}))
-    return folder
-
-
-def test_runs_are_added_to_a_calibration_which_then_predicts_them_better(tmp_path):
-    measured, machine = truth()
-    slow = [1.6 * step_seconds(planned(words)[1], machine) for words in SEEN.values()]
-    folders = [run_directory(tmp_path / f"run{i}", words, slow[i]) for i, words in enumerate(SEEN.values())]
-    before = calibration()
-    added = runs.steps_of([str(folder) for folder in folders], measured, before.cluster)
-    after = dict(calibrated(measured, "mine", added).ratios)
-    for step, old in zip(added, constants.ratios_of(before.cluster, WALL, added)):
-        assert step.source in map(str, folders)
-        assert abs(after[step] - 1) < abs(old - 1)
-
-
-def test_runs_that_cannot_be_used_are_all_named(tmp_path):
-    measured, machine = truth()
-    gpu = run_directory(tmp_path / "gpu", SEEN["ddp"], 1.0, device="cuda")
-    unfinished = run_directory(tmp_path / "unfinished", SEEN["ddp"], None)
-    with pytest.raises(ConfigError) as caught:
-        runs.steps_of([str(tmp_path / "none"), str(unfinished), str(gpu)], measured, machine)
-    said = [problem.what for problem in caught.value.problems]
-    assert len(said) == 3 and "No such file" in said[0] and "neither bench.json" in said[1] and "ran on cuda" in said[2]
-    no_cpu = run_directory(tmp_path / "no_cpu", SEEN["ddp"], 1.0, cpu_s=0.0)
-    with pytest.raises(ConfigError, match="CPU seconds"):
-        runs.steps_of([str(no_cpu)], replace(measured, clock=CPU), machine)
 
 
 def test_the_seconds_of_all_ranks_are_shared_by_the_cores_that_they_use():

@@ -165,35 +165,3 @@ def test_only_recipes_say_something_about_themselves(mine):
 
         read(["about.devices=3"])
     assert not any(name.startswith(about.KEY) for name in recipes.load(recipes.at_path(mine())).keys)
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """Stands for a run: writes the summary with the loss that the test wants; keeps what was started."""
-    runs: list[str] = []
-
-    def start(config, plan, argv, overrides, created):
-        directory = Path(config.runs) / f"run-{len(runs)}"
-        directory.mkdir(parents=True)
-        created(directory)
-        runs.append(plan.preset)
-        (directory / "summary.json").write_text(json.dumps({"loss": 5.0}))
-        return 0
-
-    monkeypatch.setattr("parallelrun.launch.entry.start.start", start)
-    return runs
-
-
-def test_a_run_proves_the_range_and_a_gpu_recipe_is_said_to_need_its_devices(mine, started, capsys):
-    assert main(["recipes", "validate", "--run", mine(), "gpt2_124m"]) == 0
-    out = capsys.readouterr().out
-    assert "mine.yaml: valid; loss 5; run" in out and "not run: it needs 8 x A100 40 GB" in out
-    assert started == ["ddp"]
-
-
-def test_a_result_outside_its_range_is_a_fault(mine, started, capsys):
-    changed = ("{loss: [1, 9]}", "{loss: [1, 4], val_loss: [1, 2]}")
-    assert main(["recipes", "validate", "--run", mine(changed)]) == 2
-    said = capsys.readouterr().err
-    assert "about.expected.loss: 1 to 4, but 5 was the result of runs/run-0" in said
-    assert "about.expected.val_loss: the run has no val_loss" in said

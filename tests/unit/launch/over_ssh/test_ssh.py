@@ -16,13 +16,13 @@ from parallelrun.launch.entry import reattach
 from parallelrun.launch.failures.restart_policy import Decision
 from parallelrun.launch.host import os_process
 from parallelrun.launch.host.environment import for_other_hosts
-from parallelrun.launch.over_ssh import host_ranks, hosts, ssh, ssh_connection
+from parallelrun.launch.over_ssh import hosts, ssh, ssh_agent, ssh_connection
 from parallelrun.launch.over_ssh.ssh import SshAttempt
 from tests.plans import tiny_config
 from tests.unit.launch.clock import Clock
 
 TWO = hosts.place_ranks("2", "a:1,b:1")
-SSH = hosts.SshOptions()
+SSH = None
 
 
 class Agent:
@@ -81,8 +81,8 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", "/a b:$(c)")
-    *words, host, command = ssh_connection.remote_command("[fe80::1]", hosts.SshOptions(port="2222"))
-    assert words[0] == "ssh" and words[-2:] == ["-p", "2222"] and host == "fe80::1"
+    *words, host, command = ssh_connection.remote_command("[fe80::1]", ["-F", "file"])
+    assert words[0] == "ssh" and words[-2:] == ["-F", "file"] and host == "fe80::1"
     first, second = command.split(" && ")
     assert shlex.split(first) == ["cd", str(folder)]
     agent = [sys.executable, "-m", "parallelrun.launch.over_ssh.ssh_agent"]
@@ -107,9 +107,9 @@ def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_o
     launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
     shared = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     own = for_other_hosts({**launcher, "SECRET": "x", "RANK": "7"})
-    order = host_ranks.Order(["steps=1"], 4, 2, {**shared, **own})
+    order = ssh_agent.Order(["steps=1"], 4, 2, {**shared, **own})
     host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
-    assert host_ranks.variables(order, 5, host) == {
+    assert ssh_agent.variables(order, 5, host) == {
         **shared,
         "PATH": "/venv/bin:/bin:/opt/bin",
         "OMP_NUM_THREADS": "2",
@@ -242,12 +242,12 @@ def test_an_agent_kills_the_other_ranks_ten_seconds_after_one_has_failed(monkeyp
         killed.append((pid, number, clock.now))
         codes[pid] = -number
 
-    monkeypatch.setattr(host_ranks, "time", clock)
-    monkeypatch.setattr(host_ranks, "_start", lambda words, environ: 11 + int(environ["RANK"]))
+    monkeypatch.setattr(ssh_agent, "time", clock)
+    monkeypatch.setattr(ssh_agent, "_start", lambda words, environ: 11 + int(environ["RANK"]))
     monkeypatch.setattr(os_process, "reap", codes.get)
     monkeypatch.setattr(os_process, "kill", kill)
     began = clock.now
-    assert host_ranks.Ranks(host_ranks.Order([], 0, 2, {})).wait() == 5
+    assert ssh_agent.Ranks(ssh_agent.Order([], 0, 2, {})).wait() == 5
     ((pid, number, when),) = killed
     assert (pid, number) == (11, signal.SIGKILL)
     assert when - began == pytest.approx(10, abs=0.5)

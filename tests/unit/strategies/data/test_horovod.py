@@ -1,9 +1,8 @@
-"""Horovod's settings, slots, exchange tables and stall warning, without a process."""
+"""Horovod's settings, slots and exchange tables, without a process."""
 
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from parallelrun.cli import argv
 from parallelrun.launch.over_ssh import hosts
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.horovod import adasum
-from parallelrun.strategies.data.horovod.stalls import StallWatch, SubmissionProgress, stall_warning
 from tests.plans import tiny_config, tiny_plan
 
 HOROVOD = {"strategy.data.kind": "horovod"}
@@ -76,10 +74,8 @@ def test_a_spare_host_has_no_ranks_yet():
         *(([*["-np", "1", "-H"], listed], "not a host with slots") for listed in ("a:", "a:x", "a:4,", ":4", "a;rm:2")),
         (["-np", "4", "-H", "a:0,b:2,c:x"], "a:0.*c:x"),
         (["-np", "9", "-H", "a:4,b:4"], r"Requested more processes \(9\) than there are available slots \(8\)"),
-        (["-H", "a:2", "--ssh-port", "x"], "--ssh-port x: not a port"),
-        (["-H", "a:2", "--ssh-port", "70000"], "--ssh-port 70000: not a port"),
-        (["-H", "a:2", "--ssh-identity-file", "/no/key"], "--ssh-identity-file /no/key: no such file"),
-        (["-np", "2", "--ssh-port", "22"], "no other host is given"),
+        (["-H", "a:2", "--ssh-config", "/no/file"], "--ssh-config /no/file: no such file"),
+        (["-np", "2", "--ssh-config", __file__], "no other host is given"),
     ],
 )
 def test_flags_of_hosts_are_checked_before_anything_starts(words, told):
@@ -91,44 +87,10 @@ def test_flags_of_hosts_are_checked_before_anything_starts(words, told):
 def test_three_flags_say_how_ssh_reaches_the_hosts(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    words = ["-H", "a:2,b:2", "--ssh-port", "2222", f"--ssh-identity-file={file}", "--ssh-config", str(file)]
+    words = ["-H", "a:2,b:2", "--ssh-config", str(file)]
     line = argv.read([*words, "model=gpt"])
-    assert line.ssh.words() == ["-F", str(file), "-p", "2222", "-i", str(file), "-o", "IdentitiesOnly=yes"]
+    assert line.ssh_config == str(file)
     assert [override.text for override in line.overrides] == ["model=gpt", "world=4"]
-
-
-# -- stalls
-
-
-HEAD, EMBEDDING = ("head.weight",), ("embedding.weight",)
-
-
-def progress(step, submitted, waits_s=0.0, tensors=()):
-    return SubmissionProgress(step, 4 * (step - 1) + submitted, waits_s, tensors)
-
-
-@pytest.mark.parametrize(
-    ("reports", "told"),
-    [
-        ({0: progress(3, 2, 61.0, HEAD), 1: progress(3, 1, 0.0, EMBEDDING)}, EMBEDDING),
-        ({0: progress(3, 4, 61.0, HEAD), 1: progress(3, 2, 0.0, EMBEDDING)}, EMBEDDING),  # the last sums need it too
-        ({0: progress(1, 2, 61.0, HEAD)}, HEAD),  # it has not begun
-        ({0: progress(3, 2, 61.0, HEAD), 1: progress(2, 1, 0.0, EMBEDDING)}, HEAD),  # it is a step behind
-        ({0: progress(3, 2, 61.0, HEAD), 1: progress(3, 2, 61.0, HEAD)}, None),
-        ({0: progress(3, 2, 59.0, HEAD), 1: progress(2, 1)}, None),
-    ],
-)
-def test_a_stall_names_the_missing_rank_and_its_tensors(reports, told):
-    warning = stall_warning((0, 1), reports, 60.0)
-    assert (f"  rank 1: {told[0]}" in warning and "61 s" in warning) if told else warning == ""
-    assert stall_warning((2, 3), reports, 60.0) == ""
-
-
-def test_a_rank_reports_the_exchanges_of_all_its_steps():
-    """So that one that is a step behind has submitted fewer, wherever it is in its step."""
-    done, waiting = (SimpleNamespace(is_submitted=True, waits_s=waits_s, names=("w",)) for waits_s in (0.0, 2.0))
-    watch = SimpleNamespace(step=3, _exchanges=[done, waiting], _buckets=[])
-    assert StallWatch._progress(watch) == SubmissionProgress(3, 6, 2.0, ("w",))
 
 
 # -- process sets
@@ -143,7 +105,7 @@ def test_a_worker_in_no_process_set_has_one_of_its_own_and_that_is_said():
     assert not any("alone" in text for text in plan_of(dp=2).filled)
 
 
-def test_a_stall_is_looked_for_within_process_sets():
+def test_the_groups_of_process_sets_contain_every_rank_once():
     sets = {"strategy.data.process_sets": [[0, 2]]}
     plans = [plan_of(dp=4, **sets), plan_of(dp=3, tp=2, global_batch=12, **sets), plan_of(dp=2, tp=2)]
     first, second, third = (plan.data.rank_groups(plan) for plan in plans)

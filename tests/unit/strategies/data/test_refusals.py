@@ -89,7 +89,6 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("join is not defined with process sets", "leave"),
     ),
     ({"dp": 2} | data("horovod", join_divisor="active"), ("only where workers run out", "leave strategy.data.join")),
-    ({"dp": 2} | data("horovod", stall_warn_s=-1.0), ("at least 0", "stall_warn_s")),
     # parameter servers
     (PS | data("ps") | {"consistency": "asinc"}, ("consistency=asinc is unknown; it is one of sync, async, ssp",)),
     (PS | data("ps") | {"consistency": "async", "staleness": 2}, ("contradiction: ", "no bound -> consistency=ssp")),
