@@ -233,10 +233,6 @@ class DataStrategy(AxisStrategy):
         """(the first, how many) of the members of dp that send the same; None where shards alone decide that."""
         return None
 
-    def links(self, plan: Plan) -> dict[tuple[int, int], int]:
-        """(source, target) -> bytes per step, if the strategy, not the backend, chooses the pairs."""
-        return {}
-
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         """How gradients are combined, for the comparison of costs."""
         return ExchangeForm()

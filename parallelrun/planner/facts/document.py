@@ -21,8 +21,6 @@ from parallelrun.planner.pieces.packing import packing_document, with_packing
 from parallelrun.planner.predict import cluster_cost, prediction, simulate
 from parallelrun.planner.predict.step_time.step import why_unknown
 
-MOST_LINKED_RANKS = 64  # links are listed for at most this many ranks
-
 
 def document(plan: Plan, config: Config, results: Facts | None = None) -> dict[str, Any]:
     """The plan with every rank, stage and row, ready for JSON. results: the result of `facts`, if already computed."""
@@ -87,7 +85,6 @@ def _predictions(plan: Plan, config: Config, results: Facts) -> dict[str, Any]:
             "busiest_rank": results.busiest_rank,
             "rows": [asdict(row) for row in results.traffic if row.purpose != prediction.CONTROL],
             "control": [asdict(row) for row in results.traffic if row.purpose == prediction.CONTROL],
-            "links": link_rows(plan),
         },
         "cost": asdict(results.cost),
         "time": asdict(results.time) if results.time else None,
@@ -184,16 +181,6 @@ def server_rows(plan: Plan) -> list[dict[str, Any]]:
         }
         for server, memory in enumerate(memories)
     ]
-
-
-def link_rows(plan: Plan) -> list[dict[str, int]]:
-    """Bytes per step from rank to rank, if the data strategy itself chooses the links.
-
-    Empty above MOST_LINKED_RANKS ranks: the number of links can grow with the square of the ranks.
-    """
-    if plan.mesh.size("dp") == 1 or plan.world > MOST_LINKED_RANKS:
-        return []
-    return [{"from": pair[0], "to": pair[1], "bytes": size} for pair, size in sorted(plan.data.links(plan).items())]
 
 
 def context(plan: Plan, packing: Packing | None = None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from parallelrun.base.wording import COLUMNS
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.facts import alternatives
-from parallelrun.planner.facts.document import axis_rows, link_rows, rank_row, server_rows, stage_rows
+from parallelrun.planner.facts.document import axis_rows, rank_row, server_rows, stage_rows
 from parallelrun.planner.facts.plan_facts import Facts
 from parallelrun.planner.pieces.expert_axes import axis_views
 from parallelrun.planner.predict import prediction
@@ -153,7 +153,7 @@ def _traffic(plan: Plan, results: Facts) -> RenderableType:
     )
     mean = "mean of a step" if any(row.every > 1 for row in rows) else "sum"
     drawn.add_row(mean, "", "", "", "", mine, everyone, style="bold")
-    return Group(drawn, Text("\n".join([*_traffic_notes(plan, results, sending), *_links(plan)]), "dim"))
+    return Group(drawn, Text("\n".join(_traffic_notes(plan, results, sending)), "dim"))
 
 
 def _traffic_notes(plan: Plan, results: Facts, sending: list[TrafficRow]) -> list[str]:
@@ -174,13 +174,3 @@ def _traffic_notes(plan: Plan, results: Facts, sending: list[TrafficRow]) -> lis
         calls = " and ".join(f"{row.calls} x {row.operation}" for row in control)
         notes.append(f"not listed: {sum(row.payload_bytes for row in control)} bytes of control per step ({calls})")
     return notes
-
-
-def _links(plan: Plan) -> list[str]:
-    """Return the links of the data axis, if the data-parallel strategy chooses them."""
-    rows = link_rows(plan)
-    if not rows:
-        return []
-    busiest = max(rows, key=lambda row: row["bytes"])
-    most = f"{bytes_text(busiest['bytes'])} (rank {busiest['from']} to {busiest['to']})"
-    return [f"dp uses {len(rows)} links; the busiest carries {most}; --json lists them"]

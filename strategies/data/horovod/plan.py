@@ -171,10 +171,6 @@ class Horovod(AlgorithmAllReduce):
         vectors = Counter(numel for numel, _ in self._vectors(pp_rank, coordinate, plan))
         return [sum(times * halving.sent_elements(numel, size, indices) for numel, times in vectors.items())]
 
-    def links(self, plan: Plan) -> dict[tuple[int, int], int]:
-        """Return nothing: process sets and Adasum use links of their own, which are not predicted."""
-        return {}
-
     def explained_group(self, plan: Plan) -> tuple[int, str]:
         """The largest process set, or all workers if there are no sets."""
         if not self.process_sets:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -86,15 +85,6 @@ class Algorithm(ABC):
             Collective(axis, "send", "gradients", counts.sends, counts.elements * element_bytes),
             Collective(axis, "recv", "gradients", counts.receives, 0),
         ]
-
-    def links(self, size: int, numel: int) -> dict[tuple[int, int], int]:
-        """(source, target) -> the elements that one member sends to another."""
-        elements: Counter[tuple[int, int]] = Counter()
-        for index in range(size):
-            for turn in self.rounds(size, index, numel):
-                if turn.send:
-                    elements[index, turn.send.peer] += turn.send.numel
-        return dict(sorted(elements.items()))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from parallelrun.base.wording import one_of
 from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.pieces.expert_axes import DP, EXPERT
+from parallelrun.planner.pieces.expert_axes import DP
 
 from ..bucket_prediction import final_collectives
 from ..bucketed_plan import BucketedAllReduce
@@ -152,20 +152,6 @@ class AlgorithmAllReduce(BucketedAllReduce):
         axis = self.group_axis(message.axis, plan.mesh.coordinate(rank)["dp"])
         limit, ranks = _limit(message, plan), ranks_over(plan, axis, rank)
         return explain_all_reduce(algorithm, ranks, message.numel, message.element_bytes, limit, title)
-
-    def links(self, plan: Plan) -> dict[tuple[int, int], int]:
-        """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
-        decides which rank sends to which."""
-        sizes: Counter[tuple[int, int]] = Counter()
-        for axis in () if self.algorithm.native else (DP, EXPERT + DP):
-            size, algorithm = plan.mesh.size(axis), self.algorithm.over(axis, plan)
-            for ranks in plan.mesh.groups(axis) if size > 1 else ():
-                coordinate = plan.mesh.coordinate(ranks[0])
-                for message, times in Counter(self.bucket_messages(coordinate["pp"], coordinate, plan)).items():
-                    pairs = algorithm.links(size, message.numel) if message.axis == axis else {}
-                    for (source, target), elements in pairs.items():
-                        sizes[ranks[source], ranks[target]] += times * elements * message.element_bytes
-        return sizes
 
 
 def _limit(message: SummedMessage, plan: Plan) -> int | None:

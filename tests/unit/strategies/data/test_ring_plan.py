@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from parallelrun.planner.facts.document import link_rows
-from parallelrun.planner.predict import prediction
 from parallelrun.strategies.data.common.allreduce.algorithm import NativeAllReduce
 from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
 from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling
@@ -40,26 +38,3 @@ def test_inner_groups_are_what_shares_a_host(overrides, size, told):
     assert [text for text in plan.filled if "group_size" in text] == (
         [f"group_size={size} (filled: dp {plan.mesh.size('dp')}, {told})"] if told else []
     )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "num_links"),
-    [
-        ({"dp": 3, "tp": 2, "global_batch": 12, "model.vocab": 37, **RING}, 2 * 3),
-        ({"dp": 2, "pp": 2, **RING}, 2 * 2),
-        ({"dp": 4, **HIERARCHICAL}, 4 * 2),
-        ({"dp": 4, **RING, "strategy.data.algorithm": "native"}, 0),
-        ({"dp": 4}, 0),
-        ({"dp": 1, **RING}, 0),
-    ],
-    ids=str,
-)
-def test_links_are_listed_and_add_up_to_what_ranks_send(overrides, num_links):
-    plan = tiny_plan(overrides)
-    rows = link_rows(plan)
-    assert len(rows) == num_links
-    for rank in range(plan.world if rows else 0):
-        sent = [row.payload_bytes for row in prediction.collectives(plan, rank) if (row.axis, row.operation) == SENT]
-        assert [sum(row["bytes"] for row in rows if row["from"] == rank)] == sent
-    coordinate = plan.mesh.coordinate
-    assert all(coordinate(row["to"])[axis] == coordinate(row["from"])[axis] for row in rows for axis in ("pp", "tp"))
