@@ -167,10 +167,10 @@ class Run:
         return loaded(source, source.config, source.spec, on=self.device)
 
     def _refuse_code(self) -> None:
-        """Raise ConfigError for a run of a user's module that is not trusted: its directory may be a stranger's."""
-        if (source := self.config.model.source) is not None and not self.trust:
-            cause = f"that run trains the module {source}, and a run directory may come from a stranger"
-            raise ConfigError(Problem(cause, "model.source", "load(..., trust=True)"))
+        """Raise ConfigError for a run of a user's code that is not trusted: its directory may be a stranger's."""
+        if (code := named_code(self.config)) and not self.trust:
+            cause = f"that run calls {code}, and a run directory may come from a stranger"
+            raise ConfigError(Problem(cause, "trust", "load(..., trust=True)"))
 
     @property
     def overrides(self) -> tuple[str, ...]:

@@ -17,10 +17,11 @@ from parallelrun.config.schema.strategy_keys import complete_class, completed
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = {
     "path", "dataset.path", "tokenizer", "dataset.tokenizer", "dataset.cache",
-    "resume", "runs", "name", "recipe", "model.source", "model.from_hf", "model.path", "plot",
+    "resume", "runs", "name", "recipe", "model.source", "model.loss", "dataset.source", "model.from_hf", "model.path", "plot",
     "init.weights",
     "sweep.resume", "sweep.directory",
 }  # fmt: skip
+CODE_KEYS = ("model.source", "model.loss", "dataset.source")  # functions of the user's
 LIST_TEXTS = {"detail"}  # text keys whose commas separate parts of one value, not the points of a sweep
 # Open mappings of the schema: users may add keys of their own below them.
 MAPPINGS = ("model.roles", "model.arguments", "model.hf", "strategy.demo", "cluster.peak_tflops")
@@ -174,3 +175,8 @@ def nearest_keys(word: str, count: int = 3) -> list[str]:
     spelled = [name for name in alike if name in typed] or [name for part in alike for name in by_last[part]]
     borrowed = [_ELSEWHERE[name] for name in spelling.closest(word, _ELSEWHERE)]
     return list(dict.fromkeys(same or spelled or borrowed or nearest(word, typed, count)))[:count]
+
+
+def named_code(config: Config) -> str | None:
+    """Return the first function of the user's that a configuration names, None if there is none."""
+    return next((code for key in CODE_KEYS if (code := attrgetter(key)(config)) is not None), None)

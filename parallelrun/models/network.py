@@ -32,7 +32,8 @@ class Network(nn.Module):
     none if they are added later. recomputed: the blocks whose activations `recompute.apply` may drop. rounds_weights:
     False if the compute dtype is the stored one, so that there are no rounded copies. before_split: called when the
     network is split, after the tensor strategy has replaced its layers. own_values: from the run's seed to the initial
-    values, by name, of the parameters whose initialiser is `own` (a user's module).
+    values, by name, of the parameters whose initialiser is `own` (a user's module). takes_batch: its input is the
+    reader's batch itself, because the user's own loss computes it.
     """
 
     def __init__(self, spec: ModelSpec, loss: nn.Module, blocks: Sequence[nn.Module] = ()):
@@ -45,6 +46,7 @@ class Network(nn.Module):
         self.own_values: Callable[[int], dict[str, Tensor]] | None = None
         self.before_split: Callable[[], None] | None = None
         self.rounds_weights = True
+        self.takes_batch = False
         for name, block in zip(self.block_names, blocks, strict=bool(blocks)):
             mount(self, name, block)
 
@@ -80,7 +82,7 @@ class Network(nn.Module):
         for blocks in parts:
             stage = Network(self.spec, self.loss)
             stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
-            stage.rounds_weights = self.rounds_weights
+            stage.rounds_weights, stage.takes_batch = self.rounds_weights, self.takes_batch
             for name in blocks:
                 mount(stage, name, self.get_submodule(name))
             stage._hold(blocks)

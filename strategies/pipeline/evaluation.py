@@ -7,6 +7,7 @@ switch between training and evaluation, needs as many microbatches as 1F1B, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ class ForwardPass:
             else:
                 part = self._part_of[step.stage]
                 samples = batch.microbatch(step.microbatch, self._plan.batch.micro_batch)
-                x = samples.inputs if step.stage == 0 else _wait(*arrived.pop((step.stage, step.microbatch)))
+                x = network_input(part, samples) if step.stage == 0 else _wait(*arrived.pop((step.stage, step.microbatch)))
                 output = part(x, samples.sample_ids, samples.documents)
                 if step.stage == last:
                     total[0] += part.loss(output, samples.targets).double()
@@ -87,6 +88,11 @@ class ForwardPass:
             work = function(tensor, group=self._group.process_group, **peer)
         assert work is not None
         return work
+
+
+def network_input(part: Network, samples: Batch) -> Any:
+    """Return what the first stage reads of a microbatch."""
+    return samples if part.takes_batch else samples.inputs
 
 
 def _wait(tensor: Tensor, work: dist.Work | None) -> Tensor:

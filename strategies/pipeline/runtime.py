@@ -18,7 +18,7 @@ from parallelrun.training.loop.reader import Batch
 from parallelrun.training.metrics.clocks import clock_of
 from parallelrun.training.metrics.schedule_actions import ActionClock
 
-from .evaluation import ForwardPass
+from .evaluation import ForwardPass, network_input
 from .schedule import Schedule
 from .stage import ScheduledStage, Sends
 
@@ -39,12 +39,34 @@ class AccumulationRunner(PipelineRunner):
         (self._part,) = model_parts
         self._plan = plan
         self._forward = ForwardPass(model_parts, plan, mesh)
+        self._counted: tuple[Batch, Tensor] | None = None  # the batch of one microbatch that was counted, its output
+
+    def count(self, batch: Batch) -> Tensor:
+        microbatches = [self._microbatch(batch, index) for index in range(self._plan.batch.microbatches)]
+        if torch.is_grad_enabled() and len(microbatches) == 1:
+            self._counted = batch, self._output(microbatches[0])
+            return self._counted[1][1].detach()
+        was_training = self._part.training
+        self._part.eval()  # statistics of BatchNorm are taken once, in `train`
+        with torch.no_grad():
+            counts = [self._output(samples)[1] for samples in microbatches]
+        self._part.train(was_training)
+        return torch.stack(counts).sum()
+
+    def _microbatch(self, batch: Batch, index: int) -> Batch:
+        return batch.microbatch(index, self._plan.batch.micro_batch)
+
+    def _output(self, samples: Batch) -> Tensor:
+        output: Tensor = self._part(network_input(self._part, samples), samples.sample_ids, samples.documents)
+        return output
 
     def train(self, batch: Batch, scale: float) -> Tensor:
         losses: list[Tensor] = []
+        counted, self._counted = self._counted, None
         for index in range(self._plan.batch.microbatches):
-            samples = batch.microbatch(index, self._plan.batch.micro_batch)
-            loss = self._part.loss(self._part(samples.inputs, samples.sample_ids, samples.documents), samples.targets)
+            samples = self._microbatch(batch, index)
+            output = counted[1] if counted is not None and counted[0] is batch else self._output(samples)
+            loss = self._part.loss(output, samples.targets)
             losses.append(loss.detach())
             loss.backward(loss.new_full((), scale))
         return _total(losses, batch.sample_ids.device)

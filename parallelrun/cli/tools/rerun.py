@@ -55,9 +55,9 @@ def _config(directory: Path, runs: Path, trust: bool) -> Any:
         raise broken(directory / CONFIG, problem.what, problem.where) from error
     except (OSError, ValueError) as error:
         raise broken(directory / CONFIG, str(error)) from error
-    if config.model.source is not None and not trust:
-        cause = f"that run trains the module {config.model.source}, and a run directory may come from a stranger"
-        raise ConfigError(Problem(cause, "model.source", command=f"parallelrun runs rerun {directory} --trust"))
+    if (code := named_code(config)) and not trust:
+        cause = f"that run calls {code}, and a run directory may come from a stranger"
+        raise ConfigError(Problem(cause, "trust", command=f"parallelrun runs rerun {directory} --trust"))
     if config.resume and not Path(config.resume).exists():
         cause = f"the run resumed from {config.resume}, which is gone"
         raise broken(directory / CONFIG, cause, "resume")

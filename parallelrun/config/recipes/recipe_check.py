@@ -222,8 +222,8 @@ class RecipeCheck:
         self.lines[key.name] = key_node.start_mark.line + 1
         if isinstance(value, yaml.ScalarNode) and value.tag.endswith(":null") and key.optional:
             return
-        if key.name == "model.source":
-            self._refuse("model.source: a recipe may not name code", key_node)
+        if key.name in CODE_KEYS:
+            self._refuse(f"{key.name}: a recipe may not name code", key_node)
         wanted = {"list": yaml.SequenceNode, "dict": yaml.MappingNode}.get(key.kind)
         if key.name in MAPPINGS and isinstance(value, yaml.MappingNode):  # it may be one value, too
             wanted = yaml.MappingNode

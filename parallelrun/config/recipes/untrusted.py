@@ -32,8 +32,9 @@ def check(config: Config, set_by_recipe: Set[str], typed: Set[str], where: str) 
     """
     problems = []
     fields = asdict(config)
-    if config.model.source is not None and not typed & {"model", "model.source"}:
-        problems.append(Problem("model.source: a recipe may not name code", where, command=TRUST))
+    for key in CODE_KEYS:
+        if _get(fields, key) is not None and not typed & {key, key.partition(".")[0]}:
+            problems.append(Problem(f"{key}: a recipe may not name code", where, command=TRUST))
     for key in WRITTEN_KEYS:
         value = _get(fields, key)
         if key in set_by_recipe - typed and value is not None and not stays_in_working_folder(str(value)):

@@ -117,6 +117,7 @@ class ModelConfig:
     dataset: str | None = key(None, "dataset of the preset, used if the user selects none")
     suited_lr: float | None = key(None, "AdamW learning rate of the preset, used if the user sets none", least=0)
     source: str | None = key(None, "model=module: function that builds the module, such as ./net.py:build")
+    loss: str | None = key(None, "model=module: own loss, such as ./net.py:loss: (module, batch) -> (sum, count)")
     roles: dict[str, str] = key(dict, "model=module: tensor-parallel roles by module name (fnmatch patterns)")
     blocks: list[str] = key(list, "model=module: pipeline blocks by module name (fnmatch patterns)")
     arguments: dict[str, Any] = key(dict, "model=module: arguments of the function")
@@ -137,6 +138,7 @@ class DatasetConfig:
     name: str = "pystdlib"
     description: str = ""
     path: str | None = key(None, "file or folder of the data")
+    source: str | None = key(None, "custom: function that returns the dataset, such as ./data.py:build")
     tokenizer: str | None = key(None, "text: tokenizer.json, or a directory with it; null: bytes are tokens")
     column: str = key("text", "text: field or column with the text of .jsonl, .parquet and .arrow")
     split: str | None = key(None, "text: split of a folder with splits; null: train, if it exists")
@@ -146,7 +148,7 @@ class DatasetConfig:
     val_fraction: float = key(0.05, "share of the data held out for validation", above=0, below=1)
     pack: bool = key(False, "tokens: a sample packs complete documents, which attend only to themselves, and padding")
     max_bytes: int | None = key(None, "largest number of bytes of text to read", least=1)
-    samples: int = key(4096, "synthetic: number of samples", least=1)
+    samples: int = key(4096, "synthetic: number of samples; custom: items that are read of an iterable", least=1)
     vocab: int | None = key(None, "synthetic, megatron: number of ids; null: 256, or the files' largest + 1", least=1)
     flip: bool = key(False, "images: mirror half of the training samples at random")
     crop: int = key(0, "images: shift training samples by up to this many pixels", least=0)

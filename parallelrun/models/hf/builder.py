@@ -14,7 +14,7 @@ from torch import nn
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.wording import closest
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.models.module.outputs import failed
+from parallelrun.base.user_functions import failed
 from parallelrun.models.module.own_forward import OwnForward
 from parallelrun.models.module.source import unfit
 

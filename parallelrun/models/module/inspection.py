@@ -20,6 +20,7 @@ from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
 from parallelrun.models.module.own_forward import ROOT
 from parallelrun.planner.contract.classes import tensor_strategy
+from parallelrun.planner.model.definitions import dataset
 from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
 OWN = Initialiser("own")
@@ -67,13 +68,17 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     names = list(how.blocks) if how else network.block_names(module, patterns, where) or [""]
     kind, shape = _samples(config, module)
     width = BYTES[TABLE[config.precision.name].compute]
+    if config.model.loss and patterns:
+        raise undefined("model.loss calls the whole module, and model.blocks divides it", "leave model.blocks out")
     if device:
-        blocks, boundary, output = _measure(
-            module, names, network.inputs(kind, shape, 1, device), width, chained=not how
-        )
+        batch = _example(config, kind, shape, device)
+        blocks, boundary, output = _measure(module, names, batch, width, chained=not how)
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
-    _check_output(builder, where, output, vocab)
+    if config.model.loss:
+        boundary, output = (1,), (1, 1)
+    else:
+        _check_output(builder, where, output, vocab)
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small and not how:
         checks.check_chain(config, vocab, names, kind, shape)
@@ -97,6 +102,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         seq=shape[0] if kind == "tokens" else 0,
         norm=next(norms, "layernorm"),  # decides the norms' traffic under a grid; the first where they differ
         tied=_tied(module),
+        own_loss=config.model.loss is not None,
     )
     if how and is_small:
         checks.check_cuts(config, spec)
@@ -111,7 +117,15 @@ def _check_output(builder: Any, where: str, output: Sizes, vocab: int) -> None:
 
 
 def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
-    """(kind, shape of one sample): token ids for a module that embeds, else images if it has 3 dims, else features."""
+    """(kind, shape of one sample): what the dataset says; else token ids for a module that embeds, images if it has 3
+    dims, else features."""
+    example = dataset(config).example(config)
+    if example is not None:
+        inputs = example[0]
+        if isinstance(inputs, dict):
+            return "features", (sum(array.size for array in inputs.values()),)
+        kind = "tokens" if inputs.dtype.kind == "i" and inputs.ndim == 1 else "features"
+        return "images" if inputs.ndim == 3 else kind, inputs.shape
     if any(isinstance(part, (nn.Embedding, layers.TokenEmbedding)) for part in module.modules()):
         return "tokens", (config.model.seq,)
     shape = _attribute(module, "sample_shape")
@@ -122,6 +136,20 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
         message = f"sample_shape={shape!r} of {title} is no shape of a sample, such as (3, 32, 32)"
         raise ConfigError(Problem(message, "model.source", "sample_shape = (channels, height, width), or (features,)"))
     return "images" if len(shape) == 3 else "features", tuple(shape)
+
+
+def _example(config: Config, kind: str, shape: Sizes, device: str) -> Any:
+    """Return the input of the module for one sample, as training passes it."""
+    example = dataset(config).example(config)
+    if example is None:
+        inputs: Any = network.inputs(kind, shape, 1, device)
+        target = torch.zeros(1, dtype=torch.int64, device=device)
+    else:
+        arrays, target = torch.utils._pytree.tree_map(lambda array: torch.as_tensor(array, device=device)[None], example)
+        inputs = arrays
+    if not config.model.loss:
+        return inputs
+    return Batch(inputs, target, torch.zeros(1, dtype=torch.int64))
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
@@ -139,7 +167,7 @@ def _number(module: nn.Module, name: str) -> int:
 
 
 def _measure(
-    module: nn.Module, names: list[str], batch: Tensor, width: int, chained: bool
+    module: nn.Module, names: list[str], batch: Any, width: int, chained: bool
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
     """(blocks with FLOPs and saved elements of `width` bytes, boundary shape, output shape) from a batch of one.
 

@@ -20,6 +20,7 @@ from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import source
 from parallelrun.models.module.double import stay_double
 from parallelrun.models.module.own_forward import ROOT, network_of
+from parallelrun.models.module.own_loss import OwnLoss
 from parallelrun.models.network import Network, allocate, store
 from parallelrun.models.rounding import rounded
 from parallelrun.planner.contract.classes import data_strategy
@@ -38,7 +39,7 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     store(module, precision.stored)
     for part in module.modules():
         _compute_in(part, dtype)
-    loss = layers.TokenLoss(config.model.label_smoothing)
+    loss = OwnLoss() if config.model.loss else layers.TokenLoss(config.model.label_smoothing)
     how = source.builder_of(config).own_forward(config, module)
     if dtype == torch.float64:
         called = ["", how.inner] if how else block_names(module, config.model.blocks, "") or [""]
@@ -47,7 +48,7 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
         network = network_of(spec, loss, module, how)
     else:
         network = Network(spec, loss)
-        network.module = module
+        network.module, network.takes_batch = module, spec.own_loss
     shards_weights = data_strategy(config.strategy.data.kind).shards_weights and (config.dp or 1) > 1
     if (config.tp or 1) > 1 or (config.pp or 1) > 1 or shards_weights:
         network.before_split = partial(let_gradients_through, module)

@@ -29,12 +29,6 @@ def return_logits(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, inputs, out: logits_of(out))
 
 
-def failed(action: str, error: BaseException) -> ConfigError:
-    """Return the error that the user's code has raised, with its own lines in the traceback, the innermost first."""
-    frames = " <- ".join(reversed(user_code.frames(error)))
-    return ConfigError(Problem(f"{action}: {user_code.reason(error)}", frames or "model.source"))
-
-
 def undefined(message: str, fix: str = "", where: str = "model.blocks") -> ConfigError:
     return ConfigError(Problem(message, where, fix, kind="undefined"))
 

@@ -15,6 +15,7 @@ from parallelrun.base.errors import ConfigError, Problem, with_article
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
+from parallelrun.models.module import own_loss
 from parallelrun.models.module.outputs import return_logits
 from parallelrun.models.vision.batch_norm import BatchNorm
 
@@ -45,7 +46,11 @@ def build(config: Config, vocab: int) -> nn.Module:
         problems.append(Problem(message, "model.source", "leave requires_grad=True on some", kind="undefined"))
     if problems:
         raise ConfigError(*problems)
-    return_logits(module)
+    if config.model.loss:
+        own_loss.install(module, config)
+    else:
+        own_loss.accept_dicts(module)
+        return_logits(module)
     return module
 
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from parallelrun.base import registry
 from parallelrun.base.errors import Problem
@@ -85,6 +85,9 @@ class Packing:
 NUM_EXAMPLES = 32  # of `Packing`
 
 
+Sample: TypeAlias = tuple[Any, Any]  # (input, target): see `Split.sample`
+
+
 class Split(ABC):
     """Samples by index. Every rank may call its methods, which are pure functions of their arguments.
 
@@ -101,11 +104,12 @@ class Split(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def sample(self, index: int) -> Sample:
         """(input, target): token ids int64 of shape (seq,) each, or float32 features or an image (channels, height,
-        width) and one int64 class. The loss ignores a target below 0."""
+        width) and one int64 class. The loss ignores a target below 0. An input may be a dict of arrays, which the
+        module's forward takes by name."""
 
-    def augmented(self, index: int, sample_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def augmented(self, index: int, sample_id: int) -> Sample:
         """The sample with training augmentation. sample_id: the global sample id, which differs in every epoch."""
         return self.sample(index)
 
@@ -179,13 +183,14 @@ class DatasetDefinition(ABC):
     """A dataset before it is opened. Subclasses override `vocab_size`, `open` and, where needed, the rest.
 
     kinds: of its samples, which a model must read: `tokens`, `features`, `images`; several where it follows the model.
-    reads_path: it reads `dataset.path`. reads_tokenizer: it reads `dataset.tokenizer`. reads_mixture: it
+    reads_path: it reads `dataset.path`. reads_source: it calls `dataset.source`. reads_tokenizer: it reads `dataset.tokenizer`. reads_mixture: it
     reads `dataset.mixture`. vocab_follows_model: it generates token ids or classes of the model's vocab. packs: it
     reads `dataset.pack`.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()
     reads_path: ClassVar[bool] = False
+    reads_source: ClassVar[bool] = False
     reads_tokenizer: ClassVar[bool] = False
     reads_mixture: ClassVar[bool] = False
     vocab_follows_model: ClassVar[bool] = False
@@ -194,6 +199,10 @@ class DatasetDefinition(ABC):
     @abstractmethod
     def vocab_size(self, config: Config) -> int | None:
         """Number of token ids or classes; None if only the data determine it."""
+
+    def example(self, config: Config) -> Sample | None:
+        """Return one sample where the data say what samples are; None where the model says it. Raises ConfigError."""
+        return None
 
     def tokenizer(self, config: Config) -> TextTokens | None:
         """Return the tokenizer; None if the data are not text or it is unknown. Raises ConfigError."""

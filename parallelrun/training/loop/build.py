@@ -99,6 +99,11 @@ class Training:
         )
 
     @property
+    def counts_first(self) -> bool:
+        """Whether targets are counted before every step: some are ignored, or the user's own loss says their number."""
+        return self.dataset.has_ignored or self.plan.spec.own_loss
+
+    @property
     def counts_targets(self) -> bool:
         """Whether this rank counts the valid targets of its data replica: last stage, tensor coordinate 0."""
         coordinate = self.mesh.coordinate

@@ -30,6 +30,14 @@ class PipelineRunner(ABC):
         The sum is over the data replica: an fp64 scalar on the rank of the last stage, 0 elsewhere.
         """
 
+    def count(self, batch: Batch) -> Tensor:
+        """Return the count (fp64 scalar) by which the user's own loss over the batch is divided.
+
+        It follows from the forward pass. With one microbatch, `train` goes on from there; with several, the forward
+        passes are repeated.
+        """
+        raise AssertionError(f"{type(self).__name__} has stages, and a loss of the user's has none")
+
     @abstractmethod
     def evaluate(self, batch: Batch) -> Tensor:
         """Return fp64 (2,): the summed loss and the number of right answers of a classifier, without gradients.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,16 +31,25 @@ MAX_WORKERS = 4  # per rank, unless `dataset.num_workers` is set: more rarely he
 STEPS_AHEAD = 2  # of each worker process
 
 
+Inputs: TypeAlias = "Tensor | dict[str, Tensor]"
+
+
+def _mapped(change: Callable[[Tensor], Tensor], inputs: Inputs | None) -> Inputs | None:
+    if isinstance(inputs, dict):
+        return {name: change(tensor) for name, tensor in inputs.items()}
+    return None if inputs is None else change(inputs)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The samples of one data replica in one step, along dim 0. inputs and targets are None on ranks without need.
 
-    inputs: (n, *sample_shape), int64 tokens or features in the compute dtype. targets: (n, *target_shape), int64, below
+    inputs: (n, *sample_shape), int64 tokens or features in the compute dtype, or a dict of such tensors. targets: (n, *target_shape), int64, below
     0 where ignored. sample_ids: (n,) int64, the samples' global numbers, known to every rank. documents: those that are
     packed into the samples, known to every rank too; None if samples are no packs.
     """
 
-    inputs: Tensor | None
+    inputs: Inputs | None
     targets: Tensor | None
     sample_ids: Tensor
     documents: DocumentBounds | None = None
@@ -57,7 +66,8 @@ class Batch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch of `change` of each tensor."""
-        inputs, targets = (None if tensor is None else change(tensor) for tensor in (self.inputs, self.targets))
+        targets = None if self.targets is None else change(self.targets)
+        inputs = _mapped(change, self.inputs)
         documents = None if self.documents is None else self.documents.map(change)
         return Batch(inputs, targets, change(self.sample_ids), documents)
 
@@ -90,13 +100,18 @@ class HostSamples:
         inputs = targets = None
         if self.has_inputs or self.has_targets:
             samples = [self.split.augmented(int(index), int(number)) for index, number in zip(indices, sample_ids)]
-            inputs = self._stacked([sample[0] for sample in samples]) if self.has_inputs else None
+            inputs = self._inputs([sample[0] for sample in samples]) if self.has_inputs else None
             targets = self._stacked([sample[1] for sample in samples]) if self.has_targets else None
         documents = None
         if self.split.packs:
             lengths = [self.split.document_lengths(int(index)).tolist() for index in indices]
             documents = DocumentBounds.of(lengths, self.seq)
         return Batch(inputs, targets, torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)), documents)
+
+    def _inputs(self, samples: list[Any]) -> Inputs:
+        if not isinstance(samples[0], dict):
+            return self._stacked(samples)
+        return {name: self._stacked([sample[name] for sample in samples]) for name in samples[0]}
 
     def _stacked(self, arrays: list[np.ndarray]) -> Tensor:
         stacked = torch.from_numpy(np.stack(arrays))

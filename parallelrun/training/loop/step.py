@@ -56,7 +56,7 @@ class Totals:
 
 
 def _start_totals(
-    training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool
+    training: Training, loss_sum: Tensor, num_valid: float, squares: Tensor | float, stop: bool
 ) -> tuple[Tensor, Work | None]:
     """Start the one small all-reduce of every step: fp64 numbers, to which each sample and target contributes once."""
     plan, mesh = training.plan, training.mesh
@@ -85,7 +85,7 @@ def _totals(vector: Tensor, work: Work | None, norm_squared: Tensor | None = Non
     return Totals(loss, valid, stops, tuple(squares))
 
 
-def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[float, int]:
+def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[float, float]:
     """Return (the number of targets by which the loss is divided, this replica's valid targets), before backward.
 
     The first is the number of targets >= 0 in the global batch. If some replicas have run out of data (their batch is
@@ -95,17 +95,25 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
     plan, data = training.plan, training.plan.data
     num_replicas = plan.mesh.size("dp")
     num_counted = data.num_counted(step, num_replicas)
-    if not training.dataset.has_ignored:
+    if not training.counts_first:
         per_sample = plan.spec.targets_per_sample
         of_replica = plan.batch.replica_batch * per_sample
         return of_replica * num_counted, 0 if batch is None else of_replica // plan.mesh.size("cp")
     if training.mesh.coordinate.get("pp", 0) != plan.last_stage_pp_rank:
         return 1, 0  # only the last stage computes a loss
-    valid = None if batch is None or batch.targets is None else (batch.targets >= 0).sum()
-    mine = torch.zeros((), dtype=torch.int64, device=training.mesh.device) if valid is None else valid
+    mine = counted_targets(training, batch)
     everyone = mine.clone()
     comm.all_reduce(everyone, training.mesh.group(plan.data_axis), "control")
-    return max(int(everyone) * num_counted / count_active(plan, step), 1), int(mine)
+    return float(everyone) * num_counted / count_active(plan, step) or 1.0, float(mine)
+
+
+def counted_targets(training: Training, batch: Batch | None) -> Tensor:
+    """Return the number of targets >= 0 in this rank's batch, or the count of the user's own loss over it."""
+    if batch is not None and training.plan.spec.own_loss:
+        return training.runner.count(batch)
+    if batch is None or batch.targets is None:
+        return torch.zeros((), dtype=torch.float64, device=training.mesh.device)
+    return (batch.targets >= 0).sum(dtype=torch.float64)
 
 
 def count_active(plan: Plan, step: int) -> int:
@@ -118,7 +126,7 @@ def count_samples(plan: Plan, step: int) -> int:
     return plan.batch.replica_batch * plan.data.num_counted(step, plan.mesh.size("dp"))
 
 
-def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, int]:
+def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, float]:
     """Run forward and backward, start reducing the gradients; return (local loss sum, local valid targets).
 
     Gradients carry the factor loss_scale; `finish_gradients` waits for them. An independent replica's gradient is dp
@@ -127,9 +135,9 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
     has_batch = training.plan.data.has_batch(step, training.mesh.coordinate.get("dp", 0))
     with torch_private.phase("read samples"):
         batch = training.reader.batch(step) if has_batch else None
+    training.data.begin_step()
     everyone, mine = count_valid(training, batch, step)
     with torch_private.phase("forward and backward"):
-        training.data.begin_step()
         training.routing.begin_step(training.plan.num_norms * loss_scale, count_samples(training.plan, step))
         if batch is None:
             loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)

@@ -88,7 +88,7 @@ def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr:
     has_batch = [plan.data.has_batch(step, index) for index in range(len(replicas))]
     batches = [replica.reader.batch(step) if has else None for replica, has in zip(replicas, has_batch)]
     counts = [0 if batch is None else count_valid(replica, batch)[1] for replica, batch in zip(replicas, batches)]
-    divisor = max(sum(counts) * plan.data.num_counted(step, len(replicas)) / sum(has_batch), 1)
+    divisor = sum(counts) * plan.data.num_counted(step, len(replicas)) / sum(has_batch) or 1.0
     weight = len(replicas) if plan.data.independent else 1
     losses = []
     for replica, batch in zip(replicas, batches):
@@ -148,7 +148,8 @@ def _validation_loss(replicas: list[Training]) -> float:
         for number in range(1, replica.eval_batches + 1):
             batch = replica.eval_reader.batch(number)
             loss_sum += float(replica.runner.evaluate(batch)[0])
-            num_valid += count_valid(replica, batch)[1]
+            with torch.no_grad():
+                num_valid += count_valid(replica, batch)[1]
     return loss_sum / num_valid if num_valid else float("nan")
 
 

@@ -20,6 +20,7 @@ from parallelrun.training.loop.reader import Batch, Reader
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import Evaluation, StepResult
 from parallelrun.training.loop.step import count_valid as count_globally
+from parallelrun.training.loop.step import counted_targets
 from parallelrun.training.loop.training_loop import check_finite
 
 from .connections import ServerClient
@@ -129,15 +130,15 @@ class Worker:
         self._pushed_at += time.perf_counter() - began
 
 
-def compute(training: Training, batch: Batch, scale: float = 1.0, auxiliary_weight: float = 1.0) -> tuple[float, int]:
+def compute(training: Training, batch: Batch, scale: float = 1.0, auxiliary_weight: float = 1.0) -> tuple[float, float]:
     """Compute the gradients of the mean loss over `batch`; return (loss sum, valid targets).
 
     scale: of the loss in backward only. auxiliary_weight: of the mean of the routing groups' losses.
     """
-    num_valid = count_valid(training, batch)
     training.data.begin_step()
+    num_valid = count_valid(training, batch)
     training.routing.begin_step(scale * auxiliary_weight, len(batch))
-    loss_sum = training.runner.train(batch, scale / max(num_valid, 1))
+    loss_sum = training.runner.train(batch, scale / (num_valid or 1.0))
     training.data.finish_gradients()
     if scale != 1.0:
         gradients = [p.tensor.grad for p in training.parameters if p.tensor.grad is not None]
@@ -173,9 +174,8 @@ def evaluate_locally(training: Training, num_workers: int, heartbeat: Callable[[
     return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
 
 
-def count_valid(training: Training, batch: Batch) -> int:
-    """Return the number of targets >= 0 in `batch`."""
-    if not training.dataset.has_ignored:
+def count_valid(training: Training, batch: Batch) -> float:
+    """Return the number of targets >= 0 in `batch`, or the count of the user's own loss over it."""
+    if not training.counts_first:
         return len(batch) * training.plan.spec.targets_per_sample
-    assert batch.targets is not None, "every worker has the last stage, and so the targets"
-    return int((batch.targets >= 0).sum())
+    return float(counted_targets(training, batch))

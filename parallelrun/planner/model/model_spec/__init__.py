@@ -100,7 +100,8 @@ class ModelSpec:
     parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
     language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
     attending to itself, and padding. attended: the tokens of its document that a token has on average, where they
-    are known; None: seq. documents: the lengths of the documents of some samples, where they are known.
+    are known; None: seq. documents: the lengths of the documents of some samples, where they are known. own_loss: the
+    user's function computes the loss, and the count by which it is divided.
     """
 
     name: str
@@ -127,6 +128,7 @@ class ModelSpec:
     packed: bool = False
     attended: float | None = None
     documents: tuple[tuple[int, ...], ...] = ()
+    own_loss: bool = False
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -145,7 +147,7 @@ class ModelSpec:
     @property
     def has_ignored(self) -> bool:
         """Whether some targets are ignored, so that valid ones are counted before every step."""
-        return self.packed or self.mask_token is not None
+        return self.packed or self.mask_token is not None or self.own_loss
 
     @cached_property
     def learns_positions(self) -> bool:
