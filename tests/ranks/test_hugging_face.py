@@ -27,6 +27,16 @@ CELLS: dict[str, dict[str, Any]] = {
     "zero2": {"dp": 2, "strategy.data.kind": "zero2"},
     "local SGD": {"dp": 2, "strategy.data.kind": "local_sgd"},
 }
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("mixtral", {}),
+    "fsdp, two copies": ("deepseek_v3", {"dp": 4, "strategy.data.kind": "fsdp"}),
+    "zero1, recompute": ("mixtral", {"dp": 4, "strategy.data.kind": "zero1", "recompute": "full"}),
+    "tp": ("qwen3_moe", {"tp": 2}),
+    "two levels": ("mixtral", {"dp": 4, "ep": 4, "strategy.expert.group_size": 2}),
+    "interleaved, chunks": ("mixtral", {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "micro_batch": 2,
+                                        "strategy.expert.chunks": 2}),
+    "zero bubble": ("deepseek_v3", {"pp": 2, "schedule": "zero_bubble"}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,3 +53,14 @@ def test_families_with_plans_of_their_own_are_exact_under_tensor_and_pipeline_pa
 @pytest.mark.parametrize("cell", CELLS)
 def test_llama_is_exact_under_other_plans(cell: str) -> None:
     assert_equal(parity({**overrides("llama"), **CELLS[cell]}))
+
+
+@pytest.mark.parametrize("cell", EXPERTS)
+def test_experts_on_several_ranks_are_exact(cell: str) -> None:
+    family, plan = EXPERTS[cell]
+    assert_equal(parity({**overrides(family), "dp": 2, "ep": 2, **plan}))
+
+
+def test_weights_of_other_choices_are_seen() -> None:
+    document = parity({**overrides("mixtral"), "dp": 2, "ep": 2}, mutant="weights_of_other_choices")
+    assert not document["passed"] and document["max_error"]["loss"] > 1e-9

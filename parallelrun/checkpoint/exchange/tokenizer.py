@@ -14,7 +14,7 @@ from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights
 from parallelrun.config import from_hf
-from parallelrun.config.kept_model import GENERATION
+from parallelrun.config.kept_model import GENERATION, TOKENIZER
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.tokenizing.tokenizer import END_OF_TEXT, FILE, NUM_BYTES, find_tokenizer, open_tokenizer
 from parallelrun.planner.model import definitions
@@ -42,7 +42,7 @@ def files_of(source: StoredModel) -> dict[str, Path]:
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in origin.TOKENIZER if (folder / name).is_file()}
+    return {name: folder / name for name in TOKENIZER if (folder / name).is_file()}
 
 
 def _check_unchanged(source: StoredModel, path: Path) -> None:

@@ -11,12 +11,13 @@ import torch
 import transformers
 from torch import nn
 
-from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.base.errors import ConfigError, Problem, with_article
 from parallelrun.base.wording import closest
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.module.outputs import failed
 from parallelrun.models.module.own_forward import OwnForward
 from parallelrun.models.module.source import unfit
+from parallelrun.models.moe import own_experts
 
 KEY = "model.path"  # of messages
 VOCAB_FIX = "model.hf.vocab_size=N, or a model whose vocabulary is as large"
@@ -122,9 +123,21 @@ def roles_of(config: Config, module: nn.Module) -> dict[str, str]:
         role = "head" if part is _output_layer(module) and style.startswith("colwise") else _ROLES.get(style, "")
         if role and not unfit(part, role):
             roles[name] = role
+        elif own_experts.has_experts(part):
+            _give_experts(config, name, part, roles)
     if "head" not in roles.values() or (_is_tied(module) and "embedding" not in roles.values()):
         roles = {name: role for name, role in roles.items() if role not in ("head", "embedding")}
     return {**roles, **config.model.roles}
+
+
+def _give_experts(config: Config, name: str, part: nn.Module, roles: dict[str, str]) -> None:
+    """Add the role of experts that ranks can divide. Raises ConfigError for others, if `ep` divides them."""
+    reason = own_experts.unfit(part)
+    if not reason:
+        roles[name] = own_experts.ROLE
+    elif (config.ep or 1) > 1 or config.strategy.expert.fills:
+        message = f"ep cannot divide {name} of {title(config)}, {with_article(type(part).__name__)}: {reason}"
+        raise ConfigError(Problem(message, "ep", "ep=1 strategy=fsdp", kind="not_built"))
 
 
 def own_forward(config: Config, module: nn.Module) -> OwnForward | None:

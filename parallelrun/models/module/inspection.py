@@ -19,6 +19,7 @@ from parallelrun.models.module import checks, network, slices, source
 from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
 from parallelrun.models.module.own_forward import ROOT
+from parallelrun.models.moe import own_experts
 from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
@@ -67,6 +68,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     names = list(how.blocks) if how else network.block_names(module, patterns, where) or [""]
     kind, shape = _samples(config, module)
     width = BYTES[TABLE[config.precision.name].compute]
+    experts, choices = own_experts.watched(module)
     if device:
         blocks, boundary, output = _measure(
             module, names, network.inputs(kind, shape, 1, device), width, chained=not how
@@ -97,6 +99,8 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         seq=shape[0] if kind == "tokens" else 0,
         norm=next(norms, "layernorm"),  # decides the norms' traffic under a grid; the first where they differ
         tied=_tied(module),
+        experts=experts,
+        router=own_experts.router_spec(choices),
     )
     if how and is_small:
         checks.check_cuts(config, spec)

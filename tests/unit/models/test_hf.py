@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def test_what_cannot_be_built_is_refused_by_key(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
     assert "nothing_known" in problem_of(config(model__path=str(tmp_path))).what
     assert "vocab" in problem_of(config(model__hf={"vocab_size": 50})).what
+
+
+def test_experts_are_divided_where_the_class_stores_them_in_one_known_layout(tmp_path: Path) -> None:
+    made = spec.MODEL.make(config("qwen3_moe"), 96)
+    assert (made.experts, made.router.top_k, made.router.is_own, made.router.limited) == (4, 2, True, False)
+    fields = {**FAMILIES["mixtral"], "model_type": "gpt_oss", "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert spec.MODEL.make(config(model__path=str(tmp_path)), 96).experts == 0
+    problem = problem_of(config(model__path=str(tmp_path), ep=2, dp=2))
+    assert "model.layers.0.mlp.experts" in problem.what and "GptOssExperts" in problem.what
+    assert problem.where == "ep"
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
