@@ -37,6 +37,14 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
                                         "strategy.expert.chunks": 2}),
     "zero bubble": ("deepseek_v3", {"pp": 2, "schedule": "zero_bubble"}),
 }  # fmt: skip
+CLASSES: dict[str, Any] = {
+    "model.task": "sequence_classification", "dataset.vocab": 3, "model.hf": {"pad_token_id": 0},
+}  # fmt: skip
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "classes of texts, zero1": ("bert", {**CLASSES, "strategy.data.kind": "zero1"}),
+    "classes of texts, tp": ("llama", {**CLASSES, "tp": 2}),
+    "source and target, recompute": ("t5", {"strategy.data.kind": "zero1", "recompute": "full"}),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,3 +72,9 @@ def test_experts_on_several_ranks_are_exact(cell: str) -> None:
 def test_weights_of_other_choices_are_seen() -> None:
     document = parity({**overrides("mixtral"), "dp": 2, "ep": 2}, mutant="weights_of_other_choices")
     assert not document["passed"] and document["max_error"]["loss"] > 1e-9
+
+
+@pytest.mark.parametrize("cell", TEXTS)
+def test_tasks_other_than_next_tokens_are_exact(cell: str) -> None:
+    family, plan = TEXTS[cell]
+    assert_equal(parity({**overrides(family), "dp": 2, **plan}))

@@ -14,10 +14,12 @@ from torch import nn
 from parallelrun.base.errors import ConfigError, Problem, with_article
 from parallelrun.base.wording import closest
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.models.hf import text_inputs
 from parallelrun.models.module.outputs import failed
 from parallelrun.models.module.own_forward import OwnForward
 from parallelrun.models.module.source import unfit
 from parallelrun.models.moe import own_experts
+from parallelrun.planner.model.model_spec.text import HALVES, LABELLED, TextSamples
 
 KEY = "model.path"  # of messages
 VOCAB_FIX = "model.hf.vocab_size=N, or a model whose vocabulary is as large"
@@ -25,9 +27,12 @@ TASKS = {
     "causal_lm": "AutoModelForCausalLM",
     "masked_lm": "AutoModelForMaskedLM",
     "image_classification": "AutoModelForImageClassification",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
 }
 _CLASSES = {"ForCausalLM": "causal_lm", "LMHeadModel": "causal_lm", "ForMaskedLM": "masked_lm",
-            "ForImageClassification": "image_classification"}  # fmt: skip
+            "ForImageClassification": "image_classification", "ForSequenceClassification": "sequence_classification",
+            "ForConditionalGeneration": "seq2seq"}  # fmt: skip
 # From the words of `_tp_plan` to our layer roles. A column-parallel layer whose outputs are gathered, or a
 # row-parallel one whose input every rank has, stays replicated: its ranks would compute the same as one device.
 _ROLES = {
@@ -57,7 +62,11 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     text = settings.get_text_config()
     # Every rank needs whole groups of heads: the class's attention has no copies of kv heads.
     module.heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
-    if task == "image_classification":
+    if task == "sequence_classification":
+        text_inputs.mask_padding(module, _pad_token(settings))
+    elif task == "seq2seq":
+        text_inputs.halve(module)
+    elif task == "image_classification":
         size = settings.image_size
         module.sample_shape = (settings.num_channels, *(size if isinstance(size, (list, tuple)) else (size, size)))
     built: nn.Module = module
@@ -70,6 +79,24 @@ def mask_token(config: Config, vocab: int) -> int | None:
     if _task(config, settings) != "masked_lm":
         return None
     token: int = settings.vocab_size - 1 if config.model.mask_token is None else config.model.mask_token
+    return token
+
+
+def text_samples(config: Config, vocab: int) -> TextSamples | None:
+    """Return what a sample of text is, if the task is not to predict the next token or a masked one."""
+    settings = settings_of(config, vocab)
+    kind = {"sequence_classification": LABELLED, "seq2seq": HALVES}.get(_task(config, settings))
+    if kind is None:
+        return None
+    text = settings.get_text_config()
+    return TextSamples(kind, text.vocab_size, _pad_token(settings) if kind == LABELLED else 0)
+
+
+def _pad_token(settings: Any) -> int:
+    token: int | None = settings.get_text_config().pad_token_id
+    if token is None:
+        message = "model.task=sequence_classification: the configuration has no pad_token_id, which follows short texts"
+        raise ConfigError(Problem(message, "model.hf", "model.hf.pad_token_id=0"))
     return token
 
 
@@ -106,7 +133,7 @@ def settings_of(config: Config, vocab: int) -> Any:
         fix = closest(unknown[0], known)
         raise ConfigError(Problem(message, "model.hf", f"model.hf.{fix[0]}=..." if fix else ""))
     dropouts = {key: 0.0 for key, value in known.items() if "drop" in key and isinstance(value, float) and value}
-    if _task(config, settings) == "image_classification":
+    if _task(config, settings).endswith("_classification"):
         values.setdefault("num_labels", vocab)
     for key, value in ({**dropouts, **values}).items():
         old = getattr(settings, key, None)

@@ -76,6 +76,8 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
     _check_output(builder, where, output, vocab)
+    if kind == "tokens" and len(boundary) == 1:  # a class of a text: its layers compute on all tokens
+        boundary = (*shape, next(iter(module.parameters())).shape[-1])
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small and not how:
         checks.check_chain(config, vocab, names, kind, shape)

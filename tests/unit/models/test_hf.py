@@ -63,6 +63,45 @@ def test_masked_language_models_have_a_mask_token() -> None:
     assert made.mask_token == 95 and made.has_ignored and not made.is_causal
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_padding_does_not_change_the_class_of_a_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = config(family, model__task="sequence_classification", model__hf={"pad_token_id": 7})
+    made = spec.MODEL.make(given, 3)
+    assert (made.vocab, made.targets_per_sample, made.classifies) == (3, 1, True)
+    assert (made.text.num_ids, made.text.pad_token) == (96, 7)
+
+    def difference() -> float:
+        torch.manual_seed(0)
+        module = builder.make_module(given, 3).eval()
+        text = torch.tensor([[3, 17, 9, 30]])
+        with torch.no_grad():
+            padded = module(torch.cat((text, torch.full((1, 5), 7)), dim=1)).logits
+            return float((padded - module(text).logits).abs().max())
+
+    assert difference() < 1e-6
+    monkeypatch.setattr(builder.text_inputs, "mask_padding", lambda module, pad_token: None)
+    assert family == "llama" or difference() > 1e-6  # a causal model finds the last token by itself
+
+
+def test_seq2seq_has_the_loss_of_transformers() -> None:
+    given = config("t5")
+    made = spec.MODEL.make(given, 96)
+    module = builder.make_module(given, 96).eval()
+    tokens, targets = torch.randint(96, (2, 8)), torch.randint(96, (2, 4))
+    assert made.targets_per_sample == 4 and not made.classifies
+    with torch.no_grad():
+        ours = torch.nn.functional.cross_entropy(module(tokens).logits.flatten(0, 1), targets.flatten())
+        plain = transformers.AutoModelForSeq2SeqLM.from_config(builder.settings_of(given, 96)).eval()
+        plain.load_state_dict(module.state_dict())
+        theirs = plain(input_ids=tokens[:, :4], decoder_input_ids=tokens[:, 4:], labels=targets).loss
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+
+
+def test_a_class_without_padding_is_refused() -> None:
+    problem = problem_of(config(model__task="sequence_classification"))
+    assert "pad_token_id" in problem.what and problem.suggestion == "model.hf.pad_token_id=0"
+
+
 def test_what_cannot_be_built_is_refused_by_key(tmp_path: Path) -> None:
     assert "no config.json" in problem_of(config(model__path=str(tmp_path))).what
     assert "no model class" in problem_of(config(model__path="LlamaForNothing")).what

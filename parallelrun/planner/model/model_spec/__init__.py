@@ -14,6 +14,7 @@ from parallelrun.planner.model.model_spec.attention import LatentSpec
 from parallelrun.planner.model.model_spec.backward import BlockBackward
 from parallelrun.planner.model.model_spec.parameters import Initialiser, ParameterSpec, weight_and_bias
 from parallelrun.planner.model.model_spec.router import RouterSpec
+from parallelrun.planner.model.model_spec.text import LABELLED, TextSamples
 
 MEASURED = "block"  # kind of the blocks of a user's module, whose FLOPs and saved elements are measured
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
@@ -127,6 +128,7 @@ class ModelSpec:
     packed: bool = False
     attended: float | None = None
     documents: tuple[tuple[int, ...], ...] = ()
+    text: TextSamples | None = None  # None: a model of tokens predicts the next one, or masked ones
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -146,6 +148,16 @@ class ModelSpec:
     def has_ignored(self) -> bool:
         """Whether some targets are ignored, so that valid ones are counted before every step."""
         return self.packed or self.mask_token is not None
+
+    @property
+    def classifies(self) -> bool:
+        """Whether a sample has one class, and not a target for each token."""
+        return self.kind != "tokens" or self.sample_kind == LABELLED
+
+    @property
+    def sample_kind(self) -> str:
+        """The kind of the samples that a dataset must have: `kind`, or `labelled texts`."""
+        return LABELLED if self.text is not None and self.text.kind == LABELLED else self.kind
 
     @cached_property
     def learns_positions(self) -> bool:
