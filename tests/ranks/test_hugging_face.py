@@ -8,6 +8,9 @@ import pytest
 
 from tests.hugging_face_families import FAMILIES, overrides
 from tests.parity import assert_equal, parity
+from tests.plans import tiny_plan
+from tests.pool import TRANSFORMERS, run_ranks
+from tests.ranks.test_memory import peaks
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.extras
@@ -45,6 +48,26 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "classes of texts, tp": ("llama", {**CLASSES, "tp": 2}),
     "source and target, recompute": ("t5", {"strategy.data.kind": "zero1", "recompute": "full"}),
 }
+# Sizes at which activations count, as in test_memory.
+_WIDE: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+_GROUPED = {**_WIDE, "num_key_value_heads": 2, "head_dim": 16}
+_T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 4, "num_heads": 4}
+PEAKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", _GROUPED, {}),
+    "llama, bf16": ("llama", _GROUPED, {"precision.name": "bf16"}),
+    "bert": ("bert", _WIDE, {}),
+    "gpt2": ("gpt2", {"vocab_size": 128, "n_embd": 64, "n_layer": 4, "n_positions": 128}, {}),
+    "t5": ("t5", _T5, {}),
+    "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 4}, {}),
+    "llama, tp": ("llama", _GROUPED, {"tp": 2}),
+    "llama, fsdp": ("llama", _GROUPED, {"dp": 2, "strategy.data.kind": "fsdp"}),
+    "llama, 1f1b": ("llama", _GROUPED, {"pp": 2, "schedule": "1f1b"}),
+    "mixtral, ep": ("mixtral", {**_GROUPED, "num_local_experts": 4}, {"dp": 2, "ep": 2}),
+    "mixtral, ep, tp": ("mixtral", {**_GROUPED, "num_local_experts": 4}, {"dp": 2, "ep": 2, "tp": 2}),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,3 +101,14 @@ def test_weights_of_other_choices_are_seen() -> None:
 def test_tasks_other_than_next_tokens_are_exact(cell: str) -> None:
     family, plan = TEXTS[cell]
     assert_equal(parity({**overrides(family), "dp": 2, **plan}))
+
+
+@pytest.mark.parametrize("cell", PEAKS)
+def test_the_predicted_peak_is_within_ten_percent_of_what_was_alive(cell: str) -> None:
+    """With experts it depends on how evenly the tokens are routed: the plan predicts an even load."""
+    family, sizes, plan = PEAKS[cell]
+    batch = {"model.seq": 64, "dataset.vocab": 128, "global_batch": 8 * plan.get("dp", 1), "micro_batch": 4}
+    case = {**overrides(family), "model.hf": sizes, "optimizer.name": "adamw", **batch, **plan}
+    ranks = run_ranks(tiny_plan(case).world, peaks, [case], timeout=120, backend="gloo", imports=TRANSFORMERS)
+    errors = [f"{predicted / measured - 1:+.1%}" for [(measured, predicted)] in ranks]
+    assert all(abs(float(error.rstrip("%"))) < 10 for error in errors), errors

@@ -51,9 +51,7 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     """
     settings = settings_of(config, vocab)
     task = _task(config, settings)
-    if torch.get_default_device().type == "meta":  # experts one by one read which tokens they have
-        settings._experts_implementation = "batched_mm"
-    elif config.precision.name == "fp64":  # torch has no grouped products of doubles
+    if config.precision.name == "fp64":  # torch has no grouped products of doubles
         settings._experts_implementation = "eager"
     try:
         module: Any = getattr(transformers, TASKS[task]).from_config(settings, dtype=torch.float32)

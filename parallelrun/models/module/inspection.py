@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -70,9 +71,11 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     width = BYTES[TABLE[config.precision.name].compute]
     experts, choices = own_experts.watched(module)
     if device:
-        blocks, boundary, output = _measure(
-            module, names, network.inputs(kind, shape, 1, device), width, chained=not how
-        )
+        batch = network.inputs(kind, shape, 1, device)
+        blocks, boundary, output = _measure(module, names, batch, width, chained=not how)
+        if config.tp != 1:
+            halved = source.build_with_roles(config, vocab, device).eval()
+            blocks = _with_replicated(blocks, halved, names, batch, width, chained=not how)
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
     _check_output(builder, where, output, vocab)
@@ -178,6 +181,24 @@ def _measure(
         message = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"
         raise undefined(message, network.suggested_blocks(module))
     return tuple(blocks), boundaries[0], tuple(x.shape)
+
+
+def _with_replicated(
+    blocks: tuple[BlockSpec, ...], halved: nn.Module, names: list[str], batch: Tensor, width: int, chained: bool
+) -> tuple[BlockSpec, ...]:
+    """`blocks` with the elements that every tensor-parallel rank saves, by a measurement of `halved`, the whole module,
+    as one of two ranks has it; without them if it cannot be split so."""
+    roles = {layers.role_of(part) for part in halved.modules()}
+    if not roles & set(checks.SPLIT_ROLES) or not all(checks.divide(part, 2) for part in halved.modules()):
+        return blocks
+    try:
+        halves, _, _ = _measure(halved, names, batch, width, chained)
+    except ConfigError:
+        return blocks
+    saved = [(block.saved_elements or 0.0, half.saved_elements or 0.0) for block, half in zip(blocks, halves)]
+    return tuple(
+        replace(block, replicated_elements=max(0.0, 2 * half - whole)) for block, (whole, half) in zip(blocks, saved)
+    )
 
 
 def _estimate(

@@ -144,6 +144,8 @@ def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> nn
         raise ConfigError(Problem(f"model.roles: {name} cannot be {role}: {reason}", "model.roles", kind="undefined"))
     if role in ("per_head", own_experts.ROLE):
         layers.mark_role(part, role)
+        if role == own_experts.ROLE and next(part.parameters()).is_meta:
+            own_experts.run_on_meta(part)
         return part
     layer: layers.RoleLayer
     source: Any = part

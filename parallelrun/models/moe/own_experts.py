@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.model_schema import RouterConfig
@@ -64,6 +65,20 @@ def watched(module: nn.Module) -> tuple[int, list[int]]:
 def router_spec(choices: list[int]) -> RouterSpec | None:
     """The router of a module with experts, of each token's numbers of choices; None without experts."""
     return RouterSpec(**(vars(RouterConfig()) | {"kind": OWN, "top_k": max(choices)})) if choices else None
+
+
+def run_on_meta(part: nn.Module) -> None:
+    """Make a module on the meta device, whose numbers of rows nobody knows, compute as much as with an even load."""
+    part.forward = partial(_on_meta, part)
+
+
+def _on_meta(part: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    num_tokens, choices = top_k_index.shape
+    tokens = torch.arange(num_tokens, device=top_k_index.device).repeat(choices)
+    rows = hidden_states.index_select(0, tokens)
+    opened = part._apply_gate(functional.linear(rows, part.gate_up_proj[0]))
+    closed = functional.linear(opened, part.down_proj[0]) * top_k_weights.t().reshape(-1, 1)
+    return torch.zeros_like(hidden_states).index_add(0, tokens, closed)
 
 
 def send(part: nn.Module, dispatch: Dispatch) -> None:

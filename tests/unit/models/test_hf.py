@@ -16,7 +16,7 @@ from parallelrun.checkpoint.exchange.weights import LoadedWeights
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hf import spec
 from tests.hugging_face_families import FAMILIES, directory, overrides
-from tests.plans import narrow_config
+from tests.plans import llama, narrow_config, tiny_plan
 
 transformers = pytest.importorskip("transformers")
 builder = pytest.importorskip("parallelrun.models.hf.builder")
@@ -46,6 +46,17 @@ def test_the_spec_has_the_parameters_of_the_class_and_a_block_for_each_layer() -
     ]  # fmt: skip
     assert (made.kind, made.heads, made.boundary_shape) == ("tokens", 2, (8, 32))
     assert made.forward_flops > 2 * 8 * sum(p.numel for p in made.parameters.values()) * 0.5
+
+
+def test_flops_are_those_of_the_same_model_of_ours() -> None:
+    """Grouped queries and experts are counted as they are computed, on a device that computes nothing."""
+    for family, more in (("llama", {}), ("mixtral", {"model.experts": 4, "model.expert_period": 1})):
+        sizes = {"model.layers": 2, "model.hidden": 32, "model.kv_heads": 2, "model.ffn": 48, "model.vocab": 96,
+                 "dataset.vocab": 96}  # fmt: skip
+        router = {"model.router.kind": "top_k", "model.router.top_k": 2} if more else {}
+        ours = tiny_plan({**llama(), **sizes, **more, **router}).spec
+        theirs = spec.MODEL.make(config(family), 96)
+        assert theirs.forward_flops == pytest.approx(ours.forward_flops, rel=0.02)
 
 
 def test_changes_of_the_configuration_change_the_model() -> None:

@@ -62,9 +62,11 @@ class BlockSpec:
     kind: `embedding`, `transformer`, `head`, or a model's own kind. forward_flops: for one sample. convolution_flops,
     attention_flops: the parts of them in convolutions and, of a user's module, in products of activations with each
     other. saved_elements: activation elements saved for backward per sample; None for transformer blocks, for which the
-    tensor strategy computes them. input_shape: of one sample, if it differs from block to block (images); None: the
-    model's boundary_shape. backward: where the model describes it. saves_after_sum: of a user's module, whether
-    backward needs a tensor that forward computes after its last row-parallel layer or embedding; None: its layers tell.
+    tensor strategy computes them. replicated_elements: the part of them, of a user's module, that every rank of a
+    one-dimensional tensor strategy saves; None where it was not measured. input_shape: of one sample, if it differs
+    from block to block (images); None: the model's boundary_shape. backward: where the model describes it.
+    saves_after_sum: of a user's module, whether backward needs a tensor that forward computes after its last
+    row-parallel layer or embedding; None: its layers tell.
     """
 
     name: str
@@ -77,6 +79,7 @@ class BlockSpec:
     saves_after_sum: bool | None = None
     convolution_flops: float = 0.0
     attention_flops: float = 0.0
+    replicated_elements: float | None = None
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -259,7 +262,16 @@ def _block_key(block: BlockSpec, tied: set[str]) -> object:
     is_tied = any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers)
     name = block.name if is_tied else ""
     flops = block.forward_flops, block.convolution_flops, block.attention_flops
-    return block.kind, name, flops, block.saved_elements, block.saves_after_sum, block.input_shape, layers
+    return (
+        block.kind,
+        name,
+        flops,
+        block.saved_elements,
+        block.replicated_elements,
+        block.saves_after_sum,
+        block.input_shape,
+        layers,
+    )
 
 
 def _key(layer: LayerSpec) -> object:
