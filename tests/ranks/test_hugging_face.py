@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests import hugging_face_table as table
 from tests.hugging_face_families import FAMILIES, overrides
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_plan
@@ -112,3 +113,15 @@ def test_the_predicted_peak_is_within_ten_percent_of_what_was_alive(cell: str) -
     ranks = run_ranks(tiny_plan(case).world, peaks, [case], timeout=120, backend="gloo", imports=TRANSFORMERS)
     errors = [f"{predicted / measured - 1:+.1%}" for [(measured, predicted)] in ranks]
     assert all(abs(float(error.rstrip("%"))) < 10 for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    "family, plan", [("gpt2", "tp"), ("llama", "tp"), ("mixtral", "ep"), ("t5", "zero1"), ("vit", "ep")]
+)
+def test_the_table_of_the_docs_says_what_training_says(family: str, plan: str) -> None:
+    heads, *rows = (line.split() for line in table.table_in(table.PAGE.read_text()).splitlines())
+    assert heads == list(table.PLANS) and [row[0] for row in rows] == list(FAMILIES)
+    cells = {row[0]: dict(zip(heads, row[1:], strict=True)) for row in rows}
+    assert all(each == table.REFUSED or float(each) < 1e-10 for row in cells.values() for each in row.values())
+    found = table.cell(family, plan)
+    assert found != "WRONG" and (found == table.REFUSED) == (cells[family][plan] == table.REFUSED)
