@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import native
@@ -48,7 +49,7 @@ class HuggingFacePeer(native.Peer):
 
     def _tp(self, model: Any) -> tuple[nn.Module, Callable, Callable]:
         from transformers import AutoModelForCausalLM
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         rank, folder = dist.get_rank(), [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
@@ -57,7 +58,7 @@ class HuggingFacePeer(native.Peer):
         dist.barrier()
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
         how = DistributedConfig(tp_plan="auto", tp_size=2)
-        make = dist.init_device_mesh
+        make = init_device_mesh
 
         def on_gloo(*shape: Any, mesh_dim_names: Any) -> Any:  # its own would take the world's group
             return make(*shape, mesh_dim_names=mesh_dim_names, backend_override=dict.fromkeys(mesh_dim_names, "gloo"))
