@@ -94,9 +94,9 @@ def _forward(
     tokens = torch.arange(num_tokens, device=top_k_index.device)
     routing = Routing(
         tokens=tokens.repeat(choices),
-        experts=top_k_index.t().flatten(),
+        experts=top_k_index.clamp(max=part.num_experts - 1).t().flatten(),
         weights=top_k_weights.t().flatten(),
-        kept=torch.ones_like(tokens, dtype=torch.bool).repeat(choices),
+        kept=(top_k_index < part.num_experts).t().flatten(),  # transformers has one number more, for no expert
         slots=torch.zeros_like(tokens).repeat(choices),
         num_tokens=num_tokens,
         num_groups=num_tokens,

@@ -15,6 +15,8 @@ from parallelrun.checkpoint.exchange.source import StoredModel, initial_weights
 from parallelrun.checkpoint.exchange.weights import LoadedWeights
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hf import spec
+from parallelrun.models.moe import own_experts
+from parallelrun.models.moe.layer import LocalDispatcher
 from tests.hugging_face_families import FAMILIES, directory, overrides
 from tests.plans import llama, narrow_config, tiny_plan
 
@@ -133,6 +135,18 @@ def test_experts_are_divided_where_the_class_stores_them_in_one_known_layout(tmp
     problem = problem_of(config(model__path=str(tmp_path), ep=2, dp=2))
     assert "model.layers.0.mlp.experts" in problem.what and "GptOssExperts" in problem.what
     assert problem.where == "ep"
+
+
+def test_experts_compute_what_their_class_computes() -> None:
+    """Also for a choice that is no expert, and for an expert that nobody chooses."""
+    module = builder.make_module(config("mixtral", precision__name="fp64"), 96).double()
+    experts = module.model.layers[0].mlp.experts
+    x, weights = torch.randn(6, 32, dtype=torch.float64), torch.rand(6, 2, dtype=torch.float64)
+    chosen = torch.tensor([[0, 1], [1, 0], [4, 2], [2, 0], [1, 4], [0, 2]])
+    wanted = experts(x, chosen, weights)
+    own_experts.send(experts, LocalDispatcher())
+    assert torch.allclose(experts(x, chosen, weights), wanted, atol=1e-14)
+    assert not torch.allclose(experts(x, chosen.clamp(max=3), weights), wanted)
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
