@@ -56,9 +56,8 @@ def main() -> None:
             wall, cpu = statistics.median(walls), statistics.median(cpus)
             bar = BARS[case]
             rows.append({"case": case, "wall_s": walls, "cpu_s": cpus, "bar": bar, "holds": wall <= bar})
-            print(
-                f"{case:12}{wall:8.2f}{cpu:8.2f}{bar:7.2f}  {'holds' if wall <= bar else 'DOES NOT HOLD'}", flush=True
-            )
+            verdict = "holds" if wall <= bar else "DOES NOT HOLD"
+            print(f"{case:12}{wall:8.2f}{cpu:8.2f}{bar:7.2f}  {verdict}", flush=True)
     if arguments.name:
         command = f"python -m benchmarks.first --case {arguments.case}"
         print("written to", write(arguments.name, {"command": command}, rows))

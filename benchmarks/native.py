@@ -7,12 +7,10 @@ Peers: a plain training loop on one rank, DistributedDataParallel, FSDP2 `fully_
 with loss_parallel, and raw `torch.distributed.pipelining` (1F1B). Rows where the peer wins are printed like any other.
 
 A full step on both sides: the same samples read by the same reader, forward, backward, gradients summed over ranks,
-the global norm clipped, torch's fused AdamW (the fastest that each peer can use), one thread a rank. Ours communicates
-through shared memory, the peers through gloo, and ours computes products by oneDNN where
-`distributed.torch_private.products` does, the peers as torch does: each side's default on CPUs. Only ours also has on
-every rank, in every step, the mean loss of the global batch, the agreement on a stop request and the check that loss
-and norm are finite, by one small all-reduce more (none more under pp, whose peer needs one for the norm); the peers
-read no loss while they are timed."""
+the global norm clipped, torch's fused AdamW, one thread a rank. Each side has its default on CPUs: ours shared memory
+and products by oneDNN where `distributed.torch_private.products` has them, peers gloo and torch's products. Only ours
+also has on every rank, in every step, the mean loss of the global batch, the agreement on a stop request and the check
+that loss and norm are finite, by one small all-reduce more (none more under pp)."""
 
 from __future__ import annotations
 
@@ -51,19 +49,26 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Peer:
-    """torch's own way of one case: `step()` is a full step, as its documentation writes it."""
+    """torch's own way of one case: `step()` is a full step, as its documentation writes it. overrides: of the model."""
+
+    overrides: Any = staticmethod(lambda sizes: sizes.overrides)
 
     def __init__(self, case: str, sizes: Sizes, training: Training):
         self.case, self.sizes, self.training = case, sizes, training
         self.number = 0
         self.loss = torch.zeros(())
-        model = PlainGpt(sizes)
-        specs = training.plan.spec.parameters
-        model.load_state_dict({name: logical(spec, training.config.seed) for name, spec in specs.items()})
+        model = self.make(training)
         with peers_on_gloo() as self.group:
             self.mesh = DeviceMesh.from_group(self.group, "cpu")
         self.model, self.run, self.norm = getattr(self, f"_{case}")(model)
         self.optimizer = torch.optim.AdamW(_groups(self.model), lr=LR, betas=(0.9, 0.95), fused=True)
+
+    def make(self, training: Training) -> Any:
+        """The module, with the weights of ours."""
+        model = PlainGpt(self.sizes)
+        specs = training.plan.spec.parameters
+        model.load_state_dict({name: logical(spec, training.config.seed) for name, spec in specs.items()})
+        return model
 
     def step(self) -> None:
         self.number += 1
@@ -114,6 +119,9 @@ class Peer:
             plan |= {f"{name}.attention.out": RowwiseParallel(), f"{name}.mlp.down": RowwiseParallel()}
             plan[f"{name}.mlp.up.up"] = ColwiseParallel()
         parallelize_module(model, self.mesh, plan)
+        return model, self._whole(model), self._clip_mixed(model)
+
+    def _clip_mixed(self, model: nn.Module) -> Callable[[], None]:
         split = [p for p in model.parameters() if isinstance(p, DTensor)]
         whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
 
@@ -125,7 +133,7 @@ class Peer:
             for group in (split, whole):
                 nn.utils.clip_grads_with_norm_(group, CLIP, total)
 
-        return model, self._whole(model), clip
+        return clip
 
     def _pp(self, model: PlainGpt) -> tuple[nn.Module, Callable, Callable]:
         rank, half = dist.get_rank(), self.sizes.layers // 2
@@ -164,18 +172,18 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": held, "weight_decay": WEIGHT_DECAY * decays} for (decays, _), held in kinds.items()]
 
 
-def make_sides(case: str, sizes: Sizes) -> tuple[Training, Peer]:
+def make_sides(case: str, sizes: Sizes, peer: type[Peer] = Peer) -> tuple[Training, Peer]:
     """Return both sides of a case on this rank: the same weights and samples."""
     optimizer = {"optimizer.lr": LR, "optimizer.schedule": "constant", "optimizer.clip": CLIP}
     pipelined = {"microbatches": sizes.microbatches} if case == "pp" else {"microbatches": 1}
-    config = tiny_config({**sizes.overrides, **optimizer, **pipelined, **CASES[case]["overrides"]})
+    config = tiny_config({**optimizer, **peer.overrides(sizes), **pipelined, **CASES[case]["overrides"]})
     training = build(config, resolve(config), torch.device("cpu"))
-    return training, Peer(case, sizes, training)
+    return training, peer(case, sizes, training)
 
 
-def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
+def run(case: str, size: str, pairs: int, warmup: int, kind: type[Peer] = Peer) -> dict[str, Any]:
     """One rank: build both sides, alternate, check that both have learnt the same."""
-    training, peer = make_sides(case, SIZES[size])
+    training, peer = make_sides(case, SIZES[size], kind)
     scaler = LossScaler(training.config.precision, scaled=False)
     state: dict[str, Any] = {"step": 0, "loss": 0.0}
 
@@ -209,14 +217,8 @@ def _mean_loss(case: str, loss: Tensor) -> float:
 def main() -> None:
     arguments = read_arguments(__doc__, "native", CASES, SIZES)
     cells = [(case, size) for case in arguments.case.split(",") for size in arguments.size.split(",")]
-    results = (
-        (
-            on_ranks(1 if case == "single" else 2, _run, case, size, arguments.pairs, arguments.warmup),
-            CASES[case]["bar"],
-        )
-        for case, size in cells
-    )
-    compare(arguments.name, results)
+    sides = (on_ranks(1 if cell[0] == "single" else 2, run, *cell, arguments.pairs, arguments.warmup) for cell in cells)
+    compare(arguments.name, zip(sides, (CASES[case]["bar"] for case, _ in cells)))
 
 
 if __name__ == "__main__":

@@ -82,15 +82,12 @@ def main() -> None:
     arguments = read_arguments(__doc__, "shared_memory", COLLECTIVES, BYTES, ranks="2,4")
     worlds, sizes = [int(world) for world in arguments.ranks.split(",")], arguments.size.split(",")
     cells = [(case, world, size) for case in arguments.case.split(",") for world in worlds for size in sizes]
-    results = (
-        (
-            {"case": f"{case}, {world} ranks", "ranks": world, "size": size}
-            | on_ranks(world, _collective, case, size, arguments.pairs, arguments.warmup),
-            None,
-        )
+    rows = (
+        {"case": f"{case}, {world} ranks", "ranks": world, "size": size}
+        | on_ranks(world, _collective, case, size, arguments.pairs, arguments.warmup)
         for case, world, size in cells
     )
-    compare(arguments.name, results)
+    compare(arguments.name, ((row, None) for row in rows))
 
 
 if __name__ == "__main__":

@@ -18,33 +18,18 @@ LOGIT_BYTES = (38, 14)
 # weights and gradients, summed in one message after the backward pass; messages in parts (4.1). Its layers issue about
 # half more operations than this program's: dropout, biases apart from products.
 MEGATRON_2021 = SoftwareStack(
-    fused_attention=False,
-    logit_bytes=LOGIT_BYTES,
-    stops_early=False,
-    operations=1.44,
-    recompute_operations=36,
-    data_overlap=False,
-    bucket=10**12,
-    gradient_overlap=False,
-    scattered_messages=True,
-    rounded_weights=True,
-    rounded_gradients=True,
-)
+    fused_attention=False, logit_bytes=LOGIT_BYTES, stops_early=False,
+    operations=1.44, recompute_operations=36, data_overlap=False, bucket=10**12, gradient_overlap=False,
+    scattered_messages=True, rounded_weights=True, rounded_gradients=True,
+)  # fmt: skip
 # Megatron-Core with Transformer Engine (README, "overlap of data-parallel, tensor-parallel and pipeline-parallel
 # communication"): userbuffers, cuDNN's attention (FlashAttention-3's figure 5: 600 TFLOP/s to 370), bf16 weights and
 # gradients (grad_reduce_in_fp32=False in NVIDIA's recipes), which products add up (`gradient_accumulation_fusion`), and
 # buckets of 40 million (`--ddp-bucket-size`). Its selective recomputation is attention's.
 MEGATRON_CORE = SoftwareStack(
-    logit_bytes=LOGIT_BYTES,
-    stops_early=False,
-    fused_rotation=True,
-    attention=1.62,
-    tensor_overlap=True,
-    bucket=40_000_000,
-    rounded_weights=True,
-    rounded_gradients=True,
-    fused_accumulation=True,
-)
+    logit_bytes=LOGIT_BYTES, stops_early=False, fused_rotation=True, attention=1.62, tensor_overlap=True,
+    bucket=40_000_000, rounded_weights=True, rounded_gradients=True, fused_accumulation=True,
+)  # fmt: skip
 # llm-foundry: torch's FSDP with mixed_precision PURE (gradients summed in bf16), its checkpoints without reentrance,
 # and FlashAttention 1 in Triton (`attn_impl: triton`), half as fast as the second (Dao 2023, figure 5).
 LLM_FOUNDRY = SoftwareStack(attention=0.52, rounded_gradients=True)

@@ -44,8 +44,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "roberta": {**_SIZES, **_MASKED, "max_position_embeddings": 70, "pad_token_id": 1},
     "vit": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
             "image_size": 16, "patch_size": 4},
+    "t5": {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
 }  # fmt: skip
-_CLASSES = {"bert": "BertForMaskedLM", "roberta": "RobertaForMaskedLM", "vit": "ViTForImageClassification"}
+_CLASSES = {
+    "bert": "BertForMaskedLM",
+    "roberta": "RobertaForMaskedLM",
+    "vit": "ViTForImageClassification",
+    "t5": "T5ForConditionalGeneration",
+}
 
 
 @cache

@@ -135,12 +135,13 @@ class Run:
     def config(self) -> Config:
         """The configuration with every value that the run used. Raises CheckpointError for a broken file."""
         from parallelrun.checkpoint.resume import saved_config
+        from parallelrun.config.kept_model import with_kept
         from parallelrun.report.records.find import CONFIG
 
         config = saved_config(self.directory)
         if config is None:
             raise CheckpointError(Problem(f"{self.directory} has no {CONFIG}", "run"))
-        return config
+        return with_kept(config, self.directory)
 
     @cached_property
     def plan(self) -> Plan:

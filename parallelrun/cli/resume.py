@@ -12,6 +12,7 @@ from parallelrun.base.wording import counted
 from parallelrun.checkpoint.resume import LATEST, newest, no_checkpoint, saved_config
 from parallelrun.config.compose import Composed
 from parallelrun.config.continued import continued, differences
+from parallelrun.config.kept_model import with_kept
 
 
 def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
@@ -31,6 +32,7 @@ def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
     if saved is None:
         print(f"{said}; it has no config.yaml, so this command's configuration is used", file=sys.stderr)
         return composed
+    saved = saved if "model.path" in composed.given else with_kept(saved, checkpoint.run)
     config = continued(requested, composed.given, saved, world)
     _refuse_code(config.model.source, composed.given)
     changed = differences(config, saved, composed.given)

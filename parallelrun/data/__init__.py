@@ -7,10 +7,12 @@ from typing import Any
 
 from parallelrun.base.errors import ConfigError
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.data.halves import halve
 from parallelrun.data.masked import mask
 from parallelrun.planner.model import definitions
 from parallelrun.planner.model.definitions import Dataset
 from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec.text import HALVES
 
 
 def open_dataset(config: Config, spec: ModelSpec) -> Dataset:
@@ -26,6 +28,8 @@ def open_dataset(config: Config, spec: ModelSpec) -> Dataset:
     settings = {"seed": config.seed, **_of_model(spec), **definition.settings(config)}
     identity = tokenizer.sha256 if tokenizer else None
     dataset = replace(definition.open(config, spec), tokenizer=identity, settings=settings)
+    if spec.text is not None and spec.text.kind == HALVES:
+        return halve(dataset)
     return dataset if spec.mask_token is None else mask(dataset, spec, config.seed)
 
 

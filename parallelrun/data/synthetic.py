@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from parallelrun.data.order import derive_key
 from parallelrun.data.tokens import require_samples
 from parallelrun.planner.model.definitions import IGNORED, NUM_EXAMPLES, Dataset, DatasetDefinition, Packing, Split
 from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec.text import LABELLED
 
 DEFAULT_VOCAB = 256
 # Each token has four likely successors; one token in twenty is drawn from all of the vocab instead.
@@ -37,7 +38,7 @@ class Synthetic(DatasetDefinition):
     of a noisy linear teacher, image models a coarse pattern per class under noise.
     """
 
-    kinds = ("tokens", "images", "features")
+    kinds = ("tokens", LABELLED, "images", "features")
     vocab_follows_model = packs = True
 
     def vocab_size(self, config: Config) -> int:
@@ -49,10 +50,12 @@ class Synthetic(DatasetDefinition):
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         chain = PackedChains if config.dataset.pack else MarkovChain
         kinds: dict[str, Callable[..., Split]] = {"tokens": chain, "features": Teacher, "images": Pictures}
-        kind, shape, num_train = kinds[spec.kind], tuple(spec.sample_shape), config.dataset.samples
+        if spec.text is not None:
+            kinds[LABELLED] = partial(LabelledChains, ids=spec.text.num_ids, pad=spec.text.pad_token)
+        kind, shape, num_train = kinds[spec.sample_kind], tuple(spec.sample_shape), config.dataset.samples
         vocab = min(self.vocab_size(config), spec.vocab - (spec.mask_token is not None))
         num_val = max(1, round(num_train * config.dataset.val_fraction))
-        identity = ["synthetic", 1, spec.kind, config.seed, num_train, num_val, list(shape), vocab]
+        identity = ["synthetic", 1, spec.sample_kind, config.seed, num_train, num_val, list(shape), vocab]
         identity += ["packed"] if config.dataset.pack else []
         fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         train, val = (
@@ -104,6 +107,24 @@ class MarkovChain(_GeneratedSplit):
             if not stray:
                 tokens[at] = successors[tokens[at - 1]][choices[at]]
         return np.array(tokens, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class LabelledChains(_GeneratedSplit):
+    """Texts of at least half the length with padding behind, whose class is the first token modulo their number. ids:
+    number of token ids; pad: the one of padding."""
+
+    ids: int
+    pad: int
+
+    def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        self.check(index)
+        generator, seq = self.generator(self.stream, index), self.shape[0]
+        tokens = generator.integers(self.ids - 1, size=seq)
+        tokens += tokens >= self.pad
+        label = int(tokens[0]) % self.vocab
+        tokens[int(generator.integers((seq + 1) // 2, seq + 1)) :] = self.pad
+        return tokens, np.array(label, dtype=np.int64)
 
 
 class PackedChains(MarkovChain):

@@ -247,6 +247,19 @@ def expert_gradients_not_summed() -> None:
     buckets.is_summed = lambda held, plan: "ep" not in held.layout.axes and right(held, plan)
 
 
+def weights_of_other_choices() -> None:
+    """The weights of somebody else's router are taken token by token, its experts choice by choice."""
+    from parallelrun.models.moe import own_experts
+
+    right = own_experts.Routing
+
+    def wrong(**fields: Any) -> Any:
+        by_token = fields["weights"].view(-1, fields["num_tokens"]).t().flatten()
+        return right(**{**fields, "weights": by_token})
+
+    own_experts.Routing = wrong
+
+
 def expert_gradients_ep_times_too_large() -> None:
     """Experts as means over their copies of sums over ep, everything else as means over dp: the loss is exact
     (DeepSpeed #5259, Megatron-LM #5956)."""

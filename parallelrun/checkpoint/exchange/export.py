@@ -23,7 +23,7 @@ from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.checkpoint.exchange import paths, tokenizer
 from parallelrun.checkpoint.exchange.files import write_json
-from parallelrun.checkpoint.exchange.origin import GENERATION, NOT_KEPT, base_config, write_others
+from parallelrun.checkpoint.exchange.origin import NOT_KEPT, base_config, write_others
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import stored_shapes
 from parallelrun.checkpoint.files import Entry, sync, write_bytes, write_safetensors
@@ -31,6 +31,7 @@ from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, 
 from parallelrun.checkpoint.resume import CONFIG_FILE
 from parallelrun.checkpoint.storage import dtype_name, file_of_rank, tensor_bytes
 from parallelrun.config.from_hf import CONFIG_FILE as THEIR_CONFIG
+from parallelrun.config.kept_model import GENERATION, keep
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece, family_for
 from parallelrun.planner.model import definitions
@@ -108,6 +109,7 @@ def their_config(source: StoredModel, family: Family, dtype: str) -> dict[str, A
 def _safetensors(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     _write_shards(out, list(_stored(source, _own_pieces(source), {})), dtype, shard_bytes)
     write_bytes(out / CONFIG_FILE, freeze(source.config).encode())
+    keep(source.config, out)
     tokenizer.write(source, out)
     write_others(source, out, for_transformers=False)
 
@@ -121,6 +123,7 @@ def _torch(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_byte
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     sync(out / TORCH_FILE)
     write_bytes(out / CONFIG_FILE, freeze(source.config).encode())
+    keep(source.config, out)
 
 
 FORMATS = {"hf": _hugging_face, "safetensors": _safetensors, "torch": _torch}

@@ -17,6 +17,7 @@ from parallelrun.checkpoint.files import sync
 from parallelrun.checkpoint.index import INDEX_FILE
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
+from parallelrun.config.kept_model import GENERATION, TOKENIZER
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 
 if TYPE_CHECKING:
@@ -24,18 +25,14 @@ if TYPE_CHECKING:
 
 BASE_CONFIG = "base_config.json"  # the config.json of an imported checkpoint, which is no directory of transformers
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".pkl", ".npz"}
-TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "vocab.txt",
-)  # fmt: skip
-GENERATION = "generation_config.json"
 NOT_KEPT = ("quantization_config", "num_nextn_predict_layers", "num_mtp_layers")  # describe weights that are not read
 _WRITTEN = {from_hf.CONFIG_FILE, BASE_CONFIG, CONFIG_FILE, INDEX_FILE, SHARD_INDEX, SINGLE_FILE, *TOKENIZER, GENERATION}
 _OF_ADAPTERS = "adapter_"  # begins the names of files that would change what the model computes
 
 
 def directories(source: StoredModel) -> Iterator[Path]:
-    """The directory of the model, then the one with whose weights its run started, that run's own start, ..."""
+    """The directory of the model, then the one with whose weights its run started, that run's own start, ...; at the
+    end that of its `model.path`."""
     folder, config = source.path, cast("Config | None", source.config)
     passed: set[Path] = set()
     while folder not in passed:
@@ -43,11 +40,13 @@ def directories(source: StoredModel) -> Iterator[Path]:
         yield folder
         started = config.init.weights if config else None
         if started is None:
-            return
+            break
         folder, config = absolute(started), None
         if not (folder / from_hf.CONFIG_FILE).is_file():
             with suppress(CheckpointError):
                 config = next(filter(None, map(saved_config, (folder, *folder.parents[:2]))), None)
+    if source.config.model.path is not None and (described := absolute(source.config.model.path)).is_dir():
+        yield described
 
 
 def base_config(source: StoredModel, model_type: str | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from parallelrun.checkpoint.exchange.paths import absolute, checkpoint_at, has_f
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights, FileWeights, LoadedWeights, Weights
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
+from parallelrun.config.kept_model import with_kept
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hugging_face import Piece
@@ -145,7 +146,7 @@ def _saved(folder: Path, path: Path, where: str, trust: bool) -> Config:
     if config.model.source is not None and not trust:
         message = f"{path} holds a model of the user's own code ({config.model.source}), which is not loaded from here"
         raise ConfigError(Problem(message, where))
-    return config
+    return with_kept(config, folder)
 
 
 def _recorded_vocab(run: Path) -> int | None:

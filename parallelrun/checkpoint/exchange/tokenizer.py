@@ -11,10 +11,10 @@ from typing import Any
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
 from parallelrun.checkpoint.exchange import origin
 from parallelrun.checkpoint.exchange.files import write_json
-from parallelrun.checkpoint.exchange.origin import GENERATION
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights
 from parallelrun.config import from_hf
+from parallelrun.config.kept_model import GENERATION, TOKENIZER
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.tokenizing.tokenizer import END_OF_TEXT, FILE, NUM_BYTES, find_tokenizer, open_tokenizer
 from parallelrun.planner.model import definitions
@@ -36,11 +36,13 @@ def files_of(source: StoredModel) -> dict[str, Path]:
     if made and made.path:
         _check_unchanged(source, made.path)
         return {**(_files_in(made.path.parent) if made.path.name == FILE else {}), FILE: made.path}
+    if made and made.is_bytes:  # not the tokenizer of a class whose sizes alone are those of `model.path`
+        source = replace(source, config=replace(source.config, model=replace(source.config.model, path=None)))
     return next(filter(None, map(_files_in, origin.directories(source))), {})
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in origin.TOKENIZER if (folder / name).is_file()}
+    return {name: folder / name for name in TOKENIZER if (folder / name).is_file()}
 
 
 def _check_unchanged(source: StoredModel, path: Path) -> None:

@@ -126,7 +126,7 @@ class ModelConfig:
     task: str | None = key(
         None,
         "model=hf: what the model does; null: as its class",
-        choices=("causal_lm", "masked_lm", "image_classification"),
+        choices=("causal_lm", "masked_lm", "seq2seq", "sequence_classification", "image_classification"),
     )
     from_hf: str | None = key(None, "config.json of Hugging Face transformers which fills all keys that are not set")
 

@@ -38,6 +38,7 @@ from parallelrun.base.errors import (
 from parallelrun.base.records import redact, write_json, write_text
 from parallelrun.base.version import __version__
 from parallelrun.base.wording import print_note
+from parallelrun.config.kept_model import keep
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host.environment import num_cores
 from parallelrun.planner.contract.plan import Plan
@@ -131,6 +132,7 @@ def describe(
     if not reserve.set_aside(directory):
         print_note(f"warning: the disk of {directory} is almost full: records of this run may be lost")
     write_text(directory / "config.yaml", freeze(config, plan))
+    keep(config, directory)
     write_json(directory / "plan.json", document(plan, config))
     cores = num_cores()
     manifest = {

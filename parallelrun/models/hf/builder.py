@@ -11,12 +11,15 @@ import torch
 import transformers
 from torch import nn
 
-from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.base.errors import ConfigError, Problem, with_article
+from parallelrun.base.user_functions import failed
 from parallelrun.base.wording import closest
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.base.user_functions import failed
+from parallelrun.models.hf import text_inputs
 from parallelrun.models.module.own_forward import OwnForward
 from parallelrun.models.module.source import unfit
+from parallelrun.models.moe import own_experts
+from parallelrun.planner.model.model_spec.text import HALVES, LABELLED, TextSamples
 
 KEY = "model.path"  # of messages
 VOCAB_FIX = "model.hf.vocab_size=N, or a model whose vocabulary is as large"
@@ -24,9 +27,12 @@ TASKS = {
     "causal_lm": "AutoModelForCausalLM",
     "masked_lm": "AutoModelForMaskedLM",
     "image_classification": "AutoModelForImageClassification",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
 }
 _CLASSES = {"ForCausalLM": "causal_lm", "LMHeadModel": "causal_lm", "ForMaskedLM": "masked_lm",
-            "ForImageClassification": "image_classification"}  # fmt: skip
+            "ForImageClassification": "image_classification", "ForSequenceClassification": "sequence_classification",
+            "ForConditionalGeneration": "seq2seq"}  # fmt: skip
 # From the words of `_tp_plan` to our layer roles. A column-parallel layer whose outputs are gathered, or a
 # row-parallel one whose input every rank has, stays replicated: its ranks would compute the same as one device.
 _ROLES = {
@@ -45,9 +51,7 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     """
     settings = settings_of(config, vocab)
     task = _task(config, settings)
-    if torch.get_default_device().type == "meta":  # experts one by one read which tokens they have
-        settings._experts_implementation = "batched_mm"
-    elif config.precision.name == "fp64":  # torch has no grouped products of doubles
+    if config.precision.name == "fp64":  # torch has no grouped products of doubles
         settings._experts_implementation = "eager"
     try:
         module: Any = getattr(transformers, TASKS[task]).from_config(settings, dtype=torch.float32)
@@ -56,7 +60,11 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     text = settings.get_text_config()
     # Every rank needs whole groups of heads: the class's attention has no copies of kv heads.
     module.heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
-    if task == "image_classification":
+    if task == "sequence_classification":
+        text_inputs.mask_padding(module, _pad_token(settings))
+    elif task == "seq2seq":
+        text_inputs.halve(module)
+    elif task == "image_classification":
         size = settings.image_size
         module.sample_shape = (settings.num_channels, *(size if isinstance(size, (list, tuple)) else (size, size)))
     built: nn.Module = module
@@ -69,6 +77,24 @@ def mask_token(config: Config, vocab: int) -> int | None:
     if _task(config, settings) != "masked_lm":
         return None
     token: int = settings.vocab_size - 1 if config.model.mask_token is None else config.model.mask_token
+    return token
+
+
+def text_samples(config: Config, vocab: int) -> TextSamples | None:
+    """Return what a sample of text is, if the task is not to predict the next token or a masked one."""
+    settings = settings_of(config, vocab)
+    kind = {"sequence_classification": LABELLED, "seq2seq": HALVES}.get(_task(config, settings))
+    if kind is None:
+        return None
+    text = settings.get_text_config()
+    return TextSamples(kind, text.vocab_size, _pad_token(settings) if kind == LABELLED else 0)
+
+
+def _pad_token(settings: Any) -> int:
+    token: int | None = settings.get_text_config().pad_token_id
+    if token is None:
+        message = "model.task=sequence_classification: the configuration has no pad_token_id, which follows short texts"
+        raise ConfigError(Problem(message, "model.hf", "model.hf.pad_token_id=0"))
     return token
 
 
@@ -105,7 +131,7 @@ def settings_of(config: Config, vocab: int) -> Any:
         fix = closest(unknown[0], known)
         raise ConfigError(Problem(message, "model.hf", f"model.hf.{fix[0]}=..." if fix else ""))
     dropouts = {key: 0.0 for key, value in known.items() if "drop" in key and isinstance(value, float) and value}
-    if _task(config, settings) == "image_classification":
+    if _task(config, settings).endswith("_classification"):
         values.setdefault("num_labels", vocab)
     for key, value in ({**dropouts, **values}).items():
         old = getattr(settings, key, None)
@@ -122,9 +148,21 @@ def roles_of(config: Config, module: nn.Module) -> dict[str, str]:
         role = "head" if part is _output_layer(module) and style.startswith("colwise") else _ROLES.get(style, "")
         if role and not unfit(part, role):
             roles[name] = role
+        elif own_experts.has_experts(part):
+            _give_experts(config, name, part, roles)
     if "head" not in roles.values() or (_is_tied(module) and "embedding" not in roles.values()):
         roles = {name: role for name, role in roles.items() if role not in ("head", "embedding")}
     return {**roles, **config.model.roles}
+
+
+def _give_experts(config: Config, name: str, part: nn.Module, roles: dict[str, str]) -> None:
+    """Add the role of experts that ranks can divide. Raises ConfigError for others, if `ep` divides them."""
+    reason = own_experts.unfit(part)
+    if not reason:
+        roles[name] = own_experts.ROLE
+    elif (config.ep or 1) > 1 or config.strategy.expert.fills:
+        message = f"ep cannot divide {name} of {title(config)}, {with_article(type(part).__name__)}: {reason}"
+        raise ConfigError(Problem(message, "ep", "ep=1 strategy=fsdp", kind="not_built"))
 
 
 def own_forward(config: Config, module: nn.Module) -> OwnForward | None:

@@ -15,6 +15,7 @@ from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.model.model_spec import ModelSpec
 
 Sizes = tuple[int, ...]
+SPLIT_ROLES = ("column_parallel", "row_parallel")
 
 
 def check_chain(config: Config, vocab: int, names: list[str], kind: str, shape: Sizes) -> None:
@@ -60,14 +61,14 @@ def check_split(device: str, config: Config, vocab: int, kind: str, shape: Sizes
     if tp == 1 or (config.tp is None and not config.model.roles):
         return
     module = source.build_with_roles(config, vocab, device)
-    if not {layers.role_of(part) for part in module.modules()} & {"column_parallel", "row_parallel"}:
+    if not {layers.role_of(part) for part in module.modules()} & set(SPLIT_ROLES):
         return
     inputs = network.inputs(kind, shape, 1, device)
     expected = network.dropout_shapes(module.eval(), inputs)
     entered = [""]
     for name, part in module.named_modules():
         part.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
-        if not _split(part, tp):
+        if not divide(part, tp):
             return  # does not divide: the tensor strategy refuses it, with the nearest legal degrees
     try:
         shapes = network.dropout_shapes(module, inputs)
@@ -88,7 +89,7 @@ def check_split(device: str, config: Config, vocab: int, kind: str, shape: Sizes
             raise undefined(message, fix, "model.roles")
 
 
-def _split(part: nn.Module, tp: int) -> bool:
+def divide(part: nn.Module, tp: int) -> bool:
     """Cut the weights of a column- or row-parallel layer to a tp-th; False if they do not divide."""
     dim = {"column_parallel": 0, "row_parallel": 1}.get(layers.role_of(part))
     for key, parameter in list(part.named_parameters(recurse=False)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from parallelrun.models.module import checks, network, slices, source
 from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
 from parallelrun.models.module.own_forward import ROOT
+from parallelrun.models.moe import own_experts
 from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.model.definitions import dataset
 from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
@@ -70,15 +72,21 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     width = BYTES[TABLE[config.precision.name].compute]
     if config.model.loss and patterns:
         raise undefined("model.loss calls the whole module, and model.blocks divides it", "leave model.blocks out")
+    experts, choices = own_experts.watched(module)
     if device:
         batch = _example(config, kind, shape, device)
         blocks, boundary, output = _measure(module, names, batch, width, chained=not how)
+        if config.tp != 1 and not config.model.loss:
+            halved = source.build_with_roles(config, vocab, device).eval()
+            blocks = _with_replicated(blocks, halved, names, batch, width, chained=not how)
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
     if config.model.loss:
         boundary, output = (1,), (1, 1)
     else:
         _check_output(builder, where, output, vocab)
+    if kind == "tokens" and len(boundary) == 1:  # a class of a text: its layers compute on all tokens
+        boundary = (*shape, next(iter(module.parameters())).shape[-1])
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small and not how:
         checks.check_chain(config, vocab, names, kind, shape)
@@ -103,6 +111,8 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         norm=next(norms, "layernorm"),  # decides the norms' traffic under a grid; the first where they differ
         tied=_tied(module),
         own_loss=config.model.loss is not None,
+        experts=experts,
+        router=own_experts.router_spec(choices),
     )
     if how and is_small:
         checks.check_cuts(config, spec)
@@ -200,6 +210,24 @@ def _measure(
         message = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"
         raise undefined(message, network.suggested_blocks(module))
     return tuple(blocks), boundaries[0], tuple(x.shape)
+
+
+def _with_replicated(
+    blocks: tuple[BlockSpec, ...], halved: nn.Module, names: list[str], batch: Tensor, width: int, chained: bool
+) -> tuple[BlockSpec, ...]:
+    """`blocks` with the elements that every tensor-parallel rank saves, by a measurement of `halved`, the whole module,
+    as one of two ranks has it; without them if it cannot be split so."""
+    roles = {layers.role_of(part) for part in halved.modules()}
+    if not roles & set(checks.SPLIT_ROLES) or not all(checks.divide(part, 2) for part in halved.modules()):
+        return blocks
+    try:
+        halves, _, _ = _measure(halved, names, batch, width, chained)
+    except ConfigError:
+        return blocks
+    saved = [(block.saved_elements or 0.0, half.saved_elements or 0.0) for block, half in zip(blocks, halves)]
+    return tuple(
+        replace(block, replicated_elements=max(0.0, 2 * half - whole)) for block, (whole, half) in zip(blocks, saved)
+    )
 
 
 def _estimate(

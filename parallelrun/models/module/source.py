@@ -17,6 +17,7 @@ from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import own_loss
 from parallelrun.models.module.outputs import return_logits
+from parallelrun.models.moe import own_experts
 from parallelrun.models.vision.batch_norm import BatchNorm
 
 REPLACED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -27,6 +28,7 @@ ROLES: dict[str, tuple[type, ...]] = {
     "embedding": (nn.Embedding,),
     "norm": (nn.LayerNorm, nn.RMSNorm),
     "per_head": (nn.Module,),
+    own_experts.ROLE: (nn.Module,),
 }
 
 
@@ -142,12 +144,14 @@ def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> nn
     if role not in ROLES:
         message = f"model.roles: {role!r} (of {name}) is no layer role; the roles are {', '.join(ROLES)}"
         raise ConfigError(Problem(message, "model.roles"))
-    if role == "per_head":
-        layers.mark_role(part, role)
-        return part
     reason = unfit(part, role)
     if reason:
         raise ConfigError(Problem(f"model.roles: {name} cannot be {role}: {reason}", "model.roles", kind="undefined"))
+    if role in ("per_head", own_experts.ROLE):
+        layers.mark_role(part, role)
+        if role == own_experts.ROLE and next(part.parameters()).is_meta:
+            own_experts.run_on_meta(part)
+        return part
     layer: layers.RoleLayer
     source: Any = part
     bias = getattr(source, "bias", None) is not None
@@ -174,6 +178,8 @@ def unfit(part: nn.Module, role: str) -> str:
     fitting = ROLES[role]
     if role == "per_head":
         return ""
+    if role == own_experts.ROLE:
+        return own_experts.unfit(part)
     if type(part) not in fitting:
         return f"it is {with_article(type(part).__name__)}, not a {' or '.join(kind.__name__ for kind in fitting)}"
     source: Any = part

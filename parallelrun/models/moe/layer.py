@@ -28,7 +28,7 @@ class LocalDispatcher:
     expert-parallel strategies override it."""
 
     def __call__(
-        self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
+        self, x: Tensor, routing: Routing, experts: Callable[..., Tensor], beside: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """x (T, hidden) -> (for each token the weighted sum of its experts' outputs, a new tensor (T, hidden); the
         result of `beside`, which is called before the experts, so that it overlaps with the dispatch)."""

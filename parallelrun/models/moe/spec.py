@@ -9,7 +9,7 @@ from __future__ import annotations
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.models.transformer import spec as transformer
-from parallelrun.planner.model.model_spec import Initialiser, LayerSpec, ParameterSpec
+from parallelrun.planner.model.model_spec import Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
@@ -18,6 +18,11 @@ def has_experts(index: int, model: ModelConfig) -> bool:
     if not model.experts or index < model.dense_layers:
         return False
     return (index - model.dense_layers) % model.expert_period == model.expert_period - 1
+
+
+def has_own_router(spec: ModelSpec) -> bool:
+    """Whether the experts are somebody else's module, which a tensor strategy leaves whole."""
+    return spec.router is not None and spec.router.is_own
 
 
 def expert_ffn(model: ModelConfig) -> int:

@@ -206,7 +206,7 @@ class Plan:
     def counts_right_answers(self) -> bool:
         """Whether evaluation counts top-1 hits: for classifiers whose last stage has all logits on each rank."""
         splits_classes = self.mesh.size("tp") > 1 and any(layer.layer_role == "head" for layer in self.spec.layers())
-        return self.spec.kind != "tokens" and not splits_classes and not self.spec.own_loss
+        return self.spec.classifies and not splits_classes
 
     @property
     def last_stage_pp_rank(self) -> int:

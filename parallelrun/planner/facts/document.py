@@ -210,7 +210,7 @@ def experts(plan: Plan) -> dict[str, Any] | None:
     return {
         "experts": spec.experts,
         "held": spec.experts // plan.mesh.size("ep"),
-        "layers": [b.name for b in spec.blocks if any(layer.layer_role == "router" for layer in b.layers)],
+        "layers": [b.name for b in spec.blocks if any(layer.layer_role == "expert" for layer in b.layers)],
         "group_tokens": tokens,
         "capacity": router.capacity(tokens, spec.experts) if router.limited else None,
         "eval_capacity": router.capacity(tokens, spec.experts, training=False) if router.limited else None,

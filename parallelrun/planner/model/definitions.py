@@ -18,6 +18,7 @@ from parallelrun.base import registry
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec.text import LABELLED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -182,8 +183,10 @@ class Dataset:
 class DatasetDefinition(ABC):
     """A dataset before it is opened. Subclasses override `vocab_size`, `open` and, where needed, the rest.
 
-    kinds: of its samples, which a model must read: `tokens`, `features`, `images`; several where it follows the model.
-    reads_path: it reads `dataset.path`. reads_source: it calls `dataset.source`. reads_tokenizer: it reads `dataset.tokenizer`. reads_mixture: it
+    kinds: of its samples, which a model must read: `tokens`, `labelled texts`, `features`,
+    `images`; several where it follows the model.
+    reads_path: it reads `dataset.path`. reads_source: it calls `dataset.source`. reads_tokenizer: it reads
+    `dataset.tokenizer`. reads_mixture: it
     reads `dataset.mixture`. vocab_follows_model: it generates token ids or classes of the model's vocab. packs: it
     reads `dataset.pack`.
     """
@@ -262,7 +265,12 @@ def dataset(config: Config) -> DatasetDefinition:
     return definition
 
 
-EXAMPLES = {"tokens": ("pystdlib", "gpt"), "features": ("synthetic", "mlp"), "images": ("digits", "resnet")}
+EXAMPLES = {
+    "tokens": ("pystdlib", "gpt"),
+    LABELLED: ("labelled", "hf"),
+    "features": ("synthetic", "mlp"),
+    "images": ("digits", "resnet"),
+}
 
 
 def check_samples(config: Config, spec: ModelSpec) -> list[Problem]:
@@ -271,12 +279,13 @@ def check_samples(config: Config, spec: ModelSpec) -> list[Problem]:
         return []
     name, definition = config.dataset.name, dataset(config)
     kinds = definition.sample_kinds(config)
-    if spec.kind in kinds:
+    kind = spec.sample_kind
+    if kind in kinds:
         return []
     if not kinds or not EXAMPLES.keys() >= set(kinds):
         owner = f"{type(definition).__module__}.{type(definition).__name__}"
         message = f"dataset={name} does not declare its samples: {owner}.kinds is {kinds}, not some of {list(EXAMPLES)}"
-        return [Problem(message, "dataset", f'kinds = ("{spec.kind}",) in {owner}, if these are its samples')]
-    message = f"dataset={name} gives {' or '.join(kinds)}, and model={config.model.preset} reads {spec.kind}"
-    fix = f"dataset={EXAMPLES[spec.kind][0]} or model={EXAMPLES[kinds[0]][1]}"
+        return [Problem(message, "dataset", f'kinds = ("{kind}",) in {owner}, if these are its samples')]
+    message = f"dataset={name} gives {' or '.join(kinds)}, and model={config.model.preset} reads {kind}"
+    fix = f"dataset={EXAMPLES[kind][0]} or model={EXAMPLES[kinds[0]][1]}"
     return [Problem(message, "dataset", fix, "parallelrun ls datasets", kind="undefined")]

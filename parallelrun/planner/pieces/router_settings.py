@@ -21,6 +21,7 @@ from parallelrun.planner.contract.classes import expert_dispatcher
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
 from parallelrun.planner.contract.plan import WORLD, Collective, Plan
 from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model import definitions
 from parallelrun.planner.model.model_spec import ModelSpec
 from parallelrun.planner.model.model_spec.router import RouterSpec
 from parallelrun.planner.pieces import routing_statistics as statistics
@@ -60,17 +61,25 @@ def own_router_notes(config: Config) -> list[str]:
     differing = [
         key for key, value in config.strategy.router.items() if getattr(config.model.router, key, value) != value
     ]
+    said = f"model={config.model.preset} keeps its own router; strategy={config.strategy.name} has another"
+    if differing and _model_routes(config):
+        return [f"{said} ({', '.join(differing)}), which is not read"]
     if not config.model.own_router or not config.model.experts or not differing:
         return []
-    said = f"model={config.model.preset} keeps its own router; strategy={config.strategy.name} has another"
     return [f"{said} ({', '.join(differing)}), which model.own_router=false takes"]
+
+
+def _model_routes(config: Config) -> bool:
+    """Return whether the experts, if there are any, belong to somebody else's module, which has its own router."""
+    own = definitions.model(config).own_keys if registry.has("models", config.model.name) else None
+    return own is not None and "roles" in own
 
 
 def check_model(config: Config, experts: int) -> list[Problem]:
     """Return the router's violations that hold under every plan, except bounds. experts: number in a layer, or 0."""
     router = config.model.router
     kind, top_k = router.kind, router.top_k
-    if experts < 1 or type(top_k) is not int:
+    if experts < 1 or type(top_k) is not int or _model_routes(config):
         return []
     problems = []
     fixed = CHOICES_OF.get(kind, top_k)
@@ -137,11 +146,13 @@ def check(request: Request, parts: int) -> list[Problem]:
         and expert_dispatcher(kind).needs_capacity
         and not router.limited
     ):
-        message = (
-            f"strategy.expert.kind={kind} sends equally many rows to every expert, and with model.router.kind="
-            f"{router.kind} and no model.router.capacity_factor an expert takes all that come"
-        )
-        fix = f"strategy.expert.kind=dropless or {KEY}capacity_factor=1.25"
+        fix = "strategy.expert.kind=dropless"
+        said = "the model's own router"
+        if not router.is_own:
+            said = f"model.router.kind={router.kind} and no model.router.capacity_factor"
+            fix += f" or {KEY}capacity_factor=1.25"
+        rows = f"strategy.expert.kind={kind} sends equally many rows to every expert"
+        message = f"{rows}, and with {said} an expert takes all that come"
         problems.append(Problem(message, "strategy.expert.kind", fix, kind="undefined"))
     if batch is not None and batch.micro_batch % parts:
         problems.append(_cut_groups(request, parts))
@@ -224,16 +235,17 @@ def warnings(spec: ModelSpec) -> tuple[str, ...]:
 
 def collectives(plan: Plan) -> list[Collective]:
     """The all-reduce over all ranks in every step: fp64 statistics of all layers with experts."""
-    if plan.spec.router is None or plan.world == 1 or plan.servers:
-        return []
     layers = sum(1 for layer in plan.spec.layers() if layer.layer_role == "router")
+    if not layers or plan.world == 1 or plan.servers:
+        return []
     elements = statistics.exchanged(layers, plan.spec.experts)
     return [Collective(WORLD, "all_reduce", PURPOSE, 1, elements * BYTES["float64"])]
 
 
 def frozen(config: Config, plan: Plan) -> Config:
     """`config` with the plan's router as the model's own, its ep and its expert dispatcher: nothing left to fill in."""
-    router = RouterConfig(**asdict(plan.spec.router)) if plan.spec.router else config.model.router
+    chosen = plan.spec.router
+    router = config.model.router if chosen is None or chosen.is_own else RouterConfig(**asdict(chosen))
     expert = replace(config.strategy.expert, kind=plan.expert.kind, fills=False) if plan.expert else ExpertConfig()
     strategies = replace(config.strategy, router={}, expert=expert)
     return replace(config, model=replace(config.model, router=router), strategy=strategies, ep=plan.mesh.size("ep"))

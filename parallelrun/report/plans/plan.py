@@ -194,7 +194,7 @@ def _experts(plan: Plan) -> str:
     assert described is not None and router is not None
     layers = described["layers"]
     shown = layers if len(layers) <= 4 else [*layers[:3], "..", layers[-1]]
-    number = f"{len(layers)} of {plan.spec.num_layers} layers"
+    number = f"{len(layers)} of {plan.spec.num_layers or len(layers)} layers"
     text = f"{counted(described['experts'], 'expert')} in {', '.join(shown)} ({number}); {router.choice}"
     text += f"\nrouting group: {counted(router.group_samples, 'sample')} ({described['group_tokens']:,} tokens); "
     if described["capacity"] is None:

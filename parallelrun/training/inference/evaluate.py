@@ -83,7 +83,7 @@ def evaluate(source: StoredModel, config: Config, split: str, limit: int | None)
             Problem(f"the split {split} of dataset {config.dataset.name} has no target", "split", "split=all")
         )
     loss = float(totals[0] / totals[2])
-    is_text = spec.kind == "tokens"
+    is_text = not spec.classifies
     return Scores(
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)) if is_text else None,
@@ -99,7 +99,7 @@ def evaluate(source: StoredModel, config: Config, split: str, limit: int | None)
 
 def _token_bytes(config: Config, dataset: Dataset, spec: ModelSpec) -> np.ndarray | None:
     """Bytes of text by token id; None where they are not known or targets are not all of the text."""
-    if spec.kind != "tokens" or spec.mask_token is not None:
+    if spec.kind != "tokens" or spec.mask_token is not None or spec.text is not None:
         return None
     if dataset.tokenizer == BYTES:
         return (np.arange(spec.vocab) < NUM_BYTES).astype(np.int64)  # the end of a document is no byte

@@ -87,7 +87,7 @@ class Generator:
 
 def check_causal(source: StoredModel) -> None:
     """Raise ConfigError for a model that does not predict next tokens."""
-    if source.spec.kind != "tokens" or source.spec.mask_token is not None:
+    if source.spec.kind != "tokens" or source.spec.mask_token is not None or source.spec.text is not None:
         raise ConfigError(Problem(f"model={source.config.model.preset} does not predict next tokens", "run"))
 
 

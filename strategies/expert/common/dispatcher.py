@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun.distributed.mesh import Mesh
-from parallelrun.models.moe.experts import Experts
+from parallelrun.models.moe import own_experts
 from parallelrun.models.moe.layer import LocalDispatcher, MoE
 from parallelrun.models.moe.routing import Routing
 from parallelrun.models.network import Network
@@ -56,7 +56,7 @@ class TokenDispatcher(LocalDispatcher, ABC):
         """Return how each chunk is sent."""
 
     def __call__(
-        self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
+        self, x: Tensor, routing: Routing, experts: Callable[..., Tensor], beside: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         chunks = self.chunks(routing)
         tokens = x.split(x.size(0) // len(chunks))
@@ -93,7 +93,15 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh, dispatcher: type[Token
     groups = ExpertGroups(tuple(map(mesh.group, levels(plan))), plan.spec.experts // plan.mesh.size(AXIS))
     for layer in network.modules():
         if isinstance(layer, MoE):
-            for name, weight in list(layer.experts.named_parameters()):
-                local = weight.new_empty(groups.num_local, *weight.shape[1:])
-                setattr(layer.experts, name, nn.Parameter(local, requires_grad=weight.requires_grad))
+            _keep_own(layer.experts, groups.num_local)
             layer.dispatch = dispatcher(plan.expert, groups)
+        elif own_experts.is_own(layer):
+            _keep_own(layer, groups.num_local)
+            own_experts.send(layer, dispatcher(plan.expert, groups))
+
+
+def _keep_own(experts: nn.Module, number: int) -> None:
+    """Replace the parameters by those of so many experts."""
+    for name, weight in list(experts.named_parameters()):
+        local = weight.new_empty(number, *weight.shape[1:])
+        setattr(experts, name, nn.Parameter(local, requires_grad=weight.requires_grad))

@@ -46,6 +46,7 @@ from .activation_memory import (
     norm_bytes,
     recomputed,
     rounded_bytes,
+    stated_elements,
 )
 from .traffic import AXIS, ProductTraffic, overlaps
 
@@ -110,8 +111,8 @@ class ProductStrategy(ProductTraffic):
                 for step in block.backward.steps
             )
         if _says_itself(block, plan):
-            elements = (block.saved_elements or 0) * plan.batch.micro_batch
-            stated = LayerBackward(kept=round(elements * BYTES[plan.precision.compute]))
+            elements = stated_elements(block, plan) * plan.batch.micro_batch
+            stated = LayerBackward(round(elements * BYTES[plan.precision.compute]))
             return (stated, *self._measured_loss(block, plan))
         in_order = expert_memory.as_computed(block.layers)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
@@ -262,11 +263,12 @@ class ProductStrategy(ProductTraffic):
 
 
 def _says_itself(block: BlockSpec, plan: Plan) -> bool:
-    """Whether the model says what a block saves (`saved_elements`): of images, and of a user's module that is not
-    split, which was measured: a role of some layers tells nothing of the others."""
-    is_measured = block.kind == MEASURED and plan.mesh.size("tp") == 1
-    roles = ("", "dropout", SAMPLE_SET_ROLE)
-    return plan.spec.kind == "images" or is_measured or all(layer.layer_role in roles for layer in block.layers)
+    """Whether the model says what a block saves (`saved_elements`): of images, and of a user's module, which was
+    measured, also as halves where it is split: a role of some layers tells nothing of the others."""
+    is_divided = plan.tensor.is_one_dimensional and not plan.tensor.sequence_parallel
+    is_measured = plan.mesh.size("tp") == 1 or (is_divided and block.replicated_elements is not None)
+    says = plan.spec.kind == "images" or (block.kind == MEASURED and is_measured)
+    return says or {layer.layer_role for layer in block.layers} <= {"", "dropout", SAMPLE_SET_ROLE}
 
 
 def _bytes(layout: ActivationLayout, features: int, plan: Plan) -> int:

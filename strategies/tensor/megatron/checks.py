@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.wording import divisors, either, nearest
-from parallelrun.models.moe.spec import inside_dim
+from parallelrun.models.moe.spec import has_own_router, inside_dim
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import LayerSpec, ModelSpec
 
@@ -94,7 +94,7 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
     if spec.ffn and spec.ffn % tp:
         misfits.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} is not divisible by tp={tp}"))
     expert = next((layer.parameters[0] for layer in spec.layers() if layer.layer_role == "expert"), None)  # all alike
-    width = expert.shape[inside_dim(expert)] if expert else spec.ffn
+    width = expert.shape[inside_dim(expert)] if expert and not has_own_router(spec) else spec.ffn
     if width % tp and width != spec.ffn:
         message = f"model.expert_ffn={width} is not divisible by tp={tp}: it cuts the inside of every expert"
         misfits.append(("model.expert_ffn", width, message))

@@ -9,7 +9,7 @@ from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.models.moe.spec import inside_dim
+from parallelrun.models.moe.spec import has_own_router, inside_dim
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.contract.tensor_strategy import LayoutChoice, MeshDims
@@ -95,7 +95,8 @@ class Megatron1D(ProductStrategy):
         return "1d sequence" if self.sequence_parallel else "1d"
 
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
-        """Column layers, embedding and head: dim 0; weights of row layers: dim 1; experts: their inside; else whole.
+        """Column layers, embedding and head: dim 0; weights of row layers: dim 1; experts: their inside, if they are
+        ours; else whole.
 
         Partial over tp: gradients that come from a slice of the sequence, and a router's, whose weights are multiplied
         by what a slice of every expert gives. Partial over tp_copy: copies of a kv head, each of which serves its own
@@ -108,7 +109,7 @@ class Megatron1D(ProductStrategy):
             if plan.mesh.size(COPY_AXIS) > 1 and parameter.heads == plan.mesh.size(KV_AXIS):
                 return Layout(((KV_AXIS,), *replicated.dims[1:]), (COPY_AXIS,))
             return Layout((axes, *replicated.dims[1:]))
-        if parameter.layer_role == "expert":
+        if parameter.layer_role == "expert" and not has_own_router(plan.spec):
             return Layout(tuple(axes if dim == inside_dim(parameter) else () for dim in range(len(parameter.shape))))
         if parameter.layer_role in ("router", "per_head"):
             is_partial = plan.mesh.size(AXIS) > 1 and not parameter.frozen

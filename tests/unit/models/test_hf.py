@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from parallelrun.checkpoint.exchange.source import StoredModel, initial_weights
 from parallelrun.checkpoint.exchange.weights import LoadedWeights
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hf import spec
+from parallelrun.models.moe import own_experts
+from parallelrun.models.moe.layer import LocalDispatcher
 from tests.hugging_face_families import FAMILIES, directory, overrides
-from tests.plans import narrow_config
+from tests.plans import llama, narrow_config, tiny_plan
 
 transformers = pytest.importorskip("transformers")
 builder = pytest.importorskip("parallelrun.models.hf.builder")
@@ -47,6 +50,17 @@ def test_the_spec_has_the_parameters_of_the_class_and_a_block_for_each_layer() -
     assert made.forward_flops > 2 * 8 * sum(p.numel for p in made.parameters.values()) * 0.5
 
 
+def test_flops_are_those_of_the_same_model_of_ours() -> None:
+    """Grouped queries and experts are counted as they are computed, on a device that computes nothing."""
+    for family, more in (("llama", {}), ("mixtral", {"model.experts": 4, "model.expert_period": 1})):
+        sizes = {"model.layers": 2, "model.hidden": 32, "model.kv_heads": 2, "model.ffn": 48, "model.vocab": 96,
+                 "dataset.vocab": 96}  # fmt: skip
+        router = {"model.router.kind": "top_k", "model.router.top_k": 2} if more else {}
+        ours = tiny_plan({**llama(), **sizes, **more, **router}).spec
+        theirs = spec.MODEL.make(config(family), 96)
+        assert theirs.forward_flops == pytest.approx(ours.forward_flops, rel=0.02)
+
+
 def test_changes_of_the_configuration_change_the_model() -> None:
     made = spec.MODEL.make(config(model__hf={"num_hidden_layers": 3, "hidden_size": 64}), 96)
     assert len(made.blocks) == 6 and made.hidden == 64
@@ -62,6 +76,45 @@ def test_masked_language_models_have_a_mask_token() -> None:
     assert made.mask_token == 95 and made.has_ignored and not made.is_causal
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_padding_does_not_change_the_class_of_a_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = config(family, model__task="sequence_classification", model__hf={"pad_token_id": 7})
+    made = spec.MODEL.make(given, 3)
+    assert (made.vocab, made.targets_per_sample, made.classifies) == (3, 1, True)
+    assert (made.text.num_ids, made.text.pad_token) == (96, 7)
+
+    def difference() -> float:
+        torch.manual_seed(0)
+        module = builder.make_module(given, 3).eval()
+        text = torch.tensor([[3, 17, 9, 30]])
+        with torch.no_grad():
+            padded = module(torch.cat((text, torch.full((1, 5), 7)), dim=1)).logits
+            return float((padded - module(text).logits).abs().max())
+
+    assert difference() < 1e-6
+    monkeypatch.setattr(builder.text_inputs, "mask_padding", lambda module, pad_token: None)
+    assert family == "llama" or difference() > 1e-6  # a causal model finds the last token by itself
+
+
+def test_seq2seq_has_the_loss_of_transformers() -> None:
+    given = config("t5")
+    made = spec.MODEL.make(given, 96)
+    module = builder.make_module(given, 96).eval()
+    tokens, targets = torch.randint(96, (2, 8)), torch.randint(96, (2, 4))
+    assert made.targets_per_sample == 4 and not made.classifies
+    with torch.no_grad():
+        ours = torch.nn.functional.cross_entropy(module(tokens).logits.flatten(0, 1), targets.flatten())
+        plain = transformers.AutoModelForSeq2SeqLM.from_config(builder.settings_of(given, 96)).eval()
+        plain.load_state_dict(module.state_dict())
+        theirs = plain(input_ids=tokens[:, :4], decoder_input_ids=tokens[:, 4:], labels=targets).loss
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+
+
+def test_a_class_without_padding_is_refused() -> None:
+    problem = problem_of(config(model__task="sequence_classification"))
+    assert "pad_token_id" in problem.what and problem.suggestion == "model.hf.pad_token_id=0"
+
+
 def test_what_cannot_be_built_is_refused_by_key(tmp_path: Path) -> None:
     assert "no config.json" in problem_of(config(model__path=str(tmp_path))).what
     assert "no model class" in problem_of(config(model__path="LlamaForNothing")).what
@@ -71,6 +124,29 @@ def test_what_cannot_be_built_is_refused_by_key(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
     assert "nothing_known" in problem_of(config(model__path=str(tmp_path))).what
     assert "vocab" in problem_of(config(model__hf={"vocab_size": 50})).what
+
+
+def test_experts_are_divided_where_the_class_stores_them_in_one_known_layout(tmp_path: Path) -> None:
+    made = spec.MODEL.make(config("qwen3_moe"), 96)
+    assert (made.experts, made.router.top_k, made.router.is_own, made.router.limited) == (4, 2, True, False)
+    fields = {**FAMILIES["mixtral"], "model_type": "gpt_oss", "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert spec.MODEL.make(config(model__path=str(tmp_path)), 96).experts == 0
+    problem = problem_of(config(model__path=str(tmp_path), ep=2, dp=2))
+    assert "model.layers.0.mlp.experts" in problem.what and "GptOssExperts" in problem.what
+    assert problem.where == "ep"
+
+
+def test_experts_compute_what_their_class_computes() -> None:
+    """Also for a choice that is no expert, and for an expert that nobody chooses."""
+    module = builder.make_module(config("mixtral", precision__name="fp64"), 96).double()
+    experts = module.model.layers[0].mlp.experts
+    x, weights = torch.randn(6, 32, dtype=torch.float64), torch.rand(6, 2, dtype=torch.float64)
+    chosen = torch.tensor([[0, 1], [1, 0], [4, 2], [2, 0], [1, 4], [0, 2]])
+    wanted = experts(x, chosen, weights)
+    own_experts.send(experts, LocalDispatcher())
+    assert torch.allclose(experts(x, chosen, weights), wanted, atol=1e-14)
+    assert not torch.allclose(experts(x, chosen.clamp(max=3), weights), wanted)
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

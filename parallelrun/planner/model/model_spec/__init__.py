@@ -14,6 +14,7 @@ from parallelrun.planner.model.model_spec.attention import LatentSpec
 from parallelrun.planner.model.model_spec.backward import BlockBackward
 from parallelrun.planner.model.model_spec.parameters import Initialiser, ParameterSpec, weight_and_bias
 from parallelrun.planner.model.model_spec.router import RouterSpec
+from parallelrun.planner.model.model_spec.text import LABELLED, TextSamples
 
 MEASURED = "block"  # kind of the blocks of a user's module, whose FLOPs and saved elements are measured
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
@@ -61,9 +62,11 @@ class BlockSpec:
     kind: `embedding`, `transformer`, `head`, or a model's own kind. forward_flops: for one sample. convolution_flops,
     attention_flops: the parts of them in convolutions and, of a user's module, in products of activations with each
     other. saved_elements: activation elements saved for backward per sample; None for transformer blocks, for which the
-    tensor strategy computes them. input_shape: of one sample, if it differs from block to block (images); None: the
-    model's boundary_shape. backward: where the model describes it. saves_after_sum: of a user's module, whether
-    backward needs a tensor that forward computes after its last row-parallel layer or embedding; None: its layers tell.
+    tensor strategy computes them. replicated_elements: the part of them, of a user's module, that every rank of a
+    one-dimensional tensor strategy saves; None where it was not measured. input_shape: of one sample, if it differs
+    from block to block (images); None: the model's boundary_shape. backward: where the model describes it.
+    saves_after_sum: of a user's module, whether backward needs a tensor that forward computes after its last
+    row-parallel layer or embedding; None: its layers tell.
     """
 
     name: str
@@ -76,6 +79,7 @@ class BlockSpec:
     saves_after_sum: bool | None = None
     convolution_flops: float = 0.0
     attention_flops: float = 0.0
+    replicated_elements: float | None = None
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -128,6 +132,7 @@ class ModelSpec:
     packed: bool = False
     attended: float | None = None
     documents: tuple[tuple[int, ...], ...] = ()
+    text: TextSamples | None = None  # None: a model of tokens predicts the next one, or masked ones
     own_loss: bool = False
 
     @cached_property
@@ -148,6 +153,16 @@ class ModelSpec:
     def has_ignored(self) -> bool:
         """Whether some targets are ignored, so that valid ones are counted before every step."""
         return self.packed or self.mask_token is not None or self.own_loss
+
+    @property
+    def classifies(self) -> bool:
+        """Whether a sample has one class, and not a target for each token."""
+        return not self.own_loss and (self.kind != "tokens" or self.sample_kind == LABELLED)
+
+    @property
+    def sample_kind(self) -> str:
+        """The kind of the samples that a dataset must have: `kind`, or `labelled texts`."""
+        return LABELLED if self.text is not None and self.text.kind == LABELLED else self.kind
 
     @cached_property
     def learns_positions(self) -> bool:
@@ -249,7 +264,16 @@ def _block_key(block: BlockSpec, tied: set[str]) -> object:
     is_tied = any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers)
     name = block.name if is_tied else ""
     flops = block.forward_flops, block.convolution_flops, block.attention_flops
-    return block.kind, name, flops, block.saved_elements, block.saves_after_sum, block.input_shape, layers
+    return (
+        block.kind,
+        name,
+        flops,
+        block.saved_elements,
+        block.replicated_elements,
+        block.saves_after_sum,
+        block.input_shape,
+        layers,
+    )
 
 
 def _key(layer: LayerSpec) -> object:

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+OWN = "own"  # kind of the router of somebody else's module
+
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How every layer with experts chooses them: the resolved `config.schema.run_schema.RouterConfig` (see there)."""
+    """How every layer with experts chooses them: the resolved `config.schema.run_schema.RouterConfig` (see there).
+
+    Of a router of kind `own` only top_k is known, and its experts have no capacity.
+    """
 
     kind: str
     top_k: int
@@ -35,11 +40,17 @@ class RouterSpec:
         return self.capacity_factor is not None or self.kind == "expert_choice"
 
     @property
+    def is_own(self) -> bool:
+        """Whether the router is part of somebody else's module."""
+        return self.kind == OWN
+
+    @property
     def choice(self) -> str:
         """How a token gets its experts, such as `top-2 (gshard)`."""
         if self.kind == "expert_choice":
             return f"{self.top_k} per token on average, chosen by the experts"
-        return f"top-{self.top_k}" + (f" ({self.kind})" if self.kind != "top_k" else "")
+        kind = {"top_k": "", OWN: " (the model's own router)"}.get(self.kind, f" ({self.kind})")
+        return f"top-{self.top_k}{kind}"
 
     def capacity(self, num_tokens: int, num_experts: int, training: bool = True) -> int:
         """The capacity of an expert for a routing group of `num_tokens`; all of them without a limit.
