@@ -16,7 +16,7 @@ from parallelrun.config.schema.strategy_keys import complete_class, completed
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = {
-    "path", "dataset.path", "tokenizer", "dataset.tokenizer", "dataset.cache",
+    "path", "dataset.path", "tokenizer", "dataset.tokenizer", "dataset.chat_template", "dataset.cache",
     "resume", "runs", "name", "recipe", "model.source", "model.from_hf", "model.path", "plot",
     "init.weights",
     "sweep.resume", "sweep.directory",

@@ -37,6 +37,7 @@ from parallelrun.planner.model import definitions
 from parallelrun.planner.resolve.freeze import freeze
 
 TORCH_FILE = "model.pt"
+CHAT_TEMPLATE = "chat_template.jinja"
 _IMPORTED = "float32"  # in which weights are stored while they train
 _LENGTH = "max_position_embeddings"
 METADATA = {"format": "pt"}  # transformers refuses a file without it
@@ -70,6 +71,8 @@ def _hugging_face(source: StoredModel, out: Path, dtype: torch.dtype | None, sha
         _by_transformers(source, prefix, out, dtype, shard_bytes)
     tokenizer.write(source, out)
     write_others(source, out, for_transformers=True)
+    if template := definitions.dataset(source.config).chat_template(source.config):
+        write_bytes(out / CHAT_TEMPLATE, template.encode())
     if not (out / GENERATION).exists():
         write_json(out / GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
 

@@ -139,6 +139,7 @@ class DatasetConfig:
     path: str | None = key(None, "file or folder of the data")
     tokenizer: str | None = key(None, "text: tokenizer.json, or a directory with it; null: bytes are tokens")
     column: str = key("text", "text: field or column with the text of .jsonl, .parquet and .arrow")
+    chat_template: str | None = key(None, "chat: file with a jinja template; null: that of the tokenizer")
     split: str | None = key(None, "text: split of a folder with splits; null: train, if it exists")
     append_eod: bool = key(False, "text: every document ends with the end-of-document token (256 for bytes)")
     cache: str | None = key(None, "text: folder of cached tokens; null: ~/.cache/parallelrun/tokens")

@@ -179,9 +179,10 @@ def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
         dataset = definitions.dataset(config)
         if not dataset.reads_path:
             ignored["dataset.path"] = "dataset=text"
-        if not dataset.reads_tokenizer:
-            of_text = ("tokenizer", "column", "split", "append_eod", "cache")
-            ignored |= {f"dataset.{key}": "dataset=text" for key in of_text}
+        of_text = () if dataset.reads_tokenizer else ("tokenizer", "column", "split", "append_eod", "cache")
+        ignored |= {f"dataset.{key}": "dataset=text" for key in of_text}
+        for key in dataset.unread:
+            ignored[f"dataset.{key}"] = "dataset=chat" if key == "chat_template" else "dataset=text"
         if not dataset.packs:
             ignored["dataset.pack"] = "dataset=text"
         if not dataset.reads_mixture:
